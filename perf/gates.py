@@ -2,10 +2,11 @@
 
     python -m perf.gates list     every floor, the last committed figure, the distance to the goal; no GPU
     python -m perf.gates micro    a minute: decoding of 8B shapes, plain and speculative in one process
-    python -m perf.gates full     everything that one GPU can show; after three green runs of micro
+    python -m perf.gates full     the rest that one GPU can show; after three green runs of micro
 
 The floors are in perf/gates.toml. A figure is red under its floor, more than 5% worse than the last committed
-result of the same kind of GPU, or if an engine left its fast path; engines run with strict_performance.
+result of the same kind of GPU, or if an engine left its fast path; engines run with strict_performance. The
+report is written after each measurement, so that an interrupted suite has one too.
 Exit status: 0 if no verdict is red, 1 if one is, 2 if nothing was measured.
 """
 
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -25,53 +26,47 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import gpu_key
+from drift_sdk.errors import ConfigError
 from perf.gating import history
 from perf.gating.figures import read_folder
 from perf.gating.gate import Gate, GateFile, Suite, load_gates
 from perf.gating.history import Place
-from perf.gating.judging import Verdict, distance_text, judge, judge_runs
+from perf.gating.judging import Verdict, judge, judge_runs
+from perf.gating.listing import COLUMNS, floor_rows, listed
+from perf.gating.measuring import Measurement, commands_of, measure
 from perf.harness import machine
-from perf.harness.commands import Command, CommandFailed, RunCommand, run_command
+from perf.harness.commands import RunCommand, run_command
 from perf.harness.processes import ROOT
-from perf.harness.record import RESULTS, Results
+from perf.harness.record import RESULTS, Results, merge
 from perf.harness.table import show
 
-__all__ = ["COMMANDS", "Report", "judge_suite", "listed", "main", "measure"]
+__all__ = [
+    "Report",
+    "Timing",
+    "gates_of",
+    "judge_suite",
+    "main",
+]
 
-STRICT = ("--strict-performance",)
-DRAFTS = ("--num-draft-tokens", "3", "--acceptance-length")
-LONG = ("single-32k", "batch4-16k")
-COMMANDS: dict[str, tuple[Command, ...]] = {
-    "micro": (
-        Command(
-            module="perf.speculative",
-            topic="speculative",
-            arguments=(*STRICT, *DRAFTS, "3.2", "--repeats", "3", "--scenario", "single-512", *LONG),
-        ),
-    ),
-    "full": (
-        Command(module="perf.speculative", topic="speculative", arguments=(*STRICT, *DRAFTS, "3.2")),
-        Command(
-            module="perf.speculative",
-            topic="speculative",
-            arguments=(*STRICT, *DRAFTS, "3.0", "--scenario", *LONG),
-        ),
-        Command(module="perf.decode", topic="decode", arguments=STRICT),
-        Command(module="perf.prefill", topic="prefill"),
-        Command(module="perf.startup", topic="startup"),
-        Command(module="perf.kernel_speed", topic="kernels", arguments=("--suite", "gemm", "attention")),
-    ),
-}
-"""The measurements of a suite. One process measures plain and speculative decoding, which are compared."""
 COMPARED = ("speculative", "decode", "prefill", "kernels")
 """Topics whose runs are all compared with the committed ones: those with rates, or times of kernels."""
-PEER = dict.fromkeys(("perf.decode", "perf.prefill", "perf.speculative"), ("--peer", "vllm"))
-"""Arguments that measure the peer as well."""
 OUT = ROOT / ".cache" / "perf"
 
 
+class Timing(Struct, frozen=True, kw_only=True):
+    """Wall time of a command."""
+
+    command: str
+    seconds: float
+
+
 class Report(Struct, frozen=True, kw_only=True):
-    """All verdicts of a suite, as written to a file. machine: its network name."""
+    """All verdicts of a suite, as written to a file.
+
+    machine:      its network name.
+    is_complete:  whether all measurements have ended.
+    seconds:      wall time of the suite; timings: that of each measurement.
+    """
 
     suite: Suite
     commit: str
@@ -80,63 +75,56 @@ class Report(Struct, frozen=True, kw_only=True):
     gpu: str
     driver: str | None
     read_bandwidth_tb_s: float | None
+    is_complete: bool
+    seconds: float
+    timings: tuple[Timing, ...]
     verdicts: tuple[Verdict, ...]
 
     @property
     def is_green(self) -> bool:
-        return all(verdict.state != "red" for verdict in self.verdicts)
+        return self.is_complete and all(verdict.state != "red" for verdict in self.verdicts)
 
-
-def measure(
-    suite: str, device: str, folder: Path, *, peer: bool = False, run: RunCommand = run_command
-) -> list[Verdict]:
-    """Measure a suite, into result files in `folder`, which is emptied first. Returns a red verdict for every
-    measurement that failed, as it does if an engine cannot keep strict_performance."""
-    shutil.rmtree(folder, ignore_errors=True)
-    failed = []
-    for command in COMMANDS[suite]:
-        if peer:
-            arguments = command.arguments + PEER.get(command.module, ())
-            command = msgspec.structs.replace(command, arguments=arguments)
-        print(f"measuring {' '.join((command.module, *command.arguments))}", flush=True)
-        try:
-            run(command, device, folder, lambda line: print(f"  {line}", flush=True))
-        except CommandFailed as error:
-            name = f"{command.topic}: the measurement"
-            failed.append(Verdict(gate=name, topic=command.topic, state="red", reason=str(error)))
-    return failed
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
 
 def judge_suite(
-    suite: Suite, file: GateFile, measured: Mapping[str, Results], committed: Mapping[str, Results]
+    gates: Sequence[Gate],
+    file: GateFile,
+    done: Sequence[Measurement],
+    measured: Mapping[str, Results],
+    committed: Mapping[str, Results],
 ) -> list[Verdict]:
-    """The verdicts of a suite's gates, then those on all committed runs of each topic that it measured."""
-    gates = file.of("micro") if suite == "micro" else file.of("micro", "full")
-    own = {command.topic for command in COMMANDS[suite]}
-    topics = [topic for topic in COMPARED if topic in own and topic in measured]
+    """The verdicts on measurements that have ended: a red one for each that failed, as it does if an engine
+    cannot keep strict_performance; those of the gates of their topics; those on all committed runs of each
+    topic."""
+    topics = dict.fromkeys(measurement.command.topic for measurement in done)
+    failed = [
+        Verdict(
+            gate=f"{one.command.topic}: the measurement",
+            topic=one.command.topic,
+            state="red",
+            reason=one.error,
+        )
+        for one in done
+        if one.error
+    ]
     return [
-        *(judge(gate, file, measured, committed) for gate in gates),
-        *(judge_runs(topic, file.tolerance, measured[topic], committed.get(topic)) for topic in topics),
+        *failed,
+        *(judge(gate, file, measured, committed) for gate in gates if gate.topic in topics),
+        *(
+            judge_runs(topic, file.tolerance, measured[topic], committed.get(topic))
+            for topic in topics
+            if topic in COMPARED and topic in measured
+        ),
     ]
 
 
-def listed(file: GateFile, committed: Mapping[str, Results]) -> list[Verdict]:
-    """The verdict of every gate on committed results, by its floor alone."""
-    return [judge(gate, file, committed, {}) for gate in file.gates]
-
-
-def row_of(gate: Gate, verdict: Verdict) -> tuple[str, ...]:
-    """A row of the list."""
-    is_under = verdict.figure is not None and not gate.passes(verdict.figure)
-    return (
-        gate.name,
-        gate.suite,
-        "-" if verdict.figure is None else f"{verdict.figure:.4g}{verdict.unit}",
-        f"{'at most ' if gate.less_is_better else ''}{gate.floor:g}{gate.unit}",
-        f"{gate.goal:g}{gate.unit}",
-        distance_text(verdict),
-        "missed" if is_under else verdict.reason,
-    )
+def gates_of(suite: Suite, file: GateFile, *, peer: bool = False) -> list[Gate]:
+    """The gates of a suite. Those of `micro` over a peer belong to `full` too, if that measures the peer."""
+    more = [gate for gate in file.of("micro") if peer and "engine" in gate.over]
+    return [*more, *file.of(suite)]
 
 
 def print_list(gpu: str, file: GateFile, json: Path | None) -> int:
@@ -148,8 +136,7 @@ def print_list(gpu: str, file: GateFile, json: Path | None) -> int:
         return 2
 
     verdicts = listed(file, committed)
-    rows = [row_of(gate, verdict) for gate, verdict in zip(file.gates, verdicts, strict=True)]
-    show(f"committed results of {gpu}", ("figure", "suite", "last", "floor", "goal", "distance", ""), rows)
+    show(f"committed results of {gpu}", COLUMNS, floor_rows(file, verdicts))
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(verdicts), indent=1) + b"\n")
     return 0
@@ -162,24 +149,21 @@ def run_suite(given: argparse.Namespace, suite: Suite, file: GateFile, run: RunC
         print(reason, file=sys.stderr)
         return 2
 
-    folder = given.out / suite
-    failed = measure(suite, given.device, folder, peer=given.peer is not None, run=run)
-    measured = read_folder(folder)
-    verdicts = failed + judge_suite(suite, file, measured, read_folder(RESULTS / gpu_key(place.gpu)))
-    first = next(iter(measured.values()), None)
-    report = Report(
-        suite=suite,
-        commit=place.commit,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=place.machine,
-        gpu=place.gpu,
-        driver=machine.driver(),
-        read_bandwidth_tb_s=first.read_bandwidth_tb_s if first is not None else None,
-        verdicts=tuple(verdicts),
-    )
-    path = given.json or given.out / f"gates-{suite}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    peer = given.peer is not None
+    folder, path = given.out / suite, given.json or given.out / f"gates-{suite}.json"
+    commands, gates = commands_of(suite, peer=peer), gates_of(suite, file, peer=peer)
+    committed = read_folder(RESULTS / gpu_key(place.gpu))
+    started_at, done = time.perf_counter(), list[Measurement]()
+    path.unlink(missing_ok=True)
+    for measurement in measure(commands, given.device, folder, run=run):
+        done.append(measurement)
+        measured = read_folder(folder)
+        if suite == "full":
+            measured = with_micro(measured, given.out / "micro", place)
+        verdicts = judge_suite(gates, file, done, measured, committed)
+        seconds = time.perf_counter() - started_at
+        report = report_of(suite, place, done, len(commands), seconds, measured, verdicts)
+        report.write(path)
     for verdict in verdicts:
         print(verdict)
     if suite == "micro":
@@ -189,10 +173,52 @@ def run_suite(given: argparse.Namespace, suite: Suite, file: GateFile, run: RunC
     return 0 if report.is_green else 1
 
 
+def with_micro(found: Mapping[str, Results], folder: Path, place: Place) -> dict[str, Results]:
+    """Results of `full`, and those runs of the last `micro` in this place that `full` does not measure."""
+    merged = dict(found)
+    for topic, results in read_folder(folder).items():
+        if (results.commit, results.gpu) == (place.commit, place.gpu):
+            merged[topic] = merge(results, found[topic]) if topic in found else results
+    return merged
+
+
+def report_of(
+    suite: Suite,
+    place: Place,
+    done: Sequence[Measurement],
+    num_commands: int,
+    seconds: float,
+    measured: Mapping[str, Results],
+    verdicts: Sequence[Verdict],
+) -> Report:
+    """The report on measurements that have ended, of `num_commands`."""
+    first = next(iter(measured.values()), None)
+    return Report(
+        suite=suite,
+        commit=place.commit,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=place.machine,
+        gpu=place.gpu,
+        driver=machine.driver(),
+        read_bandwidth_tb_s=first.read_bandwidth_tb_s if first is not None else None,
+        is_complete=len(done) == num_commands,
+        seconds=round(seconds, 1),
+        timings=tuple(
+            Timing(
+                command=" ".join((one.command.module, *one.command.arguments)), seconds=round(one.seconds, 1)
+            )
+            for one in done
+        ),
+        verdicts=tuple(verdicts),
+    )
+
+
 def summary(report: Report, place: Place) -> str:
-    """The last line: how many verdicts of each kind, and how often in a row they were green."""
+    """The last line: the number of verdicts of each kind, the wall time, and of `micro` the green runs in a
+    row."""
     states = [verdict.state for verdict in report.verdicts]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    counts += f" in {report.seconds:.0f} s"
     if report.suite != "micro":
         return counts
 
@@ -227,7 +253,10 @@ def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) 
             f"--peer {given.peer}: expected with full, where the peer is installed or $VLLM_PATH names it"
         )
 
-    return run_suite(given, given.suite, file, run)
+    try:
+        return run_suite(given, given.suite, file, run)
+    except ConfigError as error:
+        made.error(str(error))
 
 
 if __name__ == "__main__":

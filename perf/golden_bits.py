@@ -28,7 +28,13 @@ import triton
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import (
+    AttentionPlan,
+    Partitions,
+    PlannedRows,
+    plan_attention,
+)
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
@@ -149,9 +155,8 @@ class AttentionCase(Struct, frozen=True):
         query = noise((len(slots), self.num_heads, self.head_dim), 3, device, self.dtype)
 
         def attend(rows: slice, rows_per_sequence: int) -> Tensor:
-            return self._attend(
-                query[rows], caches, table.contiguous(), slots[rows], positions[rows], rows_per_sequence
-            )
+            planned = PlannedRows(slots[rows], positions[rows], rows_per_sequence)
+            return self._attend(query[rows], LayerKV(*caches), table.contiguous(), planned)
 
         together = attend(slice(None), self.num_rows)
         for rows in (slice(None), slice(len(slots) - 1, None)):
@@ -159,27 +164,19 @@ class AttentionCase(Struct, frozen=True):
                 raise BitsDiffer(f"{self}: rows verified together and decoded one by one")
         return sha256(together)
 
-    def _attend(
-        self,
-        query: Tensor,
-        caches: tuple[Tensor, Tensor],
-        table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        rows_per_sequence: int,
-    ) -> Tensor:
-        num_sequences = len(slots) // rows_per_sequence
-        plan = AttentionPlan(num_sequences, max(self.lengths), self.partitions, query.device)
-        plan_attention(slots, positions, plan, rows_per_sequence)
+    def _attend(self, query: Tensor, kv: LayerKV, table: Tensor, rows: PlannedRows) -> Tensor:
+        plan = AttentionPlan(rows.num_sequences, max(self.lengths), self.partitions, query.device)
+        plan_attention(rows, plan)
         scratch = AttentionScratch.allocate(
             plan,
             num_kv_heads=self.num_kv_heads,
-            num_rows=rows_per_sequence,
+            num_rows=rows.rows_per_sequence,
             group=self.num_heads // self.num_kv_heads,
             head_dim=self.head_dim,
         )
         out = torch.empty_like(query)
-        paged_attention(query, *caches, table, slots, positions, out, scratch, self.config, rows_per_sequence)
+        layer = LayerAttention(query=query, out=out, kv=kv, block_table=table)
+        paged_attention(layer, rows, scratch, self.config)
         return out
 
 

@@ -30,8 +30,10 @@ from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import show
 
-__all__ = ["SUITES", "KernelRun", "limit_us", "main", "measure"]
+__all__ = ["SUITES", "KernelRun", "cases_of", "limit_us", "main", "measure"]
 
+LIBRARY = "cublas"
+"""The kernel and engine of products by the vendor's library."""
 ROW_COUNTS = (1, 4, 16, 64, 256)
 """Numbers of rows that are timed unless others are given."""
 
@@ -82,7 +84,7 @@ def measure(
     us = time_us(prepared.step, prepared.num_calls)
     limit = limit_us(case, bandwidth_tb_s, peak_tflop_s)
     return KernelRun(
-        engine="cublas" if case.kernel == "cublas" else "drift",
+        engine=LIBRARY if case.kernel == LIBRARY else "drift",
         model=model,
         dtype=dtype,
         scenario="kernel",
@@ -101,6 +103,15 @@ def measure(
     )
 
 
+def cases_of(
+    suite: str, model: Model, rows: Sequence[int], table: TunedTable, device: str, *, has_library: bool
+) -> Iterator[Case]:
+    """The cases of a suite, with the vendor's library or without it."""
+    for case in SUITES[suite](model, tuple(rows), table, device):
+        if has_library or case.kernel != LIBRARY:
+            yield case
+
+
 def limit_us(case: Case, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
     """Return the least microseconds of a call, at a bandwidth in TB/s and a speed of products in TFLOP/s."""
     return max(case.num_bytes / bandwidth_tb_s, case.num_flops / peak_tflop_s) / 1e6
@@ -109,6 +120,7 @@ def limit_us(case: Case, bandwidth_tb_s: float, peak_tflop_s: float) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     given_parser = parser(__doc__)
     given_parser.add_argument("--suite", nargs="+", choices=SUITES, default=tuple(SUITES))
+    given_parser.add_argument("--no-library", action="store_true", help="leave the vendor's products out")
     given_parser.add_argument("--rows", type=int, nargs="+", default=ROW_COUNTS, help="row counts")
     given = given_parser.parse_args(arguments)
     if not given.device.startswith("cuda"):
@@ -121,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = prepare(given.model, Path(folder))
 
     for suite in given.suite:
-        for case in SUITES[suite](model, tuple(given.rows), table, given.device):
+        has_library = not given.no_library
+        for case in cases_of(suite, model, given.rows, table, given.device, has_library=has_library):
             free_memory()
             dtype = model.dtype_name or "bfloat16"
             recording.add(measure(case, model.name, recording.bandwidth_tb_s, peak_tflop_s, dtype))

@@ -1,6 +1,8 @@
 """Merge result files that were written elsewhere into perf/results, each into the file of its GPU and topic.
 
 python -m perf.merge from-the-gpu/decode.json from-the-gpu/kernels.json
+
+Afterwards, `python docs/generate_report.py` writes the pages that show them.
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from perf.harness.bandwidth import matmul_tflop_s
+from perf.harness.decoding import slow_paths
 from perf.harness.record import PrefillRun, Run
 from perf.harness.recording import Recording, add_weights, dtype_name, free_memory, parser
 from perf.harness.scenario import random_tokens
@@ -36,7 +38,14 @@ class PrefillOptions(Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     executor: str = "auto"
     prefill_token_budget: int = EngineConfig().prefill_token_budget
+    strict_performance: bool = False
+    exact_prefill: bool = False
     repeats: int = 5
+
+    @property
+    def config_name(self) -> str | UnsetType:
+        """The `config` of runs: fields that runs are compared by and that differ from the defaults."""
+        return "exact_prefill=true" if self.exact_prefill else UNSET
 
 
 async def measure(
@@ -62,6 +71,8 @@ async def measure(
         "max_num_seqs": 1,
         "max_model_len": max(lengths) + 1,
         "prefill_token_budget": options.prefill_token_budget,
+        "strict_performance": options.strict_performance,
+        "exact_prefill": options.exact_prefill,
     }
     async with Engine(model.path, EngineConfig(**settings)) as engine:
         for num_tokens in lengths:
@@ -81,6 +92,8 @@ async def measure(
                 dtype=model.dtype_name or dtype_name(options.dtype, options.device),
                 prefill_token_budget=options.prefill_token_budget,
                 matmul_tflop_s=peak_tflop_s,
+                config=options.config_name,
+                slow_paths=slow_paths(engine.stats()),
             )
             runs.append(run)
             on_run(run)
@@ -112,6 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments_parser.add_argument(
         "--peer", nargs="+", choices=("vllm",), default=(), help="engines to measure in the same run"
     )
+    arguments_parser.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
+    arguments_parser.add_argument(
+        "--exact-prefill", action="store_true", help="measure prompts with it too, as in EngineConfig"
+    )
     add_weights(arguments_parser)
     given = arguments_parser.parse_args(arguments)
     if (given.weights or given.kv_dtype) and given.peer:
@@ -121,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype=given.dtype,
         executor=given.executor,
         prefill_token_budget=given.prefill_token_budget,
+        strict_performance=given.strict_performance,
         repeats=given.repeats,
     )
     recording = Recording("prefill", given.device, given.out)
@@ -128,10 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     free_memory()
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder), given.weights, given.kv_dtype)
-        asyncio.run(measure(model, given.tokens, options, peak_tflop_s, recording.add))
+        for is_exact in (False, True) if given.exact_prefill else (False,):
+            own = replace(options, exact_prefill=is_exact)
+            asyncio.run(measure(model, given.tokens, own, peak_tflop_s, recording.add))
+            free_memory()
 
         if given.peer:
-            free_memory()
             for run in vllm.measure_prompts(model, given.tokens, given.repeats, peak_tflop_s):
                 recording.add(run)
 

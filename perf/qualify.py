@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,28 +25,34 @@ import msgspec
 from msgspec import Struct
 from rich.console import Console
 
-from drift_sdk.errors import DriftError
+from drift_sdk.errors import ConfigError, DriftError
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
 from perf.gating.history import Place
 from perf.harness import machine
 from perf.harness.commands import Command, RunCommand, run_command
 from perf.harness.head_files import HeadFiles, check_files
+from perf.harness.own_folder import remove_results, result_names
 from perf.harness.processes import ROOT
+from perf.harness.record import UNFINISHED
 from perf.harness.recording import dtype_name
 from perf.harness.scenario import LENGTHS, Scenario
-from perf.report import markdown, write_report
-from perf.suite import Progress, State, run_topics
+from perf.report import REPORT_FILES, markdown, write_report
+from perf.suite import STATE, Progress, State, run_topics
 
 __all__ = ["Summary", "checks_of", "main"]
 
 OUT = ROOT / ".cache" / "perf" / "qualify"
 TEXT = ROOT / "perf" / "texts" / "tides.txt"
 SUMMARY = "qualify.json"
+RESULTS = "results"
 SCENARIOS = ("single-8k", "single-16k", "single-32k", "batch4-16k")
 NUM_DRAFT_TOKENS = (2, 3, 4, 5)
 FILES = "files"
 STAGE_TOKENS = 512
+RESULT_FILES = (STATE, f"{STATE}{UNFINISHED}", *result_names(("draft-stages", "acceptance", "speculative")))
+OWN_FILES = {SUMMARY, *REPORT_FILES, *(f"{RESULTS}/{name}" for name in RESULT_FILES)}
+"""Names of all files that a folder can hold."""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -142,7 +147,7 @@ def qualify_parser() -> argparse.ArgumentParser:
     made.add_argument("--device", default=machine.default_device(), help="cpu, cuda or cuda:N")
     made.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     made.add_argument("--out", type=Path, default=OUT, help="folder of results, logs and report")
-    made.add_argument("--fresh", action="store_true", help="remove what is in the folder")
+    made.add_argument("--fresh", action="store_true", help="remove the folder, if it holds nothing else")
     return made
 
 
@@ -158,8 +163,11 @@ def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) 
             made.error(f"--{name} {file}: expected a file")
 
     if given.fresh:
-        shutil.rmtree(given.out, ignore_errors=True)
-    place, results = Place.here(machine.commit(), machine.gpu_name(given.device)), given.out / "results"
+        try:
+            remove_results(given.out, OWN_FILES, [SUMMARY, f"{RESULTS}/{STATE}"])
+        except ConfigError as error:
+            made.error(f"--fresh: {error}")
+    place, results = Place.here(machine.commit(), machine.gpu_name(given.device)), given.out / RESULTS
     files, started_at = Progress(state="done"), time.perf_counter()
     try:
         target = resolve(given.target, local_files_only=True)
@@ -196,7 +204,7 @@ def finish(out: Path, summary: Summary) -> int:
     for name, check in summary.checks.items():
         print(f"{name}: {check.reason or check.state}")
     try:
-        print(f"written to {write_report(out / 'results', out, summary_lines(summary))}")
+        print(f"written to {write_report(out / RESULTS, out, summary_lines(summary))}")
     except ValueError:
         print("no results to report", file=sys.stderr)
     print("qualified" if summary.is_qualified else "not qualified")

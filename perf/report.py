@@ -9,7 +9,7 @@ accepted by position), roofline.png and peers.png (ratios to peers) into the fol
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +20,11 @@ from msgspec.structs import replace
 
 from perf.acceptance import acceptance_table
 from perf.compare_stages import stage_table
-from perf.gates import listed
 from perf.gating.figures import read_folder
 from perf.gating.gate import load_gates
-from perf.gating.judging import distance_text
+from perf.gating.listing import COLUMNS, floor_rows, listed
 from perf.harness.record import Results
-from perf.harness.table import decode_table, drafts_of, prefill_table, speculative_table
+from perf.harness.table import decode_table, drafts_of, label_of, prefill_table, speculative_table
 from perf.peers.anchors import anchor_of, is_void
 from perf.roofline import PEERS
 from perf.roofline import draw as draw_roofline
@@ -34,8 +33,12 @@ from perf.stress import stress_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Ratio", "draft_lines", "main", "ratios", "write_report"]
+__all__ = ["REPORT_FILES", "Ratio", "draft_lines", "main", "ratios", "write_report"]
 
+REPORT = "report.md"
+PICTURES = ("roofline.png", "drafts.png", "acceptance.png", "head.png", "peers.png")
+REPORT_FILES = (REPORT, *PICTURES)
+"""Names of all files that a report can have."""
 RATIO_TOPICS = ("decode", "speculative", "prefill")
 COLOURS = {"vllm": "tab:orange", "transformers": "tab:green"}
 BAR_WIDTH = 0.35
@@ -65,7 +68,7 @@ def ratios(found: Mapping[str, Results]) -> list[Ratio]:
                 speed, is_anchor = peer_speed(run, peer, results)
                 if speed:
                     drafts = f"\n{drafts_of(run)}" if run["num_draft_tokens"] else ""
-                    case = f"{run['model']}\n{run['scenario']}{drafts}"
+                    case = f"{label_of(run)}\n{run['scenario']}{drafts}"
                     made.append(Ratio(case, peer, run["tokens_per_s"] / speed, is_anchor))
     return made
 
@@ -91,13 +94,13 @@ def draft_lines(results: Results) -> dict[str, list[tuple[int, float]]]:
         if run["engine"] == "drift" and not run.get("is_adaptive") and run["tree"] is None
     ]
     plain = {
-        (run["model"], run["scenario"]): run["tokens_per_s"] for run in runs if not run["num_draft_tokens"]
+        (label_of(run), run["scenario"]): run["tokens_per_s"] for run in runs if not run["num_draft_tokens"]
     }
     lines: dict[str, dict[int, dict[str, Any]]] = {}
     for run in runs:
         if run["num_draft_tokens"]:
             source = "simulated" if run["acceptance"] == "simulated" else f"real, {run['draft']}"
-            line = lines.setdefault(f"{run['model']} {run['scenario']}, {source}", {})
+            line = lines.setdefault(f"{label_of(run)} {run['scenario']}, {source}", {})
             best = line.setdefault(run["num_draft_tokens"], run)
             # A number may have been measured at several acceptance lengths.
             if run["acceptance_length"] > best["acceptance_length"]:
@@ -105,7 +108,7 @@ def draft_lines(results: Results) -> dict[str, list[tuple[int, float]]]:
     found = {}
     for name, line in lines.items():
         run = next(iter(line.values()))
-        start = {0: plain[key]} if (key := (run["model"], run["scenario"])) in plain else {}
+        start = {0: plain[key]} if (key := (label_of(run), run["scenario"])) in plain else {}
         speeds = start | {number: one["tokens_per_s"] for number, one in line.items()}
         if len(speeds) > 2:
             found[name] = sorted(speeds.items())
@@ -137,10 +140,11 @@ def draw_acceptance(results: Results, path: Path) -> bool:
     with charts(path, len(runs)) as grid:
         for axes, run in zip(grid, runs, strict=True):
             shares = run["accepted_at"]
-            axes.bar(range(1, len(shares) + 1), shares)
-            axes.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, 1.05))
+            places = range(1, len(shares) + 1)
+            axes.bar(places, shares)
+            axes.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, 1.05), xticks=places)
             drafts = f"{run['num_draft_tokens']} drafts, AL {run['measured_acceptance_length']:.2f}"
-            axes.set_title(f"{run['model']} {run['scenario']}\n{drafts} {run['acceptance']}", fontsize=8)
+            axes.set_title(f"{label_of(run)} {run['scenario']}\n{drafts} {run['acceptance']}", fontsize=8)
     return True
 
 
@@ -162,7 +166,8 @@ def draw_ratios(axes: Axes, shown: Sequence[Ratio], cases: Sequence[str]) -> Non
     from matplotlib.patches import Patch
 
     for ratio in shown:
-        place = cases.index(ratio.case) + (PEERS.index(ratio.peer) - 0.5) * BAR_WIDTH
+        group = [other.peer for other in shown if other.case == ratio.case]
+        place = cases.index(ratio.case) + (group.index(ratio.peer) - (len(group) - 1) / 2) * BAR_WIDTH
         colour = COLOURS[ratio.peer]
         face = "none" if ratio.is_anchor else colour
         bar = axes.bar(place, ratio.value, 0.9 * BAR_WIDTH, edgecolor=colour, facecolor=face)
@@ -193,19 +198,9 @@ def charts(path: Path, number: int, width: float = 4.0, height: float = 3.0) -> 
 def gates_table(found: Mapping[str, Results]) -> Table:
     """Title, columns and rows: every gate that has a figure."""
     file = load_gates()
-    pairs = zip(file.gates, listed(file, found), strict=True)
-    rows = [
-        (
-            gate.name,
-            f"{verdict.figure:.4g}{verdict.unit}",
-            f"{'at most ' if gate.less_is_better else ''}{gate.floor:g}",
-            f"{gate.goal:g}",
-            "missed" if verdict.state == "red" else distance_text(verdict),
-        )
-        for gate, verdict in pairs
-        if verdict.figure is not None
-    ]
-    return "Floors and goals", ("figure", "measured", "floor", "goal", ""), rows
+    verdicts = listed(file, found)
+    pairs = zip(floor_rows(file, verdicts), verdicts, strict=True)
+    return "Floors and goals", COLUMNS, [row for row, verdict in pairs if verdict.figure is not None]
 
 
 def startup_table(results: Results) -> Table:
@@ -248,13 +243,13 @@ def write_report(folder: Path, out: Path, summary: Sequence[str] = ()) -> Path:
         parts += ["", f"![{caption}]({name})"]
     for topic, results in found.items():
         heading, table = TABLES[topic]
-        for model in dict.fromkeys(run["model"] for run in results.runs):
-            own = replace(results, runs=[run for run in results.runs if run["model"] == model])
+        for model in dict.fromkeys(map(label_of, results.runs)):
+            own = replace(results, runs=[run for run in results.runs if label_of(run) == model])
             parts += ["", f"## {heading}: {model}", "", *markdown(*table(own)[1:])]
     title, columns, rows = gates_table(found)
     if rows:
         parts += ["", f"## {title}", "", *markdown(columns, rows)]
-    path = out / "report.md"
+    path = out / REPORT
     path.write_text("\n".join(parts) + "\n")
     return path
 
@@ -299,7 +294,7 @@ def pictures_of(found: Mapping[str, Results], out: Path) -> dict[str, str]:
     return made
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]

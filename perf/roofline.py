@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from perf.harness.record import Results, read
-from perf.harness.table import engine_of
+from perf.harness.table import engine_of, label_of
 from perf.peers.anchors import anchor_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def bars(results: Results) -> list[Bar]:
     for run in results.runs:
         bandwidth = run.get("read_bandwidth_tb_s", results.read_bandwidth_tb_s)
         limit_ms = run["bytes_per_round"] / bandwidth / 1e9
-        model, scenario = run["model"], _scenario(run)
+        model, scenario = label_of(run), _scenario(run)
         found[_identity(run)] = Bar(
             engine_of(run), model, scenario, limit_ms / run["ms_per_round"], run["tokens_per_s"]
         )

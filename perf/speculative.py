@@ -245,7 +245,7 @@ def draftings_of(given: argparse.Namespace, model: Model) -> list[Drafting]:
         for number in given.num_draft_tokens
         if number > 0
         for ngrams in ((None, NGram()) if given.ngrams else (None,))
-        for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else (given.acceptance_length,))
+        for length in (ACCEPTANCE_LENGTHS if given.policy_sweep else given.acceptance_length or (None,))
     ]
 
 

@@ -4,8 +4,10 @@
     python -m perf.stress --context 32k --fill 0.9 --num-draft-tokens 3 --minutes 10
 
 For each number of drafts an engine is started. Its sequences of a context hold a share of its KV cache until
-they end; with --minutes, random requests follow, for this time in all. The scheduler's accounting is checked
-throughout. On graphs acceptance is simulated; eager, it is that of a draft with random weights.
+they end; with --minutes, random requests follow, for this time in all: each minute is a run, after which
+nothing is left in the engine. The scheduler's accounting is checked throughout. On graphs acceptance is
+simulated; eager, it is that of a draft with random weights. Runs are written as they end, and those of other
+numbers of drafts stay in the file, so that the numbers can be measured one after the other.
 Exit status: 0 if no request failed, the cache was filled, no block was lost and memory stayed flat, else 1.
 """
 
@@ -20,6 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from drift_sdk import EngineClosed, EngineStats
 from drift_sdk.measurement import RecordedEngine
 from perf.harness.decoding import slow_paths
@@ -28,10 +32,11 @@ from perf.harness.integrity import IntegrityChecks, Memory, check_integrity_of
 from perf.harness.record import Results, Run
 from perf.harness.recording import Recording, dtype_name, free_memory, parser
 from perf.harness.shapes import Model, prepare, prepare_draft
-from perf.harness.stress_load import MOST_LIVE, Load, Stress, churn, fill_cache
+from perf.harness.stress_load import MOST_LIVE, Leg, Load, Stress, churn, fill_cache
 from perf.harness.table import show, title_of
 
 __all__ = [
+    "Leg",
     "Load",
     "Stress",
     "StressRun",
@@ -54,8 +59,9 @@ GROWTH_MIB = {"process": 256.0, "gpu": 64.0}
 
 
 class StressRun(Run, kw_only=True):
-    """One load, or the random requests (`fill` 0).
+    """One load, or a minute of the random requests (`fill` 0).
 
+    repeat:                         the number of the minute.
     fill, peak_kv_use:              share of the KV cache to be held by sequences, and most that was held.
     num_requests, num_cancelled:    sent, and cancelled of them.
     num_errors, problems:           requests that failed; everything that went wrong.
@@ -65,6 +71,7 @@ class StressRun(Run, kw_only=True):
     """
 
     executor: str
+    repeat: int | UnsetType = UNSET
     fill: float
     peak_kv_use: float
     num_requests: int
@@ -94,7 +101,8 @@ async def measure(
         async with engine:
             checks = check_integrity_of(engine, CHECK_PERIOD)
             bench = Bench(engine, checks, model, drafting, stress, memory)
-            for load in (*stress.loads, *((None,) if stress.minutes else ())):
+            loads: list[Load | Leg] = [*stress.loads, *stress.legs]
+            for load in loads:
                 runs.append(await bench.run(load))
                 on_run(runs[-1])
                 if bench.has_failed:
@@ -121,16 +129,24 @@ class Bench:
         self._first: Memory | None = None
         self.has_failed = False  # whether the engine has ended by itself
 
-    async def run(self, load: Load | None) -> StressRun:
-        """Serve a load, or random requests without one."""
+    async def run(self, load: Load | Leg) -> StressRun:
+        """Serve a load, or random requests for a while."""
         engine, drafting, stress = self._engine, self._drafting, self._stress
         num_draft_tokens, vocab_size = drafting.num_draft_tokens, self._model.config.vocab_size
         before, num_checks, started_at = engine.stats(), self._checks.num_checks, time.perf_counter()
-        if load is None:
-            served = await churn(engine, stress, vocab_size, num_draft_tokens, stress.minutes * 60)
+        if isinstance(load, Leg):
+            served = await churn(engine, stress, vocab_size, num_draft_tokens, load)
+            fields: dict[str, Any] = {
+                "scenario": "random", "batch": MOST_LIVE, "context": max(stress.contexts), "fill": 0.0,
+                "repeat": load.number,
+            }  # fmt: skip
         else:
             num_tokens = stress.num_tokens(num_draft_tokens)
             served = await fill_cache(engine, load, vocab_size, num_tokens)
+            fields = {
+                "scenario": f"context-{load.context}", "batch": served.num_requests, "context": load.context,
+                "fill": load.fill,
+            }  # fmt: skip
         seconds = time.perf_counter() - started_at
         after = await self._stats_at_rest() or before
         now = self._memory(stress.device)
@@ -140,14 +156,10 @@ class Bench:
             executor=engine.executor,
             model=self._model.name,
             dtype=dtype_name(stress.dtype, stress.device),
-            scenario="random" if load is None else f"context-{load.context}",
-            batch=MOST_LIVE if load is None else served.num_requests,
-            context=max(stress.contexts) if load is None else load.context,
             num_draft_tokens=num_draft_tokens,
             acceptance=drafting.acceptance,
             acceptance_length=drafting.simulated_length,
             tokens_per_s=served.num_tokens / seconds,
-            fill=0.0 if load is None else load.fill,
             peak_kv_use=served.peak_kv_use,
             num_requests=served.num_requests,
             num_cancelled=served.num_cancelled,
@@ -159,6 +171,7 @@ class Bench:
             gpu_growth_mib=now.gpu_mib - first.gpu_mib,
             slow_paths=slow_paths(after),
             problems=served.errors[:3],
+            **fields,
         )
         run.problems += problems_of(run)
         if self.has_failed:
@@ -241,7 +254,7 @@ def stress_table(results: Results) -> tuple[str, Sequence[str], Sequence[Sequenc
     """Title, columns and rows of all loads."""
     rows = [
         (
-            run["scenario"],
+            f"{run['scenario']} {run['repeat']}" if "repeat" in run else run["scenario"],
             str(run["num_draft_tokens"]),
             f"{run['fill']:g}",
             f"{run['peak_kv_use']:.2f}",

@@ -6,14 +6,13 @@
 Topics: baseline (plain decoding of all scenarios), single (one sequence, one to five drafts), batch (several
 sequences), large-context (8K to 32K tokens) and stress. Result files, logs and report.md are in the folder;
 `python -m perf.merge FOLDER/*.json` stores them in perf/results. If the suite is interrupted, the same
-command goes on with the topic that was interrupted; finished topics are not measured again on the same commit
+command goes on with the measurement that was interrupted; finished ones are not made again on the same commit
 and machine. Exit status: 0 if all topics were measured, 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,14 +26,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from drift_sdk.errors import ConfigError
 from perf.gating.history import Place
 from perf.harness import machine
 from perf.harness.commands import Command, CommandFailed, RunCommand, run_command
+from perf.harness.own_folder import remove_results, result_names
 from perf.harness.processes import ROOT
+from perf.harness.record import UNFINISHED
 from perf.harness.shapes import MODELS
-from perf.report import write_report
+from perf.report import REPORT_FILES, write_report
 
-__all__ = ["TOPICS", "Progress", "State", "View", "main", "run_topics"]
+__all__ = ["STATE", "TOPICS", "Progress", "State", "View", "main", "own_files", "run_topics"]
 
 OUT = ROOT / ".cache" / "perf" / "suite"
 STATE = "suite.state"
@@ -56,15 +58,24 @@ TOPICS: dict[str, tuple[Command, ...]] = {
         speculative(*AL, "2", "3", "4", "5", "--scenario", "single-8k", "single-16k", "single-32k"),
         speculative(*AL, "2", "3", "4", "5", "--scenario", "batch4-16k"),
     ),
-    "stress": (Command(module="perf.stress", topic="stress", arguments=("--minutes", "10")),),
+    "stress": tuple(
+        Command(
+            module="perf.stress",
+            topic="stress",
+            arguments=("--num-draft-tokens", number, "--minutes", "2.5"),
+        )
+        for number in ("2", "3", "4", "5")
+    ),
 }
 """Topic -> the commands that measure it."""
 
 
 class Progress(Struct, kw_only=True):
-    """A topic that was measured, or failed. seconds: time that it took."""
+    """A topic that was measured, or failed. num_done: commands that have ended well. seconds: time that the
+    topic took since it was last begun."""
 
     state: Literal["waiting", "running", "done", "failed"] = "waiting"
+    num_done: int = 0
     seconds: float = 0.0
     reason: str = ""
 
@@ -95,7 +106,7 @@ class State(Struct, kw_only=True):
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{STATE}.new"
+        temporary = folder / f"{STATE}{UNFINISHED}"
         temporary.write_bytes(msgspec.json.encode(self))
         temporary.replace(folder / STATE)
 
@@ -157,8 +168,8 @@ def run_topics(
     *,
     run: RunCommand = run_command,
 ) -> bool:
-    """Measure the topics that are not done, with their commands, and write the state after each. Returns
-    False if one failed; the others are measured all the same."""
+    """Measure the topics that are not done, with their commands that are not done, and write the state after
+    each command. Returns False if one failed; the others are measured all the same."""
     shown = {topic: state.topics.get(topic) or Progress() for topic in topics}
     with View(shown, console) as view:
         for topic, progress in shown.items():
@@ -169,8 +180,11 @@ def run_topics(
             progress.state, progress.reason = "running", ""
             view.changed(topic)
             try:
-                for command in topics[topic]:
+                for command in topics[topic][progress.num_done :]:
                     run(command, device, folder, lambda line, topic=topic: view.said(topic, line))  # type: ignore[misc]
+                    progress.num_done += 1
+                    state.topics[topic] = msgspec.structs.replace(progress, state="waiting")
+                    state.write(folder)
                 progress.state = "done"
             except CommandFailed as error:
                 progress.state, progress.reason = "failed", str(error)
@@ -180,6 +194,12 @@ def run_topics(
             view.changed(topic)
 
     return all(progress.state == "done" for progress in shown.values())
+
+
+def own_files(topics: Mapping[str, Sequence[Command]]) -> set[str]:
+    """The names of the files that a folder of these topics can hold, report included."""
+    results = result_names(command.topic for commands in topics.values() for command in commands)
+    return results | {STATE, f"{STATE}{UNFINISHED}", *REPORT_FILES}
 
 
 def of_model(command: Command, model: str) -> Command:
@@ -192,7 +212,7 @@ def suite_parser() -> argparse.ArgumentParser:
     made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     made.add_argument("--device", default=machine.default_device(), help="cuda or cuda:N")
     made.add_argument("--out", type=Path, default=OUT, help="folder of results, logs and report")
-    made.add_argument("--fresh", action="store_true", help="remove what is in the folder")
+    made.add_argument("--fresh", action="store_true", help="remove the folder, if it holds nothing else")
     return made
 
 
@@ -203,7 +223,10 @@ def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) 
         made.error(f"--device {given.device}: the suite measures an NVIDIA GPU")
 
     if given.fresh:
-        shutil.rmtree(given.out, ignore_errors=True)
+        try:
+            remove_results(given.out, own_files(TOPICS), [STATE])
+        except ConfigError as error:
+            made.error(f"--fresh: {error}")
     place = Place.here(machine.commit(), machine.gpu_name(given.device))
     try:
         state = State.load(given.out, place, given.model)

@@ -32,7 +32,6 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models import experts
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_cache import KVCache
 from perf.harness.byte_tokenizer import NUM_SPECIAL
 from perf.harness.checkpoint import write_checkpoint
 from perf.harness.record import Run
@@ -88,17 +87,9 @@ class Reference:
     def rows(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [len(answer), vocab] before each token of an answer, and the least lead of a router's last
         chosen expert in each of these rows, in standard deviations; infinite without experts."""
-        decoder, config = self._decoder, self._decoder.config
+        decoder = self._decoder
         tokens = torch.tensor([*prompt, *answer[:-1]], device=decoder.device)
-        cache = KVCache(
-            config.num_layers,
-            1,
-            len(tokens),
-            config.num_kv_heads,
-            config.head_dim,
-            torch.float32,
-            decoder.device,
-        )
+        cache = decoder.empty_kv_cache(1, len(tokens))
         self._leads.clear()
         with self._watched():
             hidden, _ = decoder.forward(

@@ -9,7 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import (
+    AttentionPlan,
+    Partitions,
+    PlannedRows,
+    plan_attention,
+)
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
@@ -97,29 +103,16 @@ def prepare_decode(
     scratch = AttentionScratch.allocate(
         plan, num_kv_heads=config.num_kv_heads, num_rows=rows, group=group, head_dim=config.head_dim
     )
-    plan_attention(slot, position, plan, rows)
+    planned = PlannedRows(slot, position, rows)
+    plan_attention(planned, plan)
     query = torch.randn(batch * rows, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
     out = torch.empty_like(query)
-    scale = scale_of(config, device, dtype)
-
+    layers = [LayerAttention(query=query, out=out, kv=kv, block_table=block_table) for kv in caches]
     options = attention_config(config.head_dim, dtype, plan.partitions.tile)
 
     def step() -> None:
-        for keys, values in caches:
-            paged_attention(
-                query,
-                keys,
-                values,
-                block_table,
-                slot,
-                position,
-                out,
-                scratch,
-                options,
-                rows,
-                key_scale=scale,
-                value_scale=scale,
-            )
+        for layer in layers:
+            paged_attention(layer, planned, scratch, options)
 
     return Prepared(step, len(caches), (out,))
 
@@ -132,36 +125,21 @@ def prepare_prefill(config: DecoderConfig, num_tokens: int, device: str, dtype: 
     prefill_tiles([(0, 0, num_tokens)], attention.tile_rows, found)
     tiles = torch.from_numpy(found).to(device)
     query = torch.randn(num_tokens, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
-    out = torch.empty(num_tokens, config.num_heads * config.head_dim, dtype=query.dtype, device=device)
-    scale = scale_of(config, device, dtype)
+    out = torch.empty_like(query)
+    layers = [LayerAttention(query=query, out=out, kv=kv, block_table=block_table) for kv in caches]
 
     def step() -> None:
-        for keys, values in caches:
-            prefill_attention(
-                query,
-                keys,
-                values,
-                block_table,
-                tiles,
-                out,
-                attention,
-                key_scale=scale,
-                value_scale=scale,
-            )
+        for layer in layers:
+            prefill_attention(layer, tiles, attention)
 
     return Prepared(step, len(caches), (out,))
 
 
-def scale_of(config: DecoderConfig, device: str, dtype: torch.dtype) -> Tensor | None:
-    """Return the scale of keys or values in a cache of e4m3; None for another."""
-    return torch.ones(config.num_kv_heads, device=device) if dtype == E4M3 else None
-
-
 def cache_of(
     config: DecoderConfig, context: int, batch: int, device: str, dtype: torch.dtype = torch.bfloat16
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return keys and values of several layers in `dtype`, and the block table of sequences with shuffled
-    blocks."""
+) -> tuple[list[LayerKV], Tensor]:
+    """Return keys and values of several layers in `dtype`, those of e4m3 with scales of 1, and the block
+    table of sequences with shuffled blocks."""
     num_blocks = -(-context // BLOCK_SIZE)
     shape = (batch * num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     layers = num_copies(
@@ -172,4 +150,5 @@ def cache_of(
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_().to(dtype)
 
     table = torch.randperm(batch * num_blocks).to(device, torch.int32).view(batch, num_blocks)
-    return [(random(), random()) for _ in range(layers)], table
+    scale = torch.ones(config.num_kv_heads, device=device) if dtype == E4M3 else None
+    return [LayerKV(random(), random(), scale, scale) for _ in range(layers)], table

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
@@ -110,7 +111,7 @@ def prepare_rope(config: DecoderConfig, num_partials: int, num_rows: int, device
     blocks_each = CONTEXT // BLOCK_SIZE + 1
     table = torch.arange(num_rows * blocks_each, dtype=torch.int32, device=device).view(num_rows, -1)
     shape = (num_rows * blocks_each, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    kv = LayerKV(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
     angles = torch.randn(CONTEXT + 1, config.head_dim // 2, device=device)
     cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
     slot = torch.arange(num_rows, dtype=torch.int32, device=device)
@@ -119,7 +120,7 @@ def prepare_rope(config: DecoderConfig, num_partials: int, num_rows: int, device
 
     def step() -> None:
         for index in range(copies):
-            rotate_and_store(sums[index], slot, position, table, cos, sin, query, keys, values)
+            rotate_and_store(sums[index], slot, position, table, cos, sin, query, kv)
 
     return Prepared(step, copies, (query,))
 

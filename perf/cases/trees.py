@@ -8,7 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import (
+    AttentionPlan,
+    Partitions,
+    PlannedRows,
+    plan_attention,
+)
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.gemm.tuning import TunedTable
@@ -104,17 +110,16 @@ def prepare_attention(
     scratch = AttentionScratch.allocate(
         plan, num_kv_heads=config.num_kv_heads, num_rows=num_nodes, group=group, head_dim=config.head_dim
     )
-    plan_attention(trees.slot, trees.position, plan, num_nodes)
+    rows = PlannedRows(trees.slot, trees.position, num_nodes)
+    plan_attention(rows, plan)
     shape = (num_trees * num_nodes, config.num_heads, config.head_dim)
     query = torch.randn(shape, device=device).to(torch.bfloat16)
     out, paths = torch.empty_like(query), TreePaths(trees.position, trees.kv_slot, trees.path)
+    layers = [LayerAttention(query=query, out=out, kv=kv, block_table=table) for kv in caches]
 
     def step() -> None:
-        for keys, values in caches:
-            tree_attention(
-                query, keys, values, table, trees.slot, trees.position, paths, out, scratch,
-                AttentionConfig(), nodes_per_tree=num_nodes,
-            )  # fmt: skip
+        for layer in layers:
+            tree_attention(layer, rows, paths, scratch, AttentionConfig())
 
     return Prepared(step, len(caches), (out,))
 
@@ -253,11 +258,11 @@ def plan_case(num_trees: int, num_nodes: int, device: str) -> Case:
 def prepare_plan(num_trees: int, num_nodes: int, device: str) -> Prepared:
     context = CONTEXTS[-1]
     slot = torch.arange(num_trees, dtype=torch.int32, device=device).repeat_interleave(num_nodes)
-    position = torch.full_like(slot, context - 1)
+    rows = PlannedRows(slot, torch.full_like(slot, context - 1), num_nodes)
     plan = AttentionPlan(num_trees, context, Partitions(), torch.device(device))
 
     def step() -> None:
         for _ in range(8):
-            plan_attention(slot, position, plan, num_nodes)
+            plan_attention(rows, plan)
 
     return Prepared(step, 8, ())

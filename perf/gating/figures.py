@@ -28,6 +28,7 @@ class Figure(Struct, frozen=True, kw_only=True):
     own:       the part of it that is compared with a committed one: without its denominator, at the speed
                `speed` of the machine.
     problem:   the reason for which the runs are not what the gate is about; empty for none.
+    commit:    of the measured code, and date of the measurement.
     """
 
     value: float
@@ -35,6 +36,8 @@ class Figure(Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     is_anchored: bool = False
     problem: str = ""
+    commit: str = ""
+    date: str = ""
 
 
 def read_folder(folder: Path) -> dict[str, Results]:
@@ -100,7 +103,16 @@ def one_figure(
 
     if not math.isfinite(value):
         problem = f"the figure is {value}"
-    return Figure(value=value, own=own, speed=speed, is_anchored=is_anchored, problem=problem)
+    commit, date = run.get("commit", results.commit), run.get("date", results.date)
+    return Figure(
+        value=value,
+        own=own,
+        speed=speed,
+        is_anchored=is_anchored,
+        problem=problem,
+        commit=commit,
+        date=date,
+    )
 
 
 def denominator(gate: Gate, run: dict[str, Any], results: Results) -> tuple[float, bool] | str:
@@ -157,4 +169,6 @@ def median_of(figures: Sequence[Figure]) -> Figure:
         speed=statistics.median(figure.speed for figure in figures),
         is_anchored=any(figure.is_anchored for figure in figures),
         problem=next((figure.problem for figure in figures if figure.problem), ""),
+        commit=", ".join(dict.fromkeys(figure.commit for figure in figures)),
+        date=max(figure.date for figure in figures),
     )

@@ -22,6 +22,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     distance:   share by which the figure has to improve to reach the goal.
     committed:  the last committed figure of the same GPU, as it would be at this machine's speed.
+    commit:     of the measured code, and date of the measurement.
     """
 
     gate: str
@@ -35,6 +36,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     distance: float | None = None
     committed: float | None = None
     reason: str = ""
+    commit: str = ""
+    date: str = ""
 
     def __str__(self) -> str:
         """The verdict in a line."""
@@ -102,6 +105,8 @@ def judge(
         distance=gate.distance(found.value) if found.value > 0 else None,
         committed=before,
         reason="; ".join(reasons),
+        commit=found.commit,
+        date=found.date,
     )
 
 

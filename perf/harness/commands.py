@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -42,10 +42,17 @@ RunCommand = Callable[[Command, str, Path, Callable[[str], None]], None]
 
 
 def run_command(
-    command: Command, device: str, folder: Path, on_line: Callable[[str], None] = lambda line: None
+    command: Command,
+    device: str,
+    folder: Path,
+    on_line: Callable[[str], None] = lambda line: None,
+    *,
+    paths: Sequence[str] = (),
 ) -> None:
-    """Run a command and wait for its end. on_line: called with each line that it prints. What it prints is
-    appended to a log beside the result file.
+    """Run a command and wait for its end. What it prints is appended to a log beside the result file.
+
+    on_line:  called with each line that it prints.
+    paths:    folders to import from, before all others.
 
     Raises CommandFailed, with the last line of output, unless the exit status is 0. If this process is
     interrupted, the command is ended first.
@@ -56,7 +63,7 @@ def run_command(
         (folder / f"{command.topic}.log").open("a") as log,
         subprocess.Popen(
             command.line(device, folder),
-            env=with_paths({"PYTHONUNBUFFERED": "1"} | os.environ),
+            env=with_paths({"PYTHONUNBUFFERED": "1"} | os.environ, *paths),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -180,17 +180,8 @@ def own_stages(
             raise ValueError(f"{AUX_HIDDEN} of shapes {found}: expected {[list(s.shape) for s in own_aux]}")
         own_aux = [stream.to(target.device, target.dtype) for stream in aux_hidden]
 
-    config, num_rows = draft.config, len(token_ids) - 1
-    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    cache = KVCache(
-        draft.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        draft.dtype,
-        draft.device,
-    )
+    num_rows, num_blocks = len(token_ids) - 1, -(-len(token_ids) // BLOCK_SIZE)
+    cache = draft.empty_kv_cache(num_blocks, BLOCK_SIZE)
     rows = SequenceRows(range(num_blocks), 0, num_rows)
     batch = AttentionBatch([rows], cache, slot_offset=DRAFT_KV_OFFSET)
     features = draft.fuse(own_aux, final)
@@ -204,16 +195,8 @@ def _target_states(
     target: Decoder, tokens: torch.Tensor, aux_layers: Sequence[int]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The target's residual streams at `aux_layers`, and its last hidden state."""
-    config, num_blocks = target.config, -(-len(tokens) // BLOCK_SIZE)
-    cache = KVCache(
-        config.num_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        target.dtype,
-        target.device,
-    )
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    cache = target.empty_kv_cache(num_blocks, BLOCK_SIZE)
     batch = AttentionBatch([SequenceRows(range(num_blocks), 0, len(tokens))], cache)
     final, aux_hidden = target.forward(tokens, batch, cache, aux_layers)
     return aux_hidden, final

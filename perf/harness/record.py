@@ -17,11 +17,13 @@ from perf.harness.processes import ROOT
 from perf.harness.scenario import Scenario
 
 __all__ = [
-    "RESULTS", "DecodeRun", "PrefillRun", "Results", "Run", "identity_of", "merge", "read", "result_path",
-    "write",
+    "RESULTS", "UNFINISHED", "DecodeRun", "PrefillRun", "Results", "Run", "identity_of", "merge", "read",
+    "result_path", "write",
 ]  # fmt: skip
 
 RESULTS = ROOT / "perf" / "results"
+UNFINISHED = ".new"
+"""Ending of a file that is being written."""
 IDENTITY = (
     "engine", "executor", "model", "dtype", "scenario", "batch", "context", "temperature", "top_p",
     "num_draft_tokens", "tree", "draft", "is_adaptive", "acceptance",
@@ -140,6 +142,7 @@ class PrefillRun(Run, kw_only=True):
 
     tflop_s:                   operations of the prompt over `seconds`.
     matmul_tflop_s:            speed of a large matrix product in the same run.
+    config, slow_paths:        as of a DecodeRun.
     engine_version, settings:  of a peer.
     """
 
@@ -151,6 +154,8 @@ class PrefillRun(Run, kw_only=True):
     matmul_tflop_s: float
     executor: str | UnsetType = UNSET
     prefill_token_budget: int | UnsetType = UNSET
+    config: str | UnsetType = UNSET
+    slow_paths: dict[str, int] | UnsetType = UNSET
     engine_version: str | UnsetType = UNSET
     settings: str | UnsetType = UNSET
 
@@ -226,12 +231,15 @@ def merge(old: Results, new: Results) -> Results:
 
 
 def write(results: Results, path: Path) -> Results:
-    """Merge the results into the file at `path`; returns the content of the file."""
+    """Merge the results into the file at `path`; returns the content of the file. A process that ends while
+    it writes leaves the file as it was."""
     if path.exists():
         results = merge(read(path), results)
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    temporary = path.with_name(f"{path.name}{UNFINISHED}")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    temporary.replace(path)
     return results
 
 

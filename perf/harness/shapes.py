@@ -6,8 +6,9 @@ import argparse
 import importlib.util
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from msgspec import Struct
@@ -24,7 +25,16 @@ from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED
 
-__all__ = ["MODELS", "Draft", "Model", "model_name", "prepare", "prepare_draft", "prepare_drafts"]
+__all__ = [
+    "MODELS",
+    "Draft",
+    "Model",
+    "draft_settings",
+    "model_name",
+    "prepare",
+    "prepare_draft",
+    "prepare_drafts",
+]
 
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
@@ -249,18 +259,22 @@ def prepare_draft(
         target = json.loads((model.path / "config.json").read_text())
         path = model.path.with_name(f"{model.path.name}-eagle3")
         path.mkdir(exist_ok=True)
-        settings = {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
-        }
-        settings |= DRAFTS.get(target["model_type"], {})
-        (path / "config.json").write_text(json.dumps(settings, indent=1))
+        (path / "config.json").write_text(json.dumps(draft_settings(target), indent=1))
 
     found = resolve(path).config
     config = DraftConfig.from_hf(found, model.config, aux_layer_convention=aux_layer_convention)
     return Draft(path=path, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
+
+
+def draft_settings(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of an EAGLE-3 draft for a target, given the target's."""
+    settings = {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": min(DRAFT_VOCAB_SIZE, target["vocab_size"]),
+    }
+    return settings | DRAFTS.get(target["model_type"], {})
 
 
 def prepare_drafts(

@@ -25,7 +25,7 @@ def arguments_of(arguments: Sequence[str] | None, description: str | None) -> ar
     if not 0 <= min(given.num_draft_tokens) <= most <= MAX_DRAFT_TOKENS:
         made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 0 to {MAX_DRAFT_TOKENS}")
 
-    if given.acceptance_length is not None and not 1 <= given.acceptance_length <= most + 1:
+    if not all(1 <= length <= most + 1 for length in given.acceptance_length or ()):
         made.error(f"--acceptance-length {given.acceptance_length}: expected 1 to {most + 1}")
 
     if given.policy_sweep and given.acceptance_length is not None:
@@ -81,7 +81,11 @@ def speculative_parser(description: str | None) -> argparse.ArgumentParser:
         help="per round; 0 adds nothing to the run without drafts",
     )
     made.add_argument(
-        "--acceptance-length", type=float, help="tokens per round to simulate, up to drafts + 1"
+        "--acceptance-length",
+        nargs="+",
+        type=float,
+        metavar="TOKENS",
+        help="per round, to simulate, up to drafts + 1; an engine for each",
     )
     made.add_argument(
         "--trace", type=Path, help="rounds to simulate, as AcceptanceTrace.save has written them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from typing import Any
@@ -14,7 +15,7 @@ from perf.harness.decoding import BLOCK_SIZE
 from perf.harness.scenario import random_tokens
 from perf.harness.shapes import Model
 
-__all__ = ["MOST_LIVE", "Load", "Served", "Stress", "churn", "fill_cache"]
+__all__ = ["MOST_LIVE", "Leg", "Load", "Served", "Stress", "churn", "fill_cache"]
 
 NUM_LAST_ROUNDS = 16
 """Rounds of all sequences together, after the last prompt has been computed."""
@@ -29,6 +30,13 @@ class Load(Struct, frozen=True):
 
     context: int
     fill: float
+
+
+class Leg(Struct, frozen=True):
+    """Random requests for `seconds`; `number` of them went before."""
+
+    number: int
+    seconds: float
 
 
 class Stress(Struct, frozen=True, kw_only=True):
@@ -51,6 +59,12 @@ class Stress(Struct, frozen=True, kw_only=True):
     @property
     def loads(self) -> list[Load]:
         return [Load(context, fill) for context in self.contexts for fill in self.fills]
+
+    @property
+    def legs(self) -> list[Leg]:
+        """The random requests of an engine, in parts of a minute at most."""
+        number = math.ceil(round(self.minutes, 6))
+        return [Leg(index, self.minutes * 60 / number) for index in range(number)]
 
     def num_tokens(self, num_draft_tokens: int) -> int:
         """Tokens of each completion: as many as a sequence can emit while the others' prompts are
@@ -123,16 +137,14 @@ async def fill_cache(engine: Engine, load: Load, vocab_size: int, num_tokens: in
     return served
 
 
-async def churn(
-    engine: Engine, stress: Stress, vocab_size: int, num_draft_tokens: int, most_seconds: float
-) -> Served:
-    """Send and cancel random requests for `most_seconds`, then cancel what is left. Prompts share beginnings;
-    lengths, temperatures, drafts and the order of cancellations are random, drawn from the seed."""
-    rng = random.Random(stress.seed)
+async def churn(engine: Engine, stress: Stress, vocab_size: int, num_draft_tokens: int, leg: Leg) -> Served:
+    """Send and cancel random requests, then cancel what is left. Prompts share beginnings; lengths,
+    temperatures, drafts and the order of cancellations are random, drawn from the seed and the leg."""
+    rng = random.Random(f"{stress.seed} {leg.number}")
     served = Served()
     live: list[TokenStream] = []
     ends: set[asyncio.Future[Completion]] = set()
-    ended_at = time.perf_counter() + most_seconds
+    ended_at = time.perf_counter() + leg.seconds
     prompts = [random_tokens(vocab_size, max(stress.contexts), seed=seed) for seed in range(4)]
 
     def reap(done: asyncio.Future[Completion]) -> None:

@@ -13,10 +13,20 @@ from rich.table import Table
 from perf.harness.record import Results, Run
 from perf.peers.anchors import anchor_of, is_void, num_gpus_of
 
-__all__ = ["decode_table", "engine_of", "prefill_table", "progress", "show", "speculative_table", "title_of"]
+__all__ = [
+    "decode_table",
+    "engine_of",
+    "label_of",
+    "prefill_table",
+    "progress",
+    "show",
+    "speculative_table",
+    "title_of",
+]
 
 # A log file has no width.
 console = Console(width=None if sys.stdout.isatty() else 180)
+OWN_DTYPES = ("bfloat16", "float32", "float16", "mxfp4")
 DECODE_COLUMNS = ("scenario", "engine", "tok/s", "ms/round", "of roofline", "over vLLM")
 PREFILL_COLUMNS = ("scenario", "engine", "tok/s", "ms", "TFLOP/s", "over vLLM")
 SPECULATIVE_COLUMNS = (
@@ -116,12 +126,16 @@ def title_of(results: Results) -> str:
 
 
 def engine_of(run: dict[str, Any]) -> str:
-    """The engine's name with its executor ("drift graph"), or a peer's name; and the number of GPUs, if
-    several."""
+    """The engine's name with its executor ("drift graph"), or a peer's name; the number of GPUs, if several;
+    and the settings that the run is about."""
     number = num_gpus_of(run)
-    return " ".join(
-        filter(None, (run["engine"], run.get("executor"), f"on {number} GPUs" if number > 1 else None))
-    )
+    gpus = f"on {number} GPUs" if number > 1 else None
+    return " ".join(filter(None, (run["engine"], run.get("executor"), gpus, run.get("config"))))
+
+
+def label_of(run: dict[str, Any]) -> str:
+    """The model's name, with the form of its weights or KV cache if that is not the model's own."""
+    return run["model"] if run["dtype"] in OWN_DTYPES else f"{run['model']}, {run['dtype']}"
 
 
 def drafts_of(run: dict[str, Any]) -> str:

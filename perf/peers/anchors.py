@@ -1,4 +1,4 @@
-"""Anchors: speeds that peers reached on one H200, in bfloat16 or MXFP4, with their best settings.
+"""Anchors: speeds that peers reached on one H200, in bfloat16, MXFP4 or FP8, with their best settings.
 
 Measured on 2026-11-21 with vLLM 0.26 and torch 2.11. A peer's run more than 3% below its anchor is void.
 """
@@ -17,7 +17,8 @@ TOLERANCE = 0.03
 
 
 class Anchor(Struct, frozen=True):
-    """The speed of a peer in a scenario, on so many GPUs."""
+    """The speed of a peer in a scenario, on so many GPUs. dtype: the form of the weights, unless it is the
+    model's own."""
 
     engine: str
     model: str
@@ -26,9 +27,11 @@ class Anchor(Struct, frozen=True):
     num_draft_tokens: int = 0
     acceptance_length: float | None = None
     num_gpus: int = 1
+    dtype: str = ""
 
 
-LLAMA, GPT_OSS = "llama-3.1-8b", "gpt-oss-120b"
+OWN_DTYPES = ("bfloat16", "mxfp4")
+LLAMA, GPT_OSS, QWEN_EXPERTS = "llama-3.1-8b", "gpt-oss-120b", "qwen3-30b-a3b"
 ANCHORS = (
     Anchor("vllm", LLAMA, "single-512", 205.0),
     Anchor("vllm", LLAMA, "single-32k", 169.0),
@@ -42,6 +45,10 @@ ANCHORS = (
     Anchor("vllm", LLAMA, "batch64-512", 18_406.0, 3, 3.2),
     Anchor("vllm", LLAMA, "single-512", 288.0, num_gpus=2),
     Anchor("vllm", LLAMA, "batch32-512", 7764.0, num_gpus=2),
+    Anchor("vllm", LLAMA, "single-512", 288.0, dtype="fp8"),
+    Anchor("vllm", LLAMA, "batch64-512", 12_222.0, dtype="fp8"),
+    Anchor("vllm", QWEN_EXPERTS, "single-512", 242.0),
+    Anchor("vllm", QWEN_EXPERTS, "batch32-512", 2010.0),
     Anchor("vllm", GPT_OSS, "single-512", 231.0),
     Anchor("vllm", GPT_OSS, "single-32k", 215.0),
     Anchor("vllm", GPT_OSS, "batch8-512", 1619.0),
@@ -56,12 +63,14 @@ ANCHORS = (
 
 def anchor_of(run: Mapping[str, Any], gpu: str) -> Anchor | None:
     """The anchor for a run; None if there is none, or if the run is from another GPU."""
-    if gpu != ANCHOR_GPU or run["dtype"] not in ("bfloat16", "mxfp4"):
+    if gpu != ANCHOR_GPU:
         return None
 
+    dtype = "" if run["dtype"] in OWN_DTYPES else run["dtype"]
     same = ("engine", "model", "scenario", "num_draft_tokens", "acceptance_length")
     for anchor in ANCHORS:
-        if all(getattr(anchor, name) == run[name] for name in same) and anchor.num_gpus == num_gpus_of(run):
+        is_same = all(getattr(anchor, name) == run[name] for name in same)
+        if is_same and (anchor.num_gpus, anchor.dtype) == (num_gpus_of(run), dtype):
             return anchor
 
     return None

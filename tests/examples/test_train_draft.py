@@ -32,7 +32,6 @@ from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(max_model_len=128, kv_cache_tokens=2048, max_num_seqs=8, dtype="float32")
@@ -256,7 +255,7 @@ def test_features_are_those_of_the_decoder(index: int, tmp_path: Path) -> None:
     token_ids = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(index))
     aux_layers = (1, config.num_layers - 1, config.num_layers)
     features, final = target.run(token_ids, aux_layers)
-    cache = KVCache(config.num_layers, 80, 1, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+    cache = decoder.empty_kv_cache(80, 1)
     rows = [SequenceRows(range(first, first + 40), 0, 40) for first in (0, 40)]
     hidden, aux = decoder.forward(token_ids.view(-1), AttentionBatch(rows, cache), cache, aux_layers)
     torch.testing.assert_close(features.flatten(0, 1), torch.cat(aux, -1).clone(), rtol=1e-3, atol=1e-4)
@@ -283,8 +282,7 @@ def test_pass_equals_that_of_the_draft_decoder(target: Target, tmp_path: Path) -
     torch.testing.assert_close(
         steps[0][: verified + 1], whole_pass(target.decoder, draft, tokens[: verified + 2]).clone()
     )
-    config = draft.config
-    cache = KVCache(1, 32, 1, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+    cache = draft.empty_kv_cache(32, 1)
     features = target.run(token_ids, draft.aux_layers)[0][0]
     fused = draft.fuse(features.chunk(3, -1), features[:, :0])
     first, count = 0, verified

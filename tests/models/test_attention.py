@@ -112,7 +112,7 @@ def test_sequences_of_very_different_lengths_are_not_grouped() -> None:
 
 def test_long_chunk_after_a_long_context() -> None:
     """Some key blocks of the attention kernel are masked completely for a row and must not contribute."""
-    cache = KVCache(1, 400, BLOCK_SIZE, 2, 16, torch.float32, "cpu")
+    cache = KVCache((1, 400, BLOCK_SIZE, 2, 16), torch.float32, "cpu")
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
     start, num_rows = 700, 1500
@@ -138,7 +138,7 @@ def test_rows_see_the_keys_of_their_window_alone(window: int) -> None:
     are NaN, which would spread to the rows."""
     sequences = [(40, 1), (3, 1), (90, 1), (25, 6), (60, 6), (0, 6), (50, 30), (0, 30)]
     generator = torch.Generator().manual_seed(window)
-    cache = KVCache(1, NUM_BLOCKS, BLOCK_SIZE, 2, 16, torch.float32, "cpu")
+    cache = KVCache((1, NUM_BLOCKS, BLOCK_SIZE, 2, 16), torch.float32, "cpu")
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
     tables = _tables([start + num_rows for start, num_rows in sequences])
@@ -186,7 +186,7 @@ def test_all_tensors_are_on_the_given_device(tmp_path: Path) -> None:
     source = resolve(tmp_path)
     config = DecoderConfig.from_hf(source.config)
     away = Decoder.load(config, source.tensors(), device="meta", dtype=torch.bfloat16)
-    cache = KVCache(config.num_layers, 64, 8, config.num_kv_heads, config.head_dim, torch.bfloat16, "meta")
+    cache = KVCache((config.num_layers, 64, 8, config.num_kv_heads, config.head_dim), torch.bfloat16, "meta")
     sequences = [(0, 20), (7, 30), (3, 1), (60, 1), (4, 3), (9, 3), (11, 1)]
     rows = [SequenceRows(range(16), start, num_rows) for start, num_rows in sequences]
     batch = AttentionBatch(rows, cache)

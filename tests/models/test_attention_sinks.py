@@ -49,7 +49,7 @@ def test_attention_with_sinks_is_near_the_formula(
     step: tuple[tuple[int, int], ...], window: int | None, scale: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(3)
-    cache = KVCache(1, 8 * len(step), BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, torch.float32, "cpu")
+    cache = KVCache((1, 8 * len(step), BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), torch.float32, "cpu")
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
     sequences = [

@@ -170,16 +170,7 @@ def target(target_folder: Path) -> Decoder:
 
 
 def _cache(draft: DraftDecoder) -> KVCache:
-    config = draft.config
-    cache = KVCache(
-        draft.num_layers,
-        NUM_BLOCKS,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        draft.dtype,
-        draft.device,
-    )
+    cache = draft.empty_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
     return cache
@@ -352,7 +343,7 @@ def test_batch_equals_single_sequences(target: Decoder, target_folder: Path, tmp
     tokens = [random_tokens(target.config, s + n, seed=i) for i, (s, n) in enumerate(starts_and_rows)]
 
     def run(*, together: bool) -> tuple[torch.Tensor, KVCache]:
-        cache = KVCache(3, 64, BLOCK_SIZE, 2, 12, torch.float32, "cpu")
+        cache = KVCache((3, 64, BLOCK_SIZE, 2, 12), torch.float32, "cpu")
         cache.keys.fill_(float("nan"))
         cache.values.fill_(float("nan"))
         rows = [SequenceRows(t, s, n) for t, (s, n) in zip(tables, starts_and_rows, strict=True)]
@@ -380,7 +371,7 @@ def test_batch_equals_single_sequences(target: Decoder, target_folder: Path, tmp
 
 
 def test_slot_offset_shifts_slots_but_not_positions() -> None:
-    cache = KVCache(1, 8, BLOCK_SIZE, 1, 4, torch.float32, "cpu")
+    cache = KVCache((1, 8, BLOCK_SIZE, 1, 4), torch.float32, "cpu")
     rows = [SequenceRows([5, 2], 7, 1), SequenceRows([3, 0], 6, 4), SequenceRows([7], 2, 1)]
     batch = AttentionBatch(rows, cache, slot_offset=1)
     assert batch.positions.tolist() == [7, 6, 7, 8, 9, 2]
@@ -438,7 +429,7 @@ def test_all_tensors_have_the_targets_dtype_and_device(target_folder: Path, tmp_
         make_draft(name, tmp_path / name, target_folder)
         draft = DraftDecoder.load(tmp_path / name, away)
         states = [torch.empty(4, 64, dtype=torch.bfloat16, device="meta") for _ in range(4)]
-        cache = KVCache(1, 4, BLOCK_SIZE, 2, 12, torch.bfloat16, "meta")
+        cache = KVCache((1, 4, BLOCK_SIZE, 2, 12), torch.bfloat16, "meta")
         batch = _batch([1, 2], 0, 4, cache)
         features = draft.fuse(states[: len(draft.aux_layers)], states[-1])
         ids = torch.zeros(4, dtype=torch.int64, device="meta")

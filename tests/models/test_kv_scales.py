@@ -189,7 +189,7 @@ def test_random_weights_have_scales_of_1() -> None:
 
 def test_eager_caches_store_codes_and_read_their_numbers() -> None:
     scales = KVScales(torch.tensor([[0.5, 4.0]]), torch.tensor([[3.0, 0.125]]))
-    cache = KVCache(1, 2, 4, 2, 8, torch.bfloat16, CPU, scales)
+    cache = KVCache((1, 2, 4, 2, 8), torch.bfloat16, CPU, scales)
     generator = torch.Generator().manual_seed(1)
     key, value = torch.randn(2, 3, 2, 8, generator=generator)
     slots = torch.tensor([5, 0, 2])

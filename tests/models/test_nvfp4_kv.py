@@ -59,16 +59,8 @@ def test_codes_of_a_head_are_before_its_scales(head_dim: int) -> None:
 
 def rounded_cache(decoder: Decoder, scales: KVScales | None) -> KVCache:
     config = decoder.config
-    return KVCache(
-        config.num_layers,
-        NUM_BLOCKS,
-        BLOCK_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        decoder.dtype,
-        CPU,
-        scales,
-    )
+    shape = config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim
+    return KVCache(shape, decoder.dtype, CPU, scales)
 
 
 class RoundingCache(KVCache):
@@ -118,7 +110,7 @@ def test_rows_read_the_numbers_that_were_stored(folder: Path, dtype: torch.dtype
 
 def test_slots_are_moved_with_their_scales() -> None:
     scales = KVScales(torch.full((2, 2), 0.25), torch.full((2, 2), 0.125), "nvfp4")
-    cache = KVCache(2, 4, 4, 2, 40, torch.float32, CPU, scales)
+    cache = KVCache((2, 4, 4, 2, 40), torch.float32, CPU, scales)
     x = torch.randn((3, 2, 40), generator=torch.Generator().manual_seed(0)) * torch.tensor([[[9.0], [0.1]]])
     slots, targets = torch.tensor([1, 7, 12]), torch.tensor([7, 2, 15])
     for layer in range(2):

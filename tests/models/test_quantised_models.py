@@ -25,7 +25,6 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.quantised.blocks import BlockWeight
@@ -315,7 +314,7 @@ def test_drafts_share_a_quantised_embedding_and_head(tmp_path: Path, variant: st
         target = load(tmp_path / "target.gguf", form)
         draft = DraftDecoder.load(str(tmp_path / "draft"), target)
         assert isinstance(draft.weights.head, BlockWeight) == (form == "stored")
-        cache = KVCache(1, 8, 8, draft.config.num_kv_heads, draft.config.head_dim, torch.float32, "cpu")
+        cache = draft.empty_kv_cache(8, 8)
         batch = AttentionBatch([SequenceRows(list(range(8)), 0, 5)], cache, slot_offset=DRAFT_KV_OFFSET)
         generator = torch.Generator().manual_seed(0)
         features = torch.randn((5, draft.config.hidden_size), generator=generator)

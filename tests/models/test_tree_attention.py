@@ -25,7 +25,7 @@ def test_each_node_sees_its_path(
 ) -> None:
     rng = random.Random(num_sequences)
     generator = torch.Generator().manual_seed(offset)
-    cache = KVCache(2, NUM_BLOCKS, BLOCK_SIZE, 2, 8, torch.float32, "cpu")
+    cache = KVCache((2, NUM_BLOCKS, BLOCK_SIZE, 2, 8), torch.float32, "cpu")
     cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     free_slots = iter(range((NUM_BLOCKS - 8) * BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE))

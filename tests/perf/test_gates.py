@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -19,11 +20,14 @@ from perf.gating.figures import figure_of, read_folder
 from perf.gating.gate import FILE, Gate, GateFile, load_gates
 from perf.gating.history import Place, add_attempt, num_green_in_a_row, reason_to_refuse
 from perf.gating.judging import Verdict, judge, judge_runs
+from perf.gating.measuring import COMMANDS, Measurement, commands_of
 from perf.harness.commands import Command, CommandFailed, run_command
 from perf.harness.record import Results
+from perf.harness.scenario import SCENARIOS
 
 LLAMA = {"model": "llama-3.1-8b", "dtype": "bfloat16"}
 GPU = "NVIDIA H200"
+SCENARIO_NAMES = {scenario.name for scenario in SCENARIOS}
 ROOFLINE = "8B plain, share of the roofline"
 # Results as they were recorded on an H200, so that new results change no test.
 RECORDED = Path(__file__).parent / "recorded" / "nvidia-h200"
@@ -36,7 +40,19 @@ def file() -> GateFile:
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, Results]:
-    return read_folder(RECORDED)
+    found = read_folder(RECORDED)
+    found["speculative"].runs += at_another_length(found["speculative"].runs)
+    return found
+
+
+def at_another_length(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs with three drafts as they would be at an acceptance length of 3.0: rounds take the same time."""
+    return [
+        one | {"acceptance_length": 3.0, "tokens_per_s": one["tokens_per_s"] * 3.0 / 3.2}
+        | {"speedup": one["speedup"] * 3.0 / 3.2}
+        for one in runs
+        if one["num_draft_tokens"] == 3
+    ]  # fmt: skip
 
 
 def copy(found: dict[str, Results]) -> dict[str, Results]:
@@ -68,6 +84,18 @@ def over_vllm(**fields: Any) -> Gate:
     return gate(where={"scenario": "single-512"}, normalised_by="read_bandwidth_tb_s", **own | fields)
 
 
+def judged(
+    suite: Literal["micro", "full"],
+    file: GateFile,
+    measured: dict[str, Results],
+    committed: dict[str, Results],
+    error: str = "",
+) -> list[Verdict]:
+    """The verdicts of a suite whose commands have all ended, or failed with `error`."""
+    done = [Measurement(command=command, seconds=1.0, error=error) for command in COMMANDS[suite]]
+    return gates.judge_suite(gates.gates_of(suite, file), file, done, measured, committed)
+
+
 def figure(given: Gate, found: dict[str, Results], file: GateFile) -> Any:
     return figure_of(given, found, file.reference)
 
@@ -83,7 +111,7 @@ def test_every_gate_of_one_gpu_has_a_floor_that_its_figure_can_miss(file: GateFi
 
 
 def test_recorded_results_of_micro_are_green(file: GateFile, recorded: dict[str, Results]) -> None:
-    verdicts = gates.judge_suite("micro", file, recorded, recorded)
+    verdicts = judged("micro", file, recorded, recorded)
     assert {verdict.state for verdict in verdicts} == {"green"}
     assert len(verdicts) == len(file.of("micro")) + 1
 
@@ -106,13 +134,13 @@ def test_each_fault_turns_micro_red(
     measured = copy(recorded)
     for one in measured["speculative"].runs:
         change(one)
-    verdicts = gates.judge_suite("micro", file, measured, recorded)
+    verdicts = judged("micro", file, measured, recorded)
     assert any(verdict.state == "red" and reason in str(verdict) for verdict in verdicts)
 
 
 def test_raised_threshold_turns_micro_red(file: GateFile, recorded: dict[str, Results]) -> None:
     for given in file.of("micro"):
-        broken = msgspec.structs.replace(given, floor=given.floor * 1.2)
+        broken = msgspec.structs.replace(given, floor=figure(given, recorded, file).value * 1.001)
         verdict = judge(broken, file, recorded, recorded)
         assert verdict.state == "red" and "under the floor" in verdict.reason
 
@@ -287,13 +315,17 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def fake_run(slowed: float = 1.0) -> Callable[..., None]:
-    """Writes recorded results instead of measuring, with figures divided by `slowed`."""
+    """Writes recorded results of a command's scenarios instead of measuring, with rates of drafts divided by
+    `slowed`."""
 
     def run(command: Command, device: str, folder: Path, on_line: Callable[[str], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{command.topic}.json"
-        shutil.copy(RECORDED / path.name, path)
-        found = json.loads(path.read_text())
+        found = json.loads((RECORDED / path.name).read_text()) | {"commit": "abc"}
+        if command.topic == "speculative":
+            found["runs"] += at_another_length(found["runs"])
+        if "--scenario" in command.arguments:
+            found["runs"] = [one for one in found["runs"] if one["scenario"] in command.arguments]
         for one in found["runs"]:
             if one["num_draft_tokens"] and one["tokens_per_s"]:
                 one["tokens_per_s"] /= slowed
@@ -312,12 +344,33 @@ def test_suites_are_measured_and_judged_in_order(on_a_gpu: Path, capsys: pytest.
     assert gates.main(["full", *asked], fake_run()) == 1
     report = json.loads((on_a_gpu / "gates-full.json").read_text())
     assert (report["commit"], report["gpu"], report["suite"]) == ("abc", GPU, "full")
-    red = [Verdict(**verdict) for verdict in report["verdicts"] if verdict["state"] == "red"]
-    assert all(verdict.committed is None for verdict in red)
-    assert {"8B plain over vLLM: single-512"}.isdisjoint(verdict.gate for verdict in red)
+    assert report["is_complete"] and report["seconds"] >= 0
+    assert [one["command"].split()[0] for one in report["timings"]] == [
+        "perf.speculative", "perf.decode", "perf.prefill", "perf.startup", "perf.kernel_speed",
+    ]  # fmt: skip
+    red = {verdict["gate"] for verdict in report["verdicts"] if verdict["state"] == "red"}
+    green = {verdict["gate"] for verdict in report["verdicts"] if verdict["state"] == "green"}
+    assert all("start" in name or "CPU time" in name for name in red)
+    # The first comes from the last results of `micro`.
+    assert {"8B plain over vLLM: single-512", "8B plain over vLLM: batch8-512"} <= green
     assert gates.main(["micro", *asked], fake_run(slowed=1.1)) == 1
     assert "green 0 times in a row" in capsys.readouterr().out
     assert gates.main(["full", *asked], fake_run()) == 2
+
+
+def test_full_judges_no_results_of_micro_of_another_commit(
+    on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--device", "cuda", "--out", str(on_a_gpu)]
+    for _ in range(3):
+        gates.main(["micro", *asked], fake_run())
+    path = on_a_gpu / "micro" / "speculative.json"
+    path.write_text(path.read_text().replace('"commit": "abc"', '"commit": "old"'))
+    gates.main(["full", *asked], fake_run())
+    report = json.loads((on_a_gpu / "gates-full.json").read_text())
+    verdicts = {verdict["gate"]: verdict for verdict in report["verdicts"]}
+    missing = verdicts["8B plain over vLLM: single-512"]
+    assert (missing["state"], missing["reason"]) == ("red", "no such run")
 
 
 def test_failed_measurement_is_red(on_a_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,6 +381,37 @@ def test_failed_measurement_is_red(on_a_gpu: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert "speculative: the measurement: perf.speculative: ConfigError: strict_performance" in printed
     assert "no speculative.json" in printed
+
+
+def test_interrupted_suite_leaves_a_report_that_is_red(on_a_gpu: Path) -> None:
+    asked = ["--device", "cuda", "--out", str(on_a_gpu)]
+    for _ in range(3):
+        gates.main(["micro", *asked], fake_run())
+
+    def interrupted(command: Command, *arguments: Any) -> None:
+        if command.topic == "prefill":
+            raise KeyboardInterrupt
+        fake_run()(command, *arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        gates.main(["full", *asked], interrupted)
+    content = (on_a_gpu / "gates-full.json").read_bytes()
+    report = msgspec.json.decode(content, type=gates.Report)
+    assert not report.is_complete and not report.is_green and len(report.timings) == 3
+    states = {verdict.gate: verdict.state for verdict in report.verdicts}
+    assert states["prefill: the measurement"] == "red"
+    assert states["8B EAGLE-3 K=3 AL 3.2 over vLLM: batch8-512"] == "green"
+    assert "start to the first token: warm" not in states
+    assert num_green_in_a_row(Place.here("abc", GPU)) == 3
+
+
+def test_folder_with_other_files_is_not_emptied(on_a_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = on_a_gpu / "micro" / "thesis.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("a")
+    with pytest.raises(SystemExit):
+        gates.main(["micro", "--device", "cuda", "--out", str(on_a_gpu)], fake_run())
+    assert str(own) in capsys.readouterr().err and own.exists()
 
 
 def test_results_of_an_earlier_run_are_not_judged(on_a_gpu: Path) -> None:
@@ -372,16 +456,37 @@ def test_command_runs_in_its_own_process_and_reports_its_last_line(tmp_path: Pat
     assert "No module named" in (tmp_path / "nothing.log").read_text()
 
 
-def test_gates_measure_the_commands_of_their_suite(on_a_gpu: Path) -> None:
-    seen: list[Command] = []
+def test_suites_measure_nothing_twice_and_keep_their_engines_strict(file: GateFile) -> None:
+    both = [*COMMANDS["micro"], *COMMANDS["full"]]
+    assert {command.topic for command in both} == {"speculative", "decode", "prefill", "startup", "kernels"}
+    strict = {command.module for command in both if "--strict-performance" in command.arguments}
+    assert strict == {"perf.speculative", "perf.decode", "perf.prefill"}
+    first, rest = (set(suite[0].arguments) & SCENARIO_NAMES for suite in COMMANDS.values())
+    assert first.isdisjoint(rest) and first | rest == SCENARIO_NAMES
+    topics = {command.topic for command in COMMANDS["full"]}
+    assert {given.topic for given in file.of("micro")} == {"speculative"}
+    assert {given.topic for given in file.of("full")} <= topics
 
-    def note(command: Command, device: str, folder: Path, on_line: Callable[[str], None]) -> None:
-        seen.append(command)
 
-    gates.measure("full", "cuda", on_a_gpu, peer=True, run=note)
-    assert {command.topic for command in seen} == {"speculative", "decode", "prefill", "startup", "kernels"}
-    with_peer = {command.module for command in seen if "vllm" in command.arguments}
-    assert with_peer == {"perf.decode", "perf.prefill", "perf.speculative"}
-    strict = {command.module for command in seen if "--strict-performance" in command.arguments}
-    assert strict == {"perf.speculative", "perf.decode"}
+def test_peer_is_measured_in_all_scenarios_of_its_gates(file: GateFile) -> None:
+    commands = commands_of("full", peer=True)
+    with_peer = {command.module: command.arguments for command in commands if "vllm" in command.arguments}
+    assert set(with_peer) == {"perf.prefill", "perf.speculative"}
+    assert "--scenario" not in with_peer["perf.speculative"]
+    over = [given.name for given in gates.gates_of("full", file, peer=True) if "engine" in given.over]
+    assert len(over) == 12 and len(set(over)) == 12
     assert history.FILE.is_relative_to(gates.OUT)
+
+
+def test_commands_are_accepted_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command lines of both suites are parsed up to the first measurement."""
+
+    def stop(*arguments: Any) -> None:
+        raise InterruptedError
+
+    for suite in (*COMMANDS.values(), commands_of("full", peer=True)):
+        for command in suite:
+            module = importlib.import_module(command.module)
+            monkeypatch.setattr(module, "Recording", stop)
+            with pytest.raises(InterruptedError):
+                module.main(command.line("cuda", Path("nowhere"))[3:])

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from drift_sdk._kernels.gemm.tuning import gpu_key
-from perf import gates
 from perf.gating.figures import read_folder
 from perf.gating.gate import Gate, load_gates
-from perf.gating.judging import Verdict, judge
+from perf.gating.judging import judge
+from perf.gating.measuring import commands_of, measure
 from perf.harness.record import RESULTS
 
 pytestmark = [
@@ -26,8 +26,8 @@ FILE = load_gates()
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the results of `micro`; fails with what the measurement reports."""
     folder = tmp_path_factory.mktemp("gates") / "micro"
-    failed: list[Verdict] = gates.measure("micro", "cuda", folder)
-    assert not failed, str(failed[0])
+    errors = [one.error for one in measure(commands_of("micro"), "cuda", folder)]
+    assert not any(errors), errors
     return folder
 
 

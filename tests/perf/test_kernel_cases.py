@@ -24,7 +24,7 @@ from perf.cases.quantised import quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.cases.trees import choice_case, rewind_case
 from perf.harness.shapes import prepare
-from perf.kernel_speed import KernelRun, limit_us, main, measure
+from perf.kernel_speed import KernelRun, cases_of, limit_us, main, measure
 from perf.tune_experts import candidates, measure_tiles
 
 
@@ -106,6 +106,13 @@ def test_unwritten_output_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         measure(case_of(torch.empty(4)), "tiny", 4.0, 1000.0)
     run = measure(case_of(torch.empty(2)), "tiny", 4.0, 1000.0)
     assert (run.us, run.limit_us, run.roofline_fraction, run.tb_s) == (2.0, 1.0, 0.5, 2.0)
+
+
+def test_products_of_the_library_can_be_left_out(tmp_path: Path) -> None:
+    model = prepare("tiny", tmp_path)
+    given = ("gemm", model, (3,), TunedTable(), "cpu")
+    assert [case.kernel for case in cases_of(*given, has_library=True)] == ["gemm", "cublas"] * 5
+    assert [case.kernel for case in cases_of(*given, has_library=False)] == ["gemm"] * 5
 
 
 def test_kernels_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from msgspec import UNSET, to_builtins
 
-from drift_sdk import Engine, PromptTooLong, SamplingParams, TokenStream
+from drift_sdk import ConfigError, Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
 from perf import decode, models, startup
 from perf.decode import measure, measure_one
 from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.host import LoopLag, percentile, thread_seconds
+from perf.harness.record import read
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare
+from perf.harness.table import prefill_table
 from perf.prefill import first_token_seconds
 from perf.prefill import main as prefill_main
 
@@ -166,6 +168,20 @@ def test_prefill_writes_a_result_file(tmp_path: Path) -> None:
     for run in runs:
         assert run["tokens_per_s"] == pytest.approx(run["context"] / run["seconds"], rel=1e-3)
         assert run["seconds_min"] <= run["seconds"] <= run["seconds_max"]
+
+
+def test_exact_prompts_are_measured_beside_the_others(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--tokens", "64", "--repeats", "1", "--exact-prefill"]
+    prefill_main([*arguments, "--out", str(out)])
+    runs = read(out).runs
+    assert [run.get("config") for run in runs] == [None, "exact_prefill=true"]
+    assert [row[1] for row in prefill_table(read(out))[2]] == [
+        "drift eager",
+        "drift eager exact_prefill=true",
+    ]
+    with pytest.raises(ConfigError, match="strict_performance"):
+        prefill_main([*arguments, "--strict-performance", "--out", str(out)])
 
 
 async def test_cached_prompt_raises_an_error() -> None:

@@ -214,6 +214,9 @@ def test_anchor_is_found_by_run() -> None:
     assert drafted is not None and drafted.tokens_per_s == 498
     assert anchor_of(run, "NVIDIA H100 80GB HBM3") is None
     assert anchor_of(run | {"dtype": "float32"}, "NVIDIA H200") is None
+    quantised = anchor_of(run | {"dtype": "fp8", "scenario": "batch64-512"}, "NVIDIA H200")
+    assert quantised is not None and quantised.tokens_per_s == 12_222
+    assert anchor_of(run | {"dtype": "fp8", "scenario": "single-32k"}, "NVIDIA H200") is None
     assert anchor_of(run | {"scenario": "single-16"}, "NVIDIA H200") is None
     divided = anchor_of(run | {"num_gpus": 2}, "NVIDIA H200")
     assert divided is not None and divided.tokens_per_s == 288
@@ -223,6 +226,6 @@ def test_anchor_is_found_by_run() -> None:
 
 
 def test_anchors_are_of_distinct_runs() -> None:
-    keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.num_gpus) for a in ANCHORS]
+    keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.num_gpus, a.dtype) for a in ANCHORS]
     assert len(set(keys)) == len(keys)
-    assert {a.model for a in ANCHORS} & set(MODELS) == {"llama-3.1-8b", "gpt-oss-120b"}
+    assert {a.model for a in ANCHORS} == {"llama-3.1-8b", "gpt-oss-120b", "qwen3-30b-a3b"} <= set(MODELS)

@@ -142,6 +142,12 @@ def test_results_of_another_head_or_other_settings_are_not_mixed_in(
     with pytest.raises(SystemExit):
         run_qualify(target, other, text, out, Runner(), *settings)
     assert capsys.readouterr().err.count("--fresh removes them") == 2
+    notes = out / "results" / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(SystemExit):
+        run_qualify(target, other, text, out, Runner(), *settings, "--fresh")
+    assert f"--fresh: out='{notes}'" in capsys.readouterr().err and notes.exists()
+    notes.unlink()
     runner = Runner()
     assert run_qualify(target, other, text, out, runner, *settings, "--fresh") == 0
     assert len(runner.seen) == 3

@@ -67,6 +67,28 @@ def test_results_are_written_and_read_back(tmp_path: Path) -> None:
     assert raw["runs"][0].keys() == SCHEMA | extras  # fields that were not measured are left out
 
 
+def test_process_that_ends_while_it_writes_leaves_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, path = results(), tmp_path / "decode.json"
+    found.add(decode_run())
+    write(found, path)
+    before = path.read_bytes()
+
+    def half(target: Path, content: bytes) -> None:
+        with target.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise KeyboardInterrupt
+
+    found.add(decode_run("single-32k"))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "write_bytes", half)
+        write(found, path)
+    assert path.read_bytes() == before
+    write(found, path)
+    assert read(path) == found and list(tmp_path.iterdir()) == [path]
+
+
 def test_new_run_replaces_the_old_one_of_the_same_kind(tmp_path: Path) -> None:
     path = tmp_path / "decode.json"
     old, new = results(), results(commit="def", read_bandwidth_tb_s=4.2)
@@ -162,8 +184,12 @@ def test_roofline_bars_are_computed_from_runs() -> None:
         "transformers": (pytest.approx(0.003 * 203), 203.0),
     }
     assert all(bar.is_anchor for bar in anchors)
+    quantised = decode_run()
+    quantised.dtype = "fp8"
+    found.add(quantised)
+    assert {bar.model for bar in bars(found)} == {drift.model, f"{drift.model}, fp8"}
     found.add(decode_run(engine="vllm", executor=UNSET, round_s=5e-3))
-    vllm = [bar for bar in bars(found) if bar.engine == "vllm"]
+    vllm = [bar for bar in bars(found) if bar.engine == "vllm" and bar.model == drift.model]
     assert [(bar.share, bar.is_anchor) for bar in vllm] == [(0.6, False)]
 
 

@@ -111,6 +111,7 @@ def test_shares_of_rounds_are_computed_from_statistics() -> None:
     [
         (["--num-draft-tokens", "17"], "expected 0 to 16"),
         (["--acceptance-length", "4.5"], "expected 1 to 4"),
+        (["--acceptance-length", "3.2", "0.5"], "expected 1 to 4"),
         (["--acceptance-length", "2", "--device", "cpu"], "on a GPU"),
         (["--draft", "ngram", "--ngrams"], "expected a draft head or a model"),
         (["--policy-sweep", "--acceptance-length", "2"], "sets the acceptance lengths"),

@@ -15,9 +15,10 @@ from perf import stress
 from perf.harness import stress_load
 from perf.harness.drafting import Drafting
 from perf.harness.integrity import Memory
+from perf.harness.record import Results, identity_of
 from perf.harness.shapes import Model, prepare
-from perf.harness.stress_load import Stress
-from perf.stress import measure, problems_of
+from perf.harness.stress_load import Leg, Stress
+from perf.stress import measure, problems_of, stress_table
 
 TINY = Stress(device="cpu", contexts=(64,), fills=(0.5, 0.6), num_long=2)
 DRAFTING = Drafting(draft=NGram(), num_draft_tokens=2)
@@ -77,6 +78,36 @@ async def test_growing_memory_is_found(tiny: Model) -> None:
     assert problems_of(unfilled) == [
         "sequences held 0.30 of the cache: expected 0.5", "the scheduler was never checked"
     ]  # fmt: skip
+
+
+def test_random_requests_are_divided_into_minutes() -> None:
+    for minutes, expected in ((0.0, []), (0.5, [30.0]), (2.5, [50.0] * 3), (3.0, [60.0] * 3)):
+        legs = replace(TINY, minutes=minutes).legs
+        assert [leg.number for leg in legs] == list(range(len(expected)))
+        assert [leg.seconds for leg in legs] == pytest.approx(expected)
+
+
+async def test_each_part_of_the_random_requests_is_a_run_of_its_own(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault in the second leaves the first on record."""
+    monkeypatch.setattr(stress_load, "MOST_SLEEP_S", 0.002)
+    monkeypatch.setattr(Stress, "legs", [Leg(0, 0.05), Leg(1, 0.05)])
+    readings = iter([Memory(100.0, 10.0), Memory(101.0, 10.0), Memory(400.0, 10.0)])
+    noted: list[Any] = []
+    stressed = replace(TINY, fills=(0.5,))
+    runs = await measure(tiny, [DRAFTING], stressed, noted.append, memory=lambda device: next(readings))
+    assert noted == runs
+    assert [run.scenario for run in runs] == ["context-64", "random", "random"]
+    results = Results.of("cpu", 0.01)
+    for run in runs:
+        results.add(run)
+    assert len({identity_of(run) for run in results.runs}) == 3
+    assert [run.get("repeat") for run in results.runs] == [None, 0, 1]
+    # In so short a time the scheduler may not be checked, which is a problem of its own.
+    of_memory = [[problem for problem in run.problems if "memory" in problem] for run in runs]
+    assert of_memory == [[], [], ["process memory grew by 300 MiB: expected at most 256"]]
+    assert [row[0] for row in stress_table(results)[2]] == ["context-64", "random 0", "random 1"]
 
 
 @pytest.mark.parametrize(

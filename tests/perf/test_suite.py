@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from perf import report, suite
 from perf.gating.figures import read_folder
 from perf.gating.history import Place
 from perf.harness.commands import Command, CommandFailed
+from perf.harness.record import UNFINISHED
 from perf.report import draft_lines, ratios, write_report
 from perf.suite import State, View
 
@@ -66,15 +69,45 @@ def test_all_topics_are_measured_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert again.seen == []
 
 
-def test_interrupted_suite_goes_on_with_the_interrupted_topic(tmp_path: Path) -> None:
+def test_commands_are_accepted_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command lines of all topics are parsed up to the first measurement."""
+
+    def stop(*arguments: object) -> None:
+        raise InterruptedError
+
+    for command in chain.from_iterable(suite.TOPICS.values()):
+        module = importlib.import_module(command.module)
+        monkeypatch.setattr(module, "Recording", stop)
+        with pytest.raises(InterruptedError):
+            module.main(suite.of_model(command, "llama-3.1-8b").line("cuda", Path("nowhere"))[3:])
+    minutes = [float(command.arguments[-1]) for command in suite.TOPICS["stress"]]
+    assert sum(minutes) == 10
+
+
+def test_interrupted_suite_goes_on_with_the_interrupted_command(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_suite(tmp_path, Runner("batch64-512", KeyboardInterrupt()))
     done = json.loads((tmp_path / suite.STATE).read_text())["topics"]
-    assert {topic: one["state"] for topic, one in done.items()} == {"baseline": "done", "single": "done"}
+    assert {topic: (one["state"], one["num_done"]) for topic, one in done.items()} == {
+        "baseline": ("done", 1), "single": ("done", 1), "batch": ("waiting", 1),
+    }  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(tmp_path, Runner("--num-draft-tokens 4 --minutes", KeyboardInterrupt()))
     runner = Runner()
     assert run_suite(tmp_path, runner) == 0
-    assert ["batch8-512" in runner.seen[0], "batch64-512" in runner.seen[1]] == [True, True]
-    assert not any("perf.decode" in line for line in runner.seen)
+    assert [re.findall("tokens ([45])", line) for line in runner.seen] == [["4"], ["5"]]
+
+
+def test_killed_suite_goes_on_with_the_interrupted_command(tmp_path: Path) -> None:
+    """The state of a process that has ended without a chance to write it."""
+    killed = Runner("batch64-512", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(tmp_path, killed)
+    (tmp_path / f"{suite.STATE}{UNFINISHED}").write_text("{half of a st")  # killed while it was written
+    runner = Runner()
+    assert run_suite(tmp_path, runner) == 0
+    assert "batch64-512" in runner.seen[0]
+    assert len(killed.seen) + len(runner.seen) == 1 + sum(map(len, suite.TOPICS.values()))
 
 
 def test_failed_topic_does_not_stop_the_others_and_is_tried_again(
@@ -98,6 +131,21 @@ def test_results_of_another_commit_are_not_mixed_in(
     runner = Runner()
     assert run_suite(tmp_path, runner, "--topics", "baseline", "--fresh") == 0
     assert len(runner.seen) == 1
+
+
+def test_fresh_refuses_a_folder_with_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_suite(tmp_path, Runner()) == 0
+    other = tmp_path / "figures" / "mine.png"
+    other.parent.mkdir()
+    other.write_text("a")
+    with pytest.raises(SystemExit):
+        run_suite(tmp_path, Runner(), "--fresh")
+    assert f"--fresh: out='{other.parent}'" in capsys.readouterr().err
+    assert other.exists() and (tmp_path / "decode.json").exists()
+    shutil.rmtree(other.parent)
+    runner = Runner()
+    assert run_suite(tmp_path, runner, "--fresh") == 0
+    assert len(runner.seen) == sum(map(len, suite.TOPICS.values()))
 
 
 def test_suite_needs_a_gpu(tmp_path: Path) -> None:
@@ -148,6 +196,21 @@ def test_lines_over_drafts_begin_with_plain_decoding() -> None:
     assert draft_lines(results)[name] == expected
 
 
+def test_quantised_runs_are_told_apart(tmp_path: Path) -> None:
+    results = read_folder(RECORDED)["speculative"]
+    before = draft_lines(results)
+    quantised = [run | {"dtype": "fp8", "tokens_per_s": 2 * run["tokens_per_s"]} for run in results.runs]
+    results.runs = [*results.runs, *quantised]
+    found = draft_lines(results)
+    assert {name: found[name] for name in before} == before
+    of_plain = dict(found["llama-3.1-8b, fp8 single-8k, simulated"])
+    assert of_plain[0] == 2 * dict(before["llama-3.1-8b single-8k, simulated"])[0]
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "speculative.json").write_bytes(msgspec.json.encode(results))
+    assert "## Decoding with drafts: llama-3.1-8b, fp8" in write_report(folder, tmp_path).read_text()
+
+
 def test_report_has_tables_pictures_and_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.undo()
@@ -165,7 +228,8 @@ def test_report_has_tables_pictures_and_gates(tmp_path: Path, monkeypatch: pytes
         assert (out / name).read_bytes().startswith(b"\x89PNG") and (out / name).stat().st_size > 10_000
     for heading in ("Plain decoding: llama-3.1-8b", "Decoding with drafts: llama-3.1-8b", "Floors and goals"):
         assert f"## {heading}" in text
-    assert "| 8B plain, share of the roofline: single-32k | 0.8693 | 0.82 | 0.88 | 1.2% to go |" in text
+    name = "8B plain, share of the roofline: single-32k"
+    assert f"| {name} | micro | 0.8693 | 0.82 | 0.88 | 1.2% to go |" in text
 
 
 def test_folder_without_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,9 +43,8 @@ def poisoned_cache(
     config: DecoderConfig, num_blocks: int = 32, dtype: torch.dtype = torch.float32
 ) -> KVCache:
     """A cache filled with NaN, so that reading a slot before it was written shows in the result."""
-    cache = KVCache(
-        config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, "cpu"
-    )
+    shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    cache = KVCache(shape, dtype, "cpu")
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("nan"))
     return cache

@@ -7,7 +7,6 @@ import torch
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
 
 __all__ = ["whole_pass"]
 
@@ -15,18 +14,9 @@ __all__ = ["whole_pass"]
 @torch.inference_mode()
 def whole_pass(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Tensor:
     """The draft's hidden state of every row of a token sequence, [len(tokens) - 1, H]."""
-
-    def cache(config, num_layers: int) -> KVCache:
-        return KVCache(
-            num_layers, len(tokens) + 1, 1, config.num_kv_heads, config.head_dim, torch.float32, "cpu"
-        )
-
     blocks = list(range(len(tokens) + 1))
     rows = [SequenceRows(blocks, 0, len(tokens) - 1)]
-    target_cache, draft_cache = (
-        cache(target.config, target.config.num_layers),
-        cache(draft.config, draft.num_layers),
-    )
+    target_cache, draft_cache = (model.empty_kv_cache(len(blocks), 1) for model in (target, draft))
     ids = torch.tensor(tokens)
     hidden, aux_hidden = target.forward(
         ids[:-1], AttentionBatch(rows, target_cache), target_cache, draft.aux_layers

@@ -119,6 +119,12 @@ class Decoder:
         """The dtype of its KV cache."""
         return stored_shape(self.config.head_dim, self.dtype, self.kv_form)[0]
 
+    def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """A KV cache for this decoder, not initialised."""
+        config = self.config
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        return KVCache(shape, self.dtype, self.device, self.weights.kv_scales)
+
     @cached_property
     def max_expert_scale(self) -> int:
         """The largest scale of the experts' MXFP4 weights; 0 without such weights."""

@@ -148,6 +148,12 @@ class DraftDecoder:
         """The target's token id for each of the draft's, [draft_vocab] int64."""
         return self.weights.target_ids
 
+    def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """A KV cache for this draft, not initialised."""
+        config = self.config
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        return KVCache(shape, self.dtype, self.device)
+
     @torch.inference_mode()
     def fuse(self, aux_hidden: Sequence[torch.Tensor], final_hidden: torch.Tensor) -> torch.Tensor:
         """Features [N, hidden] from what the target's `forward` returns.

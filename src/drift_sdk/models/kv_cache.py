@@ -22,25 +22,22 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: tuple[int, int, int, int, int],
         dtype: torch.dtype,
         device: torch.device | str,
         scales: KVScales | None = None,
     ) -> None:
-        """Takes more parameters than other constructors: the sizes of a cache, and what it stores."""
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        """shape: (num_layers, num_blocks, block_size, num_kv_heads, head_dim)."""
+        num_layers, self.num_blocks, self.block_size, num_kv_heads, self._head_dim = shape
         self.dtype = dtype
         self._scales = scales
-        self._head_dim = head_dim
-        stored, size = stored_shape(head_dim, dtype, scales.form if scales is not None else None)
-        shape = (num_layers, num_blocks * block_size, num_kv_heads, size)
-        self.keys = torch.empty(shape, dtype=stored, device=device)
-        self.values = torch.empty(shape, dtype=stored, device=device)
+        stored, size = stored_shape(self._head_dim, dtype, scales.form if scales is not None else None)
+        self.keys, self.values = (
+            torch.empty(
+                num_layers, self.num_blocks * self.block_size, num_kv_heads, size, dtype=stored, device=device
+            )
+            for _ in range(2)
+        )
         self._layers = tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
     @property

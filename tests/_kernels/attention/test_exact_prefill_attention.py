@@ -10,12 +10,13 @@ import tolerances
 import torch
 from order_probe import expected_sum, probe_row
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.exact_prefill_attention import (
     ExactPrefillConfig,
     exact_prefill_attention,
     exact_prefill_config,
 )
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_reference
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
@@ -78,26 +79,25 @@ class Prompt:
         return torch.from_numpy(found).to(self.device)
 
     def exact(self, config: ExactPrefillConfig, partitions: Partitions) -> torch.Tensor:
-        out = torch.full_like(self.query, torch.nan)
-        exact_prefill_attention(
-            self.query,
-            self.keys,
-            self.values,
-            self.table,
-            self.tiles(config.tile_rows),
-            out,
-            config,
-            partitions,
+        layer = self.layer()
+        exact_prefill_attention(layer, self.tiles(config.tile_rows), config, partitions)
+        return layer.out
+
+    def layer(self, dtype: torch.dtype | None = None) -> LayerAttention:
+        """dtype: of the output; None: that of the queries."""
+        return LayerAttention(
+            query=self.query,
+            out=torch.full_like(self.query, torch.nan, dtype=dtype),
+            kv=LayerKV(self.keys, self.values),
+            block_table=self.table,
             window=self.window,
             **self.options,
         )
-        return out
 
     def expected(self) -> torch.Tensor:
-        out = torch.zeros_like(self.query, dtype=torch.float64).flatten(1)
-        arguments = self.query, self.keys, self.values, self.table, self.tiles(16), out
-        prefill_attention_reference(*arguments, window=self.window, **self.options)
-        return out.view(self.query.shape)
+        layer = self.layer(torch.float64)
+        prefill_attention_reference(layer, self.tiles(16))
+        return layer.out
 
     def decoded(self, rows_per_sequence: int, partitions: Partitions, num_programs: int = 16) -> torch.Tensor:
         """The same rows, each `rows_per_sequence` of them one sequence to verify."""
@@ -105,41 +105,26 @@ class Prompt:
             torch.tensor([row[part] for row in self._rows()], dtype=torch.int32, device=self.device)
             for part in (0, 1)
         )
-        num_sequences = self.num_rows // rows_per_sequence
+        rows, layer = PlannedRows(slots, positions, rows_per_sequence), self.layer()
         most = int(positions.max()) + 1
         plan = AttentionPlan(
-            num_sequences,
+            rows.num_sequences,
             most,
             partitions,
             torch.device(self.device),
             window=self.window,
             num_rows=rows_per_sequence,
         )
-        plan_attention(slots, positions, plan, rows_per_sequence)
-        num_heads, head_dim = self.query.shape[1:]
-        num_kv_heads = self.keys.shape[1]
+        plan_attention(rows, plan)
         scratch = AttentionScratch.allocate(
             plan,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=layer.kv.num_heads,
             num_rows=rows_per_sequence,
-            group=num_heads // num_kv_heads,
-            head_dim=head_dim,
+            group=layer.group,
+            head_dim=layer.head_dim,
         )
-        out = torch.full_like(self.query, torch.nan)
-        paged_attention(
-            self.query,
-            self.keys,
-            self.values,
-            self.table,
-            slots,
-            positions,
-            out,
-            scratch,
-            AttentionConfig(num_programs=num_programs),
-            rows_per_sequence,
-            **self.options,
-        )
-        return out
+        paged_attention(layer, rows, scratch, AttentionConfig(num_programs=num_programs))
+        return layer.out
 
     def _rows(self) -> list[tuple[int, int]]:
         return [(slot, start + row) for slot, start, num_rows in self.chunks for row in range(num_rows)]
@@ -227,4 +212,8 @@ def test_wrong_shapes_are_rejected(device: str) -> None:
     prompt = Prompt(CHUNKS[0], HEADS[0], 8, device, torch.float32)
     with pytest.raises(ValueError, match="block_table"):
         prompt.table = prompt.table.long()
+        prompt.exact(SMALL, SMALL_PARTITIONS)
+    prompt = Prompt(CHUNKS[0], HEADS[0], 8, device, torch.float32)
+    prompt.options["first_key"] = 1
+    with pytest.raises(ValueError, match="first_key=1: expected 0 to 0"):
         prompt.exact(SMALL, SMALL_PARTITIONS)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from order_probe import expected_sum, probe_row
 from tolerances import assert_near
 
@@ -13,9 +14,10 @@ from drift_sdk._kernels.attention import partition_sums
 from drift_sdk._kernels.attention.attention_plan import (
     AttentionPlan,
     Partitions,
+    PlannedRows,
     plan_attention,
-    plan_attention_reference,
 )
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import (
     AttentionConfig,
     AttentionScratch,
@@ -97,57 +99,47 @@ class Case:
         """The output of the kernels for all rows, or for some of them in sequences of `num_rows`."""
         rows = slice(None) if rows is None else rows
         num_rows = num_rows or self.num_rows
-        query = self.query[rows].contiguous()
-        slots, positions = self.row_slot[rows].contiguous(), self.row_position[rows].contiguous()
-        num_heads, head_dim = query.shape[1:]
-        num_kv_heads = self.keys.shape[1]
+        planned = PlannedRows(self.row_slot[rows], self.row_position[rows], num_rows)
+        layer = self.layer(first_key).of_rows(rows)
         plan = AttentionPlan(
-            len(query) // num_rows,
+            planned.num_sequences,
             self.max_num_keys,
             partitions,
-            query.device,
+            layer.query.device,
             window=self.window,
             num_rows=num_rows,
         )
         scratch = AttentionScratch.allocate(
             plan,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=layer.kv.num_heads,
             num_rows=num_rows,
-            group=num_heads // num_kv_heads,
-            head_dim=head_dim,
+            group=layer.group,
+            head_dim=layer.head_dim,
         )
         for tensor in (scratch.sums, scratch.maxima, scratch.weights):
             tensor.fill_(torch.nan)
-        plan_attention(slots, positions, plan, num_rows)
-        out = torch.full_like(query, torch.nan)
-        paged_attention(
-            query,
-            self.keys,
-            self.values,
-            self.block_table,
-            slots,
-            positions,
-            out,
-            scratch,
-            config or AttentionConfig(num_programs=264 if IS_GPU else 7 * num_kv_heads),
-            num_rows,
+        plan_attention(planned, plan)
+        config = config or AttentionConfig(num_programs=264 if IS_GPU else 7 * layer.kv.num_heads)
+        paged_attention(layer, planned, scratch, config)
+        return layer.out
+
+    def layer(self, first_key: int = 0) -> LayerAttention:
+        return LayerAttention(
+            query=self.query,
+            out=torch.full_like(self.query, torch.nan),
+            kv=LayerKV(self.keys, self.values),
+            block_table=self.block_table,
+            window=self.window,
             first_key=first_key,
             **self.options,
         )
-        return out
+
+    @property
+    def rows(self) -> PlannedRows:
+        return PlannedRows(self.row_slot, self.row_position, self.num_rows)
 
     def reference(self, first_key: int = 0) -> torch.Tensor:
-        return paged_attention_reference(
-            self.query,
-            self.keys,
-            self.values,
-            self.block_table,
-            self.row_slot,
-            self.row_position,
-            first_key=first_key,
-            window=self.window,
-            **self.options,
-        )
+        return paged_attention_reference(self.layer(first_key), self.rows)
 
 
 def assert_attended(case: Case, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -332,73 +324,17 @@ def test_bits_do_not_depend_on_what_is_loaded_together(
         assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=4)), expected)
 
 
-@pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])
-def test_partitions_cover_all_keys(num_keys: int) -> None:
-    borders = [0, 32, *range(64, 2000, 48)]
-    assert SMALL.count(num_keys) == sum(border < num_keys for border in borders)
-
-
-@pytest.mark.parametrize("num_keys", [1, 2, 17, 32, 33, 49, 50, 129])
-def test_most_partitions_are_those_at_any_place(num_keys: int) -> None:
-    for partitions in (SMALL, EVEN):
-        found = [partitions.count(end) - partitions.count(end - num_keys + 1) + 1 for end in range(200, 600)]
-        assert max(found) <= partitions.most(num_keys)
-        assert partitions is SMALL or max(found) == partitions.most(num_keys)
-
-
-@pytest.mark.parametrize(("window", "narrow_end", "wide"), [(0, 1024, 512), (128, 0, 128), (4096, 1024, 512)])
-def test_short_windows_have_narrow_partitions(window: int, narrow_end: int, wide: int) -> None:
-    assert Partitions.of_window(window) == Partitions(narrow_end=narrow_end, wide=wide)
-
-
-@pytest.mark.parametrize("window", [0, 1, 20, 500])
-@pytest.mark.parametrize(("lengths", "num_rows"), [([1], 1), ([5, 40, 9, 130, 16], 1), ([2, 33, 97], 4)])
-def test_plan_equals_the_reference(lengths: list[int], num_rows: int, window: int, device: str) -> None:
-    case = Case(lengths, num_rows, device=device)
-    if len(lengths) > 1:
-        case.row_slot[num_rows : 2 * num_rows] = -1
-    num_sequences = len(lengths) + 2
-    plan = AttentionPlan(
-        num_sequences, case.max_num_keys, SMALL, torch.device(device), window=window, num_rows=num_rows
-    )
-    plan_attention(case.row_slot, case.row_position, plan, num_rows)
-    expected = plan_attention_reference(case.row_slot, case.row_position, SMALL, num_rows, window)
-    assert plan.num_tiles.item() == len(expected)
-    assert torch.equal(plan.tiles[: len(expected)], expected)
-    if window:
-        # Tiles are read as far as the window reaches, whatever the length.
-        most_tiles = (window + num_rows - 1 + 2 * (SMALL.tile - 1)) // SMALL.tile
-        assert plan.tiles.shape[0] <= num_sequences * most_tiles
-        assert expected[:, 0].bincount().max() <= most_tiles
-
-
-def test_plan_errors_name_the_argument(device: str) -> None:
-    case = Case([5, 40], 1, device=device)
-    plan = AttentionPlan(1, 100, SMALL, torch.device(device))
-    with pytest.raises(ValueError, match="row_slot: 2 sequences: expected at most 1"):
-        plan_attention(case.row_slot, case.row_position, plan, 1)
-    with pytest.raises(ValueError, match=r"row_position: \[1\] torch.int32: expected \[2\] torch.int32"):
-        plan_attention(case.row_slot, case.row_position[:1], plan, 1)
-    with pytest.raises(ValueError, match="window=-1: expected 0 or more"):
-        AttentionPlan(1, 100, SMALL, torch.device(device), window=-1)
-    with pytest.raises(ValueError, match="rows_per_sequence=2: expected 1 to 1"):
-        plan_attention(
-            case.row_slot,
-            case.row_position,
-            AttentionPlan(1, 100, SMALL, torch.device(device), window=8),
-            2,
-        )
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("query", lambda x: x.half(), r"out: .*torch.float32: expected .*torch.float16"),
+        ("query", lambda x: x.transpose(0, 1), "query: strides .*: expected a contiguous tensor"),
         ("values", lambda x: x[:, :1], r"values: \[.*\] torch.float32: expected \[.*\]"),
         ("block_table", lambda x: x.T, "block_table: strides .*: expected 1 along the last dimension"),
         ("row_slot", lambda x: x[1:], r"row_slot: \[1\] torch.int32: expected \[2\] torch.int32"),
         ("row_position", lambda x: x.long(), "row_position: .* torch.int64: expected .* torch.int32"),
         ("sinks", lambda x: x[1:], r"sinks: \[3\] torch.float32: expected \[4\] torch.float32"),
+        ("window", lambda x: 5, "window=5: expected 0, that of the plan"),
         ("rows_per_sequence", lambda x: 3, "query: 2 rows: expected 3 for each of at most 2 sequences"),
         ("rows_per_sequence", lambda x: 2, "scratch: room for 2 query rows: expected 4 or more"),
     ],
@@ -406,34 +342,29 @@ def test_plan_errors_name_the_argument(device: str) -> None:
 def test_errors_name_the_argument(name: str, change: Callable[[Any], Any], message: str, device: str) -> None:
     case = Case([5, 40], 1, device=device)
     plan = AttentionPlan(2, case.max_num_keys, SMALL, torch.device(device))
-    arguments: dict[str, Any] = {
-        "query": case.query,
-        "keys": case.keys,
-        "values": case.values,
-        "block_table": case.block_table,
-        "row_slot": case.row_slot,
-        "row_position": case.row_position,
-        "out": torch.empty_like(case.query),
-        "scratch": AttentionScratch.allocate(plan, num_kv_heads=2, num_rows=1, group=2, head_dim=16),
-        "config": AttentionConfig(),
-        "rows_per_sequence": 1,
-        "sinks": torch.zeros(4, device=device),
-    }
-    arguments[name] = change(arguments[name])
+    scratch = AttentionScratch.allocate(plan, num_kv_heads=2, num_rows=1, group=2, head_dim=16)
+    case.options["sinks"] = torch.zeros(4, device=device)
+    layer, rows = case.layer(), case.rows
+    if name in ("keys", "values"):
+        kv = replace(layer.kv, **{name: change(getattr(layer.kv, name))})
+        layer = replace(layer, kv=kv)
+    elif name in layer.__struct_fields__:
+        layer = replace(layer, **{name: change(getattr(layer, name))})
+    else:
+        field = name.removeprefix("row_")
+        rows = replace(rows, **{field: change(getattr(rows, field))})
     with pytest.raises(ValueError, match=message):
-        paged_attention(**arguments)
+        paged_attention(layer, rows, scratch, AttentionConfig())
 
 
 def test_scratch_for_more_rows_serves_fewer(device: str) -> None:
     case = Case([5, 40], 1, device=device)
     plan = AttentionPlan(2, case.max_num_keys, SMALL, torch.device(device))
     scratch = AttentionScratch.allocate(plan, num_kv_heads=2, num_rows=3, group=2, head_dim=16)
-    plan_attention(case.row_slot, case.row_position, plan, 1)
-    out = torch.full_like(case.query, torch.nan)
-    caches = case.keys, case.values, case.block_table
-    rows = case.row_slot, case.row_position
-    paged_attention(case.query, *caches, *rows, out, scratch, AttentionConfig(num_programs=4), 1)
-    assert_attended(case, out, case.reference())
+    plan_attention(case.rows, plan)
+    layer = case.layer()
+    paged_attention(layer, case.rows, scratch, AttentionConfig(num_programs=4))
+    assert_attended(case, layer.out, case.reference())
 
 
 @pytest.mark.parametrize("num_warps", [0, 3, 4, 8])

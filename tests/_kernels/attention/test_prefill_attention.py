@@ -9,6 +9,7 @@ import pytest
 import tolerances
 import torch
 
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.prefill_attention import (
     PrefillAttentionConfig,
     prefill_attention,
@@ -83,17 +84,21 @@ class Prompt:
         num_tiles = self.num_rows // tile_rows + len(self.chunks) + num_unused
         tiles = np.full((num_tiles, 4), 2**30, dtype=np.int32)
         prefill_tiles(self.chunks, tile_rows, tiles)
-        shape = (self.query.shape[0], self.query.shape[1] * self.query.shape[2])
-        output = torch.full(shape, torch.nan, dtype=self.query.dtype, device=self.device)
-        arguments = (self.query, self.keys, self.values, self.block_table)
+        layer = LayerAttention(
+            query=self.query,
+            out=torch.full(self.query.shape, torch.nan, dtype=self.query.dtype, device=self.device),
+            kv=LayerKV(self.keys, self.values),
+            block_table=self.block_table,
+            **self.options,
+        )
         table = torch.from_numpy(tiles).to(self.device)
         if config is None:
-            prefill_attention_reference(*arguments, table, output, **self.options)
+            prefill_attention_reference(layer, table)
         else:
-            prefill_attention(*arguments, table, output, config, **self.options)
+            prefill_attention(layer, table, config)
 
-        assert output[self.num_rows :].isnan().all()
-        return output[: self.num_rows]
+        assert layer.out[self.num_rows :].isnan().all()
+        return layer.out[: self.num_rows]
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -143,7 +148,7 @@ def test_a_sink_takes_its_share_of_the_softmax(device: str) -> None:
     prompt.query[:2] = 0
     prompt.options["sinks"] = torch.tensor([0.0, -100.0], device=device)
     value = prompt.values[prompt.block_table[0, 0], 0]
-    output = prompt.run(SMALL).view(2, 2, 16)
+    output = prompt.run(SMALL)
     torch.testing.assert_close(output[0], torch.stack((value[0] / 2, value[0])))
     torch.testing.assert_close(output[1], torch.stack(((value[0] + value[1]) / 3, (value[0] + value[1]) / 2)))
 

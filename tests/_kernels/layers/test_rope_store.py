@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.layers.rope_store_reference import rotate_and_store_reference
@@ -81,10 +82,11 @@ class Step:
         cache = (num_slots * max_blocks, num_kv_heads, block_size, head_dim)
         self.outputs = (self.num_rows, num_heads, head_dim), cache, cache
         self.dtype, self.device, self.kv_dtype = dtype, device, kv_dtype or dtype
+        self.scales: list[torch.Tensor] = []
         if self.kv_dtype == E4M3:
-            for name in ("key_scale", "value_scale"):
-                scale = torch.rand(num_kv_heads, generator=generator) + 0.003
-                self.options[name] = scale.to(device)
+            self.scales = [
+                (torch.rand(num_kv_heads, generator=generator) + 0.003).to(device) for _ in range(2)
+            ]
 
     def poisoned(self) -> tuple[torch.Tensor, ...]:
         dtypes = self.dtype, self.kv_dtype, self.kv_dtype
@@ -95,9 +97,9 @@ class Step:
 
     def run(self, operation: Any) -> tuple[torch.Tensor, ...]:
         """Return (query_out, keys, values), all filled with NaN before."""
-        outputs = self.poisoned()
+        outputs = query_out, keys, values = self.poisoned()
         tables = (self.row_slot, self.row_position, self.block_table, self.cos, self.sin)
-        operation(self.qkv, *tables, *outputs, **self.options)
+        operation(self.qkv, *tables, query_out, LayerKV(keys, values, *self.scales), **self.options)
         return outputs
 
 

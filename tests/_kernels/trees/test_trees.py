@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from random_trees import accepted_path, random_tokens, random_tree
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.sampling.apply_logits_rules import apply_logits_rules
 from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
@@ -126,6 +128,19 @@ class TreeRound:
     def paths(self) -> TreePaths:
         return TreePaths(self.position, self.kv_slot, self.row_path)
 
+    @property
+    def rows(self) -> PlannedRows:
+        return PlannedRows(self.row_slot, self.position, self.nodes_per_tree)
+
+    def layer(self, **options: Any) -> LayerAttention:
+        return LayerAttention(
+            query=self.query,
+            out=torch.full_like(self.query, torch.nan),
+            kv=LayerKV(self.keys[0], self.values[0]),
+            block_table=self.block_table,
+            **options,
+        )
+
     def attend(
         self, partitions: Partitions, *, window: int = 0, num_programs: int = NUM_PROGRAMS, **more: Any
     ) -> torch.Tensor:
@@ -138,33 +153,19 @@ class TreeRound:
             window=window,
             num_rows=self.nodes_per_tree,
         )
-        num_kv_heads = self.keys.shape[2]
+        layer = self.layer(window=window, **more)
         scratch = AttentionScratch.allocate(
             plan,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=layer.kv.num_heads,
             num_rows=self.nodes_per_tree,
-            group=self.query.shape[1] // num_kv_heads,
-            head_dim=self.query.shape[2],
+            group=layer.group,
+            head_dim=layer.head_dim,
         )
         for tensor in (scratch.sums, scratch.maxima, scratch.weights):
             tensor.fill_(torch.nan)
-        plan_attention(self.row_slot, self.position, plan, self.nodes_per_tree)
-        out = torch.full_like(self.query, torch.nan)
-        tree_attention(
-            self.query,
-            self.keys[0],
-            self.values[0],
-            self.block_table,
-            self.row_slot,
-            self.position,
-            self.paths,
-            out,
-            scratch,
-            AttentionConfig(num_programs=num_programs),
-            nodes_per_tree=self.nodes_per_tree,
-            **more,
-        )
-        return out
+        plan_attention(self.rows, plan)
+        tree_attention(layer, self.rows, self.paths, scratch, AttentionConfig(num_programs=num_programs))
+        return layer.out
 
 
 def some_trees(seed: int, number: int, most_drafts: int) -> list[TokenTree | None]:
@@ -427,18 +428,7 @@ def test_attention_is_near_the_reference(
     poison_unseen(found, first_key, window)
     out = found.attend(SMALL, window=window, **more)
     more.pop("num_programs", None)
-    expected = tree_attention_reference(
-        found.query,
-        found.keys[0],
-        found.values[0],
-        found.block_table,
-        found.row_slot,
-        found.position,
-        found.paths,
-        nodes_per_tree=found.nodes_per_tree,
-        window=window,
-        **more,
-    )
+    expected = tree_attention_reference(found.layer(window=window, **more), found.rows, found.paths)
     assert_near(out, expected, inner=200, magnitude=5.0)
 
 
@@ -490,22 +480,13 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(
             )
             slots = torch.full((len(path),), index + 1, dtype=torch.int32, device=device)
             positions = torch.arange(len(path), dtype=torch.int32, device=device) + length - 1
-            plan_attention(slots, positions, plan, len(path))
-            alone = torch.full_like(found.query[rows], torch.nan)
-            paged_attention(
-                found.query[rows].contiguous(),
-                chain.keys[0],
-                chain.values[0],
-                chain.block_table,
-                slots,
-                positions,
-                alone,
-                scratch,
-                AttentionConfig(num_programs=8),
-                len(path),
-            )
+            planned = PlannedRows(slots, positions, len(path))
+            plan_attention(planned, plan)
+            query = found.query[rows]
+            alone = replace(chain.layer(window=window), query=query, out=torch.full_like(query, torch.nan))
+            paged_attention(alone, planned, scratch, AttentionConfig(num_programs=8))
             row = index * num_nodes + node
-            assert torch.equal(out[row], alone[-1])
+            assert torch.equal(out[row], alone.out[-1])
 
 
 def test_errors_name_the_argument(device: str) -> None:

@@ -40,7 +40,7 @@ class Round:
         self.slot = Slot(SAMPLING)
         self.slot.length, self.slot.last_token, self.slot.block_table = 6, 3, [5, 1, 7]
         self.rows: SlotRows = place_rows([self.slot], [Draft(TREE, TOKENS)], LIMITS)[0]
-        self.cache = KVCache(2, LIMITS.num_blocks + 2, LIMITS.block_size, 1, 2, torch.float32, "cpu")
+        self.cache = KVCache((2, LIMITS.num_blocks + 2, LIMITS.block_size, 1, 2), torch.float32, "cpu")
         self.cache.keys.normal_(), self.cache.values.normal_()
         self.batch = attention_batch([self.rows], self.cache)
         self.hidden = torch.zeros(TREE.num_nodes, 4)

@@ -69,7 +69,7 @@ class ChosenTokens(EagerExecutor):
 def test_accepted_paths_and_packed_rows_of_10000_trees() -> None:
     """Against all paths of each tree, one by one."""
     rng, executor = random.Random(1), ChosenTokens()
-    cache = KVCache(1, NUM_BLOCKS + MAX_TREE_ROWS // BLOCK_SIZE, BLOCK_SIZE, 1, 1, torch.float64, "cpu")
+    cache = KVCache((1, NUM_BLOCKS + MAX_TREE_ROWS // BLOCK_SIZE, BLOCK_SIZE, 1, 1), torch.float64, "cpu")
     num_slots = cache.keys.shape[1]
     cache.values.zero_()
     lengths = [0] * 20
@@ -115,7 +115,7 @@ def test_rows_of_a_round_have_places_of_their_own(seed: int) -> None:
 def test_all_rows_are_read_before_any_is_written(shift: int) -> None:
     slot = make_slot(10, [3, 1, 2])
     (rows,) = place_rows([slot], [Draft.chain([1, 2, 3, 4])], LIMITS)
-    cache = KVCache(2, NUM_BLOCKS, BLOCK_SIZE, 1, 2, torch.float32, "cpu")
+    cache = KVCache((2, NUM_BLOCKS, BLOCK_SIZE, 1, 2), torch.float32, "cpu")
     cache.keys.normal_(), cache.values.normal_()
     places = torch.tensor(rows.kv_slots)
     expected = cache.keys[:, places.roll(shift)].clone()

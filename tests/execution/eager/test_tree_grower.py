@@ -20,7 +20,6 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees.growth import Draft, DraftLimit
 
@@ -48,8 +47,7 @@ class Prefilled:
         self.target = Decoder.random(DecoderConfig.from_hf(TARGET), device="cpu", dtype=torch.float32)
         self.draft = DraftDecoder.load(folder / "draft", self.target)
         self.drafter = EagleDrafter(self.draft, self.target, LIMITS, tree)
-        config = self.target.config
-        cache = KVCache(config.num_layers, 30, 4, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+        cache = self.target.empty_kv_cache(30, 4)
         blocks = torch.randperm(30, generator=torch.Generator().manual_seed(1)).tolist()
         self.slots = []
         for index, length in enumerate((9, 4, 14)):

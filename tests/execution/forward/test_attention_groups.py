@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from drift_sdk._kernels.attention.attention_plan import PlannedRows
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import paged_attention_reference
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward import attention_groups
@@ -46,23 +49,26 @@ def test_bits_do_not_depend_on_groups() -> None:
     row_position = torch.tensor(last, dtype=torch.int32, device=DEVICE)
     query = torch.randn(len(row_slot), NUM_KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(DEVICE)
     sinks = torch.randn(NUM_KV_HEADS * GROUP, generator=generator).to(DEVICE)
-    tables, change = (block_table, row_slot, row_position), {"scale": 0.3, "sinks": sinks}
+    rows = PlannedRows(row_slot, row_position, 2)
+    layer = LayerAttention(
+        query=query, out=query, kv=LayerKV(keys, values), block_table=block_table, scale=0.3, sinks=sinks
+    )
     found: dict[int, list[torch.Tensor]] = {window: [] for window in WINDOWS}
     for group_size in (5, 2, 1):
         attention = groups(Workspace(DEVICE), group_size * BYTES_PER_SEQUENCE)
         assert attention.group_size == group_size
-        attention.plan(row_slot, row_position, 2)
+        attention.plan(rows)
         for window in WINDOWS:
             out = torch.full_like(query, torch.nan)
-            attention.attend(query, keys, values, *tables, out, 2, window=window, **change)
+            attention.attend(replace(layer, out=out, window=window), rows)
             found[window].append(out)
 
     for window, outputs in found.items():
-        expected = paged_attention_reference(query, keys, values, *tables, window=window, **change)
+        expected = paged_attention_reference(replace(layer, window=window), rows)
         torch.testing.assert_close(outputs[0].double(), expected, rtol=0, atol=2e-5)
         assert all(torch.equal(out, outputs[0]) for out in outputs)
     with pytest.raises(ValueError, match="6 sequences: expected at most 5"):
-        attention.plan(row_slot[:6], row_position[:6], 1)
+        attention.plan(PlannedRows(row_slot[:6], row_position[:6], 1))
 
 
 def test_partial_sums_share_bounded_memory() -> None:

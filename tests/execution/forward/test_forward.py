@@ -154,7 +154,7 @@ class Passes:
             PrefillForward(self.model, rows, tiles, self.block_table, self.workspace, found).run()
             normed = self._gathered(found.final, rows)
         else:
-            attention = self._attention(tiles, num_rows, rows_each)
+            attention = self._attention(tiles, rows, rows_each)
             forward = DecodeForward(self.model, rows, self.block_table, self.workspace, attention, found)
             forward.run()
             normed = forward.normed
@@ -179,15 +179,15 @@ class Passes:
                     cache.keys[layer, block, :, position % BLOCK_SIZE] = torch.nan
                     cache.values[layer, block, :, position % BLOCK_SIZE] = torch.nan
 
-    def _attention(self, tiles: torch.Tensor, num_rows: int, rows_each: int | None) -> RowAttention:
+    def _attention(self, tiles: torch.Tensor, rows: Rows, rows_each: int | None) -> RowAttention:
         if rows_each is None:
             config = exact_prefill_config(self.decoder.config.head_dim, self.decoder.dtype)
             return ChunkAttention(tiles, config)
 
         groups = attention_groups(
-            self.model, self.workspace, num_sequences=num_rows // rows_each, num_rows=rows_each
+            self.model, self.workspace, num_sequences=len(rows.slot) // rows_each, num_rows=rows_each
         )
-        return SequenceAttention(groups, rows_each)
+        return SequenceAttention(groups, rows.planned(rows_each))
 
     def _rows(self, spans: Spans, rows_each: int | None) -> tuple[Rows, torch.Tensor, torch.Tensor]:
         """The rows, which of them are no padding, and the tiles of prefill."""

@@ -325,7 +325,7 @@ def rotate_by_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def attend_the_unused_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle_rounds, "DRAFT_KV_OFFSET", 0)
+    patch.setattr(draft_forward, "DRAFT_KV_OFFSET", 0)
 
 
 def keep_outputs_of_other_rows(patch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 from msgspec import Struct
 
-from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE
+from drift_sdk._kernels.attention.layer_attention import padded_size
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk.quantised.e4m3 import E4M3
 
@@ -46,7 +45,7 @@ def attention_config(head_dim: int, kv_dtype: torch.dtype, tile_keys: int) -> At
     """Return the configuration for a size of heads and a cache of `kv_dtype` on the current GPU: as many
     programs as it holds at once, and as many stages as fit its shared memory, up to a bound."""
     limits = gpu_limits()
-    stage_bytes = 2 * tile_keys * max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim)) * kv_dtype.itemsize
+    stage_bytes = 2 * tile_keys * padded_size(head_dim) * kv_dtype.itemsize
     num_fitting = (limits.shared_bytes - SHARED_RESERVE) // stage_bytes
     return AttentionConfig(
         num_programs=PROGRAMS_PER_MULTIPROCESSOR * limits.num_multiprocessors,

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensors
@@ -38,6 +39,7 @@ __all__ = [
     "TILE_WORDS",
     "AttentionPlan",
     "Partitions",
+    "PlannedRows",
     "next_partition",
     "partition_of",
     "partition_start",
@@ -105,6 +107,32 @@ class Partitions(Struct, frozen=True):
         at most `max_num_keys` keys see, each the last `window` keys; 0: all."""
         every = self.count(max_num_keys)
         return min(every, self.most(window + num_rows - 1)) if window > 0 else every
+
+
+class PlannedRows(Struct, frozen=True):
+    """Rows of a step that a plan is made of, equally many of each sequence.
+
+    slot, position: [R] int32. A row sees positions 0 ... position of its slot, or the last `window` of these.
+    Rows of slot -1 see nothing.
+    rows_per_sequence: consecutive rows that belong to a sequence. With a window, those of them that see
+    anything come first and have consecutive positions.
+    """
+
+    slot: Tensor
+    position: Tensor
+    rows_per_sequence: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.slot.shape[0] // self.rows_per_sequence
+
+    def of_rows(self, rows: slice) -> PlannedRows:
+        """Some of the rows, those of whole sequences."""
+        return replace(self, slot=self.slot[rows], position=self.position[rows])
+
+    def check(self, num_rows: int) -> None:
+        """Raise ValueError for tensors of another shape, type or layout."""
+        check_tensors((num_rows,), torch.int32, row_slot=self.slot, row_position=self.position)
 
 
 class AttentionPlan:
@@ -247,33 +275,28 @@ def _plan(
         tl.store(num_tiles_ptr, own_first_tile + own_num_tiles)
 
 
-def plan_attention(
-    row_slot: Tensor, row_position: Tensor, plan: AttentionPlan, rows_per_sequence: int
-) -> None:
-    """Write `plan` for rows that see positions 0 ... row_position[r] of slot row_slot[r], or the last
-    `plan.window` of these.
+def plan_attention(rows: PlannedRows, plan: AttentionPlan) -> None:
+    """Write `plan` for rows, each of which sees all positions up to its own, or the last `plan.window` of
+    these.
 
-    row_slot, row_position [R] int32. Each `rows_per_sequence` consecutive rows are one sequence; with a
-    window, those of them that see anything come first and have consecutive positions. Rows of slot -1 see
-    nothing. Raises
-    ValueError for another shape, type or layout, and for more sequences, or with a window more rows of a
-    sequence, than the plan has room for.
+    Raises ValueError for rows of another shape, type or layout, and for more sequences, or with a window more
+    rows of a sequence, than the plan has room for.
     """
-    check_tensors(row_slot.shape[:1], torch.int32, row_slot=row_slot, row_position=row_position)
-    num_sequences = row_slot.shape[0] // rows_per_sequence
+    rows.check(rows.slot.shape[0])
+    num_sequences = rows.num_sequences
     if num_sequences > plan.num_sequences:
         raise ValueError(f"row_slot: {num_sequences} sequences: expected at most {plan.num_sequences}")
 
     if plan.window > 0:
-        check_range("rows_per_sequence", rows_per_sequence, 1, plan.num_rows)
+        check_range("rows_per_sequence", rows.rows_per_sequence, 1, plan.num_rows)
 
     _plan[(num_sequences,)](
-        row_slot_ptr=row_slot,
-        row_position_ptr=row_position,
+        row_slot_ptr=rows.slot,
+        row_position_ptr=rows.position,
         tiles_ptr=plan.tiles,
         num_tiles_ptr=plan.num_tiles,
         num_sequences=num_sequences,
-        ROWS_PER_SEQUENCE=rows_per_sequence,
+        ROWS_PER_SEQUENCE=rows.rows_per_sequence,
         PADDED_SEQUENCES=max(MIN_PADDED_SEQUENCES, triton.next_power_of_2(num_sequences)),
         WINDOW=plan.window,
         TILE_KEYS=plan.partitions.tile,
@@ -284,26 +307,20 @@ def plan_attention(
     )
 
 
-def plan_attention_reference(
-    row_slot: Tensor,
-    row_position: Tensor,
-    partitions: Partitions,
-    rows_per_sequence: int,
-    window: int = 0,
-) -> Tensor:
+def plan_attention_reference(rows: PlannedRows, partitions: Partitions, window: int = 0) -> Tensor:
     """Return the tiles in use, [num_tiles, 4] int32, as `plan_attention` writes them."""
     tile = partitions.tile
     tiles: list[tuple[int, int, int, int]] = []
-    rows = zip(
-        row_slot.view(-1, rows_per_sequence).tolist(),
-        row_position.view(-1, rows_per_sequence).tolist(),
+    sequences = zip(
+        rows.slot.view(-1, rows.rows_per_sequence).tolist(),
+        rows.position.view(-1, rows.rows_per_sequence).tolist(),
         strict=True,
     )
-    for sequence, (slots, positions) in enumerate(rows):
+    for sequence, (slots, positions) in enumerate(sequences):
         live = [position for slot, position in zip(slots, positions, strict=True) if slot >= 0]
         if live:
             num_keys = max(live) + 1
             first_seen = max(min(live) - window + 1, 0) if window else 0
             first_keys = range(first_seen // tile * tile, num_keys, tile)
             tiles.extend((sequence, max(slots), num_keys, first_key) for first_key in first_keys)
-    return torch.tensor(tiles, dtype=torch.int32, device=row_slot.device).view(-1, TILE_WORDS.value)
+    return torch.tensor(tiles, dtype=torch.int32, device=rows.slot.device).view(-1, TILE_WORDS.value)

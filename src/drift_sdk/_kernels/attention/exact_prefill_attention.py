@@ -28,15 +28,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import Partitions, partition_of, partition_start
-from drift_sdk._kernels.attention.e4m3 import (
-    cache_words,
-    check_cache,
-    check_scales,
-    decode_rows,
-    is_decoded_in_pairs,
-)
+from drift_sdk._kernels.attention.e4m3 import decode_rows
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.online_softmax import (
-    LOG2_E,
     ONES_COLUMNS,
     add_partition,
     add_sink,
@@ -45,17 +39,13 @@ from drift_sdk._kernels.attention.online_softmax import (
     zero_parts,
 )
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
-from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["ExactPrefillConfig", "exact_prefill_attention", "exact_prefill_config"]
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
-MIN_DOT_SIZE = 16
-"""The least rows and columns of a tile in a product: those of an MMA."""
-
 
 WIDE_SHARED_BYTES = 107_000
 """Shared memory that 64 rows of heads of 256 dimensions take, rounded up; compute capability 8.6 has less."""
@@ -104,7 +94,7 @@ def exact_prefill_config(
 
 @triton.jit
 def _load_tile(
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
     table_ptr,  # [max_blocks] int32: the block table's row of a slot
     first_key,  # position of the tile's first key, a multiple of TILE_KEYS
@@ -113,7 +103,7 @@ def _load_tile(
     NUM_KV_HEADS: tl.constexpr,
     PART_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,  # whether keys of the tile may lie beyond num_keys
     NUM_PARTS: tl.constexpr,
@@ -123,14 +113,14 @@ def _load_tile(
     """Return a tile of keys and of values [TILE_KEYS, NUM_PARTS * PADDED_DIM], zeros where there is none."""
     dim = tl.arange(0, PADDED_DIM)
     position = first_key + tl.arange(0, TILE_KEYS)
-    if BLOCK_SIZE >= TILE_KEYS:
-        block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
-        tile_offset = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + first_key % BLOCK_SIZE) * PART_DIM
+    if KV_BLOCK_SIZE >= TILE_KEYS:
+        block = tl.load(table_ptr + first_key // KV_BLOCK_SIZE).to(tl.int64)
+        tile_offset = ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * PART_DIM
         row_offset = tl.arange(0, TILE_KEYS) * PART_DIM
     else:
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
+        block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
         tile_offset = 0
-        row_offset = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * PART_DIM
+        row_offset = ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE) * PART_DIM
     cache_offset = tile_offset + (row_offset[:, None] + dim[None, :])
     if IS_MASKED:
         mask = (position < num_keys)[:, None] & (dim < PART_DIM)[None, :]
@@ -150,7 +140,7 @@ def _load_tile(
 @triton.jit
 def _exact_prefill_attention(
     query_ptr,  # [N, NUM_HEADS, HEAD_DIM], storage type
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
     key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     value_scale_ptr,  # as key_scale_ptr
@@ -166,7 +156,7 @@ def _exact_prefill_attention(
     NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
     PADDED_DIM: tl.constexpr,  # those of a part, padded
     IN_PAIRS: tl.constexpr,  # see `decode_pairs`
-    BLOCK_SIZE: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,  # NARROW, NARROW_END, WIDE: see `Partitions`
@@ -225,7 +215,8 @@ def _exact_prefill_attention(
         for tile in tl.static_range(NARROW // TILE_KEYS):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, begin + tile * TILE_KEYS, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE, IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE,
+                IN_PAIRS,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
                 part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
@@ -242,7 +233,8 @@ def _exact_prefill_attention(
         for first_key in tl.range(begin, begin + WIDE, TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE, IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE,
+                IN_PAIRS,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
                 part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
@@ -265,7 +257,8 @@ def _exact_prefill_attention(
         for first_key in tl.range(begin, tl.minimum(end, diagonal), TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE, IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE,
+                IN_PAIRS,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
                 part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
@@ -275,7 +268,8 @@ def _exact_prefill_attention(
         for first_key in tl.range(masked_begin, masked_end, TILE_KEYS, num_stages=1):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, True, NUM_PARTS, DTYPE, IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, True, NUM_PARTS, DTYPE,
+                IN_PAIRS,
             )  # fmt: skip
             position = (first_key + tl.arange(0, TILE_KEYS))[None, :]
             is_seen = position <= (start + row)[:, None]
@@ -303,78 +297,31 @@ def _exact_prefill_attention(
 
 
 def exact_prefill_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    tiles: Tensor,
-    output: Tensor,
-    config: ExactPrefillConfig,
-    partitions: Partitions,
-    *,
-    window: int = 0,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    layer: LayerAttention, tiles: Tensor, config: ExactPrefillConfig, partitions: Partitions
 ) -> None:
-    """Attention of the rows of `tiles` to the positions they see, in `output`.
+    """Attention of the rows of `tiles` to the positions they see, in `layer.out`.
 
-    query, output: [N, num_heads, head_dim], of the storage type. keys, values, key_scale, value_scale: as of
-    `paged_attention`. block_table: [S, max_blocks] int32.
-    tiles: [num_tiles, 4] int32 as `prefill_tiles` fills it for config.tile_rows: (slot, or -1 for an unused
-    tile; first row in query; number of rows; position of the first row). Row j of a tile sees positions
-    0 ... position + j. Rows of no tile are left as they are.
-    partitions: those of `paged_attention`, for equal bits.
-    window: how many keys a row sees, its own being the last; 0: all. scale: of scores; None: 1 /
-    sqrt(head_dim). sinks: [num_heads] in the storage type, a score each that takes its share of the softmax.
-    All contiguous. Raises ValueError for another shape, type or layout.
+    tiles: as of `prefill_attention`. partitions: those of `paged_attention`, for equal bits.
+    The first key is 0. All tensors are contiguous. Raises ValueError for another shape, type or layout.
     """
-    num_rows, num_heads, head_dim = query.shape
-    num_blocks, num_kv_heads, block_size, _ = keys.shape
-    if num_heads % num_kv_heads or block_size & (block_size - 1):
-        raise ValueError(
-            f"num_heads={num_heads}, block_size={block_size}: "
-            f"expected a multiple of num_kv_heads={num_kv_heads} and a power of two"
-        )
-
-    for name, rows in (("query", query), ("output", output)):
-        check_tensor(name, rows, (num_rows, num_heads, head_dim), query.dtype)
-    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), query.dtype)
-    check_scales(keys, num_kv_heads, key_scale=key_scale, value_scale=value_scale)
-    check_tensor("block_table", block_table, block_table.shape, torch.int32)
-    check_range("window", window, 0)
-    check_tensors((num_heads,), query.dtype, sinks=sinks)
+    layer.check(max_first_key=0)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
-    num_parts = 2 if keys.dtype == E4M3 else 1
-    _exact_prefill_attention[(num_heads, tiles.shape[0])](
-        query_ptr=query,
-        keys_ptr=cache_words(keys),
-        values_ptr=cache_words(values),
-        key_scale_ptr=key_scale,
-        value_scale_ptr=value_scale,
-        block_table_ptr=block_table,
+    _exact_prefill_attention[(layer.num_heads, tiles.shape[0])](
+        value_scale_ptr=layer.kv.value_scale,
         tiles_ptr=tiles,
-        sinks_ptr=sinks,
-        output_ptr=output,
-        scale=(head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
-        table_stride=block_table.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        NUM_PARTS=num_parts,
-        PADDED_DIM=max(triton.next_power_of_2(head_dim // num_parts), MIN_DOT_SIZE),
-        IN_PAIRS=is_decoded_in_pairs(query.dtype),
-        BLOCK_SIZE=block_size,
+        sinks_ptr=layer.sinks,
+        output_ptr=layer.out,
+        table_stride=layer.block_table.stride(0),
+        NUM_HEADS=layer.num_heads,
         TILE_ROWS=config.tile_rows,
         TILE_KEYS=partitions.tile,
         NARROW=partitions.narrow,
         NARROW_END=partitions.narrow_end,
         WIDE=partitions.wide,
-        WINDOW=window,
         NUM_STAGES=config.num_stages,
         NARROW_STAGES=config.narrow_stages,
         PDL=uses_pdl(),
         num_warps=config.num_warps,
+        **layer.kernel_arguments(),
         **launch_options(),
     )

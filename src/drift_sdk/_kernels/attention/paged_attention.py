@@ -43,20 +43,15 @@ from drift_sdk._kernels.attention.attention_plan import (
     TILE_SEQUENCE,
     TILE_SLOT,
     TILE_WORDS,
+    PlannedRows,
     next_partition,
     partition_of,
     partition_start,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.e4m3 import (
-    cache_numbers,
-    cache_words,
-    check_cache,
-    check_scales,
-    is_decoded_in_pairs,
-)
+from drift_sdk._kernels.attention.e4m3 import cache_numbers
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.online_softmax import (
-    LOG2_E,
     ONES_COLUMNS,
     attend_tile,
     head_scale,
@@ -64,10 +59,8 @@ from drift_sdk._kernels.attention.online_softmax import (
     store_parts,
     zero_parts,
 )
-from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
-from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = [
     "AttentionConfig",
@@ -218,168 +211,58 @@ def _attend(
 
 
 def paged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    out: Tensor,
-    scratch: AttentionScratch,
-    config: AttentionConfig,
-    rows_per_sequence: int,
-    *,
-    first_key: int = 0,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch, config: AttentionConfig
 ) -> None:
-    """Attention of rows to positions first_key ... row_position[r] of slot row_slot[r], in `out`.
+    """Attention of rows to the positions they see, in `layer.out`.
 
-    With a window, which `scratch.plan` has, a row sees only the last so many of these.
-    query, out: [R, num_heads, head_dim], of the storage type. keys, values: [num_blocks, num_kv_heads,
-    block_size, head_dim], of the storage type, or e4m3 as e4m3.py lays them out.
-    block_table: [S, max_blocks] int32, the blocks of each slot in order. row_slot, row_position: [R] int32,
-    those that `scratch.plan` was made of, `rows_per_sequence` consecutive rows a sequence. Rows of slot -1
-    get zeros.
-    first_key: positions before it are not read; it must lie in the first tile.
-    scale: of scores; None: 1 / sqrt(head_dim).
-    sinks: [num_heads] in the storage type, a score each that takes its share of the softmax and adds nothing.
-    key_scale, value_scale: [num_kv_heads] fp32, of a cache of e4m3; else None.
-    All contiguous. Raises ValueError for another shape, type or layout.
+    rows: those that `scratch.plan` was made of, which has the layer's window. Rows of slot -1 get zeros.
+    The first key lies in the first tile. All tensors are contiguous. Raises ValueError for another shape,
+    type or layout.
     """
     plan = scratch.plan
-    _check_paged_attention(
-        query, keys, values, block_table, row_slot, row_position, out, scratch, rows_per_sequence
-    )
-    check_range("first_key", first_key, 0, plan.partitions.tile - 1)
-    check_tensors(query.shape[1:2], query.dtype, sinks=sinks)
-    check_scales(keys, keys.shape[1], key_scale=key_scale, value_scale=value_scale)
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = keys.shape[1:3]
-    group = num_heads // num_kv_heads
-    num_parts = 2 if keys.dtype == E4M3 else 1
+    layer.check(max_first_key=plan.partitions.tile - 1)
+    scratch.check(layer, rows)
+    num_kv_heads = layer.kv.num_heads
     _attend[(num_kv_heads, max(1, config.num_programs // num_kv_heads))](
-        query_ptr=query,
-        keys_ptr=cache_words(keys),
-        values_ptr=cache_words(values),
-        key_scale_ptr=key_scale,
-        block_table_ptr=block_table,
-        row_slot_ptr=row_slot,
-        row_position_ptr=row_position,
         tiles_ptr=plan.tiles,
         num_tiles_ptr=plan.num_tiles,
-        sums_ptr=scratch.sums,
-        maxima_ptr=scratch.maxima,
-        weights_ptr=scratch.weights,
-        scale=(head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
-        num_partitions=plan.max_num_partitions,
-        max_blocks=block_table.shape[1],
-        ROWS_PER_SEQUENCE=rows_per_sequence,
-        GROUP_SIZE=group,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        TILE_ROWS=max(MIN_DOT_SIZE, triton.next_power_of_2(rows_per_sequence * group)),
-        NUM_PARTS=num_parts,
-        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim // num_parts)),
-        IN_PAIRS=is_decoded_in_pairs(query.dtype),
-        KV_BLOCK_SIZE=block_size,
+        max_blocks=layer.block_table.shape[1],
+        ROWS_PER_SEQUENCE=rows.rows_per_sequence,
+        GROUP_SIZE=layer.group,
+        TILE_ROWS=padded_size(rows.rows_per_sequence * layer.group),
         NUM_STAGES=config.num_stages,
-        FIRST_KEY=first_key,
-        WINDOW=plan.window,
+        FIRST_KEY=layer.first_key,
         TILE_KEYS=plan.partitions.tile,
-        NARROW=plan.partitions.narrow,
-        NARROW_END=plan.partitions.narrow_end,
-        WIDE=plan.partitions.wide,
         PDL=uses_pdl(),
         num_warps=config.num_warps,
+        **layer.kernel_arguments(),
+        **scratch.kernel_arguments(rows),
         **launch_options(),
     )
-    add_partitions(
-        scratch,
-        row_slot,
-        row_position,
-        out,
-        rows_per_sequence,
-        num_kv_heads,
-        sinks=sinks,
-        value_scale=value_scale,
-    )
+    add_partitions(layer, rows, scratch)
 
 
-def _check_paged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    out: Tensor,
-    scratch: AttentionScratch,
-    rows_per_sequence: int,
-) -> None:
-    """Raise ValueError for arguments of `paged_attention` of another shape, type or layout."""
-    num_rows, num_heads, head_dim = query.shape
-    num_blocks, num_kv_heads, block_size, _ = keys.shape
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads}: expected a multiple of num_kv_heads={num_kv_heads}")
-
-    if num_rows % rows_per_sequence or num_rows > scratch.plan.num_sequences * rows_per_sequence:
-        raise ValueError(
-            f"query: {num_rows} rows: expected {rows_per_sequence} for each of at most "
-            f"{scratch.plan.num_sequences} sequences"
-        )
-
-    check_tensors((num_rows, num_heads, head_dim), query.dtype, query=query, out=out)
-    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), query.dtype)
-    check_tensor("block_table", block_table, block_table.shape, torch.int32)
-    check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
-    num_query_rows, room = rows_per_sequence * (num_heads // num_kv_heads), scratch.maxima.shape[-1]
-    if room < num_query_rows:
-        raise ValueError(f"scratch: room for {room} query rows: expected {num_query_rows} or more")
-
-    sums_shape = (scratch.plan.num_sequences, num_kv_heads, scratch.plan.max_num_partitions, room)
-    check_tensor("scratch.sums", scratch.sums, (*sums_shape, head_dim), torch.float32)
-    check_tensor("scratch.maxima", scratch.maxima, sums_shape, torch.float32)
-    check_tensor("scratch.weights", scratch.weights, sums_shape, torch.float32)
-
-
-def paged_attention_reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    *,
-    first_key: int = 0,
-    window: int = 0,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Tensor:
+def paged_attention_reference(layer: LayerAttention, rows: PlannedRows) -> Tensor:
     """Return the attention of each row in float64, one row after the other: [R, num_heads, head_dim]."""
-    num_rows, num_heads, head_dim = query.shape
-    keys, values = cache_numbers(keys, key_scale), cache_numbers(values, value_scale)
-    num_kv_heads, block_size = keys.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
-    out = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.float64, device=query.device)
-    for row, (slot, position) in enumerate(zip(row_slot.tolist(), row_position.tolist(), strict=True)):
+    kv, block_size = layer.kv, layer.kv.block_size
+    keys, values = cache_numbers(kv.keys, kv.key_scale), cache_numbers(kv.values, kv.value_scale)
+    out = torch.zeros(layer.query.shape, dtype=torch.float64, device=layer.query.device)
+    for row, (slot, position) in enumerate(zip(rows.slot.tolist(), rows.position.tolist(), strict=True)):
         if slot < 0:
             continue
 
-        blocks = block_table[slot, : position // block_size + 1].long()
-        first = max(first_key, position - window + 1) if window else first_key
+        blocks = layer.block_table[slot, : position // block_size + 1].long()
+        first = layer.first_key
+        if layer.window:
+            first = max(first, position - layer.window + 1)
         seen = [
             cache[blocks].transpose(1, 2).flatten(0, 1)[first : position + 1].double()
             for cache in (keys, values)
         ]
-        key, value = (tensor.repeat_interleave(num_heads // num_kv_heads, dim=1) for tensor in seen)
-        scores = torch.einsum("hd,nhd->hn", query[row].double(), key) * scale
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        key, value = (tensor.repeat_interleave(layer.group, dim=1) for tensor in seen)
+        scores = torch.einsum("hd,nhd->hn", layer.query[row].double(), key) * layer.score_scale
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.double()[:, None]), dim=1)
         shares = scores.softmax(-1)[:, : len(key)]
         out[row] = torch.einsum("hn,nhd->hd", shares, value)
 

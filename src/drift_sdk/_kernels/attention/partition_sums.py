@@ -21,21 +21,21 @@ it waits, it reads the rows' slots and positions, the plan and the sinks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, partition_of
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, PlannedRows, partition_of
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.online_softmax import add_sink
-from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
-__all__ = ["MIN_DOT_SIZE", "AttentionScratch", "add_partitions"]
-
-MIN_DOT_SIZE = 16
-"""The least rows and columns of a tile in a product: those of an MMA. Dimensions are padded to it."""
+__all__ = ["AttentionScratch", "add_partitions"]
 
 FEW_PARTITIONS = 8
 """Partitions that `_add_partitions` loads before it adds the first of them, if the row has no more: a load
@@ -81,6 +81,43 @@ class AttentionScratch(Struct, frozen=True):
             return torch.empty(*shape, *last, dtype=torch.float32, device=plan.tiles.device)
 
         return cls(plan, empty(head_dim), empty(), empty())
+
+    def check(self, layer: LayerAttention, rows: PlannedRows) -> None:
+        """Raise ValueError if plan and memory are not for these rows of the layer."""
+        plan, num_rows, rows_each = self.plan, layer.query.shape[0], rows.rows_per_sequence
+        if layer.window != plan.window:
+            raise ValueError(f"window={layer.window}: expected {plan.window}, that of the plan")
+
+        if num_rows % rows_each or num_rows > plan.num_sequences * rows_each:
+            raise ValueError(
+                f"query: {num_rows} rows: expected {rows_each} for each of at most {plan.num_sequences} "
+                "sequences"
+            )
+
+        rows.check(num_rows)
+        num_query_rows, room = rows_each * layer.group, self.maxima.shape[-1]
+        if room < num_query_rows:
+            raise ValueError(f"scratch: room for {room} query rows: expected {num_query_rows} or more")
+
+        shape = (plan.num_sequences, layer.kv.num_heads, plan.max_num_partitions, room)
+        check_tensor("scratch.sums", self.sums, (*shape, layer.head_dim), torch.float32)
+        check_tensor("scratch.maxima", self.maxima, shape, torch.float32)
+        check_tensor("scratch.weights", self.weights, shape, torch.float32)
+
+    def kernel_arguments(self, rows: PlannedRows) -> dict[str, Any]:
+        """Return the arguments by name of kernels that sum partitions or add their sums."""
+        partitions = self.plan.partitions
+        return {
+            "row_slot_ptr": rows.slot,
+            "row_position_ptr": rows.position,
+            "sums_ptr": self.sums,
+            "maxima_ptr": self.maxima,
+            "weights_ptr": self.weights,
+            "num_partitions": self.plan.max_num_partitions,
+            "NARROW": partitions.narrow,
+            "NARROW_END": partitions.narrow_end,
+            "WIDE": partitions.wide,
+        }
 
 
 @triton.jit
@@ -220,56 +257,31 @@ def _add_partitions(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
-def add_partitions(
-    scratch: AttentionScratch,
-    row_slot: Tensor,
-    row_position: Tensor,
-    out: Tensor,
-    rows_per_sequence: int,
-    num_kv_heads: int,
-    *,
-    sinks: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> None:
-    """Combine the partitions' sums in `scratch` to out [R, num_heads, head_dim], in the storage type.
+def add_partitions(layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch) -> None:
+    """Combine the partitions' sums in `scratch`, which are those of the same rows, to `layer.out`.
 
-    row_slot, row_position: [R] int32, `rows_per_sequence` consecutive rows a sequence; rows of slot -1 get
-    zeros. sinks: [num_heads], value_scale: [num_kv_heads], see `paged_attention`. The sums must be those of
-    the same rows and heads.
-    Raises ValueError for another shape, type or layout.
+    Rows of slot -1 get zeros.
     """
-    plan = scratch.plan
-    num_rows, num_heads, head_dim = out.shape
-    group = num_heads // num_kv_heads
-    check_tensor("out", out, out.shape, out.dtype)
-    check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
-    check_tensors((num_heads,), out.dtype, sinks=sinks)
-    padded_dim = max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim))
+    num_rows = rows.slot.shape[0]
+    num_heads, num_kv_heads, group = layer.num_heads, layer.kv.num_heads, layer.group
+    padded_dim = padded_size(layer.head_dim)
     tile_dim = min(padded_dim, MIN_TILE_DIM) if num_rows * num_heads < MIN_PROGRAMS else padded_dim
     num_tiles = padded_dim // tile_dim
-    _add_partitions[(rows_per_sequence * group * num_tiles, num_kv_heads, num_rows // rows_per_sequence)](
-        sums_ptr=scratch.sums,
-        maxima_ptr=scratch.maxima,
-        weights_ptr=scratch.weights,
-        row_slot_ptr=row_slot,
-        row_position_ptr=row_position,
-        sinks_ptr=sinks,
-        value_scale_ptr=value_scale,
-        out_ptr=out,
-        num_partitions=plan.max_num_partitions,
-        ROWS_PER_SEQUENCE=rows_per_sequence,
+    _add_partitions[(rows.rows_per_sequence * group * num_tiles, num_kv_heads, rows.num_sequences)](
+        sinks_ptr=layer.sinks,
+        value_scale_ptr=layer.kv.value_scale,
+        out_ptr=layer.out,
+        ROWS_PER_SEQUENCE=rows.rows_per_sequence,
         GROUP_SIZE=group,
         NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
+        HEAD_DIM=layer.head_dim,
         PADDED_DIM=padded_dim,
         TILE_DIM=tile_dim,
         FEW=FEW_PARTITIONS,
         MANY=max(2, min(32, LOADED_NUMBERS // tile_dim)),
-        WINDOW=plan.window,
-        NARROW=plan.partitions.narrow,
-        NARROW_END=plan.partitions.narrow_end,
-        WIDE=plan.partitions.wide,
+        WINDOW=layer.window,
         PDL=uses_pdl(),
         num_warps=1,
+        **scratch.kernel_arguments(rows),
         **launch_options(),
     )

@@ -30,30 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import (
-    cache_numbers,
-    cache_words,
-    check_cache,
-    check_scales,
-    decode_rows,
-    is_decoded_in_pairs,
-)
-from drift_sdk._kernels.attention.online_softmax import head_scale
-from drift_sdk._kernels.attention.prefill_config import (
-    MIN_DOT_SIZE,
-    PrefillAttentionConfig,
-    prefill_attention_config,
-)
+from drift_sdk._kernels.attention.e4m3 import cache_numbers, decode_rows
+from drift_sdk._kernels.attention.layer_attention import MIN_DOT_SIZE, LayerAttention
+from drift_sdk._kernels.attention.online_softmax import LOG2_E, head_scale
+from drift_sdk._kernels.attention.prefill_config import PrefillAttentionConfig, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
-from drift_sdk._kernels.common.arguments import (
-    check_power_of_two,
-    check_range,
-    check_rows,
-    check_tensor,
-    check_tensors,
-)
+from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = [
     "PrefillAttentionConfig",
@@ -61,9 +44,6 @@ __all__ = [
     "prefill_attention_config",
     "prefill_attention_reference",
 ]
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-"""log2(e): exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2."""
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
@@ -260,131 +240,64 @@ def _prefill_attention(
     tl.store(output_ptrs, (total * factor[:, None]).to(output_ptr.dtype.element_ty), mask=row_mask)
 
 
-def prefill_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    tiles: Tensor,
-    output: Tensor,
-    config: PrefillAttentionConfig,
-    *,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    first_key: int = 0,
-    scale: float | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> None:
-    """output [R, num_heads * head_dim]: each row's attention to the keys it sees.
+def prefill_attention(layer: LayerAttention, tiles: Tensor, config: PrefillAttentionConfig) -> None:
+    """Attention of the rows of `tiles` to the keys they see, in `layer.out`.
 
-    query: [R, num_heads, head_dim], of the storage type as output; its rows may have any stride. keys,
-    values, key_scale, value_scale: as of `paged_attention`.
-    block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
     tiles: [num_tiles, 4] int32, as `prefill_tiles` fills it for config.tile_rows: slot, or -1 for an unused
     tile; first row in query; number of rows; position of the first row. Row j of a tile sees positions
-    0 ... position + j, with `window` only the last so many of them. Rows of no tile are left as they are.
-    sinks: [num_heads] in the storage type, a score each that takes its share of the softmax and adds nothing.
-    first_key: positions before it are seen by no row; at most 15, and at most any row's own position.
-    scale: of scores; None: 1 / sqrt(head_dim).
-    Raises ValueError for another shape, type or layout.
+    0 ... position + j. Rows of no tile are left as they are.
+    The first key is at most 15, and at most any row's own position. Rows of query and block table may have
+    any stride. Raises ValueError for another shape, type or layout.
     """
-    num_rows, num_heads, head_dim = query.shape
-    num_blocks, num_kv_heads, block_size, _ = keys.shape
-    dtype = query.dtype
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads}: expected a multiple of num_kv_heads={num_kv_heads}")
-
-    check_power_of_two("block_size", block_size)
-    check_range("window", window, 0)
-    check_range("first_key", first_key, 0, MIN_DOT_SIZE - 1)  # it lies in the first tile of keys
-    check_rows("query", query, query.shape, dtype)
-    if query.stride(1) != head_dim:
-        raise ValueError(f"query: strides {query.stride()}: expected a row's heads side by side")
-
-    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), dtype)
-    check_scales(keys, num_kv_heads, key_scale=key_scale, value_scale=value_scale)
-    check_rows("block_table", block_table, block_table.shape, torch.int32)
+    layer.check(max_first_key=MIN_DOT_SIZE - 1, has_strides=True)  # it lies in the first tile of keys
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
-    check_tensor("output", output, (num_rows, num_heads * head_dim), dtype)
-    check_tensors((num_heads,), dtype, sinks=sinks)
-    num_parts = 2 if keys.dtype == E4M3 else 1
-    _prefill_attention[(num_heads, tiles.shape[0])](
-        query_ptr=query,
-        keys_ptr=cache_words(keys),
-        values_ptr=cache_words(values),
-        key_scale_ptr=key_scale,
-        value_scale_ptr=value_scale,
-        block_table_ptr=block_table,
+    _prefill_attention[(layer.num_heads, tiles.shape[0])](
+        value_scale_ptr=layer.kv.value_scale,
         tiles_ptr=tiles,
-        sinks_ptr=sinks,
-        output_ptr=output,
-        scale=(head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
-        query_stride=query.stride(0),
-        table_stride=block_table.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        NUM_PARTS=num_parts,
-        PADDED_DIM=max(int(triton.next_power_of_2(head_dim // num_parts)), MIN_DOT_SIZE),
-        IN_PAIRS=is_decoded_in_pairs(dtype),
-        KV_BLOCK_SIZE=block_size,
+        sinks_ptr=layer.sinks,
+        output_ptr=layer.out,
+        query_stride=layer.query.stride(0),
+        table_stride=layer.block_table.stride(0),
+        NUM_HEADS=layer.num_heads,
         TILE_ROWS=config.tile_rows,
         TILE_KEYS=config.tile_keys,
-        WINDOW=window,
-        FIRST_KEY=first_key,
+        FIRST_KEY=layer.first_key,
         NUM_STAGES=config.num_stages,
         PDL=uses_pdl(),
         num_warps=config.num_warps,
+        **layer.kernel_arguments(),
         **launch_options(),
     )
 
 
-def prefill_attention_reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    tiles: Tensor,
-    output: Tensor,
-    *,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    first_key: int = 0,
-    scale: float | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> None:
+def prefill_attention_reference(layer: LayerAttention, tiles: Tensor) -> None:
     """Write what `prefill_attention` writes: in float64, one tile after the other, rounded once."""
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = keys.shape[1:3]
-    keys, values = cache_numbers(keys, key_scale), cache_numbers(values, value_scale)
-    scale = head_dim**-0.5 if scale is None else scale
+    kv, block_size, query = layer.kv, layer.kv.block_size, layer.query
+    keys, values = cache_numbers(kv.keys, kv.key_scale), cache_numbers(kv.values, kv.value_scale)
     for slot, first_row, num_rows, start in tiles.tolist():
         if slot < 0:
             continue
 
         row_position = torch.arange(start, start + num_rows, device=query.device)[:, None]
-        key_position = torch.arange(first_key, start + num_rows, device=query.device)
+        key_position = torch.arange(layer.first_key, start + num_rows, device=query.device)
         is_seen = key_position <= row_position
-        if window:
-            is_seen &= key_position > row_position - window
+        if layer.window:
+            is_seen &= key_position > row_position - layer.window
 
         # Keys that no row sees may hold anything.
         key_position = key_position[is_seen.any(dim=0)]
         is_seen = is_seen[:, is_seen.any(dim=0)]
-        blocks = block_table[slot].to(torch.int64)[key_position // block_size]
-        group = num_heads // num_kv_heads
+        blocks = layer.block_table[slot].to(torch.int64)[key_position // block_size]
         key, value = (
-            cache[blocks, :, key_position % block_size].double().repeat_interleave(group, dim=1)
+            cache[blocks, :, key_position % block_size].double().repeat_interleave(layer.group, dim=1)
             for cache in (keys, values)
         )
         rows = slice(first_row, first_row + num_rows)
-        scores = torch.einsum("rhd,khd->hrk", query[rows].double(), key) * scale
+        scores = torch.einsum("rhd,khd->hrk", query[rows].double(), key) * layer.score_scale
         scores = scores.masked_fill(~is_seen, -torch.inf)
-        if sinks is not None:
-            sink = sinks.double()[:, None, None].expand(-1, num_rows, 1)
+        if layer.sinks is not None:
+            sink = layer.sinks.double()[:, None, None].expand(-1, num_rows, 1)
             scores = torch.cat((scores, sink), dim=-1)
 
         shares = scores.softmax(dim=-1)[..., : len(key_position)]
-        output[rows] = torch.einsum("hrk,khd->rhd", shares, value).flatten(1).to(output.dtype)
+        layer.out[rows] = torch.einsum("hrk,khd->rhd", shares, value).to(layer.out.dtype)

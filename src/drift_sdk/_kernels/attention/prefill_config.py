@@ -8,14 +8,11 @@ from msgspec import Struct
 
 from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
 
-__all__ = ["MIN_DOT_SIZE", "PrefillAttentionConfig", "prefill_attention_config", "shared_bytes"]
+__all__ = ["PrefillAttentionConfig", "prefill_attention_config", "shared_bytes"]
 
 SHARED_RESERVE, WIDE_SHARED_RESERVE = 1024, 9216
 """Bytes of shared memory that Triton may take beside the tiles; the second for heads of more than 128
 dimensions, whose scores change their layout there."""
-
-MIN_DOT_SIZE = 16
-"""The least rows and columns of a tile in a product: those of an MMA."""
 
 
 class PrefillAttentionConfig(Struct, frozen=True):

@@ -32,11 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import (
-    check_cache,
-    check_scales,
-    encode_e4m3,
-)
+from drift_sdk._kernels.attention.e4m3 import encode_e4m3
+from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.common.arguments import (
     PartialSums,
     check_partial_sums,
@@ -254,8 +251,7 @@ def rotate_and_store(
     cos: Tensor | None,
     sin: Tensor | None,
     query_out: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    kv: LayerKV,
     *,
     bias: Tensor | None = None,
     query_norm: Tensor | None = None,
@@ -263,8 +259,6 @@ def rotate_and_store(
     eps: float = 0.0,
     norm_kind: NormKind = "rounded",
     row_kv_slot: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
@@ -276,22 +270,18 @@ def rotate_and_store(
     block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
     cos, sin: [max_positions, D / 2] in the storage type, for every position of a live row: the first D
     elements of each head are rotated. Both None: nothing is rotated.
-    query_out: [R, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size, head_dim] in the
-    storage type, or e4m3, then with key_scale, value_scale [num_kv_heads] fp32.
+    query_out: [R, num_heads, head_dim].
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
     norm_kind: of both, see rms_norm.py.
     row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
-        qkv, row_slot, row_position, block_table, cos, sin, query_out, keys, values, bias,
-        query_norm, key_norm,
-    )  # fmt: skip
+        qkv, row_slot, row_position, block_table, cos, sin, query_out, kv, bias, query_norm, key_norm
+    )
     num_rows, num_heads, head_dim = query_out.shape
     check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
-    check_scales(keys, keys.shape[1], key_scale=key_scale, value_scale=value_scale)
-    is_e4m3 = keys.dtype == E4M3
-    num_kv_heads, block_size = keys.shape[1:3]
+    is_e4m3, num_kv_heads = kv.keys.dtype == E4M3, kv.num_heads
     half = head_dim // 2 if cos is None else cos.shape[1]
     padded_half, rest = int(triton.next_power_of_2(half)), head_dim - 2 * half
     padded_rest = int(triton.next_power_of_2(rest)) if rest else 0
@@ -310,10 +300,10 @@ def rotate_and_store(
         row_position_ptr=row_position,
         block_table_ptr=block_table,
         query_out_ptr=query_out,
-        keys_ptr=keys.view(torch.uint8) if is_e4m3 else keys,
-        values_ptr=values.view(torch.uint8) if is_e4m3 else values,
-        key_scale_ptr=key_scale,
-        value_scale_ptr=value_scale,
+        keys_ptr=kv.keys.view(torch.uint8) if is_e4m3 else kv.keys,
+        values_ptr=kv.values.view(torch.uint8) if is_e4m3 else kv.values,
+        key_scale_ptr=kv.key_scale,
+        value_scale_ptr=kv.value_scale,
         row_kv_slot_ptr=row_kv_slot,
         eps=eps,
         qkv_slice_stride=slices.slice_stride,
@@ -322,7 +312,7 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        KV_BLOCK_SIZE=block_size,
+        KV_BLOCK_SIZE=kv.block_size,
         TILE_HEADS=tile_heads,
         HALF=half,
         PADDED_HALF=padded_half,
@@ -345,8 +335,7 @@ def _check_rotate_and_store(
     cos: Tensor | None,
     sin: Tensor | None,
     query_out: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    kv: LayerKV,
     bias: Tensor | None,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
@@ -356,9 +345,8 @@ def _check_rotate_and_store(
     Returns the slices of qkv.
     """
     num_rows, num_heads, head_dim = query_out.shape
-    num_blocks, num_kv_heads, block_size, _ = keys.shape
     dtype = query_out.dtype
-    width = (num_heads + 2 * num_kv_heads) * head_dim
+    width = (num_heads + 2 * kv.num_heads) * head_dim
     slices = check_partial_sums("qkv", qkv, num_rows, width, dtype)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: expected an even number")
@@ -370,14 +358,14 @@ def _check_rotate_and_store(
         check_range("cos.shape[1]", cos.shape[1], 1, head_dim // 2)
         check_tensors(cos.shape, dtype, cos=cos, sin=sin)
 
-    check_power_of_two("block_size", block_size)
+    check_power_of_two("block_size", kv.block_size)
     if (query_norm is None) != (key_norm is None):
         raise ValueError("query_norm, key_norm: one of them is None: expected both or neither")
 
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("query_out", query_out, query_out.shape, dtype)
-    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), dtype)
+    kv.check(head_dim, dtype)
     check_tensors((head_dim,), dtype, query_norm=query_norm, key_norm=key_norm)
     check_tensors((width,), dtype, bias=bias)
     return slices

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.e4m3 import pack_cache
+from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers.rms_norm import NormKind, rms_norm_reference
 from drift_sdk.quantised.e4m3 import quantise_e4m3
 
@@ -20,8 +21,7 @@ def rotate_and_store_reference(
     cos: Tensor | None,
     sin: Tensor | None,
     query_out: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    kv: LayerKV,
     *,
     bias: Tensor | None = None,
     query_norm: Tensor | None = None,
@@ -29,12 +29,10 @@ def rotate_and_store_reference(
     eps: float = 0.0,
     norm_kind: NormKind = "rounded",
     row_kv_slot: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
 ) -> None:
     """Write what `rotate_and_store` writes, row by row."""
     num_rows, num_heads, head_dim = query_out.shape
-    num_kv_heads, block_size = keys.shape[1:3]
+    num_kv_heads, block_size = kv.num_heads, kv.block_size
     if qkv.dim() == 3:
         total = qkv[0]
         for part in qkv[1:]:
@@ -62,8 +60,8 @@ def rotate_and_store_reference(
                 rotated = _rotated(key[row], cos[position], sin[position])
             else:
                 query_out[row], rotated = query[row], key[row]
-            _put(keys[block, :, place], rotated, key_scale)
-            _put(values[block, :, place], value[row], value_scale)
+            _put(kv.keys[block, :, place], rotated, kv.key_scale)
+            _put(kv.values[block, :, place], value[row], kv.value_scale)
 
 
 def _put(place: Tensor, heads: Tensor, scale: Tensor | None) -> None:

@@ -34,23 +34,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import (
-    cache_numbers,
-    cache_words,
-    check_cache,
-    check_scales,
-    is_decoded_in_pairs,
-)
-from drift_sdk._kernels.attention.online_softmax import LOG2_E
+from drift_sdk._kernels.attention.attention_plan import PlannedRows
+from drift_sdk._kernels.attention.e4m3 import cache_numbers
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
-from drift_sdk._kernels.attention.partition_sums import MIN_DOT_SIZE, AttentionScratch, add_partitions
-from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.trees.path_attention import attend_paths
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
-from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["tree_attention", "tree_attention_reference"]
 
@@ -138,75 +131,42 @@ def _attend_trees(
 
 
 def tree_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
+    layer: LayerAttention,
+    rows: PlannedRows,
     paths: TreePaths,
-    out: Tensor,
     scratch: AttentionScratch,
     config: AttentionConfig,
-    *,
-    nodes_per_tree: int,
-    first_key: int = 0,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
 ) -> None:
-    """Attention of the nodes of trees to their prefix and their ancestors, in `out`.
+    """Attention of the nodes of trees to their prefix and their ancestors, in `layer.out`.
 
-    query, out: [R, num_heads, head_dim], of the storage type. block_table: [S, max_blocks] int32. keys,
-    values, key_scale, value_scale: as of `paged_attention`.
-    row_slot, row_position [R] int32: `nodes_per_tree` rows a tree; `scratch.plan` was made of them, and with
-    a window, the first row of each tree is its root. Rows of slot -1 get zeros.
-    first_key, scale, sinks: as of `paged_attention`.
-    All contiguous. Raises ValueError for another shape, type or layout.
-    Longer than other wrappers by its arguments.
+    rows: the nodes, those of each tree being a sequence. `scratch.plan` was made of them, and with a window,
+    the first row of each tree is its root. Rows of slot -1 get zeros.
+    The first key lies in the first tile. All tensors are contiguous. Raises ValueError for another shape,
+    type or layout.
     """
     plan = scratch.plan
-    _check_tree_attention(
-        query, keys, values, block_table, row_slot, row_position, paths, out, scratch, nodes_per_tree
-    )
-    check_range("first_key", first_key, 0, plan.partitions.tile - 1)
-    check_scales(keys, keys.shape[1], key_scale=key_scale, value_scale=value_scale)
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = keys.shape[1:3]
-    group, num_trees = num_heads // num_kv_heads, num_rows // nodes_per_tree
-    scale = head_dim**-0.5 if scale is None else scale
-    num_query_rows = nodes_per_tree * group
-    num_parts = 2 if keys.dtype == E4M3 else 1
-    path_rows = max(MIN_DOT_SIZE, triton.next_power_of_2(group))
+    layer.check(max_first_key=plan.partitions.tile - 1)
+    scratch.check(layer, rows)
+    num_trees, nodes_per_tree = rows.num_sequences, rows.rows_per_sequence
+    paths.check(num_trees, nodes_per_tree)
+    num_rows, num_kv_heads, group = layer.query.shape[0], layer.kv.num_heads, layer.group
+    path_rows = padded_size(group)
     are_many = num_rows * num_kv_heads > config.num_programs
     tile_nodes = min(path_rows // group, nodes_per_tree) if are_many else 1
-    tile_rows = min(max(MIN_DOT_SIZE, triton.next_power_of_2(num_query_rows)), MAX_TILE_ROWS)
-    num_row_tiles = triton.cdiv(num_query_rows, tile_rows)
+    tile_rows = min(padded_size(nodes_per_tree * group), MAX_TILE_ROWS)
+    num_row_tiles = triton.cdiv(nodes_per_tree * group, tile_rows)
     num_path_programs = num_trees * triton.cdiv(nodes_per_tree, tile_nodes) * num_kv_heads
     room = max(config.num_programs - num_path_programs, config.num_programs // 2)
     num_shares = max(1, room // (num_kv_heads * num_row_tiles))
     _attend_trees[(num_path_programs + num_shares * num_kv_heads * num_row_tiles,)](
-        query,
-        cache_words(keys),
-        cache_words(values),
-        key_scale,
-        block_table,
-        row_slot,
-        row_position,
-        paths.root_position,
-        paths.kv_slot,
-        paths.path,
-        plan.tiles,
-        plan.num_tiles,
-        scratch.sums,
-        scratch.maxima,
-        scratch.weights,
-        scale * LOG2_E.value,
-        plan.max_num_partitions,
-        block_table.shape[1],
-        num_trees,
-        num_shares,
+        root_position_ptr=paths.root_position,
+        node_kv_slot_ptr=paths.kv_slot,
+        row_path_ptr=paths.path,
+        tiles_ptr=plan.tiles,
+        num_tiles_ptr=plan.num_tiles,
+        max_blocks=layer.block_table.shape[1],
+        num_trees=num_trees,
+        num_shares=num_shares,
         NUM_NODES=nodes_per_tree,
         NUM_TREE_NODES=paths.kv_slot.shape[0] // num_trees,
         ROOT_STRIDE=paths.root_position.shape[0] // num_trees,
@@ -217,121 +177,47 @@ def tree_attention(
         TILE_ROWS=tile_rows,
         NUM_ROW_TILES=num_row_tiles,
         GROUP_SIZE=group,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        NUM_PARTS=num_parts,
-        PADDED_DIM=max(MIN_DOT_SIZE, triton.next_power_of_2(head_dim // num_parts)),
-        IN_PAIRS=is_decoded_in_pairs(query.dtype),
-        KV_BLOCK_SIZE=block_size,
         NUM_STAGES=config.num_stages,
-        FIRST_KEY=first_key,
-        WINDOW=plan.window,
+        FIRST_KEY=layer.first_key,
         TILE_KEYS=plan.partitions.tile,
-        NARROW=plan.partitions.narrow,
-        NARROW_END=plan.partitions.narrow_end,
-        WIDE=plan.partitions.wide,
         PDL=uses_pdl(),
         num_warps=config.num_warps,
+        **layer.kernel_arguments(),
+        **scratch.kernel_arguments(rows),
         **launch_options(),
     )
-    add_partitions(
-        scratch,
-        row_slot,
-        row_position,
-        out,
-        nodes_per_tree,
-        num_kv_heads,
-        sinks=sinks,
-        value_scale=value_scale,
-    )
+    add_partitions(layer, rows, scratch)
 
 
-def _check_tree_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    paths: TreePaths,
-    out: Tensor,
-    scratch: AttentionScratch,
-    nodes_per_tree: int,
-) -> None:
-    """Raise ValueError for arguments of `tree_attention` of another shape, type or layout."""
-    num_rows, num_heads, head_dim = query.shape
-    num_blocks, num_kv_heads, block_size, _ = keys.shape
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads}: expected a multiple of num_kv_heads={num_kv_heads}")
-
-    if num_rows % nodes_per_tree or num_rows > scratch.plan.num_sequences * nodes_per_tree:
-        raise ValueError(
-            f"query: {num_rows} rows: expected {nodes_per_tree} for each of at most "
-            f"{scratch.plan.num_sequences} trees"
-        )
-
-    check_tensors((num_rows, num_heads, head_dim), query.dtype, query=query, out=out)
-    check_cache(keys, values, (num_blocks, num_kv_heads, block_size, head_dim), query.dtype)
-    check_tensor("block_table", block_table, block_table.shape, torch.int32)
-    check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
-    num_trees = num_rows // nodes_per_tree
-    for name, tensor, dtype in (
-        ("root_position", paths.root_position, torch.int32),
-        ("kv_slot", paths.kv_slot, torch.int64),
-    ):
-        size = max(tensor.shape[0] // num_trees, 1)
-        check_tensor(name, tensor, (num_trees * size,), dtype)
-    check_tensor("path", paths.path, (num_rows, PATH_ENTRIES), torch.int32)
-    num_query_rows, room = nodes_per_tree * (num_heads // num_kv_heads), scratch.maxima.shape[-1]
-    if room < num_query_rows:
-        raise ValueError(f"scratch: room for {room} query rows: expected {num_query_rows} or more")
-
-
-def tree_attention_reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    paths: TreePaths,
-    *,
-    nodes_per_tree: int,
-    first_key: int = 0,
-    window: int = 0,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Tensor:
+def tree_attention_reference(layer: LayerAttention, rows: PlannedRows, paths: TreePaths) -> Tensor:
     """Return the attention of each node in float64, one after the other: [R, num_heads, head_dim]."""
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = keys.shape[1:3]
-    keys, values = cache_numbers(keys, key_scale), cache_numbers(values, value_scale)
-    scale = head_dim**-0.5 if scale is None else scale
-    num_trees = num_rows // nodes_per_tree
+    kv, block_size, device = layer.kv, layer.kv.block_size, layer.query.device
+    keys, values = cache_numbers(kv.keys, kv.key_scale), cache_numbers(kv.values, kv.value_scale)
+    num_trees = rows.num_sequences
     kv_slot, root = paths.kv_slot.view(num_trees, -1), paths.root_position.view(num_trees, -1)[:, 0]
-    out = torch.zeros(num_rows, num_heads, head_dim, dtype=torch.float64, device=query.device)
-    for row, slot in enumerate(row_slot.tolist()):
+    out = torch.zeros(layer.query.shape, dtype=torch.float64, device=device)
+    for row, slot in enumerate(rows.slot.tolist()):
         if slot < 0:
             continue
 
-        tree = row // nodes_per_tree
-        prefix = torch.arange(int(root[tree]), device=query.device)
-        block = block_table[slot, prefix // block_size].long()
+        tree = row // rows.rows_per_sequence
+        prefix = torch.arange(int(root[tree]), device=device)
+        block = layer.block_table[slot, prefix // block_size].long()
         ancestors = paths.path[row][paths.path[row] >= 0].long()
         kv_slots = torch.cat((block * block_size + prefix % block_size, kv_slot[tree, ancestors]))
-        first = max(first_key, int(row_position[row]) - window + 1) if window else first_key
+        first = layer.first_key
+        if layer.window:
+            first = max(first, int(rows.position[row]) - layer.window + 1)
         kv_slots = kv_slots[first:]
         key, value = (
             cache[kv_slots // block_size, :, kv_slots % block_size]
             .double()
-            .repeat_interleave(num_heads // num_kv_heads, dim=1)
+            .repeat_interleave(layer.group, dim=1)
             for cache in (keys, values)
         )
-        scores = torch.einsum("hd,nhd->hn", query[row].double(), key) * scale
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        scores = torch.einsum("hd,nhd->hn", layer.query[row].double(), key) * layer.score_scale
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.double()[:, None]), dim=1)
         out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(key)], value)
 
     return out

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from msgspec import Struct
 from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["TreePaths"]
 
@@ -28,3 +32,13 @@ class TreePaths(Struct, frozen=True):
             return tensor[first * size : end * size]
 
         return TreePaths(part(self.root_position), part(self.kv_slot), part(self.path))
+
+    def check(self, num_trees: int, nodes_per_tree: int) -> None:
+        """Raise ValueError for tensors of another shape, type or layout."""
+        for name, tensor, dtype in (
+            ("root_position", self.root_position, torch.int32),
+            ("kv_slot", self.kv_slot, torch.int64),
+        ):
+            size = max(tensor.shape[0] // num_trees, 1)
+            check_tensor(name, tensor, (num_trees * size,), dtype)
+        check_tensor("path", self.path, (num_trees * nodes_per_tree, PATH_ENTRIES), torch.int32)

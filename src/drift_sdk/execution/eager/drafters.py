@@ -16,7 +16,6 @@ from drift_sdk.execution.eager.tree_grower import TreeGrower, max_draft_rows, ta
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees.growth import Draft, DraftLimit
@@ -134,15 +133,7 @@ class EagleDrafter:
         self._draft = draft
         self._vocab_size = limits.vocab_size
         self._block_size = limits.block_size
-        self._cache = KVCache(
-            num_layers=draft.num_layers,
-            num_blocks=limits.num_blocks + num_tree_blocks,
-            block_size=limits.block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=target.dtype,
-            device=target.device,
-        )
+        self._cache = draft.empty_kv_cache(limits.num_blocks + num_tree_blocks, limits.block_size)
         self._block_features = torch.empty(
             limits.num_blocks, config.hidden_size, dtype=target.dtype, device=target.device
         )

@@ -60,18 +60,9 @@ class EagerExecutor:
     ) -> None:
         self.limits = limits
         self._decoder: Decoder | None = decoder
-        config = decoder.config
         max_tree_rows = drafter.max_tree_rows if drafter is not None else 0
-        self._cache: KVCache | None = KVCache(
-            num_layers=config.num_layers,
-            num_blocks=limits.num_blocks + num_tree_blocks(max_tree_rows, limits.block_size),
-            block_size=limits.block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            scales=decoder.weights.kv_scales,
-        )
+        num_blocks = limits.num_blocks + num_tree_blocks(max_tree_rows, limits.block_size)
+        self._cache: KVCache | None = decoder.empty_kv_cache(num_blocks, limits.block_size)
         self._device = decoder.device
         self._drafter = drafter
         self._checks = checks

@@ -12,7 +12,6 @@ from drift_sdk.execution.eager.drafters import Span
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees.growth import Draft, DraftLimit
 
@@ -47,17 +46,8 @@ class ModelDrafter:
     max_tree_rows = 0
 
     def __init__(self, draft: Decoder, limits: ExecutorLimits) -> None:
-        config = draft.config
         self._draft = draft
-        self._cache = KVCache(
-            num_layers=config.num_layers,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=draft.dtype,
-            device=draft.device,
-        )
+        self._cache = draft.empty_kv_cache(limits.num_blocks, limits.block_size)
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
         slot.draft = ModelState()

@@ -6,8 +6,16 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, Partitions, plan_attention
-from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
+from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
+from drift_sdk._kernels.attention.attention_plan import (
+    AttentionPlan,
+    Partitions,
+    PlannedRows,
+    plan_attention,
+)
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.paged_attention import paged_attention
+from drift_sdk._kernels.attention.partition_sums import AttentionScratch
 from drift_sdk._kernels.trees.tree_attention import tree_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
@@ -83,110 +91,46 @@ class AttentionGroups:
         num_groups = -(-num_sequences // self.group_size)
         self.scratches = {window: [scratch(window) for _ in range(num_groups)] for window in windows}
 
-    def plan(self, row_slot: Tensor, row_position: Tensor, rows_per_sequence: int) -> None:
-        """Distribute the keys of rows [R] over programs; once a step, before any layer calls `attend`."""
+    def plan(self, rows: PlannedRows) -> None:
+        """Distribute the keys of rows over programs; once a step, before any layer calls `attend`."""
         for window in self.scratches:
-            for scratch, rows in self._groups(len(row_slot), rows_per_sequence, window):
-                plan_attention(row_slot[rows], row_position[rows], scratch.plan, rows_per_sequence)
+            for scratch, part in self._groups(rows, window):
+                plan_attention(rows.of_rows(part), scratch.plan)
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        block_table: Tensor,
-        row_slot: Tensor,
-        row_position: Tensor,
-        out: Tensor,
-        rows_per_sequence: int,
-        *,
-        window: int = 0,
-        first_key: int = 0,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
-    ) -> None:
-        """Attend the rows that `plan` was last called with, in a layer with one of the windows; see
-        `paged_attention` for the other arguments.
+    def attend(self, layer: LayerAttention, rows: PlannedRows) -> None:
+        """Attend the rows that `plan` was last called with; see `paged_attention`.
 
         Raises ValueError for more sequences than the object was made for.
         """
-        for scratch, rows in self._groups(len(row_slot), rows_per_sequence, window):
-            paged_attention(
-                query[rows],
-                keys,
-                values,
-                block_table,
-                row_slot[rows],
-                row_position[rows],
-                out[rows],
-                scratch,
-                attention_config(query.shape[2], keys.dtype, scratch.plan.partitions.tile),
-                rows_per_sequence,
-                first_key=first_key,
-                scale=scale,
-                sinks=sinks,
-                key_scale=key_scale,
-                value_scale=value_scale,
-            )
+        for scratch, part in self._groups(rows, layer.window):
+            paged_attention(layer.of_rows(part), rows.of_rows(part), scratch, _config(layer, scratch))
 
-    def attend_trees(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        block_table: Tensor,
-        row_slot: Tensor,
-        row_position: Tensor,
-        paths: TreePaths,
-        out: Tensor,
-        nodes_per_tree: int,
-        *,
-        window: int = 0,
-        first_key: int = 0,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
-    ) -> None:
-        """`attend` for rows that are nodes of trees; see `tree_attention` for the other arguments."""
-        num_trees = len(row_slot) // nodes_per_tree
-        for scratch, rows in self._groups(len(row_slot), nodes_per_tree, window):
-            tree_attention(
-                query[rows],
-                keys,
-                values,
-                block_table,
-                row_slot[rows],
-                row_position[rows],
-                paths.of_trees(rows.start // nodes_per_tree, rows.stop // nodes_per_tree, num_trees),
-                out[rows],
-                scratch,
-                attention_config(query.shape[2], keys.dtype, scratch.plan.partitions.tile),
-                nodes_per_tree=nodes_per_tree,
-                first_key=first_key,
-                scale=scale,
-                sinks=sinks,
-                key_scale=key_scale,
-                value_scale=value_scale,
+    def attend_trees(self, layer: LayerAttention, rows: PlannedRows, paths: TreePaths) -> None:
+        """`attend` for rows that are nodes of trees; see `tree_attention`."""
+        nodes_per_tree = rows.rows_per_sequence
+        for scratch, part in self._groups(rows, layer.window):
+            trees = paths.of_trees(
+                part.start // nodes_per_tree, part.stop // nodes_per_tree, rows.num_sequences
             )
+            tree_attention(layer.of_rows(part), rows.of_rows(part), trees, scratch, _config(layer, scratch))
 
-    def _groups(
-        self, num_rows: int, rows_per_sequence: int, window: int
-    ) -> list[tuple[AttentionScratch, slice]]:
+    def _groups(self, rows: PlannedRows, window: int) -> list[tuple[AttentionScratch, slice]]:
         """The scratch memory and the rows of each group, for layers with this window."""
-        scratches = self.scratches[window]
-        size = self.group_size * rows_per_sequence
+        scratches, num_rows = self.scratches[window], rows.slot.shape[0]
+        size = self.group_size * rows.rows_per_sequence
         firsts = range(0, num_rows, size)
         if len(firsts) > len(scratches):
             most = self.group_size * len(scratches)
-            raise ValueError(f"{num_rows // rows_per_sequence} sequences: expected at most {most}")
+            raise ValueError(f"{rows.num_sequences} sequences: expected at most {most}")
 
         return [
             (scratch, slice(first, min(first + size, num_rows)))
             for scratch, first in zip(scratches, firsts, strict=False)
         ]
+
+
+def _config(layer: LayerAttention, scratch: AttentionScratch) -> AttentionConfig:
+    return attention_config(layer.head_dim, layer.kv.keys.dtype, scratch.plan.partitions.tile)
 
 
 def sequence_bytes(shape: AttentionShape, num_rows: int) -> int:

@@ -7,6 +7,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
+from drift_sdk._kernels.attention.attention_plan import PlannedRows
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
@@ -49,6 +51,10 @@ class Rows(Struct, frozen=True):
 
         return cls(slot=take("slot"), token=take("token"), position=take("position"))
 
+    def planned(self, rows_per_sequence: int) -> PlannedRows:
+        """The rows as attention takes them."""
+        return PlannedRows(self.slot, self.position, rows_per_sequence)
+
 
 def attention_groups(
     model: ModelResources, workspace: Workspace, *, num_sequences: int, num_rows: int
@@ -86,7 +92,7 @@ class DecodeForward:
         attention: RowAttention,
         hidden_states: HiddenStates,
     ) -> None:
-        """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
+        """block_table [S, max_blocks] int32. attention, hidden_states: of the rows in `rows`."""
         self._decoder, self.cache, self._tuned = model.decoder, model.cache, model.tuned
         self._layers, self._exchange = model.layers, model.exchange
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
@@ -113,7 +119,7 @@ class DecodeForward:
         if self._exchange is not None:
             self._exchange.begin()
         stream.embed(rows.token, rows.slot)
-        self._attention.plan(rows.slot, rows.position)
+        self._attention.plan()
         for index, layer in self._layers(self.hidden_states.aux_layers):
             self._attend(layer, index)
             attended = buffers.attended.view(self._num_rows, -1)
@@ -142,27 +148,24 @@ class DecodeForward:
             cos,
             sin,
             buffers.query,
-            kv.keys,
-            kv.values,
+            kv,
             bias=layer.qkv_bias,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
             norm_kind=norm_kind(config),
             row_kv_slot=rows.kv_slot,
-            key_scale=kv.key_scale,
-            value_scale=kv.value_scale,
         )
         self._attention.attend(
-            buffers.query,
-            kv,
-            self._block_table,
-            rows.slot,
-            rows.position,
-            buffers.attended,
-            window=config.windows[index] or 0,
-            scale=config.attention_scale,
-            sinks=layer.sinks,
+            LayerAttention(
+                query=buffers.query,
+                out=buffers.attended,
+                kv=kv,
+                block_table=self._block_table,
+                window=config.windows[index] or 0,
+                scale=config.attention_scale,
+                sinks=layer.sinks,
+            )
         )
 
     def _activate(self, layer: LayerWeights) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_inputs import draft_inputs
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
@@ -22,7 +23,7 @@ from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.weight import Matrix, dense
 
@@ -31,9 +32,8 @@ __all__ = ["Attend", "DraftForward"]
 MAX_MULTIPLY_ROWS = 128
 """Most rows for which `fastest_multiply` is faster than cuBLAS alone; products of more rows use cuBLAS."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Takes query [R, num_heads, head_dim], keys and values of a layer, and attended, which has the query's shape
-and is filled."""
+Attend = Callable[[LayerAttention], None]
+"""Fills the output of a layer's attention for all rows of a pass."""
 
 
 class DraftForward:
@@ -134,7 +134,7 @@ class DraftForward:
     def _attend(self, layer: LayerWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend) -> Tensor:
         """The attention output [R, num_heads * head_dim] of layer `index`, whose input is `inputs`."""
         config, cache = self._draft.config, self._cache
-        num_rows = rows.slot.shape[0]
+        num_rows, kv = rows.slot.shape[0], cache.layer(index)
         query = self._take("draft_query", num_rows, config.num_heads, config.head_dim)
         attended = self._take("draft_attended", num_rows, config.num_heads, config.head_dim)
         rotate_and_store(
@@ -145,12 +145,19 @@ class DraftForward:
             cache.cos,
             cache.sin,
             query,
-            cache.keys[index],
-            cache.values[index],
+            kv,
             bias=layer.qkv_bias,
             row_kv_slot=rows.kv_slot,
         )
-        attend(query, cache.keys[index], cache.values[index], attended)
+        attend(
+            LayerAttention(
+                query=query,
+                out=attended,
+                kv=kv,
+                block_table=self._block_table,
+                first_key=DRAFT_KV_OFFSET,
+            )
+        )
         return attended.flatten(1)
 
     def _activated(self, layer: LayerWeights, normed: Tensor) -> Tensor:

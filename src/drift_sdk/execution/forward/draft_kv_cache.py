@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
@@ -55,3 +56,7 @@ class DraftKVCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.block_features = torch.empty(num_blocks, config.hidden_size, dtype=dtype, device=device)
+
+    def layer(self, index: int) -> LayerKV:
+        """Keys and values of a layer."""
+        return LayerKV(self.keys[index], self.values[index])

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["LayerKV", "PagedKVCache", "Rotation"]
+__all__ = ["PagedKVCache", "Rotation"]
 
 Rotation = tuple[Tensor, Tensor] | tuple[None, None]
 """Cosines and sines of a layer, or (None, None) without rotation."""
-
-
-class LayerKV(Struct, frozen=True):
-    """Keys and values of a layer, [num_blocks, num_kv_heads, block_size, head_dim]. With scales, float32
-    [num_kv_heads] each, they are e4m3 as `_kernels/attention/e4m3.py` lays them out."""
-
-    keys: Tensor
-    values: Tensor
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
 
 
 class PagedKVCache:

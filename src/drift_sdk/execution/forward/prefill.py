@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.layers.glu import glu
@@ -101,30 +102,23 @@ class PrefillForward:
             cos,
             sin,
             buffers.query,
-            kv.keys,
-            kv.values,
+            kv,
             bias=bias,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=config.rms_norm_eps,
             norm_kind=norm_kind(config),
-            key_scale=kv.key_scale,
-            value_scale=kv.value_scale,
         )
-        prefill_attention(
-            buffers.query,
-            kv.keys,
-            kv.values,
-            self._block_table,
-            self._tiles,
-            buffers.attended.flatten(1),
-            self._attention,
+        attention = LayerAttention(
+            query=buffers.query,
+            out=buffers.attended,
+            kv=kv,
+            block_table=self._block_table,
             window=config.windows[index] or 0,
             scale=config.attention_scale,
             sinks=layer.sinks,
-            key_scale=kv.key_scale,
-            value_scale=kv.value_scale,
         )
+        prefill_attention(attention, self._tiles, self._attention)
 
     def _activate(self, layer: LayerWeights) -> None:
         """Fill `activated` with the gated activation of the normalised rows."""

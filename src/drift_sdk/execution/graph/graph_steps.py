@@ -166,7 +166,7 @@ class GraphSteps:
         tiles = words[layout.tiles].view(-1, 4)
         attention = MixedAttention(
             ChunkAttention(tiles, buckets.mixed_attention(bucket)),
-            SequenceAttention(self.attention, rows_per_slot),
+            SequenceAttention(self.attention, tensors.round_rows.planned(rows_per_slot)),
             bucket.num_rows,
         )
         forward = self._decode_forward(tensors.rows, attention, self.prefill_hidden.first(bucket.size))
@@ -209,11 +209,12 @@ class GraphSteps:
         num_rows = num_slots * rows_per_slot
         rows = Rows.take(resources.workspace, num_rows)
         hidden = self._round_hidden.first(num_rows)
+        attention = SequenceAttention(self.attention, rows.planned(rows_per_slot))
         return DecodeRound(
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
             rows,
-            self._decode_forward(rows, SequenceAttention(self.attention, rows_per_slot), hidden),
+            self._decode_forward(rows, attention, hidden),
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
         )
@@ -224,7 +225,7 @@ class GraphSteps:
         rows = Rows.take(resources.workspace, num_rows)
         tensors = TreeTensors.take(resources.workspace, slots, rows, plan.num_draft_nodes)
         hidden, groups = self._round_hidden.first(num_rows), self._tree_attention[plan.num_drafts]
-        attention = TreeAttention(groups, plan.num_nodes, tensors.paths)
+        attention = TreeAttention(groups, tensors.rows.planned(plan.num_nodes), tensors.paths)
         return TreeRound(
             resources,
             tensors,

@@ -155,7 +155,7 @@ class DraftModelRounds:
 
     def _few_rows(self, rows: Rows, hidden: HiddenStates, rows_per_slot: int) -> DecodeForward:
         """The forward pass of `rows_per_slot` rows of each slot."""
-        attention = SequenceAttention(self._attention, rows_per_slot)
+        attention = SequenceAttention(self._attention, rows.planned(rows_per_slot))
         return DecodeForward(self._model, rows, self._table.block_table, self._workspace, attention, hidden)
 
     def _take_rows(self, num_rows: int) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import norm_kind
+from drift_sdk.execution.forward.row_attention import SequenceAttention
 from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DraftDecoder
 
 __all__ = ["EagleRounds"]
 
@@ -34,7 +36,7 @@ class EagleRounds:
     """A `RoundDrafter` that computes what `EagleDrafter` does, for slots and rows known only to the device.
 
     aux_layers: the draft's. kv_cache: the draft's keys and values, in the target's blocks. forward: its
-    forward pass.
+    forward pass. attention_shape: of its attention.
     """
 
     is_ngram: Tensor | None = None
@@ -70,7 +72,7 @@ class EagleRounds:
             ),
             stages=stages,
         )
-        shape = AttentionShape(
+        self.attention_shape = AttentionShape(
             num_kv_heads=config.num_kv_heads,
             group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
@@ -79,7 +81,7 @@ class EagleRounds:
         self._attention = AttentionGroups(
             workspace,
             draft.device,
-            shape,
+            self.attention_shape,
             num_sequences=sizes.max_num_slots,
             num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
         )
@@ -241,22 +243,9 @@ class EagleRounds:
 
     def attend_few_rows(self, rows: Rows, rows_per_slot: int) -> Attend:
         """Attention of a round's rows, `rows_per_slot` of each slot, planned on the device."""
-        self._attention.plan(rows.slot, rows.position, rows_per_slot)
-
-        def attend(query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
-            self._attention.attend(
-                query,
-                keys,
-                values,
-                self._block_table,
-                rows.slot,
-                rows.position,
-                attended,
-                rows_per_slot,
-                first_key=DRAFT_KV_OFFSET,
-            )
-
-        return attend
+        attention = SequenceAttention(self._attention, rows.planned(rows_per_slot))
+        attention.plan()
+        return attention.attend
 
     def _attend_many_rows(self, rows: Rows, num_hits: int) -> Attend:
         """Attention of a prefill step's rows by tiles; the last `num_hits` rows precede prefix hits."""
@@ -264,17 +253,4 @@ class EagleRounds:
         num_tiles = num_draft_tiles(rows.slot.shape[0] - num_hits, num_hits, tile_rows)
         tiles = self._workspace.take("draft_tiles", (num_tiles, 4), torch.int32)
         draft_tiles(rows.slot, rows.position, tiles, num_single=num_hits, tile_rows=tile_rows)
-
-        def attend(query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
-            prefill_attention(
-                query,
-                keys,
-                values,
-                self._block_table,
-                tiles,
-                attended.flatten(1),
-                self._prefill,
-                first_key=DRAFT_KV_OFFSET,
-            )
-
-        return attend
+        return partial(prefill_attention, tiles=tiles, config=self._prefill)

@@ -19,13 +19,14 @@ from drift_sdk._kernels.trees.tree_roots import RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
+from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend
+from drift_sdk.execution.forward.row_attention import TreeAttention
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.eagle3 import DraftDecoder
 
 __all__ = ["EagleTrees"]
 
@@ -52,7 +53,7 @@ class EagleTrees:
     ) -> None:
         """chains: the draft's chains, whose cache and forward pass are shared. plans: by drafts. rounds:
         (slots, drafts) of those that draft trees."""
-        config, device = draft.config, draft.device
+        device = draft.device
         self.plans = plans
         self._draft, self._chains = draft, chains
         self._block_table, self._columns = table.block_table, table.columns
@@ -61,18 +62,14 @@ class EagleTrees:
         self._tables = {
             number: _static_tables(plan, device) for number, plan in plans.items() if plan.ranked is not None
         }
-        shape = AttentionShape(
-            num_kv_heads=config.num_kv_heads,
-            group=config.num_heads // config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_num_keys=chains.kv_cache.num_places,
-        )
         most: dict[int, int] = {}  # trees, by the rows that each of them has at a depth
         for num_trees, number in rounds:
             for width in plans[number].widths if number in plans else ():
                 most[width] = max(most.get(width, 0), num_trees)
         self._attention = {
-            width: AttentionGroups(workspace, device, shape, num_sequences=num_trees, num_rows=width)
+            width: AttentionGroups(
+                workspace, device, chains.attention_shape, num_sequences=num_trees, num_rows=width
+            )
             for width, num_trees in sorted(most.items(), key=lambda item: -item[0] * item[1])
         }
 
@@ -179,24 +176,9 @@ class EagleTrees:
 
     def _attend(self, rows: Rows, paths: TreePaths, width: int) -> Attend:
         """Attention of a frontier's rows, `width` of each tree."""
-        attention = self._attention[width]
-        attention.plan(rows.slot, rows.position, width)
-
-        def attend(query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
-            attention.attend_trees(
-                query,
-                keys,
-                values,
-                self._block_table,
-                rows.slot,
-                rows.position,
-                paths,
-                attended,
-                width,
-                first_key=DRAFT_KV_OFFSET,
-            )
-
-        return attend
+        attention = TreeAttention(self._attention[width], rows.planned(width), paths)
+        attention.plan()
+        return attention.attend
 
     def _gather(self, name: str, source: Tensor, hidden: Tensor) -> Tensor:
         """The rows of hidden [N, H] that source [M] names."""

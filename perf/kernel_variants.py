@@ -1,0 +1,124 @@
+"""Count the variants of kernels that an engine with default settings compiles for an H200.
+
+python -m perf.kernel_variants --model llama-3.1-8b
+
+Prints two numbers for each kernel, and their sums: without speculation, and with an EAGLE-3 draft. A variant
+is a kernel with one set of constants, types and options. Nothing is compiled or launched, and no GPU is
+needed: the steps that an engine compiles when it starts are recorded, see perf.cross_compile. Weights have
+shapes alone, and layers share kernels, so a few layers stand for all.
+
+The first start of an engine on a machine compiles every variant, each later start loads every variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from unittest.mock import patch
+
+import torch
+from msgspec import Struct
+
+from drift_sdk import Chain, EngineConfig
+from drift_sdk._kernels.common.parallel_compile import KernelToCompile
+from drift_sdk._kernels.gemm.tuning import table_for
+from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
+from drift_sdk.execution.forward import attention_groups
+from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.draft_weights import load_draft_weights, required_shapes, shareable_shapes
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.weights import meta_weights
+from drift_sdk.steps import ExecutorLimits
+from perf.cross_compile import RecordingDevice, target
+from perf.harness.published import LLAMA, PUBLISHED
+from perf.harness.shapes import draft_settings
+
+__all__ = ["default_variants", "main"]
+
+CAPABILITY, GPU = 90, "nvidia-h200"
+NUM_LAYERS = 3
+"""The fewest for which a draft names three layers whose input it takes."""
+NUM_BLOCKS, BLOCK_SIZE = 4096, 64
+SCRATCH_BYTES = 140 * 2**30 // attention_groups.SCRATCH_SHARE
+"""Memory of partial sums on an H200, on which the sizes of groups of sequences depend."""
+DTYPE = torch.bfloat16
+PACKAGE = "drift_sdk._kernels."
+
+
+class MetaTensors(Struct, frozen=True):
+    """A TensorSource of tensors without memory."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    location: str = "shapes"
+
+    def names(self) -> Collection[str]:
+        return self.shapes.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def file(self, name: str) -> str:
+        return self.location
+
+    def get(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shapes[name], dtype=DTYPE, device="meta")
+
+
+def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
+    """Return the variants of kernels of a published model's default engine, each once.
+
+    has_draft: whether it speculates with an EAGLE-3 draft.
+    """
+    settings = LLAMA | PUBLISHED[name] | {"num_hidden_layers": NUM_LAYERS}
+    engine, config = EngineConfig(), DecoderConfig.from_hf(settings)
+    with target(CAPABILITY), patch.object(attention_groups, "CPU_SCRATCH_BYTES", SCRATCH_BYTES):
+        device = RecordingDevice(None)
+        decoder = Decoder(config, meta_weights(config, DTYPE))
+        factory: DrafterFactory = NO_DRAFTER
+        if has_draft:
+            factory = EagleDrafterFactory(meta_draft(settings, decoder), Chain().choices)
+        limits = ExecutorLimits(
+            max_num_seqs=engine.max_num_seqs,
+            max_model_len=config.max_position_embeddings,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            vocab_size=config.vocab_size,
+        )
+        options = GraphOptions(prefill_token_budget=engine.prefill_token_budget)
+        GraphExecutor(device, decoder, limits, table_for(GPU), options, drafter_factory=factory).close()
+    return list({repr(kernel): kernel for kernel in device.kernels}.values())
+
+
+def meta_draft(settings: Mapping[str, object], decoder: Decoder) -> DraftDecoder:
+    """Return a draft of the target's width, with a reduced vocabulary and without memory."""
+    config = DraftConfig.from_hf(draft_settings(settings), decoder.config)
+    tensors = MetaTensors(required_shapes(config) | shareable_shapes(config))
+    ids = torch.arange(config.draft_vocab_size, device="cpu")
+    return DraftDecoder(config, load_draft_weights(config, tensors, ids, decoder.weights), decoder)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    # Which kernels experts run depends on their scales, and the "meta" device has no values.
+    dense = [name for name, settings in PUBLISHED.items() if "num_experts_per_tok" not in settings]
+    parser.add_argument("--model", choices=dense, default="llama-3.1-8b")
+    given = parser.parse_args(arguments)
+    plain, eagle = (default_variants(given.model, has_draft=has_draft) for has_draft in (False, True))
+    numbers = [
+        Counter(f"{kernel.module.removeprefix(PACKAGE)}.{kernel.name}" for kernel in kernels)
+        for kernels in (plain, eagle)
+    ]
+    for name, _ in (numbers[0] | numbers[1]).most_common():
+        print(f"{numbers[0][name]:4} {numbers[1][name]:4}  {name}")
+    print(f"{len(plain):4} {len(eagle):4}  in all")
+
+
+if __name__ == "__main__":
+    main()

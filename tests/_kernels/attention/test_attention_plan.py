@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from drift_sdk._kernels.attention.attention_plan import (
+    AttentionPlan,
+    Partitions,
+    PlannedRows,
+    plan_attention,
+    plan_attention_reference,
+)
+
+pytestmark = pytest.mark.kernel
+
+SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
+EVEN = Partitions(narrow=32, narrow_end=0, wide=32, tile=16)
+
+
+def rows_of(lengths: list[int], num_rows: int, device: str) -> PlannedRows:
+    """The last `num_rows` rows of sequences; a shorter sequence has padding rows at the end."""
+    first = torch.tensor([max(0, length - num_rows) for length in lengths])
+    last = torch.tensor(lengths)[:, None] - 1
+    position = first[:, None] + torch.arange(num_rows)
+    slot = torch.arange(len(lengths))[:, None].where(position <= last, -1)
+    flat = (tensor.flatten().int().to(device) for tensor in (slot, position.minimum(last)))
+    return PlannedRows(*flat, num_rows)
+
+
+@pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 32, 33, 64, 65, 96, 97, 160, 161, 1000])
+def test_partitions_cover_all_keys(num_keys: int) -> None:
+    borders = [0, 32, *range(64, 2000, 48)]
+    assert SMALL.count(num_keys) == sum(border < num_keys for border in borders)
+
+
+@pytest.mark.parametrize("num_keys", [1, 2, 17, 32, 33, 49, 50, 129])
+def test_most_partitions_are_those_at_any_place(num_keys: int) -> None:
+    for partitions in (SMALL, EVEN):
+        found = [partitions.count(end) - partitions.count(end - num_keys + 1) + 1 for end in range(200, 600)]
+        assert max(found) <= partitions.most(num_keys)
+        assert partitions is SMALL or max(found) == partitions.most(num_keys)
+
+
+@pytest.mark.parametrize(("window", "narrow_end", "wide"), [(0, 1024, 512), (128, 0, 128), (4096, 1024, 512)])
+def test_short_windows_have_narrow_partitions(window: int, narrow_end: int, wide: int) -> None:
+    assert Partitions.of_window(window) == Partitions(narrow_end=narrow_end, wide=wide)
+
+
+@pytest.mark.parametrize("window", [0, 1, 20, 500])
+@pytest.mark.parametrize(("lengths", "num_rows"), [([1], 1), ([5, 40, 9, 130, 16], 1), ([2, 33, 97], 4)])
+def test_plan_equals_the_reference(lengths: list[int], num_rows: int, window: int, device: str) -> None:
+    rows = rows_of(lengths, num_rows, device)
+    if len(lengths) > 1:
+        rows.slot[num_rows : 2 * num_rows] = -1
+    num_sequences = len(lengths) + 2
+    plan = AttentionPlan(
+        num_sequences, max(lengths) + 300, SMALL, torch.device(device), window=window, num_rows=num_rows
+    )
+    plan_attention(rows, plan)
+    expected = plan_attention_reference(rows, SMALL, window)
+    assert plan.num_tiles.item() == len(expected)
+    assert torch.equal(plan.tiles[: len(expected)], expected)
+    if window:
+        # Tiles are read as far as the window reaches, whatever the length.
+        most_tiles = (window + num_rows - 1 + 2 * (SMALL.tile - 1)) // SMALL.tile
+        assert plan.tiles.shape[0] <= num_sequences * most_tiles
+        assert expected[:, 0].bincount().max() <= most_tiles
+
+
+def test_plan_errors_name_the_argument(device: str) -> None:
+    rows = rows_of([5, 40], 1, device)
+    plan = AttentionPlan(1, 100, SMALL, torch.device(device))
+    with pytest.raises(ValueError, match="row_slot: 2 sequences: expected at most 1"):
+        plan_attention(rows, plan)
+    with pytest.raises(ValueError, match=r"row_position: \[1\] torch.int32: expected \[2\] torch.int32"):
+        plan_attention(replace(rows, position=rows.position[:1]), plan)
+    with pytest.raises(ValueError, match="window=-1: expected 0 or more"):
+        AttentionPlan(1, 100, SMALL, torch.device(device), window=-1)
+    with pytest.raises(ValueError, match="rows_per_sequence=2: expected 1 to 1"):
+        plan = AttentionPlan(1, 100, SMALL, torch.device(device), window=8)
+        plan_attention(replace(rows, rows_per_sequence=2), plan)
