@@ -28,7 +28,6 @@ from triton.backends.compiler import GPUTarget
 from drift_sdk._kernels.common.gpu_limits import PDL_CAPABILITY, GpuLimits, limited_gpu
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk._kernels.gemm.tuning import WatchedTable
-from drift_sdk.config import KV_DTYPES
 from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
@@ -163,13 +162,16 @@ class MetaReplay:
 
 
 class TargetDriver:
-    """Triton's driver of a GPU that is not here."""
+    """Triton's driver of a GPU that is not here.
+
+    The number of the device is its capability: Triton keeps a kernel's options by the number.
+    """
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -298,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="*", choices=dense, default=())
     parser.add_argument("--capability", nargs="+", type=int, choices=GPUS, default=list(GPUS))
     parser.add_argument("--covering", action="store_true", help="a model whose heads need most shared memory")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="as in EngineConfig")
+    parser.add_argument("--kv-dtype", choices=("fp8",), help="as in EngineConfig")
     parser.add_argument("--largest", action="store_true", help="only the largest kernels with a pipeline")
     parser.add_argument(
         "--tensor-parallel", type=int, help="only the kernels with which so many GPUs exchange sums"

@@ -1,10 +1,10 @@
 """Measure the perplexity of a model on a fixed text, in several forms of its weights and KV cache.
 
 Forms: "expanded" (numbers of the engine's dtype), "stored" (as the file has them) and, made of the expanded
-numbers, "fp8" and "int4"; "fp8-kv" is "expanded" with a KV cache in FP8. Differences are those from the first
-form that is given.
+numbers, "fp8", "int4" and "nvfp4"; "fp8-kv" and "nvfp4-kv" are "expanded" with a KV cache in these formats.
+Differences are those from the first form that is given.
 
-python -m perf.perplexity --model smollm2-135m --forms expanded stored fp8 int4 fp8-kv
+python -m perf.perplexity --model smollm2-135m --forms expanded stored fp8 int4 nvfp4 fp8-kv nvfp4-kv
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.models.weights import weight_bytes
 from perf.harness.processes import ROOT
@@ -32,8 +33,8 @@ from perf.harness.table import show
 __all__ = ["FORMS", "TEXT", "PerplexityRun", "main", "measure"]
 
 TEXT = ROOT / "perf" / "texts" / "tides.txt"
-KV_FORM = "fp8-kv"
-FORMS: tuple[str, ...] = ("expanded", "stored", *QUANTISERS, KV_FORM)
+KV_FORMS: dict[str, KVForm] = {"fp8-kv": "fp8", "nvfp4-kv": "nvfp4"}
+FORMS: tuple[str, ...] = ("expanded", "stored", *QUANTISERS, *KV_FORMS)
 
 
 class PerplexityRun(Run, kw_only=True):
@@ -70,12 +71,12 @@ async def measure(
     first: list[float] = []
     for form in forms:
         path = model.path
-        weights: WeightForm = "expanded" if form == KV_FORM else form  # type: ignore[assignment]  # a form of weights
+        weights: WeightForm = "expanded" if form in KV_FORMS else form  # type: ignore[assignment]  # a form of weights
         if form in QUANTISERS and model.config.quantisation is not None:
             path = expanded_copy(model, folder)
         config = settings.replace(
             weights=weights,
-            kv_dtype="fp8" if form == KV_FORM else None,
+            kv_dtype=KV_FORMS.get(form),
             load=model.load,
             max_model_len=len(tokens) + 1,
             max_num_seqs=1,

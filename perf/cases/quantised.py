@@ -19,6 +19,7 @@ from perf.harness.shapes import Model
 
 __all__ = ["quantised_cases"]
 
+FORMS: tuple[WeightForm, ...] = ("fp8", "int4")
 ITEMSIZE = 2
 """Bytes of a bfloat16."""
 
@@ -26,10 +27,10 @@ ITEMSIZE = 2
 def quantised_cases(
     model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
 ) -> Iterator[Case]:
-    """Yield each weight of a layer and number of rows, in each form that the engine quantises to; weights of
-    shapes that the kernels do not have are left out."""
+    """Yield each weight of a layer and number of rows, in each form that the engine quantises to and the
+    kernels have; weights of shapes that they do not have are left out."""
     shapes = [shape for shape in weight_shapes(model)[:-1] if can_pack(shape.num_columns, 128, shape.inner)]
-    for form in QUANTISERS:
+    for form in FORMS:
         for weight in shapes:
             num_bytes = quantised_bytes(weight.num_columns, weight.inner, form)
             for num_rows in row_counts:

@@ -18,6 +18,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
+from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.models.matrix_reader import WeightForm, quantised_bytes
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
 from perf.harness.byte_tokenizer import write_tokenizer
@@ -61,7 +62,7 @@ class Model(Struct, frozen=True, kw_only=True):
     load: Literal["auto", "random"]
     config: DecoderConfig
     weights: WeightForm | None = None
-    kv_dtype: Literal["fp8"] | None = None
+    kv_dtype: KVForm | None = None
 
     @property
     def dtype_name(self) -> str | None:
@@ -131,13 +132,8 @@ class Model(Struct, frozen=True, kw_only=True):
     def kv_bytes(self, mean_context: float, itemsize: int) -> float:
         """Bytes of keys and values that a row sees: in layers with a window, those in the window."""
         seen = sum(min(mean_context, window or mean_context) for window in self.config.windows)
-        return (
-            (itemsize if self.kv_dtype is None else 1)
-            * seen
-            * 2
-            * self.config.num_kv_heads
-            * self.config.head_dim
-        )
+        head_bytes = bytes_of_head(self.config.head_dim, DTYPES[itemsize], self.kv_dtype)
+        return seen * 2 * self.config.num_kv_heads * head_bytes
 
     def decode_bytes(
         self, batch: int, mean_context: float, itemsize: int, num_experts: float | None = None
@@ -221,7 +217,7 @@ def prepare(
     name: str,
     folder: Path,
     weights: WeightForm | None = None,
-    kv_dtype: Literal["fp8"] | None = None,
+    kv_dtype: KVForm | None = None,
 ) -> Model:
     """Write a model with published shapes into `folder`, or locate the real model of that name or path.
 

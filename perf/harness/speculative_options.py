@@ -8,7 +8,6 @@ from pathlib import Path
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.measurement import AcceptanceTrace
-from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.published import PUBLISHED
 from perf.harness.recording import add_tensor_parallel, add_weights, parser
 from perf.harness.scenario import SCENARIOS, Scenario
@@ -100,7 +99,7 @@ def speculative_parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--text", type=Path, help="a text to take prompts from; the default is random tokens")
     made.add_argument("--peer", choices=("vllm",), help="an engine to measure in the same run")
     add_weights(made)
-    made.add_argument("--draft-weights", choices=tuple(QUANTISERS), help="as in Speculation")
+    made.add_argument("--draft-weights", choices=("fp8", "int4"), help="as in Speculation")
     made.add_argument("--aux-layer-convention", choices=("output", "boundary"), help="as in Speculation")
     made.add_argument(
         "--policy-sweep", action="store_true", help="measure the adaptive policy on batches of all sizes"

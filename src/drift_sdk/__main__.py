@@ -41,13 +41,13 @@ WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
     "max_num_seqs": (int, "most sequences running at once"),
     "max_model_len": (int, "most tokens of prompt and completion together"),
     "prefill_token_budget": (int, "most prompt tokens computed in one step"),
-    "kv_dtype": (str, "fp8: a KV cache of a byte a number"),
+    "kv_dtype": (str, "fp8: a KV cache of a byte a number; nvfp4: of 4.5 bits, eagerly"),
 }
 """Fields of EngineConfig that decide which kernels are compiled: type and help of each one's option."""
 
 INSPECT_SETTINGS = {
     **{name: setting for name, setting in WARM_SETTINGS.items() if name != "prefill_token_budget"},
-    "weights": (str, "stored, expanded, fp8 or int4"),
+    "weights": (str, "stored, expanded, fp8, int4 or nvfp4"),
     "kv_cache_tokens": (int, "tokens that the KV cache holds"),
     "revision": (str, "branch, tag or commit of a hub id"),
 }

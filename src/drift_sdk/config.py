@@ -30,8 +30,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
 LOADS = ("auto", "random")
 TUNINGS = ("off", "short", "full")
-KV_DTYPES = ("fp8",)
-WEIGHTS = ("stored", "expanded", "fp8", "int4")
+KV_DTYPES = ("fp8", "nvfp4")
+WEIGHTS = ("stored", "expanded", "fp8", "int4", "nvfp4")
 TOOL_FORMATS = (
     *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
     *("phi4_mini", "harmony"),
@@ -89,16 +89,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files
-                              have them), "expanded" (all weights are numbers of `dtype`), "fp8" or "int4"
-                              (the projections of the layers are quantised when they are loaded, from files
-                              that are not quantised). None = "expanded". Quantised weights take less memory.
-                              Blocks of GGUF and quantised experts need the eager executor, which dequantises
-                              a weight at each use: that costs speed.
+                              have them), "expanded" (all weights are numbers of `dtype`), "fp8", "int4" or
+                              "nvfp4" (the projections of the layers are quantised when they are loaded, from
+                              files that are not quantised). None = "expanded". Quantised weights take less
+                              memory. Blocks of GGUF, NVFP4 and quantised experts need the eager executor,
+                              which dequantises a weight at each use: that costs speed.
     kv_dtype:                 numbers of the KV cache: None (those of `dtype`) or "fp8" (e4m3, a byte each,
                               with the scales of the files, else 1). The cache holds twice the tokens of
                               bfloat16 and attention reads half of the bytes; what is stored is rounded to
                               three bits of mantissa, so tokens may differ. The KV cache of a draft remains
-                              of `dtype`.
+                              of `dtype`. "nvfp4" (4.5 bits a number) needs the eager executor, and rounds to
+                              one bit of mantissa.
     load:                     "auto" (the model's files) or "random" (random weights of the configured
                               shapes).
     revision:                 branch, tag or commit of the model's hub id; None = the hub's default.
@@ -151,8 +152,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shape_log: str | Path | None = None
     exact_prefill: bool = False
     num_threads: int | None = None
-    weights: Literal["stored", "expanded", "fp8", "int4"] | None = None
-    kv_dtype: Literal["fp8"] | None = None
+    weights: Literal["stored", "expanded", "fp8", "int4", "nvfp4"] | None = None
+    kv_dtype: Literal["fp8", "nvfp4"] | None = None
     load: Literal["auto", "random"] = "auto"
     revision: str | None = None
     cache_dir: str | Path | None = None

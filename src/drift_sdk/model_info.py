@@ -27,7 +27,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     num_parameters:     numbers in the weights.
     stored_bytes:       bytes of the files that hold the weights.
     weight_bytes:       bytes of the weights in memory, of each GPU with tensor_parallel.
-    kv_dtype:           numbers of the KV cache, such as "bfloat16", or "fp8".
+    kv_dtype:           numbers of the KV cache, such as "bfloat16", "fp8" or "nvfp4".
     kv_bytes_per_token: bytes of the KV cache for a token, without those of a draft; of each GPU likewise.
     context:            the model's own context, in tokens.
     has_tokenizer:      whether it takes and gives text; if not, token ids alone.

@@ -67,7 +67,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     mean_active:              the mean of their number.
     num_steps:                steps run.
     step_seconds:             device time of these steps.
-    kv_dtype:                 numbers of the KV cache, such as "bfloat16", or "fp8"; "" before the start.
+    kv_dtype:                 numbers of the KV cache, such as "bfloat16", "fp8" or "nvfp4"; "" before the
+                              start.
     start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
                               time before the first report, mostly the import of torch.
 

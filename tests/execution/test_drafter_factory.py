@@ -124,6 +124,6 @@ def test_kv_demand_is_what_caches_allocate(target: Decoder, draft: DraftDecoder)
     assert kv_demand(target, factory, block_size).bytes_per_block == target_bytes + draft_bytes
 
     # A cache of e4m3 has a byte for each number of the target; the draft's remains as it is.
-    narrow = Decoder.random(target.config, device="cpu", dtype=torch.float32, has_kv_scales=True)
+    narrow = Decoder.random(target.config, device="cpu", dtype=torch.float32, kv_form="fp8")
     assert PagedKVCache(narrow, LIMITS).keys.nbytes == cache.keys.numel()
     assert kv_demand(narrow, factory, block_size).bytes_per_block == target_bytes // itemsize + draft_bytes

@@ -33,6 +33,7 @@ def _scales(*shape: int) -> torch.Tensor:
 
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP}
 AWQ_TENSORS: Tensors = {
     "qweight": _words(COLUMNS, ROWS // 8),
     "qzeros": _words(NUM_GROUPS, ROWS // 8),
@@ -62,6 +63,22 @@ FORMATS: tuple[tuple[dict[str, Any], Tensors], ...] = (
             "input_scale": torch.ones(()),
         },
     ),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": NVFP4}}},
+        {
+            "weight_packed": torch.full((ROWS, COLUMNS // 2), 0x5A, dtype=torch.uint8),
+            "weight_scale": torch.ones(ROWS, NUM_GROUPS).to(torch.float8_e4m3fn),
+            "weight_global_scale": torch.ones(1),
+        },
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": GROUP},
+        {
+            "weight": torch.full((ROWS, COLUMNS // 2), 0x5A, dtype=torch.uint8),
+            "weight_scale": torch.ones(ROWS, NUM_GROUPS).to(torch.float8_e4m3fn),
+            "weight_scale_2": torch.ones(()),
+        },
+    ),
 )
 OTHER_PARTS = {"weight", "weight_scale", "weight_g_idx"}
 PARTS = sorted({part for _, tensors in FORMATS for part in tensors} | OTHER_PARTS)
@@ -72,10 +89,11 @@ DTYPES = (
 KEYS = (
     *("quant_method", "bits", "group_size", "desc_act", "checkpoint_format", "version", "zero_point", "fmt"),
     *("weight_block_size", "format", "config_groups", "sparsity_config", "group_0", "weights", "num_bits"),
-    *("type", "strategy", "actorder", "block_structure"),
+    *("type", "strategy", "actorder", "block_structure", "quant_algo", "quantization", "quantized_layers"),
 )
 LIKELY = (
     *("awq", "gptq", "gptq_v2", "fp8", "gemm", "e4m3", "float", "int", "block", "channel", "tensor", "dense"),
+    *("modelopt", "NVFP4", "FP8", "MIXED_PRECISION", "tensor_group", NVFP4),
     *(-1, 1, 2, 3, 4, 8, 16, 20, 32, 2**20, 2**63, 10**400, [16, 16], [1, 2**20], [0, 1], [True, 1], WEIGHTS),
 )
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.source import Source
+from drift_sdk.quantised.scheme import config_scheme
 
 CPU = torch.device("cpu")
 ODD_SHAPES = 6
@@ -76,17 +77,26 @@ def test_weights_have_names_shapes_and_numbers_of_the_model(
             assert num_bytes is not None and weight.nbytes <= num_bytes < 2 * tensor.numel()
 
 
+def scales_of_groups(tensors: Tensors) -> tuple[str, torch.Tensor]:
+    """The name of the scales, and the scales in rows."""
+    parts = (".scales", ".weight_scale", ".weight_scale_inv")
+    name = next(n for n in tensors if n.startswith(DOWN) and n.endswith(parts))
+    return name, tensors[name].T if name.endswith(".scales") else tensors[name]
+
+
 def roll_scales(tensors: Tensors) -> None:
     """Scales off by one group."""
-    name = next(n for n in tensors if n.startswith(DOWN) and "scale" in n and "input" not in n)
-    tensors[name] = tensors[name].roll(1, dims=0 if name.endswith(".scales") else 1).contiguous()
+    name, scales = scales_of_groups(tensors)
+    rolled = scales.view(torch.uint8 if scales.itemsize == 1 else scales.dtype).roll(1, dims=1)
+    scales.copy_(rolled.view(scales.dtype))
 
 
 def swap_nibbles(tensors: Tensors) -> None:
     """The high four bits of each byte of the codes and its low ones in the other order."""
-    name = next(n for n in tensors if n.startswith(DOWN) and n.endswith(("qweight", "weight_packed")))
+    parts = ("qweight", "weight_packed", "weight")
+    name = next(n for n in tensors if n.startswith(DOWN) and n.endswith(parts))
     pairs = tensors[name].view(torch.uint8)
-    tensors[name] = ((pairs >> 4) | (pairs << 4)).view(torch.int32)
+    tensors[name] = ((pairs >> 4) | (pairs << 4)).view(tensors[name].dtype)
 
 
 def move_zero_point(tensors: Tensors) -> None:
@@ -97,9 +107,14 @@ def move_zero_point(tensors: Tensors) -> None:
 
 def change_ragged_end(tensors: Tensors) -> None:
     """The scale of the last group, which is short."""
-    name = next(n for n in tensors if n.startswith(DOWN) and "scale" in n and "input" not in n)
-    scales = tensors[name].T if name.endswith(".scales") else tensors[name]
-    scales[0, -1] = 2 * scales[0, -1]
+    _, scales = scales_of_groups(tensors)
+    scales[0, -1] = 2 * scales[0, -1].float()
+
+
+def invert_global_scale(tensors: Tensors) -> None:
+    """The scale of the tensor as the other tool stores it."""
+    name = next(n for n in tensors if n.startswith(DOWN) and n.endswith(("weight_global_scale", "scale_2")))
+    tensors[name].reciprocal_()
 
 
 ZEROS = [kind for kind in FORMATS if "gptq" in kind or "awq" in kind or "zero points" in kind]
@@ -110,6 +125,7 @@ FAULTS = [
     *((swap_nibbles, kind) for kind in FORMATS if "fp8" not in kind),
     *((move_zero_point, kind) for kind in ZEROS),
     *((change_ragged_end, kind) for kind in (*GROUPS, *BLOCKS)),
+    *((invert_global_scale, kind) for kind in ("nvfp4", "nvfp4, modelopt")),
 ]
 
 
@@ -154,7 +170,8 @@ def halves(*shape: int) -> torch.Tensor:
 
 
 WIDE = torch.int64
-INT8_ZEROS = "packed, int8 zero points"
+E4M3 = torch.float8_e4m3fn
+INT8_ZEROS, MODELOPT = "packed, int8 zero points", "nvfp4, modelopt"
 DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("gptq", "scales", halves(2, 72), "has shape [2, 72], expected [3, 72]"),
     ("gptq", "scales", zeros(3, 72), "is stored as torch.int32, expected float16"),
@@ -182,6 +199,20 @@ DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("fp8, channel", "weight_scale", zeros(72, 1, dtype=WIDE), "is stored as torch.int64"),
     ("fp8, channel", "weight", zeros(72, 80, dtype=torch.int8), "is stored as torch.int8"),
     ("fp8, channel", "weight", zeros(72, 80).to(torch.float8_e5m2), "is stored as torch.float8_e5m2"),
+    ("nvfp4", "weight_packed", zeros(72, 40), "is stored as torch.int32, expected uint8"),
+    ("nvfp4", "weight_packed", zeros(72, 2, 20, dtype=torch.uint8), "expected a matrix"),
+    ("nvfp4", "weight_scale", zeros(72, 4).to(E4M3), "has shape [72, 4], expected [72, 5]"),
+    ("nvfp4", "weight_scale", halves(72, 5), "is stored as torch.float16, expected float8_e4m3fn"),
+    ("nvfp4", "weight_global_scale", None, "is missing"),
+    ("nvfp4", "weight_global_scale", torch.ones(72), "has shape [72], expected [1]"),
+    ("nvfp4", "weight_global_scale", halves(1), "is stored as torch.float16, expected float32"),
+    ("nvfp4", "weight_global_scale", torch.zeros(1), "has 0, expected a positive finite number"),
+    ("nvfp4", "weight_global_scale", torch.tensor([float("inf")]), "has inf, expected a positive"),
+    (MODELOPT, "weight", zeros(72, 40, dtype=torch.int8), "is stored as torch.int8, expected uint8"),
+    (MODELOPT, "weight_scale", torch.ones(()), "has shape [], expected [72, 5]"),
+    (MODELOPT, "weight_scale_2", None, "is missing"),
+    (MODELOPT, "weight_scale_2", torch.tensor(float("nan")), "has nan, expected a positive finite number"),
+    (MODELOPT, "weight_scale_2", torch.tensor(-1.0), "has -1, expected a positive finite number"),
 ]
 
 
@@ -227,6 +258,61 @@ def test_groups_of_two_sizes_that_both_fit_are_rejected(
     write_changed(folders(kind) / "quantised", tmp_path, {}, config_groups=groups | other)
     with pytest.raises(ModelLoadError, match="weight_scale fits groups of 30 and of 32 columns"):
         open_folder(tmp_path).get(f"{DOWN}.weight")
+
+
+def write_mixed(folder: Path, settings: dict[str, object], kinds: dict[str, str]) -> dict[str, torch.Tensor]:
+    """A folder with a weight of each kind, by module; returns their numbers."""
+    rng = np.random.default_rng(0)
+    drawn = {name: FORMATS[kind].draw(24, 40, rng) for name, kind in kinds.items()}
+    tensors = {
+        f"{name}.{part}": tensor.clone()
+        for name, stored in drawn.items()
+        for part, tensor in stored.tensors.items()
+    }
+    save_file(tensors | {"plain.weight": torch.ones(4, 4)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(settings))
+    return {f"{name}.weight": torch.from_numpy(stored.numbers) for name, stored in drawn.items()}
+
+
+COMPRESSED_KINDS = {"a": "packed, zero points", "b": "nvfp4", "c": "fp8, channel"}
+MODELOPT_KINDS = {"a": "fp8, modelopt", "b": MODELOPT}
+
+
+@pytest.mark.parametrize("kinds", [COMPRESSED_KINDS, MODELOPT_KINDS], ids=["compressed", "modelopt"])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_weights_of_several_storages_are_told_apart(
+    tmp_path: Path, kinds: dict[str, str], is_reversed: bool
+) -> None:
+    order = list(kinds.items())[:: -1 if is_reversed else 1]
+    settings: dict[str, object]
+    if kinds is MODELOPT_KINDS:
+        layers = {name: {"quant_algo": FORMATS[kind].config["quant_algo"]} for name, kind in order}
+        settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    else:
+        groups = {name: FORMATS[kind].config["config_groups"]["group_0"] for name, kind in order}
+        settings = FORMATS["packed"].config | {"format": "mixed-precision", "config_groups": groups}
+    numbers = write_mixed(tmp_path, {"quantization_config": settings}, kinds)
+    tensors = open_folder(tmp_path)
+    assert sorted(tensors.names()) == sorted([*numbers, "plain.weight"])
+    for name, expected in numbers.items():
+        assert torch.equal(tensors.get(name), expected), name
+
+
+def test_settings_of_modelopt_are_read_from_their_own_file(tmp_path: Path) -> None:
+    numbers = write_mixed(tmp_path, {"architectures": ["A"]}, {"a": MODELOPT})
+    quantisation = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantisation}))
+    assert torch.equal(open_folder(tmp_path).get("a.weight"), numbers["a.weight"])
+    scheme = config_scheme(Source(tmp_path).config)
+    assert scheme is not None and scheme.name == "modelopt, NVFP4"
+    other = FORMATS["fp8, channel"].config
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": other}))
+    assert Source(tmp_path).config["quantization_config"] == other
+    file.write_text("[")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"hf_quant_config.json: not a JSON object"):
+        _ = Source(tmp_path).config
 
 
 @pytest.mark.parametrize("columns", [42, 44, 46])

@@ -55,9 +55,7 @@ def source_of(
 
 def load(source: Source, **options: Any) -> Decoder:
     config = DecoderConfig.from_hf(source.config)
-    return Decoder.load(
-        config, source.tensors(), device=CPU, dtype=torch.float32, has_kv_scales=True, **options
-    )
+    return Decoder.load(config, source.tensors(), device=CPU, dtype=torch.float32, kv_form="fp8", **options)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_parts_of_a_model_have_the_scales_of_their_heads(plain: Path, tmp_path: 
     config = DecoderConfig.from_hf(source.config)
     for rank in range(2):
         shard = Shard(rank=rank, size=2)
-        options = {"device": CPU, "dtype": torch.float32, "has_kv_scales": True}
+        options = {"device": CPU, "dtype": torch.float32, "kv_form": "fp8"}
         found = load_shard(config, source.tensors(), shard, **options).weights.kv_scales
         assert found is not None
         assert found.keys[0].tolist() == [1.0 + 2 * rank, 2.0 + 2 * rank]
@@ -183,7 +181,7 @@ def test_scales_of_other_schemes_are_refused(
 
 def test_random_weights_have_scales_of_1() -> None:
     decoder = Decoder.random(
-        DecoderConfig.from_hf(tiny_llama()), device=CPU, dtype=torch.float32, has_kv_scales=True
+        DecoderConfig.from_hf(tiny_llama()), device=CPU, dtype=torch.float32, kv_form="fp8"
     )
     assert decoder.weights.kv_scales is not None and decoder.weights.kv_scales.keys.eq(1).all()
     assert decoder.kv_dtype == torch.float8_e4m3fn

@@ -30,6 +30,7 @@ from drift_sdk.models.weights import weight_bytes
 from drift_sdk.quantised.blocks import BlockWeight
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
+from drift_sdk.quantised.nvfp4 import Nvfp4Weight
 from drift_sdk.quantised.weight import QuantisedWeight, StackedWeight
 
 TIED, UNTIED, PHI3 = 6, 1, 29
@@ -89,7 +90,7 @@ def kinds_of(decoder: Decoder) -> set[type]:
 
 
 NO_VOCABULARY = ("embed_tokens", "lm_head")
-INT4, FP8 = {Int4Weight, torch.Tensor}, {Fp8Weight, torch.Tensor}
+INT4, FP8, NVFP4 = ({kind, torch.Tensor} for kind in (Int4Weight, Fp8Weight, Nvfp4Weight))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,9 @@ INT4, FP8 = {Int4Weight, torch.Tensor}, {Fp8Weight, torch.Tensor}
         (TIED, "packed, zero points", (), {Int4Weight}),
         (TIED, "fp8, tensor", (), {Fp8Weight}),
         (TIED, "fp8, blocks", NO_VOCABULARY, FP8),
+        (TIED, "nvfp4", (), {Nvfp4Weight}),
+        (UNTIED, "nvfp4, modelopt", ("embed_tokens", "v_proj"), NVFP4 | {StackedWeight}),
+        (QWEN3_MOE, "nvfp4, modelopt", (*NO_VOCABULARY, "mlp.gate."), NVFP4),
         (UNTIED, "gptq, whole rows", ("lm_head", "embed", "k_proj", "layers.2."), INT4 | {StackedWeight}),
         (UNTIED, "fp8, channel", ("embed_tokens", "up_proj"), FP8 | {StackedWeight}),
         (PHI3, "packed", NO_VOCABULARY, INT4),
@@ -164,14 +168,14 @@ def test_k_quants_of_several_formats_compute_as_their_numbers(tmp_path: Path) ->
     assert torch.equal(found, logits(load(tmp_path / "model.gguf")))
 
 
-@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("model", [TIED, UNTIED, QWEN3_MOE])
 def test_projections_are_quantised_at_load(
     model_folder: Callable[[int | str], Path], tmp_path: Path, model: int | str, form: WeightForm
 ) -> None:
     folder = model_folder(model)
     found = load(folder, form)
-    kind = {"fp8": Fp8Weight, "int4": Int4Weight}[form]
+    kind = {"fp8": Fp8Weight, "int4": Int4Weight, "nvfp4": Nvfp4Weight}[form]
     assert kinds_of(found) == {kind, torch.Tensor}
     tensors = load_file(folder / "model.safetensors")
     assert torch.equal(found.weights.embedding, tensors["model.embed_tokens.weight"])
@@ -189,7 +193,7 @@ def test_random_weights_are_quantised_as_well(model_folder: Callable[[int | str]
     assert kinds_of(random) == {Fp8Weight, torch.Tensor}
 
 
-@pytest.mark.parametrize("form", ["stored", "fp8", "int4"])
+@pytest.mark.parametrize("form", ["stored", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("model", [TIED, QWEN3_MOE])
 def test_bytes_are_known_before_loading(
     model_folder: Callable[[int | str], Path], tmp_path: Path, model: int | str, form: WeightForm
@@ -250,22 +254,25 @@ def test_odd_columns_cannot_be_int4(tmp_path: Path) -> None:
     load(tmp_path, "fp8")
 
 
-@pytest.mark.parametrize("kind, part", [("fp8, channel", "weight"), ("gptq", "scales")])
+@pytest.mark.parametrize("form", ["stored", "expanded"])
+@pytest.mark.parametrize(
+    "kind, part", [("fp8, channel", "weight"), ("gptq", "scales"), ("nvfp4, modelopt", "weight_scale")]
+)
 def test_weights_that_are_not_finite_are_named(
-    model_folder: Callable[[int | str], Path], tmp_path: Path, kind: str, part: str
+    model_folder: Callable[[int | str], Path], tmp_path: Path, kind: str, part: str, form: WeightForm
 ) -> None:
     write_checkpoint(model_folder(TIED), kind, tmp_path / "quantised", tmp_path / "twin")
     file = tmp_path / "quantised" / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.1.mlp.down_proj"
     damaged = tensors[f"{name}.{part}"]
-    if part == "weight":
-        damaged.view(torch.uint8)[3, 5] = 0x7F
+    if damaged.dtype == torch.float8_e4m3fn:
+        damaged.view(torch.uint8)[3, 4] = 0x7F
     else:
         damaged[0, 3] = float("inf")
     save_file(tensors, file)
     with pytest.raises(ModelLoadError, match=rf"tensor {name}.weight has NaN, infinity"):
-        load(tmp_path / "quantised", "stored")
+        load(tmp_path / "quantised", form)
 
 
 @pytest.mark.parametrize("variant", ["specforge", "speculators", "norm before fc"])

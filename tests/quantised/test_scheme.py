@@ -11,6 +11,8 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.quantised.scheme import BLOCK_SCHEME, config_scheme
 
 AWQ, GPTQ, FP8 = (FORMATS[name].config for name in ("awq", "gptq", "fp8, blocks"))
+MODELOPT = FORMATS["nvfp4, modelopt"].config
+MIXED = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
 
 
 def compressed(name: str = "packed", **weights: Any) -> dict[str, Any]:
@@ -40,12 +42,33 @@ def test_several_groups_of_a_checkpoint() -> None:
     assert scheme.storages == ("packed", "fp8") and scheme.group_sizes == (32, 64)
 
 
+def test_schemes_of_modelopt() -> None:
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+    nested = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
+    cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
+        (MODELOPT, ("modelopt_nvfp4",), ""),
+        (MODELOPT | {"quant_method": "modelopt_fp4"}, ("modelopt_nvfp4",), ""),
+        (MIXED | {"quantized_layers": layers}, ("fp8", "modelopt_nvfp4"), ""),
+        ({"quant_method": "modelopt", "quantization": nested}, ("modelopt_nvfp4",), ""),
+        (MODELOPT | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, ("modelopt_nvfp4",), ""),
+        (MODELOPT | {"kv_cache_scheme": "NVFP4"}, ("modelopt_nvfp4",), "kv_cache_scheme='NVFP4'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "NVFP4"},
+            (),
+            "kv_cache_quant_algo='NVFP4'",
+        ),
+    ]
+    for config, storages, obstacle in cases:
+        scheme = config_scheme({"quantization_config": config})
+        assert scheme is not None
+        assert (scheme.storages, scheme.kv_obstacle) == (storages, obstacle)
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
         ("awq", "quant_method='awq'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method='bitsandbytes'"),
-        ({"quant_method": "modelopt"}, "quant_method='modelopt'"),
         ({"bits": 4}, "quant_method=None"),
         (AWQ | {"bits": 8}, "bits=8"),
         (AWQ | {"bits": True}, "bits=True"),
@@ -62,7 +85,7 @@ def test_several_groups_of_a_checkpoint() -> None:
         (FP8 | {"weight_block_size": [128]}, r"a block of \[128\]: expected two sizes"),
         (FP8 | {"weight_block_size": [0, 128]}, r"a block of \[0, 128\]: expected two sizes"),
         (compressed() | {"format": "int-quantized"}, "format='int-quantized'"),
-        (compressed() | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
+        (compressed() | {"format": "mxfp4-pack-quantized"}, "format='mxfp4-pack-quantized'"),
         (compressed() | {"config_groups": {}}, "config_groups={}: expected a table"),
         (compressed() | {"config_groups": {"group_0": {"weights": None}}}, "config_groups="),
         (compressed() | {"transform_config": {"config_groups": {"v": {}}}}, "transform_config="),
@@ -71,8 +94,20 @@ def test_several_groups_of_a_checkpoint() -> None:
         (compressed(actorder="group"), "actorder='group'"),
         (compressed(strategy="token"), "strategy='token'"),
         (compressed(type="codebook"), "type='codebook'"),
-        (compressed("fp8, channel", num_bits=4), "num_bits=4"),
+        (compressed("fp8, channel", num_bits=6), "num_bits=6"),
+        (compressed("fp8, channel", num_bits=4), "strategy='channel'"),
         (compressed("fp8, channel", strategy="group"), "strategy='group'"),
+        (compressed("nvfp4", group_size=32), "group_size=32"),
+        (compressed("nvfp4", group_size=None), "group_size=None"),
+        (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'"),
+        (MODELOPT | {"quant_algo": "W4A8_MXFP4_FP8"}, "quant_algo='W4A8_MXFP4_FP8'"),
+        (MODELOPT | {"quant_algo": ["NVFP4"]}, r"quant_algo=\['NVFP4'\]"),
+        (MODELOPT | {"group_size": 32}, "group_size=32"),
+        (MODELOPT | {"quantization": 4}, "quantization=4"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "INT8"}}, "quant_algo='INT8'"),
+        (MIXED, "quantized_layers=None"),
+        (MIXED | {"quantized_layers": {"a": "NVFP4"}}, "quantized_layers="),
+        (MIXED | {"quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}}, "quant_algo='W4A8_AWQ'"),
     ],
 )
 def test_schemes_that_are_not_implemented_are_named(config: object, message: str) -> None:

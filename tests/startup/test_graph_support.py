@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from quantised_files import FORMATS
 from tiny_llama import tiny_llama
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.rope import Rope
-from drift_sdk.quantised.scheme import BLOCK_SCHEME
+from drift_sdk.quantised.scheme import BLOCK_SCHEME, config_scheme
 from drift_sdk.speculation import Speculation
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.executor_factory import choose_executor
@@ -68,6 +69,23 @@ def test_option_without_graphs_is_named() -> None:
     for config in ({"executor": "graph"}, {"strict_performance": True}):
         with pytest.raises(ConfigError, match=reason):
             choose_executor(EngineConfig(weights="stored", **config), GPU, model)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "nvfp4, modelopt"])
+def test_nvfp4_runs_on_graphs_as_numbers(kind: str) -> None:
+    model = structs.replace(PLAIN, quantisation=config_scheme({"quantization_config": FORMATS[kind].config}))
+    for weights in (None, "expanded"):
+        assert choose_executor(EngineConfig(weights=weights), GPU, model) == ("graph", None)
+    reason = "CUDA graphs do not support NVFP4 weights of this model"
+    assert choose_executor(EngineConfig(weights="nvfp4"), GPU, PLAIN) == ("eager", reason)
+    assert choose_executor(EngineConfig(weights="stored"), GPU, model) == ("eager", reason)
+
+
+def test_nvfp4_kv_cache_does_not_run_on_graphs() -> None:
+    assert choose_executor(EngineConfig(kv_dtype="fp8"), GPU, PLAIN) == ("graph", None)
+    config = EngineConfig(kv_dtype="nvfp4", executor="graph")
+    with pytest.raises(ConfigError, match="CUDA graphs do not support a KV cache in NVFP4"):
+        choose_executor(config, GPU, PLAIN)
 
 
 def test_quantised_experts_do_not_run_on_graphs() -> None:

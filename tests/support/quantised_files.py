@@ -21,9 +21,19 @@ from safetensors.torch import load_file, save_file
 
 from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
 
-__all__ = ["FORMATS", "GROUP", "Format", "Stored", "e4m3_table", "random_blocks", "write_checkpoint"]
+__all__ = [
+    "FORMATS",
+    "GROUP",
+    "Format",
+    "Stored",
+    "e2m1_table",
+    "e4m3_table",
+    "random_blocks",
+    "write_checkpoint",
+]
 
 GROUP = 32
+NVFP4_GROUP = 16
 BLOCK = (32, 48)
 IGNORED = ("lm_head", "embed_tokens")
 Array = npt.NDArray[Any]
@@ -61,6 +71,16 @@ def e4m3_table() -> Array:
         sign, exponent, mantissa = -1.0 if code & 128 else 1.0, (code >> 3) & 15, code & 7
         size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
         numbers.append(float("nan") if exponent == 15 and mantissa == 7 else sign * size)
+    return np.array(numbers, np.float32)
+
+
+def e2m1_table() -> Array:
+    """The numbers of all codes of e2m1: a sign bit, two of the exponent with bias 1, one of the mantissa."""
+    numbers = []
+    for code in range(16):
+        sign, exponent, mantissa = -1.0 if code & 8 else 1.0, (code >> 1) & 3, code & 1
+        size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        numbers.append(sign * size)
     return np.array(numbers, np.float32)
 
 
@@ -182,6 +202,30 @@ def _fp8(strategy: str, name: str, **more: torch.Tensor) -> Callable[..., Stored
     return draw
 
 
+def _nvfp4(*, is_modelopt: bool) -> Callable[..., Stored]:
+    names = ("weight", "weight_scale_2") if is_modelopt else ("weight_packed", "weight_global_scale")
+
+    def draw(rows: int, columns: int, rng: np.random.Generator) -> Stored:
+        group = _groups(columns, NVFP4_GROUP)
+        codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
+        scales = rng.integers(0x28, 0x4F, (rows, group[-1] + 1)).astype(np.uint8)
+        whole = np.float32(rng.uniform(30, 90))
+        if is_modelopt:
+            whole = np.float32(1) / whole
+            factors = e4m3_table()[scales] * whole
+        else:
+            factors = e4m3_table()[scales] / whole
+        tensors = {
+            names[0]: torch.from_numpy(codes[:, 0::2] | (codes[:, 1::2] << 4)),
+            "weight_scale": torch.from_numpy(scales).view(torch.float8_e4m3fn),
+            names[1]: torch.tensor(whole) if is_modelopt else torch.tensor([whole]),
+            **(STATIC if is_modelopt else {"input_global_scale": torch.tensor([8.0])}),
+        }
+        return Stored(tensors, e2m1_table()[codes] * factors[:, group])
+
+    return draw
+
+
 def _compressed(outer: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
     defaults = {"symmetric": True, "dynamic": False, "actorder": None, "block_structure": None}
     return {
@@ -196,6 +240,8 @@ def _compressed(outer: str, weights: dict[str, Any], **group: Any) -> dict[str, 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 FP8 = {"num_bits": 8, "type": "float"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
 STATIC = {"input_scale": torch.tensor(0.5)}
 
 FORMATS: dict[str, Format] = {
@@ -236,6 +282,12 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "activation_scheme": "static"}, _fp8("scalar", "weight_scale", **STATIC)
     ),
     "fp8, vector": Format({"quant_method": "fp8"}, _fp8("vector", "weight_scale")),
+    "fp8, modelopt": Format(MODELOPT | {"quant_algo": "FP8"}, _fp8("scalar", "weight_scale", **STATIC)),
+    "nvfp4": Format(
+        _compressed("nvfp4-pack-quantized", NVFP4, input_activations={"dynamic": "local"}),
+        _nvfp4(is_modelopt=False),
+    ),
+    "nvfp4, modelopt": Format(MODELOPT | {"quant_algo": "NVFP4"}, _nvfp4(is_modelopt=True)),
 }
 
 

@@ -13,7 +13,7 @@ from drift_sdk.loading.stored_tensors import StoredTensors
 from drift_sdk.quantised.int4 import MIDDLE, Int4Weight, pack_codes
 from drift_sdk.quantised.scheme import Scheme
 
-__all__ = ["CODES_OF_WORD", "packed_shape", "read_awq", "read_gptq", "read_packed"]
+__all__ = ["awq_shape", "gptq_shape", "packed_shape", "read_awq", "read_gptq", "read_packed"]
 
 CODES_OF_WORD = 8
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -21,11 +21,23 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def awq_shape(stored: StoredTensors) -> tuple[int, int]:
+    """Rows and columns of a weight of AWQ."""
+    columns, words = stored.matrix_shape("qweight")
+    return CODES_OF_WORD * words, columns
+
+
+def gptq_shape(stored: StoredTensors) -> tuple[int, int]:
+    """Rows and columns of a weight of GPTQ."""
+    words, rows = stored.matrix_shape("qweight")
+    return rows, CODES_OF_WORD * words
+
+
 def read_awq(stored: StoredTensors, scheme: Scheme) -> Int4Weight:
     """A weight in AWQ's gemm packing: qweight [in, out / 8], qzeros [groups, out / 8] and scales
     [groups, out]."""
-    columns, words = stored.shape("qweight")
-    rows = CODES_OF_WORD * words
+    rows, columns = awq_shape(stored)
+    words = rows // CODES_OF_WORD
     scales = _read_scales(stored, "scales", (rows, columns), scheme, is_transposed=True)
     zeros = stored.read("qzeros", (scales.shape[1], words), (torch.int32,))
     codes = stored.read("qweight", (columns, words), (torch.int32,))
@@ -44,8 +56,8 @@ def read_gptq(stored: StoredTensors, scheme: Scheme) -> Int4Weight:
     In the first format, zero points are stored minus 1. There is no stored number for a zero point of 0:
     readers disagree about 15, which is rejected.
     """
-    words, rows = stored.shape("qweight")
-    columns = CODES_OF_WORD * words
+    rows, columns = gptq_shape(stored)
+    words = columns // CODES_OF_WORD
     scales = _read_scales(stored, "scales", (rows, columns), scheme, is_transposed=True)
     group_size = _group_size(stored, "scales", scales, columns, scheme)
     shape = scales.shape[1], -(-rows // CODES_OF_WORD)
@@ -109,7 +121,7 @@ def read_packed(stored: StoredTensors, scheme: Scheme) -> Int4Weight:
 def packed_shape(stored: StoredTensors) -> tuple[int, int]:
     """Rows and columns of a weight of compressed-tensors. Raises ModelLoadError for an odd number of columns,
     and for a weight_shape that contradicts weight_packed."""
-    rows, words = stored.shape("weight_packed")
+    rows, words = stored.matrix_shape("weight_packed")
     columns = CODES_OF_WORD * words
     if stored.has("weight_shape"):
         found = stored.read("weight_shape", (2,), (torch.int64, torch.int32)).tolist()

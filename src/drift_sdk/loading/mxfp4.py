@@ -1,7 +1,7 @@
 """MXFP4 numbers: 4-bit floats (e2m1) in blocks of 32 that share a power of two (e8m0).
 
 Format: OCP Microscaling Formats (MX) Specification 1.0. A byte holds two neighbours of a row, the even one in
-its low four bits. A number of code c in a block of scale s is VALUES[c] * 2 ** (s - 127). Scale 255 is NaN.
+its low four bits. A number v in a block of scale s is v * 2 ** (s - 127). Scale 255 is NaN.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import torch
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.quantised.e2m1 import pairs_of_bytes
 
-__all__ = ["BLOCK_BYTES", "BLOCK_SIZE", "MAGNITUDES", "MAX_SCALE", "SCALE_BIAS", "ScaleCheck", "dequantise"]
+__all__ = ["BLOCK_BYTES", "BLOCK_SIZE", "MAX_SCALE", "SCALE_BIAS", "ScaleCheck", "dequantise"]
 
 BLOCK_SIZE = 32
 """Numbers that share a scale."""
@@ -22,8 +23,6 @@ MAX_SCALE = 252
 SCALE_BIAS = 127
 """The scale of a factor of 1."""
 NAN_SCALE = 255
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 to 7. The code's fourth bit is the sign."""
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -33,17 +32,9 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
     Exact in float32 and bfloat16, up to scales of MAX_SCALE. Beyond them, large numbers become infinite.
     """
-    pairs, factors = _pairs(dtype, blocks.device), _factors(dtype, blocks.device)
+    pairs, factors = pairs_of_bytes(dtype, blocks.device), _factors(dtype, blocks.device)
     numbers = pairs[blocks.int()].flatten(-2)  # [..., G, 32]
     return numbers.mul_(factors[scales.int()][..., None]).flatten(-2)
-
-
-def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The two numbers of each byte: [256, 2]."""
-    magnitudes = torch.tensor(MAGNITUDES, dtype=dtype, device="cpu")
-    values = torch.cat((magnitudes, -magnitudes))
-    byte = torch.arange(256, device="cpu")
-    return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).to(device)
 
 
 def _factors(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.int4_codes import CODES_OF_WORD, packed_shape, read_awq, read_gptq, read_packed
+from drift_sdk.loading.int4_codes import (
+    awq_shape,
+    gptq_shape,
+    packed_shape,
+    read_awq,
+    read_gptq,
+    read_packed,
+)
+from drift_sdk.loading.nvfp4_tensors import (
+    compressed_nvfp4_shape,
+    modelopt_nvfp4_shape,
+    read_compressed_nvfp4,
+    read_modelopt_nvfp4,
+)
 from drift_sdk.loading.stored_tensors import StoredTensors
 from drift_sdk.loading.tensors import InPlaceSource, TensorSource
 from drift_sdk.quantised.fp8 import Fp8Weight
@@ -22,7 +35,7 @@ CPU = torch.device("cpu")
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 ACTIVATIONS = (
-    *("activation_scale", "input_scale", "input_zero_point", "output_scale"),
+    *("activation_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale"),
     *("k_scale", "v_scale", "kv_scale"),
 )
 """The last part of the names of scales of activations and of the KV cache, which belong to no weight."""
@@ -56,12 +69,16 @@ class _Kind(Struct, frozen=True):
 
     codes:  the last part of the name of the codes.
     beside: the same of the tensors that belong to them; one of `scales` is always there.
+    shape:  rows and columns of the weight, from the tensors' headers.
+    mark:   of `beside`, the tensor that other storages with such names lack; "" if there is none.
     """
 
     codes: str
     scales: tuple[str, ...]
     beside: tuple[str, ...]
+    shape: Callable[[StoredTensors], tuple[int, int]]
     read: Callable[[StoredTensors, Scheme], QuantisedWeight]
+    mark: str = ""
 
 
 class QuantisedTensors:
@@ -82,11 +99,10 @@ class QuantisedTensors:
         names = set(tensors.names())
         for name in tensors.names():
             prefix, _, part = name.rpartition(".")
-            for storage in scheme.storages:
-                kind = KINDS[storage]
-                if part == kind.codes and any(f"{prefix}.{scales}" in names for scales in kind.scales):
-                    self._stored[f"{prefix}.weight"] = StoredTensors(tensors, prefix, CPU), kind
-                    used |= {f"{prefix}.{other}" for other in (kind.codes, *kind.scales, *kind.beside)}
+            kind = _kind_of(scheme.storages, prefix, part, names)
+            if kind is not None:
+                self._stored[f"{prefix}.weight"] = StoredTensors(tensors, prefix, CPU), kind
+                used |= {f"{prefix}.{other}" for other in (kind.codes, *kind.scales, *kind.beside)}
 
         plain = [
             name
@@ -107,17 +123,7 @@ class QuantisedTensors:
             return self._tensors.shape(name)
 
         stored, kind = self._stored[name]
-        found = stored.shape(kind.codes)
-        if len(found) != 2:
-            raise ModelLoadError(f"{stored.place(kind.codes)} has shape {list(found)}, expected a matrix")
-
-        if kind is KINDS["awq"]:
-            return CODES_OF_WORD * found[1], found[0]
-
-        if kind is KINDS["gptq"]:
-            return found[1], CODES_OF_WORD * found[0]
-
-        return packed_shape(stored) if kind is KINDS["packed"] else found
+        return kind.shape(stored)
 
     def file(self, name: str) -> str:
         if name not in self._stored:
@@ -190,6 +196,9 @@ class QuantisedTensors:
         if kind is KINDS["fp8"]:
             return rows * columns + 4 * (rows if num_scales == 1 else num_scales)
 
+        if kind.mark:
+            return rows * columns // 2 + num_scales + 4 * rows
+
         return rows * columns // 2 + num_scales * (stored.dtype(scales).itemsize + 1)
 
     def quantised(self, name: str, device: torch.device) -> QuantisedWeight | None:
@@ -201,9 +210,28 @@ class QuantisedTensors:
         return kind.read(StoredTensors(stored.tensors, stored.prefix, device), self._scheme)
 
 
+def _kind_of(storages: Sequence[Storage], prefix: str, part: str, names: Collection[str]) -> _Kind | None:
+    """The storage of a module's codes, of those that a checkpoint has; None for other tensors.
+
+    part: the last part of a tensor's name. names: of all tensors.
+    """
+    found = [
+        kind
+        for kind in map(KINDS.__getitem__, storages)
+        if part == kind.codes and any(f"{prefix}.{scales}" in names for scales in kind.scales)
+    ]
+    # That with its mark, else one that needs none, else the one whose mark is missing.
+    found.sort(key=lambda kind: 1 if not kind.mark else 0 if f"{prefix}.{kind.mark}" in names else 2)
+    return found[0] if found else None
+
+
 def attention(layer: int) -> str:
     """The name of a layer's attention."""
     return f"model.layers.{layer}.self_attn"
+
+
+def _fp8_shape(stored: StoredTensors) -> tuple[int, int]:
+    return stored.matrix_shape("weight")
 
 
 def _read_fp8(stored: StoredTensors, scheme: Scheme) -> Fp8Weight:
@@ -231,13 +259,30 @@ def _read_fp8(stored: StoredTensors, scheme: Scheme) -> Fp8Weight:
 
 
 KINDS: dict[Storage, _Kind] = {
-    "fp8": _Kind("weight", FP8_SCALES, (), _read_fp8),
-    "awq": _Kind("qweight", ("scales",), ("qzeros",), read_awq),
-    "gptq": _Kind("qweight", ("scales",), ("qzeros", "g_idx"), read_gptq),
+    "fp8": _Kind("weight", FP8_SCALES, (), _fp8_shape, _read_fp8),
+    "awq": _Kind("qweight", ("scales",), ("qzeros",), awq_shape, read_awq),
+    "gptq": _Kind("qweight", ("scales",), ("qzeros", "g_idx"), gptq_shape, read_gptq),
     "packed": _Kind(
         "weight_packed",
         ("weight_scale",),
         ("weight_zero_point", "weight_shape", "weight_g_idx"),
+        packed_shape,
         read_packed,
+    ),
+    "compressed_nvfp4": _Kind(
+        "weight_packed",
+        ("weight_scale",),
+        ("weight_global_scale",),
+        compressed_nvfp4_shape,
+        read_compressed_nvfp4,
+        mark="weight_global_scale",
+    ),
+    "modelopt_nvfp4": _Kind(
+        "weight",
+        ("weight_scale",),
+        ("weight_scale_2",),
+        modelopt_nvfp4_shape,
+        read_modelopt_nvfp4,
+        mark="weight_scale_2",
     ),
 }

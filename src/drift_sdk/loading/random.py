@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from drift_sdk.loading.mxfp4 import BLOCK_SIZE, MAGNITUDES, SCALE_BIAS
+from drift_sdk.loading.mxfp4 import BLOCK_SIZE, SCALE_BIAS
+from drift_sdk.quantised.e2m1 import MAGNITUDES
 
 __all__ = ["RandomTensors"]
 

@@ -48,6 +48,7 @@ EXPECTED = {
     "tokenizer": "a folder, a tokenizer.json or a .gguf file",
 }
 TOKENIZER_FILE = "tokenizer.json"
+MODELOPT_FILE = "hf_quant_config.json"
 NO_VOCABULARY = ("none", "no_vocab")
 """Values of tokenizer.ggml.model in a file without a tokenizer."""
 # Names that end like this mean files, never hub ids.
@@ -77,7 +78,7 @@ class Source:
             hint = f"; a .gguf file is given by its own path: {ggufs}" if ggufs else ""
             raise ModelLoadError(f"{self.path}: holds no config.json{hint}")
 
-        settings = self._json("config.json")
+        settings = self._settings
         return hf_settings(settings) if is_original(settings) else settings
 
     @cached_property
@@ -136,7 +137,7 @@ class Source:
             return self._gguf
 
         folder = SafetensorsFolder(self.path)
-        settings = self._json("config.json")
+        settings = self._settings
         if is_original(settings):
             return OriginalTensors(folder)
 
@@ -171,6 +172,16 @@ class Source:
         from drift_sdk.loading.gguf import GGUFFile  # imported here, as few models are GGUF files
 
         return GGUFFile(self.path)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The contents of config.json. ModelOpt also writes its settings to hf_quant_config.json; older
+        releases of it write them there alone."""
+        settings = self._json("config.json")
+        modelopt = {} if settings.get("quantization_config") else self._json(MODELOPT_FILE)
+        if modelopt:
+            settings["quantization_config"] = modelopt | {"quant_method": "modelopt"}
+        return settings
 
     def _text(self, file: str) -> str:
         try:

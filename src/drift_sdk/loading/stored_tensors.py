@@ -39,6 +39,14 @@ class StoredTensors(Struct, frozen=True):
 
         return self.tensors.shape(f"{self.prefix}.{part}")
 
+    def matrix_shape(self, part: str) -> tuple[int, int]:
+        """The shape of a tensor of two dimensions. Raises ModelLoadError if it has more or fewer."""
+        found = self.shape(part)
+        if len(found) != 2:
+            raise ModelLoadError(f"{self.place(part)} has shape {list(found)}, expected a matrix")
+
+        return found[0], found[1]
+
     def dtype(self, part: str) -> torch.dtype:
         return self.tensors.get(f"{self.prefix}.{part}").dtype
 

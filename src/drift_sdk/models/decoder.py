@@ -13,12 +13,12 @@ from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.experts import QuantisedMatrices, apply_experts
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.kv_numbers import KVForm, stored_shape
 from drift_sdk.models.linear import embed, linear
 from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
-from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["Decoder", "random_tensors"]
 
@@ -52,13 +52,13 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         form: WeightForm = "expanded",
-        has_kv_scales: bool = False,
+        kv_form: KVForm | None = None,
         on_tensor: Callable[[int, int], None] | None = None,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
         """A decoder with weights on `device`, in `dtype` or as `form` says.
 
-        has_kv_scales: whether its KV cache is of e4m3, see `KVScales`.
+        kv_form: of its KV cache, see `KVScales`; None: it is of `dtype`.
         on_tensor(num_loaded, num_tensors) is called after each tensor.
         check_bytes(num_bytes) is called before memory is allocated, and may raise.
 
@@ -70,7 +70,7 @@ class Decoder:
             device=torch.device(device),
             dtype=dtype,
             form=form,
-            has_kv_scales=has_kv_scales,
+            kv_form=kv_form,
             on_tensor=on_tensor,
             check_bytes=check_bytes,
         )
@@ -84,12 +84,12 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         form: WeightForm = "expanded",
-        has_kv_scales: bool = False,
+        kv_form: KVForm | None = None,
         seed: int = 0,
         check_bytes: Callable[[int], None] | None = None,
     ) -> Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
-        seed. `form`, `has_kv_scales` and `check_bytes` as in `load`."""
+        seed. `form`, `kv_form` and `check_bytes` as in `load`."""
         tensors = random_tensors(config, device=torch.device(device), dtype=dtype, seed=seed)
         return cls.load(
             config,
@@ -97,7 +97,7 @@ class Decoder:
             device=device,
             dtype=dtype,
             form=form,
-            has_kv_scales=has_kv_scales,
+            kv_form=kv_form,
             check_bytes=check_bytes,
         )
 
@@ -110,9 +110,14 @@ class Decoder:
         return self.weights.final_norm.dtype
 
     @property
+    def kv_form(self) -> KVForm | None:
+        """The form of its KV cache; None: it is of `dtype`."""
+        return None if self.weights.kv_scales is None else self.weights.kv_scales.form
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """The dtype of its KV cache."""
-        return self.dtype if self.weights.kv_scales is None else E4M3
+        return stored_shape(self.config.head_dim, self.dtype, self.kv_form)[0]
 
     def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A KV cache for this decoder, not initialised."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from drift_sdk.models.kv_numbers import decode, encode, stored_shape
 from drift_sdk.models.kv_scales import KVScales
-from drift_sdk.quantised.e4m3 import E4M3, quantise_e4m3
 
 __all__ = ["KVCache"]
 
@@ -16,7 +16,8 @@ class KVCache:
 
     dtype: of the keys and values that are stored and read.
     keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], not initialised: a slot must
-    be written before it is read. They are of `dtype`, or with scales e4m3: what is read was rounded then.
+    be written before it is read. They are of `dtype`, or with scales e4m3: what is read was rounded then. In
+    NVFP4 they are uint8, and the last dimension has the bytes of a head.
     """
 
     def __init__(
@@ -27,12 +28,14 @@ class KVCache:
         scales: KVScales | None = None,
     ) -> None:
         """shape: (num_layers, num_blocks, block_size, num_kv_heads, head_dim)."""
-        num_layers, self.num_blocks, self.block_size, *heads = shape
+        num_layers, self.num_blocks, self.block_size, num_kv_heads, self._head_dim = shape
         self.dtype = dtype
         self._scales = scales
-        stored = dtype if scales is None else E4M3
+        stored, size = stored_shape(self._head_dim, dtype, scales.form if scales is not None else None)
         self.keys, self.values = (
-            torch.empty(num_layers, self.num_blocks * self.block_size, *heads, dtype=stored, device=device)
+            torch.empty(
+                num_layers, self.num_blocks * self.block_size, num_kv_heads, size, dtype=stored, device=device
+            )
             for _ in range(2)
         )
         self._layers = tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
@@ -47,21 +50,25 @@ class KVCache:
 
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values [N, num_kv_heads, head_dim] of one layer to slots [N] int64."""
-        for cache, x, scale in zip(self._layers[layer], (key, value), self._scales_of(layer), strict=True):
-            if scale is None:
+        pairs = zip(self._layers[layer], (key, value), strict=True)
+        if self._scales is None:
+            for cache, x in pairs:
                 cache.index_copy_(0, slots, x)
-            else:
-                cache.view(torch.uint8).index_copy_(0, slots, quantise_e4m3(x, scale).view(torch.uint8))
+            return
+
+        for (cache, x), scale in zip(pairs, self._scales_of(layer, self._scales), strict=True):
+            cache.view(torch.uint8).index_copy_(0, slots, encode(x, scale, self._scales.form))
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [N, num_kv_heads, head_dim] of one layer in slots [N] int64, in `dtype`."""
-        keys, values = (
-            cache.index_select(0, slots)
-            if scale is None
-            else (cache.index_select(0, slots).to(torch.float32) * scale).to(self.dtype)
-            for cache, scale in zip(self._layers[layer], self._scales_of(layer), strict=True)
-        )
-        return keys, values
+        keys, values = (cache.index_select(0, slots) for cache in self._layers[layer])
+        if self._scales is None:
+            return keys, values
+
+        of_keys, of_values = self._scales_of(layer, self._scales)
+        form = self._scales.form
+        numbers = decode(keys, of_keys, form, self._head_dim), decode(values, of_values, form, self._head_dim)
+        return numbers[0].to(self.dtype), numbers[1].to(self.dtype)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy slots [N] int64 to others in all layers, as they are. All are read before any is written."""
@@ -69,9 +76,7 @@ class KVCache:
             bits = cache.view(torch.uint8)
             bits.index_copy_(1, targets, bits.index_select(1, sources))
 
-    def _scales_of(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The scales of keys and of values, [num_kv_heads, 1] each."""
-        if self._scales is None:
-            return None, None
-
-        return self._scales.keys[layer, :, None], self._scales.values[layer, :, None]
+    @staticmethod
+    def _scales_of(layer: int, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of a layer's keys and values, [num_kv_heads, 1] each."""
+        return scales.keys[layer, :, None], scales.values[layer, :, None]

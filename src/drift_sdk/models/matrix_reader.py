@@ -12,17 +12,19 @@ from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
 from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.int4 import QUANTISED_GROUP, quantise_int4
+from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, quantise_nvfp4
 from drift_sdk.quantised.weight import QuantisedWeight
 
 __all__ = ["QUANTISERS", "MatrixReader", "WeightForm", "quantised_bytes"]
 
-WeightForm = Literal["expanded", "stored", "fp8", "int4"]
+WeightForm = Literal["expanded", "stored", "fp8", "int4", "nvfp4"]
 """Form of weights in memory. "expanded": numbers of the model's dtype. "stored": as files store them. "fp8",
-"int4": projections of layers are quantised when they are read, from files that are not quantised."""
+"int4", "nvfp4": projections of layers are quantised when they are read, from files that are not quantised."""
 
 QUANTISERS: dict[WeightForm, Callable[[torch.Tensor], QuantisedWeight]] = {
     "fp8": quantise_fp8,
     "int4": quantise_int4,
+    "nvfp4": quantise_nvfp4,
 }
 
 
@@ -52,7 +54,7 @@ class MatrixReader:
 
     def read(self, name: str, is_projection: bool) -> QuantisedWeight | None:
         """A matrix; None if it is to be numbers of the model's dtype. is_projection: of a layer, and so
-        quantised by "fp8" and "int4"."""
+        quantised by the QUANTISERS."""
         weight: QuantisedWeight | None = None
         if self._form == "stored" and isinstance(self._tensors, QuantisedSource):
             weight = self._tensors.quantised(name, self._device)
@@ -66,10 +68,10 @@ class MatrixReader:
 
     def _quantise(self, name: str) -> QuantisedWeight:
         columns = self._tensors.shape(name)[1]
-        if self._form == "int4" and columns % 2:
+        if self._form in ("int4", "nvfp4") and columns % 2:
             raise ModelLoadError(
                 f"{self._tensors.file(name)}: tensor {name} has {columns} columns, expected an even number "
-                'for weights="int4"'
+                f'for weights="{self._form}"'
             )
 
         matrix = self._tensors.get(name)
@@ -78,8 +80,11 @@ class MatrixReader:
 
 
 def quantised_bytes(rows: int, columns: int, form: WeightForm) -> int:
-    """Bytes of a matrix that is quantised to "fp8" or "int4" when it is read."""
+    """Bytes of a matrix that is quantised when it is read. form: a key of QUANTISERS."""
     if form == "fp8":
         return rows * columns + 4 * rows
+
+    if form == "nvfp4":
+        return rows * (columns // 2 + -(-columns // NVFP4_GROUP) + 4)
 
     return rows * columns // 2 + 2 * rows * -(-columns // QUANTISED_GROUP)

@@ -24,6 +24,7 @@ from drift_sdk._kernels.gemm.slices import num_slices, shard_slices
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScaleSource
 from drift_sdk.models.weights import check_tensors
 
@@ -89,7 +90,7 @@ def load_shard(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    has_kv_scales: bool = False,
+    kv_form: KVForm | None = None,
     on_tensor: Callable[[int, int], None] | None = None,
     check_bytes: Callable[[int], None] | None = None,
 ) -> Decoder:
@@ -104,7 +105,7 @@ def load_shard(
         ShardedTensors(tensors, config, shard),
         device=device,
         dtype=dtype,
-        has_kv_scales=has_kv_scales,
+        kv_form=kv_form,
         on_tensor=on_tensor,
         check_bytes=check_bytes,
     )

@@ -15,6 +15,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.expert_weights import allocate_experts
 from drift_sdk.models.experts import ExpertWeights
 from drift_sdk.models.filling import fill_places, read_tensor
+from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScales, load_kv_scales
 from drift_sdk.models.matrix_reader import QUANTISERS, MatrixReader, WeightForm, quantised_bytes
 from drift_sdk.quantised.stacking import stack_rows
@@ -71,7 +72,7 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """All weights. embedding and head: [vocab, hidden], one matrix if tied; they may be quantised.
-    final_norm: [hidden]. kv_scales: of a KV cache of e4m3; None: it is of the model's dtype."""
+    final_norm: [hidden]. kv_scales: of a KV cache of e4m3 or NVFP4; None: it is of the model's dtype."""
 
     embedding: Matrix
     layers: tuple[LayerWeights, ...]
@@ -121,13 +122,13 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     form: WeightForm = "expanded",
-    has_kv_scales: bool = False,
+    kv_form: KVForm | None = None,
     on_tensor: Callable[[int, int], None] | None = None,
     check_bytes: Callable[[int], None] | None = None,
 ) -> DecoderWeights:
     """Weights on `device`, in `dtype` or as `form` says.
 
-    has_kv_scales: whether the KV cache is of e4m3.
+    kv_form: of the KV cache; None: it is of `dtype`.
     on_tensor(num_loaded, num_tensors) is called after each tensor.
     check_bytes(num_bytes) is called before memory is allocated, with the amount, and may raise.
 
@@ -171,10 +172,10 @@ def load_weights(
 
     finite.finish()
     scales.finish()
-    if not has_kv_scales:
+    if kv_form is None:
         return weights
 
-    kv_scales = load_kv_scales(tensors, config.num_layers, config.num_kv_heads, device)
+    kv_scales = load_kv_scales(tensors, kv_form, config.num_layers, config.num_kv_heads, device)
     return replace(weights, kv_scales=kv_scales)
 
 

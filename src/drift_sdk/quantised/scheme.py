@@ -15,7 +15,7 @@ from drift_sdk.errors import ModelLoadError, short_repr
 
 __all__ = ["BLOCK_SCHEME", "Scheme", "Storage", "config_scheme"]
 
-Storage = Literal["fp8", "awq", "gptq", "packed", "blocks"]
+Storage = Literal["fp8", "awq", "gptq", "packed", "compressed_nvfp4", "modelopt_nvfp4", "blocks"]
 
 MAX_GROUP = 2**20
 KV_SCHEME: dict[str, tuple[object, ...]] = {
@@ -27,7 +27,12 @@ KV_SCHEME: dict[str, tuple[object, ...]] = {
 }
 """Settings of a `kv_cache_scheme` whose scales are those of e4m3, the default of each being the first."""
 
-COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+COMPRESSED_FORMATS = (
+    *("dense", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"),
+    "mixed-precision",
+)
+NVFP4_GROUPS = (None, 16)
+"""Sizes of groups in settings of ModelOpt, the default being NVFP4's own."""
 
 
 class Scheme(Struct, frozen=True, kw_only=True):
@@ -35,7 +40,8 @@ class Scheme(Struct, frozen=True, kw_only=True):
 
     name:          as config.json names the method, with its format.
     storages:      "fp8": e4m3 with scales beside them. "awq", "gptq": 4-bit codes packed along the outputs,
-                   along the inputs. "packed": compressed-tensors' pack-quantized. "blocks": those of GGUF.
+                   along the inputs. "packed": compressed-tensors' pack-quantized. "compressed_nvfp4",
+                   "modelopt_nvfp4": NVFP4, as these tools store it. "blocks": those of GGUF.
     group_sizes:   columns that share a scale, for 4-bit codes; None: all columns of a row. A checkpoint of
                    compressed-tensors may have several.
     block:         rows and columns that share a scale in blocks of FP8.
@@ -80,6 +86,8 @@ def config_scheme(config: Mapping[str, Any]) -> Scheme | None:
             return _read_gptq(settings)
         case "compressed-tensors":
             return _read_compressed(settings)
+        case "modelopt" | "modelopt_fp4":
+            return _read_modelopt(settings)
         case method:
             raise _not_implemented("quant_method", method)
 
@@ -137,21 +145,13 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
             raise _not_implemented("config_groups", groups)
 
         _require(group, "format", (None, *COMPRESSED_FORMATS))
-        if weights.get("type") == "float":
-            _require(weights, "num_bits", (8,))
-            _require(weights, "strategy", ("tensor", "channel", "block"))
-            storages["fp8"] = None
-            if weights["strategy"] == "block":
-                block = _read_block(weights.get("block_structure"))
-        else:
-            _require(weights, "type", ("int",))
-            _require(weights, "num_bits", (4,))
-            _require(weights, "strategy", ("group", "channel"))
-            # "static" and "weight" leave the columns in place; "group" and "dynamic" reorder them.
-            _require(weights, "actorder", (None, False, "static", "weight"))
-            storages["packed"] = None
+        storage = _compressed_storage(weights)
+        storages[storage] = None
+        if storage == "packed":
             is_grouped = weights["strategy"] == "group"
             group_sizes[_read_group(weights.get("group_size")) if is_grouped else None] = None
+        elif weights["strategy"] == "block":
+            block = _read_block(weights.get("block_structure"))
 
     name = "compressed-tensors" if outer is None else f"compressed-tensors, {outer}"
     return Scheme(
@@ -161,6 +161,58 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
         block=block,
         kv_obstacle=_kv_obstacle(kv_cache),
     )
+
+
+def _compressed_storage(weights: Mapping[str, Any]) -> Storage:
+    """The storage of a group of weights."""
+    if weights.get("type") == "float":
+        if _require(weights, "num_bits", (4, 8)) == 8:
+            _require(weights, "strategy", ("tensor", "channel", "block"))
+            return "fp8"
+
+        _require(weights, "strategy", ("tensor_group",))
+        _require(weights, "group_size", NVFP4_GROUPS[1:])
+        return "compressed_nvfp4"
+
+    _require(weights, "type", ("int",))
+    _require(weights, "num_bits", (4,))
+    _require(weights, "strategy", ("group", "channel"))
+    # "static" and "weight" leave the columns in place; "group" and "dynamic" reorder them.
+    _require(weights, "actorder", (None, False, "static", "weight"))
+    return "packed"
+
+
+def _read_modelopt(settings: Mapping[str, Any]) -> Scheme:
+    """The settings of hf_quant_config.json under "quantization", or the same without that name, as ModelOpt
+    writes them into config.json. Those of several layers are in `quantized_layers`."""
+    inner = settings.get("quantization", settings)
+    if not isinstance(inner, Mapping):
+        raise _not_implemented("quantization", inner)
+
+    algorithm = inner.get("quant_algo")
+    layers: Any = {"": inner}
+    if algorithm is None:  # scales of the KV cache alone
+        layers = {}
+    elif algorithm == "MIXED_PRECISION":
+        layers = inner.get("quantized_layers")
+        if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
+            raise _not_implemented("quantized_layers", layers)
+
+    storages: dict[Storage, None] = {}
+    for layer in layers.values():
+        if _require(layer, "quant_algo", ("FP8", "NVFP4", "W4A16_NVFP4")) == "FP8":
+            storages["fp8"] = None
+        else:
+            _require(layer, "group_size", NVFP4_GROUPS)
+            storages["modelopt_nvfp4"] = None
+
+    kv_cache = inner.get("kv_cache_quant_algo")
+    if kv_cache not in (None, "FP8"):
+        kv_obstacle = f"kv_cache_quant_algo={short_repr(kv_cache)}"
+    else:
+        kv_obstacle = _kv_obstacle(inner.get("kv_cache_scheme"))
+    name = "modelopt" if algorithm is None else f"modelopt, {algorithm}"
+    return Scheme(name=name, storages=tuple(storages), kv_obstacle=kv_obstacle)
 
 
 def _kv_obstacle(scheme: object) -> str:

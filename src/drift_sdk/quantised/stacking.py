@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from drift_sdk.quantised.blocks import BlockWeight, join_blocks
 from drift_sdk.quantised.fp8 import Fp8Weight, join_fp8
 from drift_sdk.quantised.int4 import Int4Weight, join_int4
+from drift_sdk.quantised.nvfp4 import Nvfp4Weight, join_nvfp4
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight, StackedWeight
 
 __all__ = ["stack_rows"]
@@ -23,6 +24,8 @@ def stack_rows(parts: Sequence[Matrix]) -> QuantisedWeight:
         joined = join_fp8([part for part in parts if isinstance(part, Fp8Weight)])
     elif all(isinstance(part, Int4Weight) for part in parts):
         joined = join_int4([part for part in parts if isinstance(part, Int4Weight)])
+    elif all(isinstance(part, Nvfp4Weight) for part in parts):
+        joined = join_nvfp4([part for part in parts if isinstance(part, Nvfp4Weight)])
     elif all(isinstance(part, BlockWeight) for part in parts):
         joined = join_blocks([part for part in parts if isinstance(part, BlockWeight)])
     return joined or StackedWeight(tuple(parts))

@@ -21,6 +21,7 @@ from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
 from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = [
     "OpenedExecutor",
     "choose_executor",
+    "kv_bytes_per_token",
     "kv_demand",
-    "kv_values_per_token",
     "open_eager_executor",
     "open_graph_executor",
 ]
@@ -105,7 +106,7 @@ def choose_executor(
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
     config = decoder.config
-    target_bytes = kv_values_per_token(config) * block_size * decoder.kv_dtype.itemsize
+    target_bytes = kv_bytes_per_token(config, decoder.dtype, decoder.kv_form) * block_size
     draft_bytes = drafter_factory.num_values_per_block(block_size) * decoder.dtype.itemsize
     return KVDemand(
         context=config.max_position_embeddings,
@@ -114,9 +115,9 @@ def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int
     )
 
 
-def kv_values_per_token(config: DecoderConfig) -> int:
-    """Numbers in the KV cache for a token of a model, of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype, form: KVForm | None) -> int:
+    """Bytes in the KV cache for a token of a model of `dtype`, of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * bytes_of_head(config.head_dim, dtype, form)
 
 
 def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand) -> OpenedExecutor:

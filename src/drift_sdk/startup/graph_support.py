@@ -8,14 +8,20 @@ from drift_sdk.startup.weight_form import is_quantised, stored_scheme
 
 __all__ = ["options_without_graphs"]
 
+NVFP4_STORAGES = ("compressed_nvfp4", "modelopt_nvfp4")
+
 
 def options_without_graphs(model: DecoderConfig, config: EngineConfig) -> tuple[str, ...]:
     """The options of a model, and of its form in memory, that graphs lack, in words; empty if graphs can run
     it."""
+    is_kept = is_quantised(config, model)
     scheme = stored_scheme(config, model)
-    has_blocks = scheme is not None and "blocks" in scheme.storages
+    storages = scheme.storages if scheme is not None and is_kept else ()
+    has_nvfp4 = config.weights == "nvfp4" or any(storage in NVFP4_STORAGES for storage in storages)
     lacking = {
-        "quantised weights in blocks of GGUF": has_blocks and is_quantised(config, model),
-        "quantised weights of experts": model.experts is not None and is_quantised(config, model),
+        "quantised weights in blocks of GGUF": "blocks" in storages,
+        "NVFP4 weights": has_nvfp4,
+        "quantised weights of experts": model.experts is not None and is_kept,
+        "a KV cache in NVFP4": config.kv_dtype == "nvfp4",
     }
     return tuple(option for option, is_used in lacking.items() if is_used)

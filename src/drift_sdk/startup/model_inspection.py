@@ -17,9 +17,8 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
-from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.startup.device_memory import DeviceMemory
-from drift_sdk.startup.executor_factory import choose_executor, kv_values_per_token
+from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
 from drift_sdk.startup.kv_sizing import KVDemand, KVSize, size_kv
 from drift_sdk.startup.model_config import read_config
 from drift_sdk.startup.model_startup import (
@@ -71,8 +70,8 @@ class Inspection:
             self._try(lambda: check_division(self._config, shapes, executor))
         part = None if shapes is None else self._part(shapes)
         held = None if part is None or dtype is None else self._try(lambda: self._held(part, dtype))
-        kv_dtype = dtype if dtype is None or self._config.kv_dtype is None else E4M3
-        kv_bytes = None if part is None or kv_dtype is None else kv_values_per_token(part) * kv_dtype.itemsize
+        kv_form = self._config.kv_dtype
+        kv_bytes = None if part is None or dtype is None else kv_bytes_per_token(part, dtype, kv_form)
         size: KVSize | None = None
         if device is not None and held is not None and kv_bytes is not None and part is not None:
             size = self._try(lambda: self._kv_size(device, part, held, kv_bytes, executor or "eager"))
@@ -86,7 +85,7 @@ class Inspection:
             stored_bytes=self._try(self._found.stored_bytes) if self._config.load == "auto" else None,
             weight_bytes=held,
             kv_bytes_per_token=kv_bytes,
-            kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
+            kv_dtype=None if dtype is None else kv_form or dtype_name(dtype),
             context=None if shapes is None else shapes.max_position_embeddings,
             has_tokenizer=has_tokenizer,
             has_chat_template=has_template,

@@ -63,7 +63,7 @@ def _load_decoder(
             device=weights.device,
             dtype=weights.dtype,
             form=form,
-            has_kv_scales=config.kv_dtype is not None,
+            kv_form=config.kv_dtype,
             check_bytes=memory.check_weights,
         )
 
@@ -73,7 +73,7 @@ def _load_decoder(
         device=weights.device,
         dtype=weights.dtype,
         form=form,
-        has_kv_scales=config.kv_dtype is not None,
+        kv_form=config.kv_dtype,
         on_tensor=lambda done, total: report("load weights", done / total),
         check_bytes=memory.check_weights,
     )
@@ -93,7 +93,7 @@ def _load_shard(
         shard,
         device=weights.device,
         dtype=weights.dtype,
-        has_kv_scales=config.kv_dtype is not None,
+        kv_form=config.kv_dtype,
         on_tensor=lambda done, total: report("load weights", (shard.rank + done / total) / shard.size),
         check_bytes=memory.check_weights,
     )

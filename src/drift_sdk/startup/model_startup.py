@@ -26,7 +26,6 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Download, Report, ignore_progress
-from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.startup.device_memory import DeviceMemory
@@ -116,7 +115,7 @@ def open_model(
             opened = open_graph_executor(config, parts, demand, report, acceptance_trace, stages)
         else:
             opened = open_eager_executor(config, first, demand)
-    kv_dtype = dtype_name(first.decoder.kv_dtype)
+    kv_dtype = first.decoder.kv_form or dtype_name(first.decoder.dtype)
     _log_kv_cache(opened.executor.limits, demand, kv_dtype)
     report("ready", 1.0)
     return LoadedModel(
@@ -229,7 +228,7 @@ def _scheduling(
 
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as configurations name it."""
-    return "fp8" if dtype == E4M3 else str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> None:

@@ -187,7 +187,7 @@ def test_steps_with_a_cache_of_e4m3_are_near_those_of_the_eager_executor(is_exac
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = DecoderConfig.from_hf(TINY_MODELS["llama"] | sizes)
     device = torch.device("cuda" if IS_GPU else "cpu")
-    decoder = Decoder.random(config, device=device, dtype=torch.float32, has_kv_scales=True, seed=1)
+    decoder = Decoder.random(config, device=device, dtype=torch.float32, kv_form="fp8", seed=1)
     scales = [torch.tensor([numbers], device=device) for numbers in ((0.3, 0.01), (1.5, 0.02))]
     decoder.weights = replace(decoder.weights, kv_scales=KVScales(*scales))
     limits, requests = limits_of(decoder), requests_of(0)[1:4:2]

@@ -49,7 +49,7 @@ def test_tokens_are_those_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         vocab_size=config.vocab_size, max_num_seqs=2, max_model_len=32, num_blocks=16, block_size=4
     )
     requests = [([5, 17, 3, 40, 8, 21], sampling_of(6, 3)), ([7], sampling_of(1, 3, temperature=0.8, seed=3))]
-    placement = {"device": CPU, "dtype": torch.float32, "has_kv_scales": True}
+    placement = {"device": CPU, "dtype": torch.float32, "kv_form": "fp8"}
     decoder = Decoder.load(config, ScaledTensors(config), **placement)
     one = GraphExecutor(InterpretedDevice(), decoder, limits, TunedTable(), OPTIONS)
     expected = run_scheduled(one, requests, prefill_token_budget=8)
