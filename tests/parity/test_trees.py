@@ -407,8 +407,8 @@ def test_wrong_block_table_fails_its_request_alone(
     use_oracle(monkeypatch, plain, 0.0)
     propose = eager.EagerExecutor._run_round
 
-    def cut(executor: Any, active: Any) -> Any:
-        outputs = propose(executor, active)
+    def cut(executor: Any, *arguments: Any) -> Any:
+        outputs = propose(executor, *arguments)
         for slot in executor._slots.values():
             if slot.sampling.seed == 2:
                 slot.block_table[-1] = slot.block_table[0]
