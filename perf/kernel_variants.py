@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    # Which kernels experts run depends on their scales, and the "meta" device has no values.
+    # Models with experts are left out: their kernels depend on scales, and the "meta" device has no values.
     dense = [name for name, settings in PUBLISHED.items() if "num_experts_per_tok" not in settings]
     parser.add_argument("--model", choices=dense, default="llama-3.1-8b")
     given = parser.parse_args(arguments)

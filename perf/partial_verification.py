@@ -208,7 +208,7 @@ async def agreement_of(
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, num_draft_tokens=num_draft_tokens)
     completion = await engine.generate(prompt, params)
     answer = completion.token_ids
-    # As a prompt, and without drafts, nothing of it is verified over a part.
+    # A prompt, and a request without drafts, is computed over all keys and values.
     scored = SamplingParams(max_tokens=1, prompt_logprobs=1, num_draft_tokens=0)
     checked = await engine.generate([*prompt, *answer], scored)
     assert checked.prompt_logprobs is not None

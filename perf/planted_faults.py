@@ -145,8 +145,8 @@ def judged(file: GateFile, done: Measurement, folder: Path, gpu: str) -> list[Ve
 
 
 def is_found(fault: Fault | None, done: Measurement, verdicts: Sequence[Verdict]) -> bool:
-    """Whether the verdicts are those that belong to a fault, or to none: a fault that makes the code slow
-    does not make the measurement fail, and the others name their reason."""
+    """Return True if the verdicts are those that belong to a fault, or to none. A fault that makes the code
+    slow does not make the measurement fail; the verdict of any other names its reason."""
     red = [verdict for verdict in verdicts if verdict.state == "red"]
     if fault is None:
         return not red

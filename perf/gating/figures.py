@@ -137,8 +137,8 @@ def denominator(gate: Gate, run: dict[str, Any], results: Results) -> tuple[floa
 
 
 def matches(run: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    """Whether a run has the given fields, and none of UNSAID that are not given. Values that are null, zero,
-    false or empty are alike."""
+    """Return True if a run has the given fields, and none of UNSAID that are not given. Values that are
+    null, zero, false or empty are alike."""
     expected = dict.fromkeys(UNSAID) | dict(where)
     return all((run.get(name) or None) == (value or None) for name, value in expected.items())
 

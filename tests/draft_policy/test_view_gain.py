@@ -1,4 +1,4 @@
-"""Where partial verification is used: whether rounds over views are faster, by measured costs."""
+"""Choice of partial verification by measured costs: it is used where rounds over views are faster."""
 
 from __future__ import annotations
 

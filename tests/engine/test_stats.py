@@ -51,7 +51,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 
 def one_token() -> SimpleNamespace:
-    """What stands for a `Delta`."""
+    """A stand-in for a `Delta` of one token."""
     return SimpleNamespace(output=SlotOutput(token_ids=(1,)), verification="whole")
 
 

@@ -67,7 +67,7 @@ def test_tables_are_corrupted_in_the_copy_alone(tmp_path: Path) -> None:
 
 
 def fake_run(slowdown: float = 1.3) -> Callable[..., None]:
-    """What a measurement of the copy would do, without a GPU: recorded results, slower ones, or an error."""
+    """A measurement of the copy without a GPU: it writes recorded results, slower ones, or fails."""
 
     def run(
         command: Command, device: str, folder: Path, on_line: Callable[[str], None], *, paths: Any = ()

@@ -60,8 +60,8 @@ class DraftPolicy:
         self._tried_at: dict[tuple[int, int], int] = {}
 
     def wants_views(self, lengths: list[int]) -> bool:
-        """Whether rounds of sequences of these lengths should be verified over views: where that is expected
-        to be faster, or wherever it is possible if costs were not measured."""
+        """Return True if rounds of sequences of these lengths should be verified over views: where that is
+        expected to be faster, or wherever it is possible if costs were not measured."""
         gain = self._gain
         assert gain is not None, "no partial verification was configured"
         if not self._is_adaptive or not gain.is_measured:

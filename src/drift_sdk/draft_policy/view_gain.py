@@ -1,4 +1,4 @@
-"""The gain of partial verification: whether rounds over views, and refreshes, emit more tokens a second.
+"""The gain of partial verification: tokens a second by rounds over views and refreshes, and by whole rounds.
 
 A round over n keys takes its measured time and n times the seconds of a key, which are learned from whole
 rounds of long sequences. A cycle of partial verification is as many rounds over views as fill the pending
@@ -44,7 +44,7 @@ class ViewGain:
 
     @property
     def is_measured(self) -> bool:
-        """Whether costs were measured, so that there is something to compare."""
+        """True if costs were measured, so that speeds can be compared."""
         return bool(self._costs.refresh_costs)
 
     def record_whole(self, num_keys: int, seconds: float) -> None:
@@ -63,7 +63,7 @@ class ViewGain:
         whole: Mapping[int, tuple[float, float]],
         partial_seconds: Mapping[int, float],
     ) -> bool:
-        """Whether sequences of these lengths gain by partial verification.
+        """Return True if sequences of these lengths gain by partial verification.
 
         bucket: of slots. whole: by number of drafts, the tokens that a round emits and its seconds without
         context. partial_seconds: by number of drafts, the seconds of a round over views, as far as they are

@@ -34,7 +34,8 @@ def bytes_of_head(head_dim: int, dtype: torch.dtype, form: KVForm | None) -> int
 
 
 def encode(x: Tensor, scale: Tensor, form: KVForm) -> Tensor:
-    """What is stored of numbers [..., head_dim], as uint8. scale: float32, of a shape that broadcasts."""
+    """Return the stored form of numbers [..., head_dim], as uint8. scale: float32, of a shape that
+    broadcasts."""
     if form == "fp8":
         return quantise_e4m3(x, scale).view(torch.uint8)
 
@@ -43,7 +44,7 @@ def encode(x: Tensor, scale: Tensor, form: KVForm) -> Tensor:
 
 
 def decode(stored: Tensor, scale: Tensor, form: KVForm, head_dim: int) -> Tensor:
-    """The numbers [..., head_dim] of what is stored, float32."""
+    """Return the numbers [..., head_dim] of their stored form, as float32."""
     if form == "fp8":
         return stored.to(torch.float32) * scale
 

@@ -1,4 +1,4 @@
-"""The choice of a step's decode round: how many tokens it drafts, and how they are verified."""
+"""The choice of a step's decode round: its number of draft tokens, and their verification."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class RoundPlanner:
         return number, "partial" if has_room else "refresh"
 
     def leaves_out(self, sequence: Sequence, verification: Verification) -> bool:
-        """Whether the step just chosen leaves out a sequence, because too many decode together for a refresh:
-        it takes those with pending rows, for which there is room."""
+        """Return True if the step just chosen leaves out a sequence, because too many decode together for a
+        refresh: it takes those with pending rows, for which there is room."""
         return self._is_crowded and verification == "refresh" and not sequence.max_pending_tokens
 
     def may_draft(self, sequence: Sequence, verification: Verification) -> bool:
-        """Whether a sequence may draft in such a step: a refresh is one replay, in which a constraint can be
-        asked for one token alone."""
+        """Return True if a sequence may draft in a step of this verification: a refresh is one replay, in
+        which a constraint gives the mask of one token alone."""
         return verification == "whole" or sequence.constraint is None
 
     def launch(self, sequence: Sequence, verification: Verification, step_id: int, most: int) -> None:
@@ -83,8 +83,8 @@ class RoundPlanner:
             self._policy.observe(step.plan, result, num_keys=num_keys)
 
     def _can_use_views(self, decoding: list[Sequence]) -> bool:
-        """Whether views may be used for sequences that decode together: there are not too many, one of them
-        is longer than a view, and none forbids drafts or has a constraint."""
+        """Return True if views may be used for sequences that decode together: there are not too many, one of
+        them is longer than a view, and none forbids drafts or has a constraint."""
         if self._is_crowded or any(
             sequence.max_draft_tokens == 0 or sequence.constraint is not None for sequence in decoding
         ):
@@ -93,12 +93,12 @@ class RoundPlanner:
         return any(self._is_long(sequence) for sequence in decoding)
 
     def _has_view(self, sequence: Sequence, most: int) -> bool:
-        """Whether the sequence has a view, and room for so many pending rows more."""
+        """Return True if the sequence has a view, and room for `most` more pending rows."""
         assert self._layout is not None
         has_room = sequence.max_pending_tokens + most <= self._layout.refresh_tokens
         return has_room and (sequence.refreshed_in >= 0 or not self._is_long(sequence))
 
     def _is_long(self, sequence: Sequence) -> bool:
-        """Whether the sequence may be longer than a view when the next step begins."""
+        """Return True if the sequence may be longer than a view when the next step begins."""
         assert self._layout is not None
         return len(sequence.token_ids) + sequence.max_in_flight_tokens > self._layout.capacity

@@ -64,7 +64,7 @@ class BlockTable(Struct, frozen=True):
 
 
 class SharedPrefixes(Struct, frozen=True):
-    """What each sequence of a step shares with its companions.
+    """Prefixes that the sequences of a step share with their companions.
 
     num_keys: [num_sequences] int32, the keys of the prefix; 0 without companions.
     companions: [num_sequences, MAX_COMPANIONS] int32, the indices of all that share it in ascending order,
@@ -118,7 +118,7 @@ def _find(
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (s): the companions of sequence s."""
+    """Program (s): the companions of sequence s. A third of its lines are arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     own = tl.program_id(0)
@@ -131,7 +131,7 @@ def _find(
     num_blocks = tl.minimum(num_keys, tl.sum(tl.where(is_own, num_keys, 0))) // KV_BLOCK_SIZE
     table_ptrs = block_table_ptr + slots.to(tl.int64) * max_blocks
     own_ptr = block_table_ptr + own_slot.to(tl.int64) * max_blocks
-    # How many blocks each sequence has in common with this one, and which of them may have more.
+    # num_common: blocks that each sequence has in common with this one; is_open: it may have more.
     num_common = tl.zeros_like(sequence)
     is_open = (num_blocks > 0) & (sequence != own)
     column = tl.arange(0, NUM_COLUMNS)

@@ -61,7 +61,7 @@ def _sum_blocks(
     TILE_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (head, sequence, split)."""
+    """Program (head, sequence, split). A third of its lines are arguments."""
     wait_for_producers(PDL)
     head, sequence = tl.program_id(0), tl.program_id(1)
     BLOCKS: tl.constexpr = TILE_KEYS // BLOCK_SIZE
@@ -174,6 +174,8 @@ def block_shares(
     written. shares [B, num_kv_heads, max_blocks] fp32, written for blocks with keys that some row sees.
     scale: of scores; None: 1 / sqrt(head_dim).
     All contiguous. Raises ValueError for another shape, type or layout.
+
+    Long for the arguments of two kernels.
     """
     (num_rows,), (_, num_heads, head_dim) = row_slot.shape, query.shape
     num_blocks, num_kv_heads, block_size, _ = keys.shape

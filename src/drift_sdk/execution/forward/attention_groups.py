@@ -94,7 +94,7 @@ class AttentionGroups:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether keys that lie in the same blocks are read once for several sequences."""
+        """True if keys that lie in the same blocks are read once for several sequences."""
         return self._blocks is not None
 
     def plan(self, rows: PlannedRows) -> None:
