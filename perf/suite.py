@@ -181,7 +181,7 @@ def run_topics(
             view.changed(topic)
             try:
                 for command in topics[topic][progress.num_done :]:
-                    run(command, device, folder, lambda line, topic=topic: view.said(topic, line))  # type: ignore[misc]
+                    run(command, device, folder, lambda line, topic=topic: view.said(topic, line))  # type: ignore[misc]  # a default
                     progress.num_done += 1
                     state.topics[topic] = msgspec.structs.replace(progress, state="waiting")
                     state.write(folder)

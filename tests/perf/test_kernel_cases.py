@@ -239,7 +239,8 @@ def test_tiles_are_recorded_with_their_times(tmp_path: Path, monkeypatch: pytest
     from triton.runtime.errors import OutOfResources
 
     def timed(case: Case, model: str, bandwidth: float, peak: float, dtype: str) -> KernelRun:
-        if case.prepare.keywords or case.prepare.args[-1] == CudaTiles(row_tiles=4):  # type: ignore[attr-defined]
+        prepare: Any = case.prepare  # a partial of a function
+        if prepare.keywords or prepare.args[-1] == CudaTiles(row_tiles=4):
             raise OutOfResources(1, 2, "shared memory")
         monkeypatch.setattr("perf.kernel_speed.time_us", lambda step, num_calls: 2.0)
         one = measure(case_of(torch.empty(2)), model, bandwidth, peak, dtype)

@@ -52,7 +52,7 @@ def pool_of(
 
 def break_after(engine: BaseEngine, num_steps: int) -> None:
     """Have the engine's executor fail after so many further steps."""
-    executor: Any = engine.executors[-1]  # type: ignore[attr-defined]
+    executor: Any = engine.executors[-1]  # type: ignore[attr-defined]  # of the test's engine
     collect, left = executor.collect, [num_steps]
 
     def collect_or_fail() -> Any:
@@ -394,7 +394,7 @@ async def test_restarted_replica_of_a_paused_pool_is_paused() -> None:
         await pool.restart(0)
         stream = pool.generate("a", max_tokens=2)
         await stream.accepted()
-        assert all(len(engine._driver._pauses) == 1 for engine in pool.engines)  # type: ignore[attr-defined]
+        assert all(len(engine._driver._pauses) == 1 for engine in pool.engines)  # type: ignore[attr-defined]  # all are local
         await pool.resume()
         assert (await stream).finish_reason == "length"
         await pool.sleep()
@@ -559,11 +559,11 @@ async def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"replicas\[1\]=.*given once"):
         EnginePool([engine, engine])
     with pytest.raises(ConfigError, match="routing=3"):
-        EnginePool([engine], 3)  # type: ignore[arg-type]
+        EnginePool([engine], 3)  # type: ignore[arg-type]  # refused
     with pytest.raises(ConfigError, match="devices='cpu'"):
         EnginePool.on_devices("m", devices="cpu")
     for index in (-1, 1, True, "0"):
         with pytest.raises(RequestError, match="index="):
-            await EnginePool([engine]).drain(index)  # type: ignore[arg-type]
+            await EnginePool([engine]).drain(index)  # type: ignore[arg-type]  # refused
     with pytest.raises(EngineClosed, match="not open"):
         EnginePool([engine]).generate("a", SamplingParams())

@@ -54,7 +54,7 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("is_divided", [False, True])
 @pytest.mark.parametrize("columns", [2, 14, 16, 40, 96])
-def test_numbers(columns: int, is_divided: bool) -> None:
+def test_numbers_are_those_of_the_definition(columns: int, is_divided: bool) -> None:
     weight, numbers = random_weight(5, columns, is_divided=is_divided)
     assert weight.shape == (5, columns)
     assert same_bits(weight.dequantise(torch.float32), numbers)
@@ -66,7 +66,7 @@ def test_numbers(columns: int, is_divided: bool) -> None:
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
-def test_all_codes_and_scales(is_divided: bool) -> None:
+def test_all_codes_and_scales_are_exact(is_divided: bool) -> None:
     """One row for each scale but NaN, with all bytes of codes."""
     scales = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
     rows = len(scales)

@@ -24,7 +24,7 @@ class ViewCosts(Struct, frozen=True, kw_only=True):
 
     refresh_tokens: most pending rows.
     view_tokens:    keys of a view.
-    refresh_reads:  how often a refresh reads the keys and values of a sequence.
+    refresh_reads:  times that a refresh reads the keys and values of a sequence.
     refresh_costs:  seconds of a refresh without context, by slots, as measured before serving; if it is
                     empty, views are used wherever they can be.
     """

@@ -14,7 +14,7 @@ from drift_sdk.steps import ExecutorLimits
 __all__ = ["check_views", "view_costs", "view_layout"]
 
 SCORING_READS = 0.5
-"""How often a refresh reads keys and values to choose blocks: the keys once."""
+"""Reads of keys and values by which a refresh chooses blocks: the keys, which are half of them, once."""
 
 
 def configured(config: EngineConfig) -> PartialVerification | None:

@@ -156,7 +156,7 @@ def _plan(
     CHUNK_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (s): the tiles of sequence s."""
+    """Program (s): the tiles of sequence s. A third of its lines are arguments."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     own = tl.program_id(0)
