@@ -2,7 +2,7 @@
 
 A number of the matrix is value * (scale / global) if global scales divide, as compressed-tensors stores them,
 and value * (scale * global) if they multiply, as ModelOpt does; all in float32, rounded after each operation.
-Quantising makes scales as large as e4m3 permits, and the global scale takes that back.
+Quantising chooses each global scale so that the scales of its rows use the range of e4m3.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _find(
 def find_shared_prefixes(
     rows: PlannedRows, blocks: BlockTable, group: int, partitions: Partitions, shared: SharedPrefixes
 ) -> None:
-    """Write the prefixes that the sequences of rows share; see `most_companions` for `group`.
+    """Write the prefixes that the sequences of rows share. group: see `most_companions`.
 
     Raises ValueError for rows or a block table of another type or layout, and for sequences without room.
     """
