@@ -28,12 +28,12 @@ MAX_QUERY_ROWS = 64
 class PartialVerification(Struct, frozen=True, kw_only=True):
     """Lossy verification of drafts in long sequences over a part of their keys and values (SpecPV, arXiv
     2512.02337): the first tokens of a sequence, the last ones, and in each layer the blocks between them that
-    get most attention. TOKENS MAY DIFFER from those without it. From time to time a round verifies over all
-    keys and values, computes those of the tokens accepted since again, and chooses the blocks anew; what was
+    get most attention. Tokens may differ from those without it. At intervals a round verifies over all keys
+    and values, computes those of the tokens accepted since again, and chooses the blocks anew; what was
     emitted before is not revised.
 
     sink_tokens:      tokens at the beginning that are always read, 1 to 2**20, in whole blocks.
-    retrieved_tokens: tokens between them that are read, 1 to 2**20, in whole blocks.
+    retrieved_tokens: tokens read between the first and the last ones, 1 to 2**20, in whole blocks.
     window_tokens:    tokens at the end that are always read, 1 to 2**20, beside those since the last full
                       verification.
     refresh_tokens:   most tokens that are accepted by partial verification before a full one, 2 to 128, and
