@@ -13,16 +13,14 @@ from drift_sdk.errors import ConfigError
 __all__ = ["MAX_VIEW_BLOCK_SIZE", "PartialVerification", "ViewLayout"]
 
 MAX_VIEW_BLOCK_SIZE = 64
-"""Most tokens of a block: larger ones hold too much that nothing attends to."""
+"""Most tokens of a block. A larger block is read whole for the few tokens in it that are attended to."""
 
 MAX_TOKENS = 2**20
 MAX_REFRESH_TOKENS = 128
 MAX_REFRESH_ROWS = 1024
-"""Rows of a refresh, of all sequences together."""
-
-
+"""Most rows of a refresh, of all sequences together."""
 MAX_QUERY_ROWS = 64
-"""Most rows of a sequence, times query heads of a group, that a program of attention has registers for."""
+"""Most rows of a sequence, times query heads of a group, for which a program of attention has registers."""
 
 
 class PartialVerification(Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ SCORING_READS = 0.5
 """Reads of keys and values by which a refresh chooses blocks: the keys, which are half of them, once."""
 
 
-def configured(config: EngineConfig) -> PartialVerification | None:
+def _configured(config: EngineConfig) -> PartialVerification | None:
     """The configured partial verification, if any."""
     return None if config.speculation is None else config.speculation.partial_verification
 
@@ -25,7 +25,7 @@ def configured(config: EngineConfig) -> PartialVerification | None:
 def check_views(config: EngineConfig, model: DecoderConfig) -> None:
     """Raise ConfigError if partial verification is configured and the model has layers with windows, which
     read few keys anyway."""
-    partial = configured(config)
+    partial = _configured(config)
     if partial is not None and any(window is not None for window in model.windows):
         allowed = "None for a model with sliding windows"
         raise ConfigError.of("partial_verification", partial, allowed)
@@ -36,7 +36,7 @@ def view_layout(
 ) -> ViewLayout | None:
     """The layout of views; None without partial verification, if nothing is drafted, or if no sequence can be
     longer than a view."""
-    partial = configured(config)
+    partial = _configured(config)
     if partial is None or not draft_choices:
         return None
 

@@ -33,8 +33,8 @@ ALLOCATION_COUNT_INTERVAL = 256
 NUM_TIMED_REPLAYS = 3
 """Replays of each round that are timed at start."""
 
-
 Bucket = TypeVar("Bucket")
+"""Key of a captured round."""
 
 
 class _LaunchedStep(Struct):
