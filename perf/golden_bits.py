@@ -171,7 +171,7 @@ class AttentionCase(Struct, frozen=True):
             group=self.num_heads // self.num_kv_heads,
             head_dim=self.head_dim,
         )
-        out = torch.empty_like(query)
+        out = torch.full_like(query, torch.nan)  # the kernel between the plan and attention
         layer = LayerAttention(query=query, out=out, kv=kv, block_table=table)
         paged_attention(layer, rows, scratch, self.config)
         return out

@@ -25,6 +25,7 @@ from drift_sdk import (
     StaticTree,
 )
 from drift_sdk.models import weights
+from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScales
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -43,7 +44,9 @@ DYNAMIC = DynamicTree(top_k=4, depth=3, num_draft_tokens=11)
 Case = tuple[list[int], SamplingParams]
 
 
-def varied_scales(_: object, num_layers: int, num_kv_heads: int, device: torch.device) -> KVScales:
+def varied_scales(
+    _tensors: object, _form: KVForm, num_layers: int, num_kv_heads: int, device: torch.device
+) -> KVScales:
     """Scales that differ between layers and heads, and between keys and values."""
     count = torch.arange(num_layers * num_kv_heads, device=device).view(num_layers, num_kv_heads)
     return KVScales(0.01 * (1 + count / 7), 0.013 * (1 + count / 5))
@@ -187,7 +190,9 @@ def test_tokens_depend_on_kv_dtype_and_scales(folders: tuple[Path, Path], alone:
     found = [alone[-6:], anyio.run(lambda: main(kv_dtype=None))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            weights, "load_kv_scales", lambda *sizes: KVScales(*(torch.ones(sizes[1:3]).cuda(),) * 2)
+            weights,
+            "load_kv_scales",
+            lambda _tensors, _form, *sizes: KVScales(*(torch.ones(sizes[:2]).cuda(),) * 2),
         )
         found.append(anyio.run(main))
     for one in found:

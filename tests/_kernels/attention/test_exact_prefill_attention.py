@@ -125,6 +125,8 @@ class Prompt:
             group=layer.group,
             head_dim=layer.head_dim,
         )
+        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
+            tensor.fill_(torch.nan)  # the kernels between the plan and attention
         paged_attention(layer, rows, scratch, AttentionConfig(num_programs=num_programs))
         return layer.out
 

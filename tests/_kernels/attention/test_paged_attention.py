@@ -116,9 +116,9 @@ class Case:
             group=layer.group,
             head_dim=layer.head_dim,
         )
-        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
-            tensor.fill_(torch.nan)
         plan_attention(planned, plan)
+        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
+            tensor.fill_(torch.nan)  # the kernels between the plan and attention
         config = config or AttentionConfig(num_programs=264 if IS_GPU else 7 * layer.kv.num_heads)
         paged_attention(layer, planned, scratch, config)
         return layer.out

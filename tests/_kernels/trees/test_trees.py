@@ -163,9 +163,9 @@ class TreeRound:
             group=layer.group,
             head_dim=layer.head_dim,
         )
-        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
-            tensor.fill_(torch.nan)
         plan_attention(self.rows, plan)
+        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
+            tensor.fill_(torch.nan)  # the kernels between the plan and attention
         tree_attention(layer, self.rows, self.paths, scratch, AttentionConfig(num_programs=num_programs))
         return layer.out
 

@@ -212,6 +212,7 @@ def plan_attention(
 
     blocks: in which prefixes that sequences share are looked for, if a plan without a window is made.
     group: query heads that share a KV head.
+    Kernels of attention read the plan before they wait: at least one other kernel lies between.
     Raises ValueError for rows or blocks of another shape, type or layout, and for more sequences, or with a
     window more rows of a sequence, than the plan has room for.
     """
