@@ -5,7 +5,7 @@ The rate is taken from the difference between generating two numbers of tokens.
 python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
-python -m perf.decode --weights fp8 --scenario single-512 batch64-512
+python -m perf.decode --weights fp8 --scenario single-512 batch64-512 --peer vllm vllm-marlin
 python -m perf.decode --kv-dtype fp8 --scenario single-32k batch4-16k
 python -m perf.decode --model llama-3.1-8b --tensor-parallel 1 2 --peer vllm
 """
@@ -39,8 +39,11 @@ IDLE_S = 0.5
 PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[DecodeRun]]] = {
     "transformers": transformers.measure,
     "vllm": vllm.measure,
+    "vllm-marlin": partial(vllm.measure, linear_backend="marlin"),
 }
 """Name -> measure(model, scenarios, repeats, read bandwidth in TB/s), which yields a run per scenario."""
+QUANTISED_PEERS = {None: ("transformers", "vllm"), "fp8": ("vllm", "vllm-marlin"), "int4": ()}
+"""Peers that can be measured, by the form of the weights."""
 
 
 async def measure(
@@ -159,8 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
-    if (given.weights or given.kv_dtype) and given.peer:
-        arguments_parser.error("--peer: expected no --weights and no --kv-dtype, as peers do not quantise")
+    allowed = QUANTISED_PEERS[given.weights]
+    for peer in given.peer:
+        if peer not in allowed:
+            form = f"with --weights {given.weights}" if given.weights else "without --weights"
+            arguments_parser.error(f"--peer {peer}: expected {' or '.join(allowed) or 'none'} {form}")
+    if given.kv_dtype and given.peer:
+        arguments_parser.error("--peer: expected no --kv-dtype, because peers do not quantise the cache")
 
     options = DecodeOptions(
         device=given.device,

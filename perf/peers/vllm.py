@@ -43,10 +43,19 @@ ITEMSIZE = 2
 
 
 def measure(
-    model: Model, scenarios: Sequence[Scenario], repeats: int, bandwidth_tb_s: float, *, num_gpus: int = 0
+    model: Model,
+    scenarios: Sequence[Scenario],
+    repeats: int,
+    bandwidth_tb_s: float,
+    *,
+    num_gpus: int = 0,
+    linear_backend: str | None = None,
 ) -> Iterator[DecodeRun]:
-    """Measure decoding of models with random weights in bfloat16 on the first GPU, or divided between
-    `num_gpus`, which then is a field of the runs.
+    """Measure decoding of models with random weights on the first GPU, or divided between `num_gpus`, which
+    then is a field of the runs.
+
+    Computes in bfloat16. If the model's weights are FP8, so are vLLM's: by default its products quantise
+    activations too, with the linear backend "marlin" only weights. The backend is part of the engine's name.
 
     Raises RuntimeError for a model with real weights, and if vLLM is missing or fails. vLLM's messages go to
     stderr.
@@ -56,7 +65,10 @@ def measure(
         repeats=repeats,
         scenarios=[s.name for s in scenarios],
         num_gpus=max(num_gpus, 1),
+        quantization=model.weights,
+        linear_backend=linear_backend,
     )
+    fields = {} if linear_backend is None else {"engine": f"vllm-{linear_backend}"}
     for times in _times(model, job):
         scenario = Scenario.parse(str(times.scenario))
         yield DecodeRun.of_rounds(
@@ -65,7 +77,7 @@ def measure(
             bandwidth_tb_s,
             scenario=scenario,
             num_gpus=num_gpus or UNSET,
-            **_fields(model, times),
+            **_fields(model, times) | fields,
         )
 
 

@@ -10,6 +10,7 @@ from the same memory.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -22,7 +23,7 @@ from msgspec import Struct
 
 from perf.harness.scenario import LENGTHS, Scenario
 
-__all__ = ["ANSWERS_MARK", "MARK", "Job", "Times", "copying"]
+__all__ = ["ANSWERS_MARK", "MARK", "Job", "Times", "copying", "kernels_of"]
 
 MARK, ANSWERS_MARK = "times: ", "answers: "
 NUM_WARM_UP_PROMPTS = 2
@@ -43,6 +44,8 @@ class Job(Struct, frozen=True):
     draft:           folder of an EAGLE-3 draft's config.json; None: no drafts.
     num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
     num_gpus:        that the model is divided between.
+    quantization:    as vLLM names it, of weights that are not quantised in the file; None: none.
+    linear_backend:  kernels of matrix products; None: vLLM chooses.
     answered, num_answer_tokens:          prompts that are continued greedily, all at a time, and by how many
                                           tokens. If there are any, the folder's weights are loaded.
     """
@@ -56,6 +59,8 @@ class Job(Struct, frozen=True):
     num_draft_tokens: int = 0
     acceptance_length: float = 1.0
     num_gpus: int = 1
+    quantization: str | None = None
+    linear_backend: str | None = None
     answered: list[list[int]] = []
     num_answer_tokens: int = 0
 
@@ -98,6 +103,13 @@ def copying(file: str) -> Callable[[Any], list[str]]:
     return copy
 
 
+def kernels_of(model: Any) -> list[str]:
+    """Names of the classes of kernels that multiply by quantised weights. vLLM sends it by value, too."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    kernels = (getattr(method, "fp8_linear", None) for method in methods)
+    return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None})
+
+
 def max_model_len(folder: Path) -> int:
     """MAX_MODEL_LEN, or what the model in `folder` allows."""
     settings = msgspec.json.decode((folder / "config.json").read_bytes())
@@ -105,9 +117,12 @@ def max_model_len(folder: Path) -> int:
 
 
 def main() -> None:
+    job = msgspec.json.decode(sys.argv[1], type=Job)
+    if job.linear_backend == "marlin":
+        os.environ["VLLM_TEST_FORCE_FP8_MARLIN"] = "1"  # refused otherwise where FP8 products exist
+
     import vllm
 
-    job = msgspec.json.decode(sys.argv[1], type=Job)
     settings: dict[str, Any] = {
         "load_format": "auto" if job.answered else "dummy",
         "dtype": "bfloat16",
@@ -122,6 +137,9 @@ def main() -> None:
         settings["tensor_parallel_size"] = job.num_gpus
         # It is compiled at the start, for minutes, and may use NVLink multicast.
         settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    for name in ("quantization", "linear_backend"):
+        if getattr(job, name) is not None:
+            settings[name] = getattr(job, name)
     if job.draft is not None:
         settings["speculative_config"] = {
             "method": "eagle3",
@@ -138,7 +156,10 @@ def main() -> None:
                 f"vLLM's model lacks {sorted(missing)[:5]}: expected all tensors of {job.weights}"
             )
 
-    described = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    described = "vllm.LLM({})".format(", ".join(f"{name}={value!r}" for name, value in settings.items()))
+    if job.quantization is not None:
+        kernels = {name for names in llm.apply_model(kernels_of) for name in names}
+        described = f"{described}, computes with {', '.join(sorted(kernels))}"
 
     def answers(prompts: list[dict[str, list[int]]], num_tokens: int) -> list[list[int]]:
         params = vllm.SamplingParams(
@@ -158,7 +179,7 @@ def main() -> None:
         return time.perf_counter() - started_at
 
     def report(scenario: str | int, times: list[float]) -> None:
-        found = Times(scenario, times, vllm.__version__, f"vllm.LLM({described})")
+        found = Times(scenario, times, vllm.__version__, described)
         print(MARK + msgspec.json.encode(found).decode(), flush=True)
 
     if job.answered:

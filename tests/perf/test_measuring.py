@@ -159,6 +159,21 @@ def test_sampled_runs_are_sampled_and_recorded_as_sampled(
         decode.main([*arguments, "--temperature", "0.8", "--peer", "vllm"])
 
 
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--weights", "int4", "--peer", "vllm"], "--peer vllm: expected none with --weights int4"),
+        (["--peer", "vllm-marlin"], "--peer vllm-marlin: expected transformers or vllm without --weights"),
+    ],
+)
+def test_peers_are_not_compared_with_other_weights(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        decode.main(["--model", "tiny", "--device", "cpu", *arguments])
+    assert expected in capsys.readouterr().err
+
+
 def test_prefill_writes_a_result_file(tmp_path: Path) -> None:
     out = tmp_path / "prefill.json"
     arguments = ["--model", "tiny", "--device", "cpu", "--tokens", "64", "200", "--repeats", "2"]

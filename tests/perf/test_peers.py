@@ -60,6 +60,26 @@ LLM.__init__, LLM.apply_model = noting, applied
 """
 
 
+QUANTISED = """
+import os
+import types
+
+class Kernel:
+    pass
+
+def initialise(self, *, model, load_format, quantization, **settings):
+    self.forced = os.environ.get("VLLM_TEST_FORCE_FP8_MARLIN"), settings.get("linear_backend")
+
+def applied(self, function):
+    kernel = type("W8A16" if self.forced == ("1", "marlin") else "W8A8", (Kernel,), {})()
+    quantised = SimpleNamespace(quant_method=SimpleNamespace(fp8_linear=kernel))
+    alone = types.FunctionType(function.__code__, {})  # as a worker gets it
+    return [alone(SimpleNamespace(modules=lambda: [quantised, SimpleNamespace()]))]
+
+LLM.__init__, LLM.apply_model = initialise, applied
+"""
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Model:
     return prepare("tiny", tmp_path / "tiny")
@@ -84,6 +104,20 @@ def test_vllm_decodes_in_its_own_process(
     assert runs[0].ms_per_round == pytest.approx(0.1)
     assert runs[1].ms_per_round == pytest.approx(0.4)
     assert "enable_prefix_caching=True" in str(runs[0].settings)
+
+
+def test_vllm_quantises_as_the_model_does_and_names_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepare("tiny", tmp_path / "tiny", "fp8")
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    (tmp_path / "site" / "vllm.py").write_text(f"MISSING = 0\n{VLLM}\n{QUANTISED}")
+    for name, kernel in (("vllm", "W8A8"), ("vllm-marlin", "W8A16")):
+        (run,) = PEERS[name](model, [Scenario.parse("single-16")], 1, 0.01)
+        assert (run.engine, run.dtype) == (name, "fp8")
+        assert "quantization='fp8'" in str(run.settings)
+        assert str(run.settings).endswith(f", computes with {kernel}")
+    assert "linear_backend='marlin'" in str(run.settings)
 
 
 def test_vllm_divides_a_model_between_gpus(

@@ -10,6 +10,9 @@ Module layout
    of the caller.
 4. `<wrapper>_reference`: the same in plain torch, for tests.
 
+A kernel in CUDA C++ lies in a .cu file beside its wrapper, which declares with `note_kernel` what it reads
+before it waits and what it writes. Each of its threads waits before it ends or permits dependents to start.
+
 Letters of shapes
 -----------------
 R: rows of a step, a row being one token position. S: slots, rows of the slot tables. H: hidden size. V: size

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from quantised_cases import FORMATS, QuantisedFormat, draw
 from tolerances import assert_near
 
 from drift_sdk._kernels.layers.activation import Activation, activate_reference
+from drift_sdk._kernels.quantised import programs
 from drift_sdk._kernels.quantised.packing import PackedWeight, pack_weight
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
 from drift_sdk._kernels.quantised.tile_choice import choose_tiles
-from drift_sdk._kernels.quantised.tiles import MAX_SHARED_BYTES, Tiles
+from drift_sdk._kernels.quantised.tiles import Tiles, num_splits
 from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
 
 pytestmark = pytest.mark.kernel
@@ -91,21 +96,30 @@ def test_gated_product_is_near_the_reference(
             assert_near(out, expected, inner=inner, depth=2, magnitude=LARGEST, num_roundings=num_roundings)
 
 
-# Warpgroups along the weight and along a slice, rows, stages, CTAs of a multiprocessor.
+# Panels, rows, stages.
 TILES = (
-    Tiles(1, 1, 8, 2, 1),
-    Tiles(2, 2, 8, 4, 1),
-    Tiles(1, 4, 8, 3, 1),
-    Tiles(1, 3, 16, 2, 1),
-    Tiles(1, 2, 32, 4, 1),
-    Tiles(2, 1, 64, 3, 1),
-    Tiles(4, 1, 64, 2, 1),
-    Tiles(1, 2, 64, 2, 1),
+    Tiles(1, 8, 8),
+    Tiles(2, 8, 4),
+    Tiles(4, 8, 3),
+    Tiles(1, 16, 12),
+    Tiles(1, 32, 8),
+    Tiles(2, 64, 3),
+    Tiles(4, 64, 2),
+    Tiles(1, 64, 8),
+    Tiles(2, 128, 4),
+    Tiles(1, 128, 2),
+    Tiles(1, 128, 4),
 )
 
 
+def fitting(weight: PackedWeight) -> list[Tiles]:
+    found = [tiles for tiles in TILES if tiles.fits(weight)]
+    assert len(found) > 2
+    return found
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096), (576, 1536), (1000, 576)], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096), (576, 1536), (6144, 576), (17408, 192)], ids=str)
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_bits_depend_neither_on_rows_nor_on_tiles(
     kind: QuantisedFormat, shape: tuple[int, int], device: str
@@ -116,7 +130,7 @@ def test_bits_depend_neither_on_rows_nor_on_tiles(
     for num_rows in (1, 2, 5, 8, 9, 16, 17, 33, 64, 65, 129, 256):
         part = x[:num_rows].contiguous()
         assert torch.equal(product(part, weight), expected[:, :num_rows]), f"{num_rows} rows"
-    for tiles in TILES:
+    for tiles in fitting(weight):
         for num_rows in (3, 64, 100):
             part = x[:num_rows].contiguous()
             assert torch.equal(product(part, weight, tiles), expected[:, :num_rows]), (
@@ -130,7 +144,7 @@ def test_bits_of_gated_products_depend_neither_on_rows_nor_on_tiles(device: str)
         weight, _ = draw(kind, 1536, 576, device, is_gated=True)
         x = rows_of_x(130, 576, torch.bfloat16, device)
         expected = torch.cat([gated_product(row[None], weight, TILES[0]) for row in x])
-        for tiles in (None, *TILES):
+        for tiles in (None, *fitting(weight)):
             for num_rows in (1, 7, 64, 130):
                 part = x[:num_rows].contiguous()
                 assert torch.equal(gated_product(part, weight, tiles), expected[:num_rows]), (
@@ -139,31 +153,57 @@ def test_bits_of_gated_products_depend_neither_on_rows_nor_on_tiles(device: str)
 
 
 @pytest.mark.gpu
-def test_sums_of_steps_are_added_in_ascending_order(device: str) -> None:
-    """The sum of 2 ** 24, 1 and -(2 ** 24) shows the order: in float32 it is 0, or 1 if the one is last."""
-    ones = torch.full((16, 512), 0x38, dtype=torch.uint8, device=device)
-    scales = torch.ones(16, 1, device=device)
-    weight = pack_weight(ones, scales, None, "e4m3", group_size=None, is_whole=True)
-    for places, expected in (((0, 130, 256), 0.0), ((0, 256, 130), 1.0), ((130, 0, 256), 0.0)):
-        x = torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
-        for place, value in zip(places, (2.0**24, 1.0, -(2.0**24)), strict=True):
-            x[0, place] = value
-        for tiles in TILES:
-            assert product(x, weight, tiles)[0, 0, 0].item() == expected, f"{places}, {tiles}"
+def test_sums_of_groups_are_added_by_warpgroup_in_ascending_order(device: str) -> None:
+    """Sums of 2 ** 24, 1 and -(2 ** 24), added in float32, are 0 or 1, which shows the order."""
+    ones = torch.full((64, 1024), 0x38, dtype=torch.uint8, device=device)
+    scales = torch.ones(64, 8, device=device)
+    weight = pack_weight(ones, scales, None, "e4m3", group_size=128, is_whole=True)
+    assert num_splits(weight) == 2
+    found = set()
+    for steps in itertools.permutations((0, 1, 2, 4, 5), 3):
+        x = torch.zeros(1, 1024, dtype=torch.bfloat16, device=device)
+        sums = torch.zeros(8)
+        for step, value in zip(steps, (2.0**24, 1.0, -(2.0**24)), strict=True):
+            x[0, step * 128 + 5] = sums[step] = value
+        totals = [torch.zeros(()), torch.zeros(())]
+        for step in range(8):
+            totals[step % 2] = totals[step % 2] + sums[step]
+        expected = (totals[0] + totals[1]).item()
+        found.add(expected)
+        for tiles in fitting(weight):
+            assert product(x, weight, tiles)[0, 0, 0].item() == expected, f"{steps}, {tiles}"
+    assert found == {0.0, 1.0}
 
 
 def test_tiles_fit_shared_memory_for_all_rows() -> None:
     for kind in FORMATS:
         for num_columns, inner in ((4096, 4096), (57344, 8192), (8192, 28672), (576, 1536), (64, 64)):
             weight, _ = draw(kind, 16, 64, "cpu")
-            codes = torch.empty(-(-num_columns // 16), 0, dtype=torch.uint8)
+            codes = torch.empty(-(-num_columns // 64), 0, dtype=torch.uint8)
             shaped = PackedWeight(
                 **{name: getattr(weight, name) for name in weight.__struct_fields__}
                 | {"codes": codes, "num_columns": num_columns, "inner": inner, "num_slices": 1}
             )
             for num_rows in range(1, 513):
-                tiles = choose_tiles(shaped, num_rows, 132)
-                assert tiles.shared_bytes(shaped) <= MAX_SHARED_BYTES, f"{kind}, {num_columns}x{inner}"
+                tiles = choose_tiles(shaped, num_rows)
+                assert tiles.fits(shaped), f"{kind}, {num_columns}x{inner}, {tiles}"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_programs_are_those_of_compute_capability_9_0(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other GPUs, types and inner dimensions are left to the fallback."""
+    monkeypatch.setattr(programs, "has_compiler", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    def weight(inner: int, device: str = "cuda") -> Any:
+        return SimpleNamespace(codes=SimpleNamespace(device=torch.device(device)), inner=inner)
+
+    assert programs.has_programs(weight(64), torch.bfloat16) == (capability == (9, 0))
+    assert not programs.has_programs(weight(64), torch.float16)
+    assert not programs.has_programs(weight(96), torch.bfloat16)
+    assert not programs.has_programs(weight(64, "cpu"), torch.bfloat16)
 
 
 def test_errors_name_the_argument(device: str) -> None:

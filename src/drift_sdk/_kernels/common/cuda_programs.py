@@ -11,15 +11,24 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver
-from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
-from cuda.core.utils import FileStreamProgramCache
+from cuda.core import (
+    Device,
+    LaunchConfig,
+    Program,
+    ProgramOptions,
+    Stream,
+    TensorMapDescriptor,
+    TensorMapDescriptorOptions,
+    launch,
+)
+from cuda.core.utils import FileStreamProgramCache, StridedMemoryView
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
 from drift_sdk._kernels.common.parallel_compile import is_recording
 
-__all__ = ["CudaKernel", "compile_kernel", "has_compiler", "launch_kernel"]
+__all__ = ["CudaKernel", "compile_kernel", "has_compiler", "launch_kernel", "map_boxes"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -95,14 +104,14 @@ def launch_kernel(
     grid: Sequence[int],
     num_threads: int,
     shared_bytes: int,
-    *arguments: Tensor | int | float | None,
+    *arguments: Tensor | TensorMapDescriptor | int | float | None,
     cluster: int | None = None,
 ) -> None:
     """Launch in torch's current stream, with programmatic dependent launch where the GPU has it. Nothing is
     launched where launches are only recorded (parallel_compile.py).
 
     grid: numbers of CTAs; of clusters of `cluster` CTAs where that is given.
-    arguments: tensors as pointers, None as a null pointer, numbers as int and float.
+    arguments: tensors as pointers, None as a null pointer, numbers as int and float, maps as they are.
     """
     if is_recording():
         return
@@ -118,11 +127,27 @@ def launch_kernel(
     launch(stream, config, compiled, *map(_argument, arguments))
 
 
-def _argument(value: Tensor | int | float | None) -> Any:
+def map_boxes(matrix: Tensor, num_rows: int, num_columns: int) -> TensorMapDescriptor:
+    """A map of a matrix for copies of boxes to shared memory, by the copy engine of compute capability 9.0.
+
+    A box has `num_columns` columns, at most 64, of `num_rows` rows, swizzled as wgmma reads them. It is not
+    larger than the matrix; where it lies outside, numbers become zeros. matrix: bfloat16, contiguous, at a
+    multiple of 16 bytes.
+    """
+    options = TensorMapDescriptorOptions(box_dim=(num_rows, num_columns))
+    options.swizzle = type(options.swizzle).SWIZZLE_128B  # an enum without a public name
+    view = StridedMemoryView.from_dlpack(matrix.view(torch.uint16), -1)  # no bfloat16 without ml_dtypes
+    return view.as_tensor_map(options=options)
+
+
+def _argument(value: Tensor | TensorMapDescriptor | int | float | None) -> Any:
     if value is None:
         return 0
 
     if isinstance(value, Tensor):
         return value.data_ptr()
+
+    if isinstance(value, TensorMapDescriptor):
+        return value
 
     return c_float(value) if isinstance(value, float) else c_int(value)

@@ -6,7 +6,8 @@ that may still be running: the kernel before it; if that one permitted its depen
 itself waited, also the kernel before that; and so on.
 
 Which pointer arguments a kernel reads before it waits, and which it writes, is taken from its Triton IR
-(TTIR); which tensors they are, from the launches of a step. Kernels of torch wait for everything before them,
+(TTIR); which tensors they are, from the launches of a step. CUDA C++ kernels declare theirs, with
+`note_kernel`; tests hold the declarations to their PTX. Kernels of torch wait for everything before them,
 and let nothing start before they end: `note_library_kernel` adds them to the order of launches. One that is
 not noted makes the check stricter.
 """

@@ -7,11 +7,12 @@ before it still runs. Two device functions control it:
 
 - `wait_for_producers` blocks until every earlier kernel has finished and its writes are visible. A kernel
   calls it before it touches what other kernels write. Every CTA calls it before it ends, also one without any
-  work: otherwise later kernels could start while an earlier one still runs.
-- `start_dependents` permits the CTAs of the next kernel to be placed. A product or another long kernel calls
-  it when it is nearly done, since waiting CTAs would occupy the multiprocessors that it needs. A short kernel
-  that always follows a long one calls it first, even before it waits. Kernels whose CTAs are all placed at
-  once may call it as soon as they have waited.
+  work: otherwise later kernels could start while an earlier one still runs. In CUDA C++, every thread does.
+- `start_dependents` permits the CTAs of the next kernel to be placed: once a thread of every CTA has called
+  it, or the CTA has ended. A product or another long kernel calls it when it is nearly done, since waiting
+  CTAs would occupy the multiprocessors that it needs. A short kernel that always follows a long one calls it
+  first, even before it waits. Kernels whose CTAs are all placed at once may call it as soon as they have
+  waited.
 
 Before it waits, a kernel may read what was written before the two kernels that precede it: those writes are
 complete when a CTA is placed. Such loads bypass the L1 cache (`cache_modifier=".cg"`), which may hold earlier

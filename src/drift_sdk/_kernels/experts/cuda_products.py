@@ -46,7 +46,7 @@ MAX_SCALE = 128
 """The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
 
 GATED_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
-DOWN_ACCESS = KernelAccess(frozenset({"counts", "pairs"}), frozenset({"out"}), False)
+DOWN_ACCESS = KernelAccess(frozenset({"values", "scales", "counts", "pairs"}), frozenset({"out"}), False)
 
 MAX_EXPERTS = 1024
 NUM_THREADS, NUM_WARPS = 256, 8
@@ -136,7 +136,9 @@ def cuda_expert_multiply(
     check_matrix(matrix, (rows.num_experts, num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
     _launch(x, matrix, rows, out, num_columns, None, tiles)
-    note_kernel("down of experts", DOWN_ACCESS, {"counts": rows.counts, "pairs": rows.pairs, "out": out})
+    weights = {"values": matrix.values, "scales": matrix.scales}
+    lists = {"counts": rows.counts, "pairs": rows.pairs}
+    note_kernel("down of experts", DOWN_ACCESS, {**weights, **lists, "out": out})
 
 
 def _launch(

@@ -92,7 +92,8 @@ def cuda_route(
         cluster=num_experts // CTA_EXPERTS,
     )
     names = ("experts", "shares", "pairs", "counts") if has_lists else ("experts", "shares")
-    access = KernelAccess(frozenset(), frozenset(names), False)
-    note_kernel("routing", access, {name: getattr(rows, name) for name in names})
+    access = KernelAccess(frozenset({"weight", "bias"}), frozenset(names), False)
+    written = {name: getattr(rows, name) for name in names}
+    note_kernel("routing", access, {"weight": weight, "bias": bias, **written})
     if not has_lists:
         list_rows(rows)

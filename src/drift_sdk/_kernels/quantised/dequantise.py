@@ -2,7 +2,8 @@
 
     dequantise:  out[n, k] = (code[n, k] - zero) * scale, rounded once to the storage type
 
-Grid: (tiles of TILE_N packed rows, tiles of TILE_K columns).
+dequantise.cu does it for bfloat16 on GPUs of compute capability 9.0; elsewhere the kernel of this file, with
+the same bits. Grid of the latter: (tiles of TILE_N packed rows, tiles of TILE_K columns).
 
 Bytes: the codes and scales once, and the output.
 
@@ -18,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
     start_dependents,
@@ -25,12 +28,15 @@ from drift_sdk._kernels.common.launching import (
     wait_for_producers,
 )
 from drift_sdk._kernels.quantised.packing import (
+    CODE_UNIT,
     INT4_ZERO,
+    PANEL,
     TILE,
     UNIT,
     PackedWeight,
     row_order,
 )
+from drift_sdk._kernels.quantised.programs import has_programs, program
 
 __all__ = [
     "dequantise",
@@ -45,6 +51,12 @@ __all__ = [
 TILE_N = 32
 TILE_K = 128
 NUM_WARPS = 4
+THREADS = 128
+WARP_UNITS = 4
+"""Units of 64 columns that a warp of dequantise.cu converts."""
+
+ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+"""dequantise.cu reads nothing before it waits, and writes its output."""
 
 E4M3_FACTOR = tl.constexpr(2.0**120)
 """The factor for the bits of an e4m3 number, moved to their places in bfloat16."""
@@ -62,15 +74,15 @@ def packed_codes(
     """Return the codes of some rows and columns, int32 [TILE_N, TILE_K]."""
     lane = packed_row % 8 * 4 + inner % 8 // 2
     half_row, half, sixteen = packed_row % 16 // 8, inner % 16 // 8, inner % 32 // 16
-    tile = (packed_row // 16).to(tl.int64)
+    unit = (packed_row // 64).to(tl.int64) * NUM_UNITS + inner // 64
+    tile = unit * 4 + packed_row % 64 // 16
     if IS_E4M3:
-        chunk = tile * (2 * NUM_UNITS) + inner // 32
+        chunk = tile * 2 + inner % 64 // 32
         offset = lane * 16 + half_row * 8 + sixteen * 4 + inner % 2 * 2 + half
         return tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0).to(tl.int32)
     else:
-        chunk = tile * NUM_UNITS + inner // 64
         offset = lane * 16 + half_row * 8 + inner % 64 // 32 * 4 + inner % 2 * 2 + sixteen
-        byte = tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0)
+        byte = tl.load(codes_ptr + tile * 512 + offset, mask=is_code, other=0)
         return (byte.to(tl.int32) >> (half * 4)) & 15
 
 
@@ -91,14 +103,14 @@ def packed_numbers(
 
 @triton.jit
 def packed_zeros(
-    zeros_ptr,  # bfloat16 [tiles, groups, 8, 2], or None
+    zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
     place,  # of a scale, int64
     is_place,
 ):
     """Return the zero points of 4-bit codes at some places of scales, fp32."""
     zeros = tl.full(place.shape, 8.0, tl.float32)
     if zeros_ptr is not None:
-        zeros = -128.0 - tl.load(zeros_ptr + place, mask=is_place, other=-136.0).to(tl.float32)
+        zeros = tl.load(zeros_ptr + place, mask=is_place, other=-0.125).to(tl.float32) * -64.0
     return zeros
 
 
@@ -118,15 +130,15 @@ def scale_place(
     NUM_GROUPS: tl.constexpr,  # of a row
 ):
     """Return the places of the scales of some packed rows and groups, int64."""
-    tile = (packed_row // 16).to(tl.int64)
-    return (tile * NUM_GROUPS + group) * 16 + packed_row % 8 * 2 + packed_row % 16 // 8
+    place = (packed_row // 64).to(tl.int64) * NUM_GROUPS + group
+    return place * 64 + packed_row % 64 // 16 * 16 + packed_row % 8 * 2 + packed_row % 16 // 8
 
 
 @triton.jit
 def _dequantise(
     codes_ptr,  # uint8, as packing.py arranges them
-    scales_ptr,  # [tiles, groups, 8, 2], or None
-    zeros_ptr,  # bfloat16 [tiles, groups, 8, 2], or None
+    scales_ptr,  # [panels, groups, 4, 8, 2], or None
+    zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
     row_scales_ptr,  # fp32 [N], in the order of packed rows, or None
     out_ptr,  # [N, K], storage type
     N: tl.constexpr,
@@ -162,6 +174,10 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
     Raises ValueError for another shape, or if out is not contiguous.
     """
     check_tensor("out", out, (weight.num_columns, weight.inner), out.dtype)
+    if has_programs(weight, out.dtype):
+        _launch(weight, out)
+        return
+
     grid = triton.cdiv(weight.num_columns, TILE_N), triton.cdiv(weight.inner, TILE_K)
     _dequantise[grid](
         codes_ptr=weight.codes,
@@ -182,23 +198,48 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
     )
 
 
+def _launch(weight: PackedWeight, out: Tensor) -> None:
+    is_gated = "true" if weight.is_gated else "false"
+    kernel = program(
+        weight, ("hopper.cu", "dequantise.cu"), "numbers", "DEQUANTISE", is_gated, THREADS=THREADS
+    )
+    num_units = triton.cdiv(weight.inner, UNIT)
+    launch_kernel(
+        compile_kernel(kernel, out.device.index or 0, 0),
+        (triton.cdiv(num_units, THREADS // 32 * WARP_UNITS), triton.cdiv(weight.num_columns, TILE)),
+        THREADS,
+        0,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.row_scales,
+        out,
+        weight.num_columns,
+        weight.inner,
+    )
+    note_kernel("the numbers of a quantised weight", ACCESS, {"out": out})
+
+
 def dequantise_reference(weight: PackedWeight) -> Tensor:
     """Return the numbers of a weight, float32 [num_columns, inner], in plain torch."""
-    tiles, padded = weight.num_tiles, -(-weight.inner // UNIT) * UNIT
+    panels, padded = weight.num_panels, -(-weight.inner // UNIT) * UNIT
     if weight.code_type == "e4m3":
-        parts = weight.codes.view(tiles, padded // 32, 8, 4, 2, 2, 2, 2).permute(0, 4, 2, 1, 5, 7, 3, 6)
-        parts = parts.reshape(tiles * TILE, padded).view(torch.float8_e4m3fn)
+        # (panel, unit, tile, chunk, g, t, half of rows, 16 columns, neighbour, half of 16 columns)
+        parts = weight.codes.view(panels, padded // 64, 4, 2, 8, 4, 2, 2, 2, 2)
+        parts = parts.permute(0, 2, 6, 4, 1, 3, 7, 9, 5, 8)
+        parts = parts.reshape(panels * PANEL, padded).view(torch.float8_e4m3fn)
     else:
-        pairs = weight.codes.view(tiles, padded // 64, 8, 4, 2, 2, 2, 2)
-        parts = torch.stack((pairs & 15, pairs >> 4), dim=-1).permute(0, 4, 2, 1, 5, 7, 8, 3, 6)
-    numbers = parts.to(torch.float32).reshape(tiles * TILE, padded)
+        # (panel, unit, tile, g, t, half of rows, 32 columns, neighbour, 16 columns, half of those)
+        pairs = weight.codes.view(panels, padded // 64, 4, 8, 4, 2, 2, 2, 2)
+        parts = torch.stack((pairs & 15, pairs >> 4), dim=-1).permute(0, 2, 5, 3, 1, 6, 8, 9, 4, 7)
+    numbers = parts.to(torch.float32).reshape(panels * PANEL, padded)
 
     def by_column(values: Tensor) -> Tensor:
-        rows = values.to(torch.float32).permute(0, 3, 2, 1).reshape(tiles * TILE, -1)
+        rows = values.to(torch.float32).permute(0, 2, 4, 3, 1).reshape(panels * PANEL, -1)
         return rows.repeat_interleave(weight.group_size, dim=1)
 
     if weight.zeros is not None:
-        numbers += by_column(weight.zeros) + 128
+        numbers += by_column(weight.zeros) * CODE_UNIT
     elif weight.code_type == "int4":
         numbers -= INT4_ZERO
     if weight.scales is not None:

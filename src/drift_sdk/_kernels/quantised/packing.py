@@ -1,8 +1,10 @@
 """Quantised weights as the kernels read them: codes in the order of MMA fragments, scales by group.
 
-A weight [N, K] is cut into tiles of 16 rows, and those into chunks of 32 columns (e4m3) or 64 (4 bits). A
-chunk is 512 bytes, 16 for each lane of a warp, which reads it in one piece. Lane 4 g + t has rows g and
-g + 8, and of every 16 columns, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as an MMA takes them:
+A weight [N, K] is cut into panels of 64 rows, and those into units of 64 columns, which follow one another:
+what a warpgroup reads of a step of columns is one piece of memory. A unit has four tiles of 16 rows, one for
+each warp, of one chunk (4 bits), or two of 32 columns each (e4m3). A chunk is 512 bytes, 16 for each lane,
+which reads them at once. Lane 4 g + t has rows g and g + 8, and of every 16 columns, columns 2 t, 2 t + 1,
+2 t + 8 and 2 t + 9, as an MMA takes them:
 
     e4m3: a word for each row and 16 columns: row g twice, then row g + 8. The order of its columns is 2 t,
           2 t + 8, 2 t + 1, 2 t + 9: two neighbours are in bytes 0 and 2, or 1 and 3.
@@ -11,9 +13,9 @@ g + 8, and of every 16 columns, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as an
 
 A tile of a gated weight has 8 rows of the gate, then the same 8 rows of up, so that a lane has both.
 
-Scales of groups: [tiles, groups, 8, 2], of rows g and g + 8. Groups of the kernels have 128, 64 or 32
+Scales of groups: [panels, groups, 4, 8, 2], of four tiles with rows g and g + 8. Groups have 128, 64 or 32
 columns and do not cross the borders of slices (gemm/slices.py); a scale of more columns is repeated. Zero
-points z are kept as the bfloat16 number -(128 + z), which is what a kernel adds to 128 + code.
+points z are kept as the bfloat16 number -z / 64, because a kernel's numbers are codes divided by 64.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ CodeType = Literal["e4m3", "int4"]
 
 TILE = 16
 """Rows of a tile."""
+PANEL = 64
+"""Rows of a panel, four tiles."""
 UNIT = 64
 """Columns of a unit; of every slice but a ragged last one a divisor."""
 STEP = 128
 """Columns whose sum a kernel completes before it adds it to the others."""
 MIN_GROUP = 32
+CODE_UNIT = 64
+"""A zero point is kept divided by this."""
 INT4_ZERO = 8
 """The code of zero in a 4-bit weight without zero points."""
 
@@ -46,9 +52,9 @@ INT4_ZERO = 8
 class PackedWeight(Struct, frozen=True, kw_only=True):
     """A quantised weight [num_columns, inner], as the kernels take it.
 
-    codes: uint8 [tiles, bytes of a tile]. Rows and columns that do not exist have zeros.
-    scales: [tiles, groups, 8, 2] float32, bfloat16 or float16; None: one scale a row.
-    zeros: bfloat16, of the shape of `scales`: -(128 + zero point). None: the zero point is INT4_ZERO, or the
+    codes: uint8 [panels, bytes of a panel]. Rows and columns that do not exist have zeros.
+    scales: [panels, groups, 4, 8, 2] float32, bfloat16 or float16; None: one scale a row.
+    zeros: bfloat16, of the shape of `scales`: -zero point / CODE_UNIT. None: it is INT4_ZERO, or the
     codes are e4m3.
     row_scales: [num_columns] float32, in the order of packed rows; None: scales are those of groups.
     group_size: columns of a group: 128, 64 or 32; 128 with row_scales.
@@ -67,7 +73,7 @@ class PackedWeight(Struct, frozen=True, kw_only=True):
     num_slices: int
 
     @property
-    def num_tiles(self) -> int:
+    def num_panels(self) -> int:
         return self.codes.shape[0]
 
     @property
@@ -138,7 +144,7 @@ def pack_weight(
         code_type=code_type,
         codes=pack(_padded(codes[order], padded_columns)),
         scales=None if is_by_row else _by_group(scales[order][:, group]),
-        zeros=None if zeros is None else _by_group(-128 - zeros[order][:, group].to(torch.bfloat16)),
+        zeros=None if zeros is None else _by_group(zeros[order][:, group].to(torch.bfloat16) / -CODE_UNIT),
         row_scales=scales[order, 0].to(torch.float32) if is_by_row else None,
         num_columns=num_columns,
         inner=inner,
@@ -155,31 +161,28 @@ def row_order(num_columns: int, is_gated: bool, device: torch.device) -> Tensor:
 
 
 def _padded(rows: Tensor, num_columns: int | None = None) -> Tensor:
-    """[tiles, 16, columns] of rows [N, columns], with zeros for those that do not exist."""
-    missing = -rows.shape[0] % TILE
+    """[panels, 4, 2, 8, columns] of rows [N, columns], with zeros for those that do not exist."""
+    missing = -rows.shape[0] % PANEL
     more_columns = 0 if num_columns is None else num_columns - rows.shape[1]
     padded = torch.nn.functional.pad(rows, (0, more_columns, 0, missing))
-    return padded.view(-1, TILE, padded.shape[1])
+    return padded.view(-1, PANEL // TILE, 2, TILE // 2, padded.shape[1])
 
 
 def _pack_e4m3(codes: Tensor) -> Tensor:
-    """[tiles, bytes] of codes [tiles, 16, K]."""
-    tiles, _, columns = codes.shape
-    # (tile, half of its rows, g, chunk, 16 columns, half of those, t, neighbour)
-    parts = codes.view(tiles, 2, 8, columns // 32, 2, 2, 4, 2)
-    return parts.permute(0, 3, 2, 6, 1, 4, 7, 5).reshape(tiles, -1).contiguous()
+    """[panels, bytes] of codes [panels, 4, 2, 8, K]."""
+    # (panel, tile, half of its rows, g, unit, chunk, 16 columns, half of those, t, neighbour)
+    parts = codes.view(*codes.shape[:4], -1, 2, 2, 2, 4, 2)
+    return parts.permute(0, 4, 1, 5, 3, 8, 2, 6, 9, 7).reshape(len(codes), -1).contiguous()
 
 
 def _pack_int4(codes: Tensor) -> Tensor:
-    """[tiles, bytes] of codes [tiles, 16, K]."""
-    tiles, _, columns = codes.shape
-    # (tile, half of its rows, g, chunk, 32 columns, 16 columns, half of those, t, neighbour)
-    parts = codes.view(tiles, 2, 8, columns // 64, 2, 2, 2, 4, 2)
-    pairs = parts[:, :, :, :, :, :, 0] | (parts[:, :, :, :, :, :, 1] << 4)
-    return pairs.permute(0, 3, 2, 6, 1, 4, 7, 5).reshape(tiles, -1).contiguous()
+    """[panels, bytes] of codes [panels, 4, 2, 8, K]."""
+    # (panel, tile, half of its rows, g, unit, 32 columns, 16 columns, half of those, t, neighbour)
+    parts = codes.view(*codes.shape[:4], -1, 2, 2, 2, 4, 2)
+    pairs = parts[:, :, :, :, :, :, :, 0] | (parts[:, :, :, :, :, :, :, 1] << 4)
+    return pairs.permute(0, 4, 1, 3, 7, 2, 5, 8, 6).reshape(len(codes), -1).contiguous()
 
 
 def _by_group(values: Tensor) -> Tensor:
-    """[tiles, groups, 8, 2] of values [N, groups]."""
-    padded = _padded(values)
-    return padded.view(-1, 2, 8, padded.shape[2]).permute(0, 3, 2, 1).contiguous()
+    """[panels, groups, 4, 8, 2] of values [N, groups]."""
+    return _padded(values).permute(0, 4, 1, 3, 2).contiguous()

@@ -8,15 +8,16 @@ multiplies by wgmma in bfloat16 with sums in float32; the weights stand on the M
 the sums: those of groups to the sum of a group, that of a row to the sum of a slice.
 
 Order of summation: one tree for each weight. Slices are those of gemm/slices.py, left as partial sums that
-the next kernel adds. A slice is cut into steps of 128 columns from its beginning. Tensor cores sum the
-columns of a group inside a step, from zero, 16 at a time. The groups of a step are added in ascending order,
-and then the steps, in float32. Which warp computes a step, and how many rows there are, changes no bit.
+the next kernel adds. Tensor cores sum the columns of a group, from zero, 16 at a time; of a weight with a
+scale a row, all columns. Sums of groups, times their scales, are added in ascending order in float32. Where
+two warpgroups share a slice, each has every second step of 128 columns, and the second one's total is added
+to the first one's. Tiles and the number of rows change no bit.
 
-Bytes: the codes once for each 64 rows of x. From 64 rows on, those of the same weights run together, so that
-they come from memory once.
+Bytes: the codes once for each 64 or 128 rows of x. CTAs with more rows run together with those of the same
+weights, so that these come from memory once.
 
 Dependent launch: before it waits, a program copies the first steps of its weights, which never change,
-to shared memory. It permits its dependents to start after its last step.
+to shared memory. It permits its dependents to start when all its copies have been started.
 
 The CUDA program needs a GPU of compute capability 9.0, x in bfloat16, and an inner dimension that is a
 multiple of 64. Elsewhere, the kernel of twin.py does the same from the same bytes. Its sums have another
@@ -29,15 +30,11 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.cuda_programs import (
-    CudaKernel,
-    compile_kernel,
-    has_compiler,
-    launch_kernel,
-)
+from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.quantised.packing import STEP, UNIT, PackedWeight
+from drift_sdk._kernels.quantised.packing import UNIT, PackedWeight
+from drift_sdk._kernels.quantised.programs import has_programs, program
 from drift_sdk._kernels.quantised.tile_choice import choose_tiles
 from drift_sdk._kernels.quantised.tiles import Tiles
 from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
@@ -46,8 +43,6 @@ __all__ = ["quantised_gated_multiply", "quantised_multiply"]
 
 ACCESS = KernelAccess(frozenset({"codes", "scales", "zeros"}), frozenset({"out"}), False)
 """Arguments that multiply.cu reads before it waits, and those that it writes."""
-
-SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torch.float16: "GROUP_FLOAT16"}
 
 
 def quantised_multiply(x: Tensor, weight: PackedWeight, out: Tensor, tiles: Tiles | None = None) -> None:
@@ -61,7 +56,7 @@ def quantised_multiply(x: Tensor, weight: PackedWeight, out: Tensor, tiles: Tile
     check_tensor("out", out, (weight.num_slices, num_rows, weight.num_columns), torch.float32)
     if weight.is_gated:
         raise ValueError("weight: arranged for a gated product: expected one that is not")
-    if has_program(x, weight):
+    if has_programs(weight, x.dtype):
         _launch(x, weight, None, out, "SUMS", tiles)
     else:
         twin_multiply(x, weight, out)
@@ -88,45 +83,35 @@ def quantised_gated_multiply(
     check_tensors((weight.num_columns,), x.dtype, bias=bias)
     if not weight.is_gated:
         raise ValueError("weight: not arranged for a gated product: expected one that is")
-    if has_program(x, weight):
+    if has_programs(weight, x.dtype):
         _launch(x, weight, bias, out, activation.upper(), tiles)
     else:
         twin_gated_multiply(x, weight, out, gate_up, activation, bias)
-
-
-def has_program(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether the CUDA program computes the product."""
-    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or weight.inner % UNIT:
-        return False
-
-    return torch.cuda.get_device_capability(x.device) == (9, 0) and has_compiler()
 
 
 def _launch(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, epilogue: str, tiles: Tiles | None
 ) -> None:
     num_rows = x.shape[0]
-    num_multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     if tiles is None:
-        tiles = choose_tiles(weight, num_rows, num_multiprocessors)
+        tiles = choose_tiles(weight, num_rows)
     shared_bytes = tiles.shared_bytes(weight)
     kernel = compile_kernel(kernel_of(weight, tiles, epilogue), x.device.index or 0, shared_bytes)
     launch_kernel(
         kernel,
         tiles.grid(weight, num_rows),
-        tiles.num_threads,
+        tiles.num_threads(weight),
         shared_bytes,
         weight.codes,
         weight.scales,
         weight.zeros,
         weight.row_scales,
-        x,
+        map_boxes(x, min(tiles.num_rows, num_rows), UNIT),
         bias,
         out,
         num_rows,
         weight.num_columns,
         weight.inner,
-        weight.num_slices,
         weight.slice_size,
     )
     arguments = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "out": out}
@@ -135,17 +120,11 @@ def _launch(
 
 def kernel_of(weight: PackedWeight, tiles: Tiles, epilogue: str) -> CudaKernel:
     """The kernel for a weight's format. epilogue: one of those of multiply.cu."""
-    scales = "CHANNEL" if weight.scales is None else SCALES[weight.scales.dtype]
-    has_zeros = "false" if weight.zeros is None else "true"
-    num_groups = STEP // weight.group_size
-    arguments = f"{weight.code_type.upper()}, {scales}, {has_zeros}, {num_groups}, {epilogue}"
-    return CudaKernel(
-        "drift_sdk._kernels.quantised",
-        ("multiply.cu",),
+    return program(
+        weight,
+        ("hopper.cu", "multiply.cu"),
         "product",
-        (
-            ("MULTIPLY", f"multiply<{arguments}, {tiles.template()}>"),
-            ("THREADS", str(tiles.num_threads)),
-            ("CTAS", str(tiles.num_ctas)),
-        ),
+        "MULTIPLY",
+        f"{epilogue}, {tiles.template(weight)}",
+        THREADS=tiles.num_threads(weight),
     )

@@ -1,32 +1,33 @@
 """The choice of tiles for products with quantised weights, by the weight's shape and the number of rows.
 
-What is measured best on an H200, for weights of 4,096 to 28,672 rows, follows from how many times 64 rows of
-the weight, of all slices, there are for each multiprocessor: with few, several warpgroups share a slice; with
-many, they share rows of x.
+A CTA has a multiprocessor to itself, and so many panels that there is one CTA for each, or 4 panels. Other
+numbers of panels, more warpgroups that share a slice, and clusters whose CTAs share rows of x by multicast
+were not faster on an H200.
 """
 
 from __future__ import annotations
 
 from drift_sdk._kernels.quantised.packing import PackedWeight
-from drift_sdk._kernels.quantised.tiles import WARPGROUP_TILES, Tiles
+from drift_sdk._kernels.quantised.tiles import FEW_ITEMS, MAX_SHARED_BYTES, Tiles, num_items, num_splits
 
 __all__ = ["choose_tiles"]
 
 ROWS = (8, 16, 32, 64)
 """Rows of x that a CTA may have."""
+MANY_ROWS = 128
+"""Rows of x that a CTA may have of large products, with few panels: more registers."""
+MAX_PANELS = 4
+MAX_STAGES = 16
 
 
-def choose_tiles(weight: PackedWeight, num_rows: int, num_multiprocessors: int) -> Tiles:
-    """Return the tiles for a product of `num_rows` rows on a GPU with so many multiprocessors."""
-    rows = next((rows for rows in ROWS if rows >= num_rows), ROWS[-1])
-    num_items = -(-weight.num_tiles // WARPGROUP_TILES) * weight.num_slices
-    if num_items <= num_multiprocessors:
-        return Tiles(1, 4, rows, 3, 1) if rows <= 16 else Tiles(1, 3, rows, 2, 1)
-
-    if num_items <= 2 * num_multiprocessors:
-        if rows == 8:
-            return Tiles(1, 2, rows, 3, 3)
-
-        return Tiles(2, 2, rows, 3, 1) if rows == 16 else Tiles(2, 1, rows, 4, 1)
-
-    return Tiles(1, 1, rows, 4, 4) if rows == 8 else Tiles(4, 1, rows, 3, 1)
+def choose_tiles(weight: PackedWeight, num_rows: int) -> Tiles:
+    """Return the tiles for a product of `num_rows` rows, with as many stages as fit."""
+    splits = num_splits(weight)
+    rows = next((rows for rows in ROWS if rows >= num_rows), None)
+    num_panels = min(-(-num_items(weight) // FEW_ITEMS), MAX_PANELS)
+    if rows is None:
+        # Steps of e4m3 are so large that four stages fit beside 128 rows, two for each of two warpgroups.
+        has_many = splits == 1 or weight.code_type == "int4"
+        rows, num_panels = (MANY_ROWS, 2 // splits) if has_many else (ROWS[-1], 2)
+    num_stages = (MAX_SHARED_BYTES - 1024) // Tiles(num_panels, rows, 1).stage_bytes(weight)
+    return Tiles(num_panels, rows, min(num_stages, MAX_STAGES) // splits * splits)

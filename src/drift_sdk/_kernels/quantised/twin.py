@@ -1,8 +1,8 @@
 """Products with quantised weights in Triton: the fallback of multiply.cu, and its oracle in tests.
 
 The kernel reads the same bytes (packing.py), so an error in their arrangement shows in both. It is written
-for clarity: an address is computed for each code. A program sums a slice by groups in ascending order; its
-bits differ from those of multiply.cu, which adds steps of 128 columns.
+for clarity: an address is computed for each code. A program sums a slice by groups in ascending order, by a
+product and an addition each; its bits differ from those of multiply.cu.
 
 Grid: (tiles of TILE_N rows of the weight times tiles of TILE_M rows of x, slices).
 
@@ -43,8 +43,8 @@ NUM_WARPS = 4
 def _twin_multiply(
     x_ptr,  # [M, K], storage type
     codes_ptr,  # uint8, as packing.py arranges them
-    scales_ptr,  # [tiles, groups, 8, 2], or None
-    zeros_ptr,  # bfloat16 [tiles, groups, 8, 2], or None
+    scales_ptr,  # [panels, groups, 4, 8, 2], or None
+    zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
     row_scales_ptr,  # fp32 [N], in the order of packed rows, or None
     bias_ptr,  # [N], storage type, or None
     out_ptr,  # [slices, M, N] fp32; of a gated weight [M, N] in the storage type, the gate before up

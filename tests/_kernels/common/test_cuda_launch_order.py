@@ -1,0 +1,209 @@
+"""The order of launches of CUDA C++ kernels: what they declare is what their PTX does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expert_matrices import CLAMPED, drawn, poisoned, quantised_matrix, routed
+from ptx_access import access_of_ptx, has_nvrtc, ptx_of
+from quantised_cases import FORMATS, QuantisedFormat, draw
+
+from drift_sdk import _kernels
+from drift_sdk._kernels.common import cuda_programs, launch_order
+from drift_sdk._kernels.common.cuda_programs import CudaKernel
+from drift_sdk._kernels.common.gpu_limits import HOPPER
+from drift_sdk._kernels.common.launch_order import KernelAccess, LaunchOrderError
+from drift_sdk._kernels.experts.cuda_products import cuda_expert_multiply, cuda_gated_expert_multiply
+from drift_sdk._kernels.experts.cuda_routing import cuda_route
+from drift_sdk._kernels.gemm.few_rows_gemm import few_rows_multiply
+from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.quantised import dequantise, quantised_gemm
+
+pytestmark = pytest.mark.kernel
+BF16 = torch.bfloat16
+
+HEAD = """
+.visible .entry kernel(
+  .param .u64 a, .param .u64 .ptr .align 1 b, .param .u32 n, .param .align 64 .b8 map[128]
+)
+.maxntid 320, 1, 1
+{
+  .reg .b64 %rd<9>;
+  .loc 1 20 3
+  ld.param.u64 %rd1, [a];  // of a warp that copies
+  ld.param.u64 %rd2, [b];
+  ld.param.u32 %r9, [n];
+  cvta.to.global.u64 %rd3, %rd1;
+  mul.wide.s32 %rd4, %r1, 4;
+  add.s64 %rd5, %rd3, %rd4;
+"""
+LOAD_A = "ld.global.v2.u32 {%r2, %r3}, [%rd5+8];\n"
+COPY_A = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r4], [%rd5], %r5, [%r6];\n"
+STORE_B = "@%p1 st.global.u32 [%rd2], %r2;\n"
+WAIT, TRIGGER, END = "griddepcontrol.wait;\n", "griddepcontrol.launch_dependents;\n", "ret;\n"
+POLL = "{.reg .pred done; AGAIN: mbarrier.try_wait.b64 done, [%r4], %r5; @done bra END; bra AGAIN; END:}\n"
+ROLES = "@%p1 bra $COPY;\n"
+"""A branch by the warp's role; the other role begins at the label $COPY."""
+
+
+def access(*parts: str) -> KernelAccess:
+    return access_of_ptx("".join((HEAD, *parts, "}\n")))
+
+
+def names(*values: str) -> frozenset[str]:
+    return frozenset(values)
+
+
+@pytest.mark.parametrize("read", [LOAD_A, COPY_A])
+def test_reads_before_the_wait_are_early(read: str) -> None:
+    assert access(read, WAIT, TRIGGER, STORE_B, END) == KernelAccess(names("a"), names("b"), False)
+    assert access(POLL, WAIT, POLL, TRIGGER, read, STORE_B, END) == KernelAccess(names(), names("b"), False)
+
+
+def test_trigger_of_one_thread_that_has_not_waited_is_early() -> None:
+    copier = ROLES + WAIT + STORE_B + TRIGGER + END + "$COPY:\n" + COPY_A
+    assert access(copier, WAIT, TRIGGER, END) == KernelAccess(names("a"), names("b"), False)
+    assert access(copier, TRIGGER, WAIT, END) == KernelAccess(names("a"), names("b"), True)
+
+
+def test_wait_of_some_threads_is_none_behind_it() -> None:
+    for some in ("@%p1 " + WAIT, "@%p2 bra $SKIP;\n" + WAIT + "$SKIP:\n"):
+        assert access(some, TRIGGER, WAIT, END).triggers_early
+        assert access(some, LOAD_A, WAIT, END).reads_early == names("a")
+
+
+def test_threads_that_end_or_write_without_waiting_are_rejected() -> None:
+    with pytest.raises(LaunchOrderError, match="kernel: may end without having waited"):
+        access(ROLES, WAIT, END, "$COPY:\n", COPY_A, END)
+    with pytest.raises(LaunchOrderError, match="kernel: may end without having waited"):
+        access("@%p1 exit;\n", WAIT, END)
+    with pytest.raises(LaunchOrderError, match=r"kernel: writes \['b'\] before it waits"):
+        access(STORE_B, WAIT, END)
+    with pytest.raises(LaunchOrderError, match="expected a kernel without calls"):
+        access("call.uni other, ();\n", WAIT, END)
+
+
+def test_addresses_are_traced_through_loops_and_counted_when_they_cannot_be() -> None:
+    loop = (
+        "$LOOP:\nld.global.u32 %r2, [%rd6];\nmov.b64 %rd6, %rd7;\nadd.s64 %rd7, %rd5, 8;\n@%p2 bra $LOOP;\n"
+    )
+    assert access(loop, WAIT, END).reads_early == names("a")
+    loaded = "ld.global.u64 %rd8, [%rd5];\nld.global.u32 %r2, [%rd8];\n"
+    assert access(loaded, WAIT, END).reads_early == names("a", "b", "map")
+    boxes = "mov.b64 %rd7, map;\ncvta.param.u64 %rd8, %rd7;\n"
+    copy = "cp.async.bulk.tensor.2d.shared::cluster.global.tile [%r4], [%rd8, {%r7, %r8}], [%r6];\n"
+    assert access(boxes, copy, WAIT, END).reads_early == names("map")
+
+
+Launch = tuple[CudaKernel, tuple[Any, ...], KernelAccess, Mapping[str, object]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Launches of CUDA C++ kernels with what they declare. None is made."""
+    made: list[tuple[CudaKernel, tuple[Any, ...]]] = []
+    found: list[Launch] = []
+
+    class Recorder:
+        def add(self, name: str, declared: KernelAccess, arguments: Mapping[str, object]) -> None:
+            found.append((*made.pop(), declared, arguments))
+
+    def launch(kernel: CudaKernel, grid: object, threads: int, shared: int, *values: Any, **_: Any) -> None:
+        made.append((kernel, values))
+
+    for module in (cuda_programs, quantised_gemm, dequantise):
+        monkeypatch.setattr(module, "compile_kernel", lambda kernel, *_: kernel)
+        monkeypatch.setattr(module, "launch_kernel", launch)
+    for module in (quantised_gemm, dequantise):
+        monkeypatch.setattr(module, "has_programs", lambda *_: True)
+    monkeypatch.setattr(quantised_gemm, "map_boxes", lambda matrix, *_: matrix)
+    if not torch.cuda.is_available():
+        properties = SimpleNamespace(multi_processor_count=HOPPER.num_multiprocessors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(launch_order._current, "launches", Recorder(), raising=False)
+    yield found
+    assert found and not made
+
+
+def assert_declared(launches: list[Launch]) -> None:
+    """What kernels read early and write is what they declare, tensor by tensor."""
+    for kernel, values, declared, arguments in launches:
+        found = access_of_ptx(ptx_of(kernel), [str(i) for i in range(len(values))])
+        assert found.triggers_early == declared.triggers_early, kernel
+
+        def memory(of: Callable[[str], object], names: frozenset[str]) -> set[int]:
+            tensors = [of(name) for name in names]
+            return {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+        def value(i: str, values: tuple[Any, ...] = values) -> object:
+            return values[int(i)]
+
+        assert memory(value, found.reads_early) == memory(arguments.get, declared.reads_early), kernel
+        assert memory(value, found.writes) == memory(arguments.get, declared.writes), kernel
+
+
+def test_every_program_is_compared() -> None:
+    """The programs of the tests below. A new one needs a test here."""
+    files = Path(_kernels.__file__).parent.rglob("*.cu")
+    programs = {file.name for file in files if "__global__" in file.read_text("utf-8")}
+    assert programs == {"multiply.cu", "dequantise.cu", "few_rows.cu", "expert_products.cu", "route_rows.cu"}
+
+
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_quantised_products_wait_as_they_declare(
+    kind: QuantisedFormat, launches: list[Launch], device: str
+) -> None:
+    for num_columns, inner in ((64, 448), (16_896, 64)):  # two warpgroups share a panel; one has it
+        weight, _ = draw(kind, num_columns, inner, device)
+        for num_rows in (1, 64):
+            x = drawn(num_rows, inner, dtype=BF16, device=device)
+            out = torch.empty(weight.num_slices, num_rows, num_columns, device=device)
+            quantised_gemm.quantised_multiply(x, weight, out)
+    gated, _ = draw(kind, 64, 448, device, is_gated=True)
+    gate_up, bias = drawn(2, 64, dtype=BF16, device=device), drawn(64, dtype=BF16, device=device)
+    out = torch.empty(2, 32, dtype=BF16, device=device)
+    quantised_gemm.quantised_gated_multiply(
+        x[:2, :1].expand(2, 448).contiguous(), gated, out, gate_up, bias=bias
+    )
+    dequantise.dequantise(gated, torch.empty(64, 448, dtype=BF16, device=device))
+    assert_declared(launches)
+
+
+@needs_nvrtc
+def test_products_of_few_rows_wait_as_they_declare(launches: list[Launch], device: str) -> None:
+    x, weight = (drawn(rows, 2880, dtype=BF16, device=device) for rows in (4, 5120))
+    few_rows_multiply(x, weight, torch.empty(2, 4, 5120, device=device), GemmConfig(num_slices=2))
+    assert_declared(launches)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_products_of_experts_wait_as_they_declare(num_rows: int, launches: list[Launch], device: str) -> None:
+    rows = routed(num_rows, 8, 2, device)
+    matrix, _ = quantised_matrix(8, 64, 64, BF16, device)
+    x = drawn(num_rows, 64, dtype=BF16, device=device)
+    cuda_gated_expert_multiply(
+        x, matrix, rows, poisoned(num_rows * 2, 32, dtype=BF16, device=device), CLAMPED
+    )
+    x = drawn(num_rows * 2, 64, dtype=BF16, device=device)
+    cuda_expert_multiply(x, matrix, rows, poisoned(2, num_rows, 64, dtype=torch.float32, device=device))
+    assert_declared(launches)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_routing_waits_as_it_declares(num_rows: int, launches: list[Launch], device: str) -> None:
+    rows = routed(num_rows, 32, 4, device)
+    x, weight = (drawn(count, 64, dtype=BF16, device=device) for count in (num_rows, 32))
+    slot = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    cuda_route(x, weight, drawn(32, dtype=BF16, device=device), slot, rows, is_normalised=True)
+    assert_declared(launches)
