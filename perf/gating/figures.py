@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from perf.gating.gate import Gate
-from perf.harness.record import Results, identity_of, read
+from perf.harness.record import Results, group_of, read
 from perf.peers.anchors import anchor_of, is_void
 
 __all__ = ["Figure", "figure_of", "read_folder"]
@@ -67,7 +67,7 @@ def figure_of(gate: Gate, found: Mapping[str, Results], reference: Mapping[str, 
     measured = [figure for figure in figures if isinstance(figure, Figure)]
     groups: dict[tuple[Any, ...], list[Figure]] = {}
     for run, figure in zip(runs, measured, strict=True):
-        groups.setdefault(identity_of({**run, "repeat": None}), []).append(figure)
+        groups.setdefault(group_of(run), []).append(figure)
     medians = [median_of(group) for group in groups.values()]
     worst = max if gate.less_is_better else min
     return worst(medians, key=lambda figure: figure.value)

@@ -17,8 +17,8 @@ from perf.harness.processes import ROOT
 from perf.harness.scenario import Scenario
 
 __all__ = [
-    "RESULTS", "UNFINISHED", "DecodeRun", "PrefillRun", "Results", "Run", "identity_of", "merge", "read",
-    "result_path", "write",
+    "RESULTS", "UNFINISHED", "DecodeRun", "PrefillRun", "Results", "Run", "group_of", "identity_of", "merge",
+    "read", "result_path", "write",
 ]  # fmt: skip
 
 RESULTS = ROOT / "perf" / "results"
@@ -32,7 +32,8 @@ IDENTITY = (
     "stage", "active_sequences", "has_ended_rows", "graph", "repeat", "config",
     "fill", "num_replicas", "reference", "text", "is_traced",
 )  # fmt: skip
-"""Fields that identify a run: a new run replaces an old one that is equal in all of them."""
+"""Fields that identify a run: a new run replaces an old one that is equal in all of them, and an old one of
+another commit that differs in `repeat` alone."""
 
 
 class Run(Struct, kw_only=True):
@@ -221,12 +222,17 @@ def merge(old: Results, new: Results) -> Results:
         raise ValueError(f"gpu={new.gpu!r}: expected {old.gpu!r}, as in the file")
 
     replaced = {identity_of(run) for run in new.runs}
+    repeated = {group_of(run) for run in new.runs}
     header = {
         name: getattr(old, name)
         for name in ("commit", "date", "driver", "versions", "read_bandwidth_tb_s")
         if getattr(old, name) != getattr(new, name)
     }
-    kept = [header | run for run in old.runs if identity_of(run) not in replaced]
+    kept = [
+        run
+        for run in (header | each for each in old.runs)
+        if identity_of(run) not in replaced and ("commit" not in run or group_of(run) not in repeated)
+    ]
     return msgspec.structs.replace(new, runs=kept + new.runs)
 
 
@@ -250,10 +256,19 @@ def result_path(topic: str, gpu: str) -> Path:
 
 def identity_of(run: dict[str, Any]) -> tuple[Any, ...]:
     """Equal for runs of the same kind, of which a new one replaces an old one."""
-    # A real acceptance length is a result, not part of the identity.
-    names = IDENTITY if run["acceptance"] == "simulated" else set(IDENTITY) - {"acceptance_length"}
+    names = set(IDENTITY)
+    # A real acceptance length is a result, and so is the mean prompt of a service's requests that ended.
+    if run["acceptance"] != "simulated":
+        names.remove("acceptance_length")
+    if run.get("case") is not None:
+        names.remove("context")
     found = {"num_replicas": 1} | run
     return tuple(found.get(name) for name in sorted(names))
+
+
+def group_of(run: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for repeats of a run."""
+    return identity_of({**run, "repeat": None})
 
 
 def _rounded(value: Any) -> Any:

@@ -105,6 +105,20 @@ def test_new_run_replaces_the_old_one_of_the_same_kind(tmp_path: Path) -> None:
     assert "versions" not in kept and "commit" not in added
 
 
+def service_run(repeat: int, context: int, tokens_per_s: float) -> dict[str, Any]:
+    given = {"case": "closed-64", "repeat": repeat, "context": context, "tokens_per_s": tokens_per_s}
+    return msgspec.to_builtins(decode_run()) | given
+
+
+def test_new_run_replaces_all_repeats_of_another_commit() -> None:
+    old = results(runs=[service_run(0, 571, 5400.0), service_run(1, 558, 5200.0)])
+    new = results(commit="def", runs=[service_run(0, 562, 6100.0)])
+    merged = record.merge(old, new)
+    assert [run["tokens_per_s"] for run in merged.runs] == [6100.0]
+    again = results(commit="def", runs=[service_run(1, 563, 6000.0)])
+    assert [run["tokens_per_s"] for run in record.merge(merged, again).runs] == [6100.0, 6000.0]
+
+
 def test_old_run_keeps_its_commit_over_several_merges() -> None:
     first, second, third = results(commit="1"), results(commit="2"), results(commit="3")
     first.add(decode_run())
