@@ -64,10 +64,10 @@ class Oracle:
         token = torch.where(is_wrong, (token + 1) % LLAMA_8B["vocab_size"], token)
         rows.token.view(num_slots, -1)[:, 1:].copy_(token)
 
-    def draft_extend(self, rows: Any, **_: object) -> None:
+    def draft_extend(self, verified: Any) -> None:
         pass
 
-    def draft_extend_prefill(self, rows: Any, **_: object) -> None:
+    def draft_extend_prefill(self, chunks: Any) -> None:
         pass
 
     def learn(self, cases: Sequence[Case], completions: Sequence[Completion]) -> None:

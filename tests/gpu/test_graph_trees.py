@@ -80,10 +80,10 @@ class TreeOracle:
             token, is_wrong = self.right(slot, position)
             rows.token.view(num_slots, -1)[:, 1:].copy_((token + is_wrong) % VOCAB_SIZE)
 
-    def draft_extend(self, rows: Any, **_: object) -> None:
+    def draft_extend(self, verified: Any) -> None:
         pass
 
-    def draft_extend_prefill(self, rows: Any, **_: object) -> None:
+    def draft_extend_prefill(self, chunks: Any) -> None:
         pass
 
     def grow(self, rows: RootTensors, plan: TreePlan) -> None:
@@ -120,7 +120,7 @@ class TreeOracle:
             self._tables[plan.num_drafts] = [torch.tensor(column, device="cuda") for column in columns]
         return self._tables[plan.num_drafts]
 
-    def extend(self, rows: RootTensors, plan: TreePlan, **_: object) -> None:
+    def extend(self, rows: RootTensors, plan: TreePlan, verified: Any, path: Any) -> None:
         pass
 
     def learn(self, cases: Sequence[Case], completions: Sequence[Completion]) -> None:

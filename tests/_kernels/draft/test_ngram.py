@@ -17,6 +17,8 @@ from drift_sdk._kernels.draft.ngram import (
 from drift_sdk.draft_policy.ngram import NGramHistory
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
 from drift_sdk.execution.rounds.ngram import NGramRounds
 
 pytestmark = pytest.mark.kernel
@@ -182,14 +184,14 @@ def test_history_follows_prompts_and_rounds(device: str) -> None:
                     prefill_rows.append((-1, 77, 1 << 30))
                     tokens[slot] += chunk
                 slot, token, position = (int32(column, device) for column in zip(*prefill_rows, strict=True))
-                rounds.draft_extend_prefill(
-                    Rows(slot=slot, token=token, position=position),
+                chunks = ComputedChunks(
+                    rows=Rows(slot=slot, token=token, position=position),
+                    hidden=HiddenStates(nothing, (), {}),
                     next_token=token,
                     hits=token,
                     last_token=token,
-                    aux_hidden=(),
-                    hidden=nothing,
                 )
+                rounds.draft_extend_prefill(chunks)
             # Sampled behind the prompts.
             tokens[1].append(2)
             tokens[2].append(1)
@@ -211,14 +213,9 @@ def test_history_follows_prompts_and_rounds(device: str) -> None:
             emitted[place] = num_right + 1
             tokens[slot] += [*drafts[:num_right], rng.randrange(3)]
         expected = history.cpu().clone()
+        hidden, emitted_of_slots = HiddenStates(nothing, (), {}), int32(emitted, device)
         rounds.draft_extend(
-            rows,
-            num_slots=3,
-            num_draft_tokens=num_draft_tokens,
-            aux_hidden=(),
-            hidden=nothing,
-            chosen=nothing,
-            emitted=int32(emitted, device),
+            VerifiedRows(rows=rows, hidden=hidden, chosen=rows.token, emitted=emitted_of_slots)
         )
         for slot in (1, 2):
             expected[slot, : len(tokens[slot]) - 1] = int32(tokens[slot][:-1], "cpu")

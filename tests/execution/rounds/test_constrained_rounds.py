@@ -138,10 +138,10 @@ class Oracle:
         tokens = self.told[slot.clamp(min=0), position.clamp(max=LIMITS.max_model_len - 1)]
         rows.token.view(num_slots, -1)[:, 1:].copy_(tokens)
 
-    def draft_extend(self, rows: Any, **_: object) -> None:
+    def draft_extend(self, verified: Any) -> None:
         pass
 
-    def draft_extend_prefill(self, rows: Any, **_: object) -> None:
+    def draft_extend_prefill(self, chunks: Any) -> None:
         pass
 
 

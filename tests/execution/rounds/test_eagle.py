@@ -26,8 +26,9 @@ from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.rounds import eagle as eagle_rounds
-from drift_sdk.execution.rounds.drafter import RoundSizes
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -159,14 +160,14 @@ class Pair:
             first = rows.stop + gap
 
         self.eager.draft_extend(spans, list(aux_hidden[:-1]), aux_hidden[-1])
-        self.rounds.draft_extend_prefill(
-            Rows(slot=inputs[0], token=inputs[1], position=inputs[2]),
+        computed = ComputedChunks(
+            rows=Rows(slot=inputs[0], token=inputs[1], position=inputs[2]),
+            hidden=hidden_states(aux_hidden),
             next_token=following,
             hits=hits,
             last_token=self.table.state.last_token,
-            aux_hidden=list(aux_hidden[:-1]),
-            hidden=aux_hidden[-1],
         )
+        self.rounds.draft_extend_prefill(computed)
         self.compare([index for index, _, _ in chunks])
 
     def round(self, num_drafts: int, plan: list[tuple[int, int, int]]) -> None:
@@ -217,15 +218,13 @@ class Pair:
             spans.append(Span(slot, slot.length - 1, slot.last_token, following, drafted_rows))
             slot.length, slot.last_token = end, int(self.tokens[index, end - 1])
         self.eager.draft_extend(spans, list(aux_hidden[:-1]), aux_hidden[-1])
-        self.rounds.draft_extend(
-            rows,
-            num_slots=num_slots,
-            num_draft_tokens=num_drafts,
-            aux_hidden=list(aux_hidden[:-1]),
-            hidden=aux_hidden[-1],
+        verified = VerifiedRows(
+            rows=rows,
+            hidden=hidden_states(aux_hidden),
             chosen=chosen,
             emitted=self.ints([num_emitted for *_, num_emitted in plan]),
         )
+        self.rounds.draft_extend(verified)
         self.compare([index for _, index, _, _ in live])
 
     def compare(self, slots: list[int]) -> None:
@@ -248,6 +247,12 @@ class Pair:
     @staticmethod
     def ints(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def hidden_states(streams: torch.Tensor) -> HiddenStates:
+    """The residual stream at each boundary, and after the last layer."""
+    by_layer = dict(enumerate(streams[:-1]))
+    return HiddenStates(streams[-1], tuple(by_layer), by_layer)
 
 
 def near(found: torch.Tensor, expected: torch.Tensor | None) -> None:
@@ -340,16 +345,16 @@ def ignore_prefix_hits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         EagleRounds,
         "draft_extend_prefill",
-        lambda rounds, rows, *, hits, **options: original(rounds, rows, hits=hits * 0 - 1, **options),
+        lambda rounds, chunks: original(rounds, structs.replace(chunks, hits=chunks.hits * 0 - 1)),
     )
 
 
 def keep_drafted_kv(patch: pytest.MonkeyPatch) -> None:
     original = EagleRounds.draft_extend
 
-    def draft_extend(rounds: EagleRounds, *args: object, **options: object) -> None:
+    def draft_extend(rounds: EagleRounds, verified: VerifiedRows) -> None:
         keys = rounds.kv_cache.keys.clone()
-        original(rounds, *args, **options)
+        original(rounds, verified)
         is_written = ~keys.isnan()
         rounds.kv_cache.keys[is_written] = keys[is_written]
 

@@ -44,8 +44,12 @@ class HiddenStates(Struct, frozen=True):
 
     def first(self, num_rows: int) -> HiddenStates:
         """The first `num_rows` rows."""
-        by_layer = {layer: stream[:num_rows] for layer, stream in self.by_layer.items()}
-        return HiddenStates(self.final[:num_rows], self.aux_layers, by_layer)
+        return self.of_rows(slice(num_rows))
+
+    def of_rows(self, rows: slice) -> HiddenStates:
+        """Some of the rows."""
+        by_layer = {layer: stream[rows] for layer, stream in self.by_layer.items()}
+        return HiddenStates(self.final[rows], self.aux_layers, by_layer)
 
     @property
     def aux(self) -> list[Tensor]:

@@ -28,9 +28,9 @@ from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAtt
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.chain_drafts import ChainDrafts
-from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.mixed import MixedStep, MixedTensors
-from drift_sdk.execution.rounds.partial_rounds import PartialRound, RefreshRound
+from drift_sdk.execution.rounds.partial_rounds import PartialRound, RefreshedRows, RefreshRound
 from drift_sdk.execution.rounds.round import DecodeRound
 from drift_sdk.execution.rounds.round_checks import TreeChecks
 from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
@@ -202,18 +202,17 @@ class GraphSteps:
         token, slot, position, next_token = payload.words[: 4 * num_rows].view(4, num_rows)
         hits = payload.words[4 * num_rows : num_words]
         rows = Rows(slot=slot, token=token, position=position)
-        hidden = self.prefill_hidden.first(num_rows)
+        chunks = ComputedChunks(
+            rows=rows,
+            hidden=self.prefill_hidden.first(num_rows),
+            next_token=next_token,
+            hits=hits,
+            last_token=self._resources.table.state.last_token,
+        )
 
         def step() -> None:
             payload.enter(num_words)
-            drafter.draft_extend_prefill(
-                rows,
-                next_token=next_token,
-                hits=hits,
-                last_token=self._resources.table.state.last_token,
-                aux_hidden=hidden.aux,
-                hidden=hidden.final,
-            )
+            drafter.draft_extend_prefill(chunks)
             payload.advance()
 
         return step
@@ -286,11 +285,13 @@ class GraphSteps:
         return RefreshRound(
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
-            round_rows,
-            rows,
+            RefreshedRows(
+                round_rows,
+                rows,
+                workspace.take("refresh_normed", normed_shape, decoder.dtype),
+                self._round_hidden.first(num_round_rows),
+            ),
             self._decode_forward(rows, attention, hidden),
-            workspace.take("refresh_normed", normed_shape, decoder.dtype),
-            self._round_hidden.first(num_round_rows),
             self._sample_commit(round_rows, rows_per_slot),
             drafter,
             views,

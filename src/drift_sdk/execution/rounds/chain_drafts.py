@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.trees.tree_roots import RootTensors
 from drift_sdk.execution.forward.decode import Rows
-from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.execution.rounds.drafter import RoundDrafter, VerifiedRows
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 
 __all__ = ["ChainDrafts"]
@@ -41,23 +41,5 @@ class ChainDrafts:
         drafted = Rows(slot=rows.slot, token=rows.token, position=rows.position)
         self._drafter.propose(drafted, num_slots=num_trees, num_draft_tokens=plan.num_drafts)
 
-    def extend(
-        self,
-        rows: RootTensors,
-        plan: TreePlan,
-        *,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        path: Tensor,
-        emitted: Tensor,
-    ) -> None:
-        self._drafter.draft_extend(
-            Rows(slot=rows.slot, token=rows.token, position=rows.position),
-            num_slots=rows.limits.shape[0],
-            num_draft_tokens=plan.num_drafts,
-            aux_hidden=aux_hidden,
-            hidden=hidden,
-            chosen=chosen,
-            emitted=emitted,
-        )
+    def extend(self, rows: RootTensors, plan: TreePlan, verified: VerifiedRows, path: Tensor) -> None:
+        self._drafter.draft_extend(verified)

@@ -23,7 +23,7 @@ from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.row_attention import SequenceAttention
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
-from drift_sdk.execution.rounds.drafter import RoundSizes
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
 
@@ -92,39 +92,23 @@ class DraftModelRounds:
                     forward.run()
                 normed = forward.normed
 
-    def draft_extend(
-        self,
-        rows: Rows,
-        *,
-        num_slots: int,
-        num_draft_tokens: int,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        emitted: Tensor,
-    ) -> None:
+    def draft_extend(self, verified: VerifiedRows) -> None:
         # The rows of emitted tokens: those of the round, one position further.
-        num_rows = num_slots * (num_draft_tokens + 1)
+        rows, num_rows = verified.rows, verified.chosen.shape[0]
         new = self._take_rows(num_rows)
-        round_rows(rows.slot, rows.position, chosen, emitted, (new.slot, new.token, new.position))
+        out = (new.slot, new.token, new.position)
+        round_rows(rows.slot, rows.position, verified.chosen, verified.emitted, out)
         states = self._hidden.first(num_rows)
-        self._few_rows(new, states, num_draft_tokens + 1).run()
+        self._few_rows(new, states, verified.num_draft_tokens + 1).run()
         keep_last_rows(new.slot, states.final, self._outputs)
 
-    def draft_extend_prefill(
-        self,
-        rows: Rows,
-        *,
-        next_token: Tensor,
-        hits: Tensor,
-        last_token: Tensor,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-    ) -> None:
+    def draft_extend_prefill(self, chunks: ComputedChunks) -> None:
+        rows, hits = chunks.rows, chunks.hits
         num_rows, num_hits = rows.slot.shape[0], hits.shape[0]
         new = self._take_rows(num_rows + num_hits)
         out = (new.slot, new.token, new.position)
-        chunk_rows(rows.slot, rows.token, rows.position, next_token, hits, last_token, out)
+        after = (chunks.next_token, hits, chunks.last_token)
+        chunk_rows(rows.slot, rows.token, rows.position, *after, out)
         tile_rows = self._prefill.tile_rows
         num_tiles = num_draft_tiles(num_rows, num_hits, tile_rows)
         tiles = self._workspace.take("draft_model_tiles", (num_tiles, 4), torch.int32)

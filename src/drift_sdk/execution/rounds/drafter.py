@@ -11,8 +11,9 @@ from torch import Tensor
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.step_buffers import HiddenStates
 
-__all__ = ["RoundDrafter", "RoundSizes"]
+__all__ = ["ComputedChunks", "RoundDrafter", "RoundSizes", "VerifiedRows"]
 
 
 class RoundSizes(Struct, frozen=True, kw_only=True):
@@ -29,6 +30,45 @@ class RoundSizes(Struct, frozen=True, kw_only=True):
     max_path_length: int = 0
     max_path_rows: int = 0
     max_growth_rows: int = 0
+
+
+class VerifiedRows(Struct, frozen=True, kw_only=True):
+    """The rows of a round of B slots, T of each, which the target has computed and sampled.
+
+    rows [B * T]: as they were drafted. hidden: their residual stream. chosen [B * T] int32: the token sampled
+    after each row. emitted [B] int32: how many of them each slot emitted, from its first row on; 0 for a slot
+    of padding.
+    """
+
+    rows: Rows
+    hidden: HiddenStates
+    chosen: Tensor
+    emitted: Tensor
+
+    @property
+    def num_slots(self) -> int:
+        return self.emitted.shape[0]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most drafts of a slot."""
+        return self.chosen.shape[0] // self.num_slots - 1
+
+
+class ComputedChunks(Struct, frozen=True, kw_only=True):
+    """The rows of chunks of prompts that the target has computed. A slot's rows lie together.
+
+    rows [N]: padding rows have slot -1. hidden: their residual stream. next_token [N] int32: the token after
+    each row; -1: the sampled token, the slot's last_token [S]. hits [C] int32, C at least the number of
+    chunks: the first row of each chunk whose predecessor was computed by no step, because it came from the
+    prefix cache; -1: none.
+    """
+
+    rows: Rows
+    hidden: HiddenStates
+    next_token: Tensor
+    hits: Tensor
+    last_token: Tensor
 
 
 class RoundDrafter(Protocol):
@@ -55,36 +95,8 @@ class RoundDrafter(Protocol):
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
         """Write drafted tokens to rows.token [B * T]. The slot of a row without a draft becomes -1."""
 
-    def draft_extend(
-        self,
-        rows: Rows,
-        *,
-        num_slots: int,
-        num_draft_tokens: int,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        emitted: Tensor,
-    ) -> None:
-        """Update the drafter's state after the target has computed and sampled a round's rows.
+    def draft_extend(self, verified: VerifiedRows) -> None:
+        """Update the drafter's state by the tokens that a round emitted."""
 
-        aux_hidden: the residual stream [B * T, H] at each boundary. hidden [B * T, H]: the same after the
-        last layer. chosen [B * T] int32: the token sampled after each row. emitted [B] int32: how many of
-        them each slot emitted, from its first row on.
-        """
-
-    def draft_extend_prefill(
-        self,
-        rows: Rows,
-        *,
-        next_token: Tensor,
-        hits: Tensor,
-        last_token: Tensor,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-    ) -> None:
-        """Update the drafter's state after the target has computed the rows [N] of chunks.
-
-        next_token [N] int32: the token after each row; -1: the slot's last_token [S]. hits [C] int32: the
-        first row of each chunk that follows a prefix hit; -1: none. aux_hidden, hidden: as in `draft_extend`.
-        """
+    def draft_extend_prefill(self, chunks: ComputedChunks) -> None:
+        """Update the drafter's state by chunks of prompts."""

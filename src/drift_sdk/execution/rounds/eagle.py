@@ -26,7 +26,7 @@ from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import norm_kind
 from drift_sdk.execution.forward.row_attention import SequenceAttention
-from drift_sdk.execution.rounds.drafter import RoundSizes
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder
 
@@ -128,56 +128,31 @@ class EagleRounds:
                     attend = self.attend_few_rows(drafted, 1)
                 forward.run(drafted, forward.output(num_slots), attend, is_fused=False)
 
-    def draft_extend(
-        self,
-        rows: Rows,
-        *,
-        num_slots: int,
-        num_draft_tokens: int,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        emitted: Tensor,
-    ) -> None:
+    def draft_extend(self, verified: VerifiedRows) -> None:
         """Compute the draft rows of the tokens that a round emitted: of slot b the first emitted[b].
 
-        aux_hidden: [R, target_hidden] at each boundary. hidden [R, target_hidden]: after the last layer. None
-        of them is normalised. chosen [R] int32: the token sampled after each row. emitted [B] int32: tokens
-        that each slot emitted, 0 for padding rows. Raises ValueError for a round larger than `sizes`.
+        Raises ValueError for a round larger than `sizes`.
         """
-        num_rows = rows.slot.shape[0]
-        num_rows_each = self._rows_per_slot(rows, num_slots, num_draft_tokens)
+        rows, num_rows = verified.rows, verified.rows.slot.shape[0]
+        num_rows_each = self._rows_per_slot(rows, verified.num_slots, verified.num_draft_tokens)
         emitted_rows = self.take_rows(num_rows)
         out = (emitted_rows.slot, emitted_rows.token, emitted_rows.position)
-        round_rows(rows.slot, rows.position, chosen, emitted, out)
+        round_rows(rows.slot, rows.position, verified.chosen, verified.emitted, out)
         attend = self.attend_few_rows(emitted_rows, num_rows_each)
-        self.forward.run(emitted_rows, self.fuse(aux_hidden, hidden), attend, is_fused=True)
+        features = self.fuse(verified.hidden.aux, verified.hidden.final)
+        self.forward.run(emitted_rows, features, attend, is_fused=True)
         keep_last_rows(emitted_rows.slot, self.forward.output(num_rows), self.kv_cache.outputs)
 
-    def draft_extend_prefill(
-        self,
-        rows: Rows,
-        *,
-        next_token: Tensor,
-        hits: Tensor,
-        last_token: Tensor,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-    ) -> None:
-        """Compute the draft rows of a prefill step's rows [N], in which a slot's rows lie together; padding
-        rows have slot -1.
-
-        next_token [N] int32: the token after each row; -1: the sampled token, the slot's last_token [S].
-        hits [C] int32, C at least the number of chunks: the first row of each chunk whose predecessor was
-        computed by no step, because it came from the prefix cache; -1: none.
-        aux_hidden, hidden [N, target_hidden]: as in `draft_extend`.
-        """
+    def draft_extend_prefill(self, chunks: ComputedChunks) -> None:
+        """Compute the draft rows of chunks of prompts."""
+        rows, hits, hidden = chunks.rows, chunks.hits, chunks.hidden
         num_rows, num_hits = rows.slot.shape[0], hits.shape[0]
         draft_rows = self.take_rows(num_rows + num_hits)
         out = (draft_rows.slot, draft_rows.token, draft_rows.position)
-        chunk_rows(rows.slot, rows.token, rows.position, next_token, hits, last_token, out)
+        after = (chunks.next_token, hits, chunks.last_token)
+        chunk_rows(rows.slot, rows.token, rows.position, *after, out)
         attend = self._attend_many_rows(draft_rows, num_hits)
-        self.forward.run(draft_rows, self.fuse(aux_hidden, hidden), attend, is_fused=True)
+        self.forward.run(draft_rows, self.fuse(hidden.aux, hidden.final), attend, is_fused=True)
         output = self.forward.output(num_rows + num_hits)
         keep_last_rows(draft_rows.slot[:num_rows], output[:num_rows], self.kv_cache.outputs)
 

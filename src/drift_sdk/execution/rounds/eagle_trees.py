@@ -23,6 +23,7 @@ from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend
 from drift_sdk.execution.forward.row_attention import TreeAttention
+from drift_sdk.execution.rounds.drafter import VerifiedRows
 from drift_sdk.execution.rounds.eagle import EagleRounds
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
@@ -115,27 +116,17 @@ class EagleTrees:
         if plan.ranked is None:
             keep_best(pool, rows)
 
-    def extend(
-        self,
-        rows: RootTensors,
-        plan: TreePlan,
-        *,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        path: Tensor,
-        emitted: Tensor,
-    ) -> None:
+    def extend(self, rows: RootTensors, plan: TreePlan, verified: VerifiedRows, path: Tensor) -> None:
         chains, rows_per_path = self._chains, plan.depth + 1
         num_rows = path.shape[0] * rows_per_path
         draft_rows = chains.take_rows(num_rows)
         source = self._workspace.take("draft_path_source", (num_rows,), torch.int32)
         out = (draft_rows.slot, draft_rows.token, draft_rows.position, source)
-        path_rows(rows.slot, rows.position, chosen, path, out, nodes_per_tree=plan.num_nodes)
-        needs_final = self._draft.weights.fc is None
+        path_rows(rows.slot, rows.position, verified.chosen, path, out, nodes_per_tree=plan.num_nodes)
+        needs_final, hidden = self._draft.weights.fc is None, verified.hidden
         gathered = [
             self._gather(f"draft_path_hidden_{index}", source, tensor)
-            for index, tensor in enumerate([hidden] if needs_final else aux_hidden)
+            for index, tensor in enumerate([hidden.final] if needs_final else hidden.aux)
         ]
         features = chains.fuse([] if needs_final else gathered, gathered[0])
         attend = chains.attend_few_rows(draft_rows, rows_per_path)

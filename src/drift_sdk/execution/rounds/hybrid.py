@@ -15,7 +15,7 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, VerifiedRows
 
 __all__ = ["HybridRounds"]
 
@@ -78,51 +78,19 @@ class HybridRounds:
             self.is_ngram[:num_slots],
         )
 
-    def draft_extend(
-        self,
-        rows: Rows,
-        *,
-        num_slots: int,
-        num_draft_tokens: int,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        emitted: Tensor,
-    ) -> None:
-        if num_draft_tokens > 0:
-            drafts = self._drafts(num_slots, num_draft_tokens)
+    def draft_extend(self, verified: VerifiedRows) -> None:
+        rows, chosen, emitted = verified.rows, verified.chosen, verified.emitted
+        if verified.num_draft_tokens > 0:
+            drafts = self._drafts(verified.num_slots, verified.num_draft_tokens)
             score_ngrams(rows.slot, chosen, emitted, drafts, self._score, unit=SCORE_UNIT, shift=SCORE_SHIFT)
         # An accepted row holds the token that was sampled after the row before it.
         append_history(rows.slot, rows.position, rows.token, self._history, emitted=emitted)
-        self._model.draft_extend(
-            rows,
-            num_slots=num_slots,
-            num_draft_tokens=num_draft_tokens,
-            aux_hidden=aux_hidden,
-            hidden=hidden,
-            chosen=chosen,
-            emitted=emitted,
-        )
+        self._model.draft_extend(verified)
 
-    def draft_extend_prefill(
-        self,
-        rows: Rows,
-        *,
-        next_token: Tensor,
-        hits: Tensor,
-        last_token: Tensor,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-    ) -> None:
+    def draft_extend_prefill(self, chunks: ComputedChunks) -> None:
+        rows = chunks.rows
         append_history(rows.slot, rows.position, rows.token, self._history)
-        self._model.draft_extend_prefill(
-            rows,
-            next_token=next_token,
-            hits=hits,
-            last_token=last_token,
-            aux_hidden=aux_hidden,
-            hidden=hidden,
-        )
+        self._model.draft_extend_prefill(chunks)
 
     def _drafts(self, num_slots: int, num_draft_tokens: int) -> Tensor:
         """Both drafts of a round. They last until the round has been committed, also if it is split."""

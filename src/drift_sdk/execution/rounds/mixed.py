@@ -9,7 +9,7 @@ from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk.execution.forward.decode import DecodeForward, Rows
 from drift_sdk.execution.resources import DeviceResources
-from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter
 from drift_sdk.execution.rounds.sample_commit import SampleCommit
 
 __all__ = ["MixedStep", "MixedTensors"]
@@ -19,8 +19,7 @@ class MixedTensors(Struct, frozen=True, kw_only=True):
     """The payload of a mixed step: chunks of N rows in all, and a round of B slots with K drafts each.
 
     rows [N + B * (K + 1)]: those of chunks, then those of the round. slots [2, B]: slots (-1: padding), then
-    the most drafts of each. following [N], hits [C]: as `RoundDrafter.draft_extend_prefill` takes them. All
-    int32.
+    the most drafts of each. following [N], hits [C]: next_token and hits of `ComputedChunks`. All int32.
     """
 
     rows: Rows
@@ -86,22 +85,15 @@ class MixedStep:
         tensors, hidden = self._tensors, self._forward.hidden_states
         first = tensors.num_chunk_rows
         drafter.draft_extend_prefill(
-            tensors.chunk_rows,
-            next_token=tensors.following,
-            hits=tensors.hits,
-            last_token=self._resources.table.state.last_token,
-            aux_hidden=[stream[:first] for stream in hidden.aux],
-            hidden=hidden.final[:first],
+            ComputedChunks(
+                rows=tensors.chunk_rows,
+                hidden=hidden.of_rows(slice(first)),
+                next_token=tensors.following,
+                hits=tensors.hits,
+                last_token=self._resources.table.state.last_token,
+            )
         )
-        drafter.draft_extend(
-            tensors.round_rows,
-            num_slots=self._num_slots,
-            num_draft_tokens=self._num_drafts,
-            aux_hidden=[stream[first:] for stream in hidden.aux],
-            hidden=hidden.final[first:],
-            chosen=self._sample_commit.chosen,
-            emitted=self._sample_commit.emitted,
-        )
+        drafter.draft_extend(self._sample_commit.verified(hidden.of_rows(slice(first, None))))
 
     @property
     def _num_slots(self) -> int:

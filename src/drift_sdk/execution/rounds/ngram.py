@@ -11,6 +11,7 @@ from drift_sdk._kernels.draft.ngram import append_history, num_searchers, propos
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
 
 __all__ = ["NGramRounds"]
 
@@ -49,28 +50,11 @@ class NGramRounds:
             max_length=self._max_length,
         )
 
-    def draft_extend(
-        self,
-        rows: Rows,
-        *,
-        num_slots: int,
-        num_draft_tokens: int,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        emitted: Tensor,
-    ) -> None:
+    def draft_extend(self, verified: VerifiedRows) -> None:
         # An accepted row holds the token that was sampled after the row before it.
-        append_history(rows.slot, rows.position, rows.token, self._history, emitted=emitted)
+        rows = verified.rows
+        append_history(rows.slot, rows.position, rows.token, self._history, emitted=verified.emitted)
 
-    def draft_extend_prefill(
-        self,
-        rows: Rows,
-        *,
-        next_token: Tensor,
-        hits: Tensor,
-        last_token: Tensor,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-    ) -> None:
+    def draft_extend_prefill(self, chunks: ComputedChunks) -> None:
+        rows = chunks.rows
         append_history(rows.slot, rows.position, rows.token, self._history)

@@ -71,12 +71,4 @@ class DecodeRound:
         sample_commit.run(forward.normed, has_draft_masks=has_draft_masks)
         if self._drafter is not None:
             with stages("draft_extend"):
-                self._drafter.draft_extend(
-                    self._rows,
-                    num_slots=self._num_slots,
-                    num_draft_tokens=self._num_drafts,
-                    aux_hidden=forward.hidden_states.aux,
-                    hidden=forward.hidden_states.final,
-                    chosen=sample_commit.chosen,
-                    emitted=sample_commit.emitted,
-                )
+                self._drafter.draft_extend(sample_commit.verified(forward.hidden_states))

@@ -20,7 +20,9 @@ from drift_sdk._kernels.trees.tree_accept import tree_accept
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.head_product import multiply_head
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.rounds.drafter import VerifiedRows
 from drift_sdk.execution.stages import forward_stage
 
 __all__ = ["SampleCommit", "TreeAcceptance"]
@@ -73,6 +75,10 @@ class SampleCommit:
         self._part: PeerTensor | None = None
         if model.exchange is not None and head.shape[0] < vocab_size:
             self._part = model.exchange.logits((num_rows, head.shape[0]))
+
+    def verified(self, hidden: HiddenStates) -> VerifiedRows:
+        """The rows as a drafter takes them after `run`. hidden: of the rows."""
+        return VerifiedRows(rows=self._rows, hidden=hidden, chosen=self.chosen, emitted=self.emitted)
 
     def run(self, normed: Tensor, *, has_draft_masks: bool = False) -> None:
         """Launch everything from the product with `head` to the commit.

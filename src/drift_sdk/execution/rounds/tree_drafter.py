@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from drift_sdk._kernels.trees.tree_roots import RootTensors
+from drift_sdk.execution.rounds.drafter import VerifiedRows
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 
 __all__ = ["TreeDrafter"]
@@ -32,19 +33,6 @@ class TreeDrafter(Protocol):
     def grow(self, rows: RootTensors, plan: TreePlan) -> None:
         """Write the nodes of trees to slot, token and parent of rows, which hold the roots."""
 
-    def extend(
-        self,
-        rows: RootTensors,
-        plan: TreePlan,
-        *,
-        aux_hidden: Sequence[Tensor],
-        hidden: Tensor,
-        chosen: Tensor,
-        path: Tensor,
-        emitted: Tensor,
-    ) -> None:
-        """Update the drafter's state after the target has computed and sampled a round's rows.
-
-        aux_hidden, hidden, chosen, emitted: as of `RoundDrafter.draft_extend`. path [B, PATH_ENTRIES] int32:
-        the nodes that tokens were emitted behind, then -1.
-        """
+    def extend(self, rows: RootTensors, plan: TreePlan, verified: VerifiedRows, path: Tensor) -> None:
+        """Update the drafter's state by the tokens that a round emitted. path [B, PATH_ENTRIES] int32: the
+        nodes that tokens were emitted behind, then -1."""

@@ -163,15 +163,7 @@ class TreeRound:
             checks.after_rewind(roots, tensors.kv_slot, tensors.accepted)
             checks.report(self._resources.ring)
         with stages("draft_extend"):
-            self._drafter.extend(
-                roots,
-                plan,
-                aux_hidden=hidden.aux,
-                hidden=hidden.final,
-                chosen=sample_commit.chosen,
-                path=tensors.accepted,
-                emitted=sample_commit.emitted,
-            )
+            self._drafter.extend(roots, plan, sample_commit.verified(hidden), tensors.accepted)
 
     def _place(self) -> None:
         """Find positions, places and paths of all nodes."""
