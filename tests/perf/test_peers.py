@@ -230,7 +230,7 @@ class Routing(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         names = {"router": torch.nn.Linear(8, 8, bias=False)}, {"gate": Router(8, 8, bias=False)}
-        self.layers = torch.nn.ModuleList(
+        self.layers: Any = torch.nn.ModuleList(
             torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict(router)}) for router in names
         )
         for weight in self.parameters():
@@ -285,9 +285,7 @@ def test_vllm_counts_experts_before_it_is_timed(tmp_path: Path, monkeypatch: pyt
     assert prompts == [scenario.prompts(model.config.vocab_size)] * len(prompts)
 
     draft = prepare_draft(model)
-    (drafted,) = measure_drafts(
-        model, draft, [scenario], 1, 0.01, num_draft_tokens=3, acceptance_length=2.5
-    )  # fmt: skip
+    (drafted,) = measure_drafts(model, draft, [scenario], 1, 0.01, num_draft_tokens=3, acceptance_length=2.5)
     assert (drafted.num_experts, drafted.num_distinct_tokens) == (7, 2.0)
     num_bytes = model.decode_bytes(4, scenario.mean_context(), 2, 7)
     assert drafted.bytes_per_round == num_bytes + draft.round_bytes(3, 4, scenario.mean_context(), 2)
@@ -332,6 +330,15 @@ def test_vllm_gets_the_routers_of_a_model_with_experts(
             f"{prefix}.post_attention_layernorm.weight",
         } <= names.keys()
     assert not any(part in name for name in names for part in ("experts", "self_attn", "lm_head"))
+
+
+def test_vllm_answers_with_the_weights_of_a_folder(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    stub = tmp_path / "site" / "vllm.py"
+    stub.write_text(stub.read_text().replace('"dummy"', '"auto"'))
+    assert vllm.answers(tiny.path, [[1, 2], [3]], 4) == [[1] * 4, [1] * 4]
 
 
 def test_failure_of_vllm_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
