@@ -69,7 +69,9 @@ class DecodeRun(Run, kw_only=True):
     tokens_per_s_min, tokens_per_s_max:     extremes of the repeats.
     bytes_per_round:                        bytes that a round must read.
     num_experts:                            mean number of experts of a layer that the rows of a round had, as
-                                            the device counted them.
+                                            the device counted them; None of a peer that did not count them.
+    num_distinct_tokens:                    of a peer with experts: mean number of distinct tokens of all
+                                            sequences at the same place of their answers.
     temperature, top_p:                     of requests that are not greedy.
     num_gpus:                               GPUs that the model is divided between, of runs that compare them.
     loop_lag_ms_p99, loop_lag_idle_ms_p99:  lag of the event loop while streams are read, and when idle.
@@ -86,7 +88,8 @@ class DecodeRun(Run, kw_only=True):
     tokens_per_s_max: float
     bytes_per_round: float
     executor: str | UnsetType = UNSET
-    num_experts: float | UnsetType = UNSET
+    num_experts: float | None | UnsetType = UNSET
+    num_distinct_tokens: float | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
     num_gpus: int | UnsetType = UNSET

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from perf.harness.record import DecodeRun, PrefillRun
 from perf.harness.recording import free_memory
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
-from perf.peers.vllm_process import ANSWERS_MARK, MARK, Job, Times
+from perf.peers.vllm_process import ANSWERS_MARK, EXPERTS_MARK, MARK, Experts, Job, Times
 
 __all__ = ["answers", "measure", "measure_drafts", "measure_prompts"]
 
@@ -56,6 +57,8 @@ def measure(
 
     Computes in bfloat16. If the model's weights are FP8, so are vLLM's: by default its products quantise
     activations too, with the linear backend "marlin" only weights. The backend is part of the engine's name.
+    The experts of a model's steps are counted in another process, which takes as long as a start of vLLM
+    without compilation and graphs; num_experts is None if there is no count, and bytes are those of a spread.
 
     Raises RuntimeError for a model with real weights, and if vLLM is missing or fails. vLLM's messages go to
     stderr.
@@ -69,15 +72,16 @@ def measure(
         linear_backend=linear_backend,
     )
     fields = {} if linear_backend is None else {"engine": f"vllm-{linear_backend}"}
-    for times in _times(model, job):
+    for times, num_experts in _decode_times(model, job):
         scenario = Scenario.parse(str(times.scenario))
+        num_bytes = model.decode_bytes(scenario.batch, scenario.mean_context(), ITEMSIZE, num_experts)
         yield DecodeRun.of_rounds(
             times.seconds,
-            model.decode_bytes(scenario.batch, scenario.mean_context(), ITEMSIZE) / job.num_gpus,
+            num_bytes / job.num_gpus,
             bandwidth_tb_s,
             scenario=scenario,
             num_gpus=num_gpus or UNSET,
-            **_fields(model, times) | fields,
+            **_fields(model, times) | _expert_fields(model, times, num_experts) | fields,
         )
 
 
@@ -102,10 +106,11 @@ def measure_drafts(
         acceptance_length=acceptance_length,
         num_gpus=max(num_gpus, 1),
     )
-    for times in _times(model, job):
+    for times, num_experts in _decode_times(model, job):
         scenario = Scenario.parse(str(times.scenario))
         context, rows = scenario.mean_context(), scenario.batch * (num_draft_tokens + 1)
-        num_bytes = model.decode_bytes(scenario.batch, context, ITEMSIZE, model.spread_experts(rows))
+        read_experts = model.spread_experts(rows) if num_experts is None else num_experts
+        num_bytes = model.decode_bytes(scenario.batch, context, ITEMSIZE, read_experts)
         yield DecodeRun.of_rounds(
             [seconds * acceptance_length for seconds in times.seconds],
             num_bytes / job.num_gpus + draft.round_bytes(num_draft_tokens, scenario.batch, context, ITEMSIZE),
@@ -116,7 +121,7 @@ def measure_drafts(
             acceptance="simulated",
             acceptance_length=acceptance_length,
             num_gpus=num_gpus or UNSET,
-            **_fields(model, times),
+            **_fields(model, times) | _expert_fields(model, times, num_experts),
         )
 
 
@@ -125,15 +130,16 @@ def measure_prompts(
 ) -> Iterator[PrefillRun]:
     """Measure single prompts that are not cached, under the same conditions."""
     job = Job(folder=str(model.path), repeats=repeats, prompt_lengths=list(lengths))
-    for times in _times(model, job):
-        num_tokens = int(times.scenario)
-        yield PrefillRun.of_times(
-            times.seconds,
-            num_tokens,
-            model.prefill_flops(num_tokens),
-            matmul_tflop_s=peak_tflop_s,
-            **_fields(model, times),
-        )
+    with _prepared(model, job) as prepared:
+        for times in _process_times(prepared):
+            num_tokens = int(times.scenario)
+            yield PrefillRun.of_times(
+                times.seconds,
+                num_tokens,
+                model.prefill_flops(num_tokens),
+                matmul_tflop_s=peak_tflop_s,
+                **_fields(model, times),
+            )
 
 
 def answers(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
@@ -146,23 +152,50 @@ def answers(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> 
     return msgspec.json.decode(line, type=list[list[int]])
 
 
-def _times(model: Model, job: Job) -> Iterator[Times]:
-    """Run the job in a new process and yield its times as they are reported.
+def _decode_times(model: Model, job: Job) -> Iterator[tuple[Times, float | None]]:
+    """Run the job in a new process; yield its times as they are reported, with the number of distinct experts
+    of a layer in a step.
 
-    A model with experts gets the engine's routers, norms and embedding.
+    Experts are counted before, in a process of their own, because a model that counts is slower.
     """
+    with _prepared(model, job) as prepared:
+        counts = _counted_experts(model, prepared)
+        for times in _process_times(prepared):
+            yield times, counts.get(str(times.scenario))
+
+
+@contextmanager
+def _prepared(model: Model, job: Job) -> Iterator[Job]:
+    """The job with a file of the engine's routers, norms and embedding, if the model has experts."""
     if model.load != "random":
         raise RuntimeError(f"model {model.name}: the vllm peer measures random weights only")
 
     if model.config.experts is None:
-        yield from _process_times(job)
+        yield job
         return
 
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "routing.pt"
         write_routing_weights(model, weights)
         free_memory()
-        yield from _process_times(msgspec.structs.replace(job, weights=str(weights)))
+        yield msgspec.structs.replace(job, weights=str(weights))
+
+
+def _counted_experts(model: Model, job: Job) -> dict[str, float | None]:
+    """Distinct experts of a layer in a step, by scenario. Without those of scenarios from a process that has
+    failed: what is timed does not depend on them."""
+    if model.config.experts is None:
+        return {}
+
+    counts: dict[str, float | None] = {}
+    counting = msgspec.structs.replace(job, num_active=model.config.experts.num_active)
+    try:
+        for line in _process_lines(counting, EXPERTS_MARK):
+            found = msgspec.json.decode(line, type=Experts)
+            counts[found.scenario] = found.num_experts
+    except RuntimeError as error:
+        print(f"model {model.name}: not all experts of vLLM's steps are counted: {error}", file=sys.stderr)
+    return counts
 
 
 def _process_times(job: Job) -> Iterator[Times]:
@@ -194,3 +227,11 @@ def _fields(model: Model, times: Times) -> dict[str, Any]:
         "engine_version": times.version,
         "settings": times.settings,
     }
+
+
+def _expert_fields(model: Model, times: Times, num_experts: float | None) -> dict[str, Any]:
+    """Fields of decoding with a model with experts."""
+    if model.config.experts is None:
+        return {}
+
+    return {"num_experts": num_experts, "num_distinct_tokens": times.num_distinct_tokens}

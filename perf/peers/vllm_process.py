@@ -1,11 +1,10 @@
 """The process that runs vLLM for `perf.peers.vllm`.
 
 Its argument is a job. It prints a line of times for each scenario and each prompt length, and a line of the
-answers.
+answers; or a line of experts for each scenario.
 
-vLLM's dummy weights are so small that biases decide the routing of experts, and all rows get the same ones.
-Weights that are given are copied into the model on the worker after it has been captured: graphs read them
-from the same memory.
+With vLLM's dummy weights, sequences get the same experts. Weights that spread them are put into the model on
+the worker after it has been captured: graphs read them from the same memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,18 @@ import msgspec
 from msgspec import Struct
 
 from perf.harness.scenario import LENGTHS, Scenario
+from perf.peers.vllm_routing import copying, counted_passes, counting, distinct_tokens, mean_experts
 
-__all__ = ["ANSWERS_MARK", "MARK", "Job", "Times", "copying", "kernels_of"]
+__all__ = ["ANSWERS_MARK", "EXPERTS_MARK", "MARK", "Experts", "Job", "Times", "kernels_of"]
 
-MARK, ANSWERS_MARK = "times: ", "answers: "
+MARK, ANSWERS_MARK, EXPERTS_MARK = "times: ", "answers: ", "experts: "
 NUM_WARM_UP_PROMPTS = 2
+NUM_COUNTED_TOKENS = 64
+"""Tokens of each sequence while experts are counted."""
 MAX_MODEL_LEN = 34_816
 """Most tokens of a sequence of the longest scenario."""
 PROMPT_IDS = range(10, 30_000)
-OTHER_NAMES = {"model.embed_tokens.weight": "model.embedding.weight"}
-"""vLLM's names of tensors where some of its models differ from files."""
+"""Token ids of single prompts. Scenarios have the engine's prompts."""
 
 
 class Job(Struct, frozen=True):
@@ -40,7 +40,9 @@ class Job(Struct, frozen=True):
     folder:          folder of the model's config.json.
     scenarios:       names of decode scenarios.
     prompt_lengths:  lengths of single prompts, in tokens.
-    weights:         file of tensors by name (torch.save) to copy into the model; None: all are dummies.
+    weights:         file of tensors by name (torch.save) for `copying`; None: all weights are dummies.
+    num_active:      experts of a row, to count those of a step of each scenario without graphs, and to time
+                     nothing; 0: nothing is counted.
     draft:           folder of an EAGLE-3 draft's config.json; None: no drafts.
     num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
     num_gpus:        that the model is divided between.
@@ -55,6 +57,7 @@ class Job(Struct, frozen=True):
     scenarios: list[str] = []
     prompt_lengths: list[int] = []
     weights: str | None = None
+    num_active: int = 0
     draft: str | None = None
     num_draft_tokens: int = 0
     acceptance_length: float = 1.0
@@ -70,37 +73,22 @@ class Times(Struct, frozen=True):
 
     scenario:  name of the scenario, or length of the prompt.
     seconds:   for each repeat, the time of a decode step (by the difference of two lengths) or of the prompt.
+    num_distinct_tokens:  mean number of distinct tokens of all sequences at the same place of their answers,
+                          in the part that is timed; None of a prompt.
     """
 
     scenario: str | int
     seconds: list[float]
     version: str
     settings: str
+    num_distinct_tokens: float | None = None
 
 
-def copying(file: str) -> Callable[[Any], list[str]]:
-    """A function that copies the tensors of a file into a model and returns the names of those it lacks.
+class Experts(Struct, frozen=True):
+    """The mean number of distinct experts of a layer in a step of a scenario; None if none was counted."""
 
-    vLLM sends it to its worker by value: it refers to nothing of this module.
-    """
-    others = dict(OTHER_NAMES)
-
-    def copy(model: Any) -> list[str]:
-        import torch
-
-        parameters = dict(model.named_parameters())
-        missing = []
-        for name, tensor in torch.load(file, map_location="cpu", mmap=True).items():
-            place = parameters.get(name, parameters.get(others.get(name, "")))
-            if place is None:
-                missing.append(name)
-                continue
-
-            # An embedding may have rows of padding.
-            place.data[tuple(slice(size) for size in tensor.shape)].copy_(tensor)
-        return missing
-
-    return copy
+    scenario: str
+    num_experts: float | None
 
 
 def kernels_of(model: Any) -> list[str]:
@@ -110,29 +98,21 @@ def kernels_of(model: Any) -> list[str]:
     return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None})
 
 
-def max_model_len(folder: Path) -> int:
-    """MAX_MODEL_LEN, or what the model in `folder` allows."""
-    settings = msgspec.json.decode((folder / "config.json").read_bytes())
-    return min(MAX_MODEL_LEN, int(settings["max_position_embeddings"]))
-
-
-def main() -> None:
-    job = msgspec.json.decode(sys.argv[1], type=Job)
-    if job.linear_backend == "marlin":
-        os.environ["VLLM_TEST_FORCE_FP8_MARLIN"] = "1"  # refused otherwise where FP8 products exist
-
-    import vllm
-
+def settings_of(job: Job) -> dict[str, Any]:
+    """The arguments of vllm.LLM."""
+    config = msgspec.json.decode((Path(job.folder) / "config.json").read_bytes())
     settings: dict[str, Any] = {
         "load_format": "auto" if job.answered else "dummy",
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
-        "max_model_len": max_model_len(Path(job.folder)),
+        "max_model_len": min(MAX_MODEL_LEN, int(config["max_position_embeddings"])),
         "max_num_seqs": 64,
         "gpu_memory_utilization": 0.85,
         "enable_prefix_caching": True,
         "seed": 0,
     }
+    if job.num_active:
+        settings["enforce_eager"] = True
     if job.num_gpus > 1:
         settings["tensor_parallel_size"] = job.num_gpus
         # It is compiled at the start, for minutes, and may use NVLink multicast.
@@ -148,24 +128,61 @@ def main() -> None:
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": job.acceptance_length,
         }
-    llm = vllm.LLM(model=job.folder, **settings)
-    if job.weights is not None:
-        missing = {name for names in llm.apply_model(copying(job.weights)) for name in names}
-        if missing:
-            raise RuntimeError(
-                f"vLLM's model lacks {sorted(missing)[:5]}: expected all tensors of {job.weights}"
-            )
+    return settings
 
-    described = "vllm.LLM({})".format(", ".join(f"{name}={value!r}" for name, value in settings.items()))
-    if job.quantization is not None:
-        kernels = {name for names in llm.apply_model(kernels_of) for name in names}
-        described = f"{described}, computes with {', '.join(sorted(kernels))}"
 
-    def answers(prompts: list[dict[str, list[int]]], num_tokens: int) -> list[list[int]]:
-        params = vllm.SamplingParams(
+def given_prompts(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
+    """Prompts as vLLM takes them."""
+    return [{"prompt_token_ids": tokens} for tokens in prompts]
+
+
+def scenario_prompts(job: Job, scenario: Scenario) -> list[dict[str, list[int]]]:
+    """The prompts that the engine has in a scenario."""
+    config = msgspec.json.decode((Path(job.folder) / "config.json").read_bytes())
+    return given_prompts(scenario.prompts(int(config["vocab_size"])))
+
+
+def write(mark: str, found: Any) -> None:
+    """Print a line for the process that has started this one."""
+    print(mark + msgspec.json.encode(found).decode(), flush=True)
+
+
+class Running:
+    """A vllm.LLM for a job, with the job's weights. description: of it and its kernels.
+
+    Raises RuntimeError if it lacks one of the weights.
+    """
+
+    def __init__(self, job: Job) -> None:
+        import vllm
+
+        settings = settings_of(job)
+        self.version = vllm.__version__
+        self.llm = vllm.LLM(model=job.folder, **settings)
+        if job.weights is not None:
+            missing = {name for names in self.llm.apply_model(copying(job.weights)) for name in names}
+            if missing:
+                raise RuntimeError(
+                    f"vLLM's model lacks {sorted(missing)[:5]}: expected all tensors of {job.weights}"
+                )
+
+        self.description = "vllm.LLM({})".format(
+            ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        )
+        if job.weights is not None:
+            self.description += ", embedding, norms and routers of this engine, attention without biases"
+        if job.quantization is not None:
+            kernels = {name for names in self.llm.apply_model(kernels_of) for name in names}
+            self.description += f", computes with {', '.join(sorted(kernels))}"
+
+    def answers(self, prompts: list[dict[str, list[int]]], num_tokens: int) -> list[list[int]]:
+        """Greedy continuations. Raises RuntimeError if one does not have `num_tokens` tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         found = [list(output.outputs[0].token_ids) for output in outputs]
         if {len(tokens) for tokens in found} != {num_tokens}:
             lengths = sorted({len(tokens) for tokens in found})
@@ -173,41 +190,69 @@ def main() -> None:
 
         return found
 
-    def seconds(prompts: list[dict[str, list[int]]], num_tokens: int) -> float:
+    def seconds(self, prompts: list[dict[str, list[int]]], num_tokens: int) -> float:
+        """The time of `answers`."""
         started_at = time.perf_counter()
-        answers(prompts, num_tokens)
+        self.answers(prompts, num_tokens)
         return time.perf_counter() - started_at
 
-    def report(scenario: str | int, times: list[float]) -> None:
-        found = Times(scenario, times, vllm.__version__, described)
-        print(MARK + msgspec.json.encode(found).decode(), flush=True)
+    def times(self, scenario: str | int, seconds: list[float], num_distinct: float | None = None) -> Times:
+        return Times(scenario, seconds, self.version, self.description, num_distinct)
 
-    if job.answered:
-        given = [{"prompt_token_ids": tokens} for tokens in job.answered]
-        found = answers(given, job.num_answer_tokens)
-        print(ANSWERS_MARK + msgspec.json.encode(found).decode(), flush=True)
 
-    numbers = random.Random(0)
+def count_experts(running: Running, job: Job) -> None:
+    """Write the experts of a step of each scenario."""
+    running.llm.apply_model(counting(job.num_active))
+    for scenario in map(Scenario.parse, job.scenarios):
+        running.answers(scenario_prompts(job, scenario), NUM_COUNTED_TOKENS)
+        passes = running.llm.apply_model(counted_passes())[0]
+        num_rows = scenario.batch * (job.num_draft_tokens + 1)
+        write(EXPERTS_MARK, Experts(scenario.name, mean_experts(passes, num_rows)))
 
-    def prompt(length: int) -> dict[str, list[int]]:
-        return {"prompt_token_ids": numbers.choices(PROMPT_IDS, k=length)}
 
+def time_scenarios(running: Running, job: Job) -> None:
+    """Write the times of a decode step of each scenario."""
     short, long = LENGTHS
     for scenario in map(Scenario.parse, job.scenarios):
-        prompts = [prompt(scenario.context) for _ in range(scenario.batch)]
-        for num_tokens in (short, long, long):
-            seconds(prompts, num_tokens)
+        prompts = scenario_prompts(job, scenario)
+        for num_tokens in (short, long):
+            running.answers(prompts, num_tokens)
+        num_distinct = distinct_tokens(running.answers(prompts, long), short)
 
         rounds_s = []
         for _ in range(job.repeats):
-            short_s = seconds(prompts, short)
-            rounds_s.append((seconds(prompts, long) - short_s) / (long - short))
+            short_s = running.seconds(prompts, short)
+            rounds_s.append((running.seconds(prompts, long) - short_s) / (long - short))
 
-        report(scenario.name, rounds_s)
+        write(MARK, running.times(scenario.name, rounds_s, num_distinct))
 
+
+def time_prompts(running: Running, job: Job) -> None:
+    """Write the times of single prompts, each of which is a new one."""
+    numbers = random.Random(0)
     for length in job.prompt_lengths:
-        times = [seconds([prompt(length)], 1) for _ in range(NUM_WARM_UP_PROMPTS + job.repeats)]
-        report(length, times[NUM_WARM_UP_PROMPTS:])
+        times = [
+            running.seconds(given_prompts([numbers.choices(PROMPT_IDS, k=length)]), 1)
+            for _ in range(NUM_WARM_UP_PROMPTS + job.repeats)
+        ]
+        write(MARK, running.times(length, times[NUM_WARM_UP_PROMPTS:]))
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.argv[1], type=Job)
+    if job.linear_backend == "marlin":
+        os.environ["VLLM_TEST_FORCE_FP8_MARLIN"] = "1"  # refused otherwise where FP8 products exist
+
+    running = Running(job)
+    if job.num_active:
+        count_experts(running, job)
+        return
+
+    if job.answered:
+        write(ANSWERS_MARK, running.answers(given_prompts(job.answered), job.num_answer_tokens))
+
+    time_scenarios(running, job)
+    time_prompts(running, job)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from perf.peers import vllm
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
 from perf.peers.transformers import Decoding, load
 from perf.peers.vllm import measure_drafts, measure_prompts
-from perf.peers.vllm_process import copying
+from perf.peers.vllm_routing import copying, counted_passes, counting, distinct_tokens, mean_experts
 
 VLLM = """
 import sys
@@ -57,6 +59,33 @@ def noting(self, *, model, load_format, **settings):
     self.settings = settings
 
 LLM.__init__, LLM.apply_model = noting, applied
+"""
+
+
+COUNTING = """
+import json
+import pathlib
+notes = pathlib.Path(__file__).with_name("notes")
+
+def note(*line):
+    with notes.open("a") as file:
+        file.write(json.dumps(line) + chr(10))
+
+def initialise(self, *, model, load_format, **settings):
+    note("start", settings.get("enforce_eager", False))
+    assert not (FAILS and settings.get("enforce_eager"))
+
+def applied(self, function):
+    note(function.__name__)
+    return {"copy": [[]], "count": [1], "take": [[(64, 8), (4, 6), (4, 5), (16, 7)]]}[function.__name__]
+
+def generate(self, prompts, params, use_tqdm):
+    note("prompts", [prompt["prompt_token_ids"] for prompt in prompts], params.max_tokens)
+    now[0] += 1e-4 * params.max_tokens * len(prompts)
+    tokens = [[0] * 8 + [1 + number // 2] * (params.max_tokens - 8) for number in range(len(prompts))]
+    return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=one)]) for one in tokens]
+
+LLM.__init__, LLM.apply_model, LLM.generate = initialise, applied, generate
 """
 
 
@@ -104,6 +133,7 @@ def test_vllm_decodes_in_its_own_process(
     assert runs[0].ms_per_round == pytest.approx(0.1)
     assert runs[1].ms_per_round == pytest.approx(0.4)
     assert "enable_prefix_caching=True" in str(runs[0].settings)
+    assert {(run.num_experts, run.num_distinct_tokens) for run in runs} == {(UNSET, UNSET)}
 
 
 def test_vllm_quantises_as_the_model_does_and_names_its_kernels(
@@ -171,6 +201,109 @@ def test_weights_are_copied_into_the_model_of_vllm(tmp_path: Path) -> None:
     assert torch.equal(model.model["gate"].weight.data, gate)
 
 
+def test_biases_of_attention_are_removed_from_the_model_of_vllm(tmp_path: Path) -> None:
+    given = {"mlp.router.bias": torch.randn(3)}
+    torch.save(given, tmp_path / "weights.pt")
+    model = torch.nn.ModuleDict(
+        {
+            "self_attn": torch.nn.ModuleDict({"o_proj": torch.nn.Linear(4, 4)}),
+            "mlp": torch.nn.ModuleDict({"router": torch.nn.Linear(4, 3), "experts": torch.nn.Linear(4, 4)}),
+        }
+    )
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()} | given
+    expected["self_attn.o_proj.bias"].zero_()
+    assert copying(str(tmp_path / "weights.pt"))(model) == []
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+class Router(torch.nn.Linear):
+    """A router that returns a pair, as most linear layers of vLLM do."""
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return super().forward(rows), None
+
+
+class Routing(torch.nn.Module):
+    """Two layers with routers by vLLM's names: logits are the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = {"router": torch.nn.Linear(8, 8, bias=False)}, {"gate": Router(8, 8, bias=False)}
+        self.layers: Any = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict(router)}) for router in names
+        )
+        for weight in self.parameters():
+            weight.data.copy_(torch.eye(8))
+
+    def forward(self, rows: torch.Tensor) -> None:
+        for layer in self.layers:
+            for router in layer["mlp"].values():
+                router(rows)
+
+
+def test_experts_of_passes_are_counted() -> None:
+    model, logits = Routing(), torch.zeros(3, 8)
+    logits[0, [0, 1]] = logits[1, [1, 2]] = logits[2, [0, 1]] = 1.0
+    model(logits)
+    assert counting(2)(model) == 2
+    model(logits)
+    model(logits[:2])
+    model(logits[1:2])
+    found = counted_passes()(model)
+    assert found == [(3, 3), (3, 3), (2, 3), (2, 3), (1, 2), (1, 2)]
+    assert counted_passes()(model) == []
+    assert mean_experts([(4, 6), (64, 8), (4, 7)], 4) == 6.5
+    assert mean_experts(found, 4) is None
+
+
+def test_distinct_tokens_are_those_at_the_same_place() -> None:
+    assert distinct_tokens([[1, 2, 3, 4], [5, 2, 3, 6], [7, 3, 3, 8]], 0) == pytest.approx(
+        (3 + 2 + 1 + 3) / 4
+    )
+    assert distinct_tokens([[1, 2, 3, 4], [5, 2, 3, 6], [7, 3, 3, 8]], 2) == 2
+
+
+def notes_of(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
+
+
+def test_vllm_counts_experts_before_it_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that is timed has neither hooks nor the settings of the one that counts."""
+    model, scenario = prepare("tiny-experts", tmp_path / "tiny-experts"), Scenario.parse("batch4-16")
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    (tmp_path / "site" / "vllm.py").write_text(f"FAILS = False\n{VLLM}\n{COUNTING}")
+    (plain,) = PEERS["vllm"](model, [scenario], 1, 0.01)
+    assert (plain.num_experts, plain.num_distinct_tokens) == (5.5, 2.0)
+    assert plain.bytes_per_round == model.decode_bytes(4, scenario.mean_context(), 2, 5.5)
+    assert "enforce_eager" not in str(plain.settings)
+    notes = notes_of(tmp_path / "site")
+    assert [note[:2] for note in notes if note[0] != "prompts"] == [
+        ["start", True], ["copy"], ["count"], ["take"], ["start", False], ["copy"],
+    ]  # fmt: skip
+    prompts = [note[1] for note in notes if note[0] == "prompts"]
+    assert prompts == [scenario.prompts(model.config.vocab_size)] * len(prompts)
+
+    draft = prepare_draft(model)
+    (drafted,) = measure_drafts(model, draft, [scenario], 1, 0.01, num_draft_tokens=3, acceptance_length=2.5)
+    assert (drafted.num_experts, drafted.num_distinct_tokens) == (7, 2.0)
+    num_bytes = model.decode_bytes(4, scenario.mean_context(), 2, 7)
+    assert drafted.bytes_per_round == num_bytes + draft.round_bytes(3, 4, scenario.mean_context(), 2)
+
+
+def test_vllm_is_timed_if_it_cannot_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = prepare("tiny-experts", tmp_path / "tiny-experts")
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    (tmp_path / "site" / "vllm.py").write_text(f"FAILS = True\n{VLLM}\n{COUNTING}")
+    scenarios = [Scenario.parse("batch4-16")]
+    (plain,) = PEERS["vllm"](model, scenarios, 1, 0.01)
+    assert (plain.num_experts, plain.num_distinct_tokens) == (None, 2.0)
+    assert plain.bytes_per_round == model.decode_bytes(4, scenarios[0].mean_context(), 2)
+    assert "not all experts of vLLM's steps are counted" in capfd.readouterr().err
+
+
 def test_vllm_gets_the_routers_of_a_model_with_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +330,15 @@ def test_vllm_gets_the_routers_of_a_model_with_experts(
             f"{prefix}.post_attention_layernorm.weight",
         } <= names.keys()
     assert not any(part in name for name in names for part in ("experts", "self_attn", "lm_head"))
+
+
+def test_vllm_answers_with_the_weights_of_a_folder(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    stub = tmp_path / "site" / "vllm.py"
+    stub.write_text(stub.read_text().replace('"dummy"', '"auto"'))
+    assert vllm.answers(tiny.path, [[1, 2], [3]], 4) == [[1] * 4, [1] * 4]
 
 
 def test_failure_of_vllm_is_reported(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
