@@ -97,10 +97,11 @@ def test_affinity_saves_prompt_tokens() -> None:
 
 
 def test_measured_throughput_of_one_replica_is_predicted() -> None:
-    """The greatest error of the runs that are kept, greedy and sampled, closed and open, is 3%."""
+    """The greatest error of the runs that are kept, greedy and sampled, closed and open, is 4.5%: they were
+    measured at two commits, and their step times together."""
     runs = json.loads(RESULTS.read_bytes())["runs"]
     rows = check_rows([run for run in runs if run["case"] in ("closed-8", "open-20", "prefix")], fit(runs))
-    assert len(rows) == 6
+    assert {row[0] for row in rows} == {"closed-8", "open-20", "prefix"}
     for row in rows:
         assert abs(float(row[-1].rstrip("%"))) < 5, row
 

@@ -18,6 +18,8 @@ from perf.teacher_forced import CheckedRun, Reference, checked, main
 VLLM = """
 from types import SimpleNamespace
 
+__version__ = "0"
+
 class SamplingParams:
     def __init__(self, *, max_tokens, **others):
         self.max_tokens = max_tokens
