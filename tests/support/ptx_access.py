@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -71,7 +72,7 @@ def ptx_of(kernel: CudaKernel, source: str | None = None) -> str:
 
     from cuda.bindings import nvrtc
 
-    def checked(result: tuple[object, ...]) -> object:
+    def checked(result: tuple[Any, ...]) -> Any:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"{kernel.files[-1]}: {result[0]}")
         return result[1] if len(result) > 1 else None
@@ -83,7 +84,7 @@ def ptx_of(kernel: CudaKernel, source: str | None = None) -> str:
     options = ["--std=c++17", "--gpu-architecture=sm_90a"]
     options += [f"--define-macro={name}={value}" for name, value in kernel.macros]
     checked(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
-    text = b" " * checked(nvrtc.nvrtcGetPTXSize(program))  # type: ignore[operator]
+    text = b" " * checked(nvrtc.nvrtcGetPTXSize(program))
     checked(nvrtc.nvrtcGetPTX(program, text))
     return text.rstrip(b"\0").decode()
 
