@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,9 +35,13 @@ USER = {"role": "user", "content": "hi"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"numbers": [1]}}\n</tool_call>'
 
 
-def family_engine(name: str, *raw: str, **options: Any) -> Engine:
+WAIT_S = 120  # longest wait for another thread
+
+
+def family_engine(name: str, *raw: str, may_end: threading.Event | None = None, **options: Any) -> Engine:
     """An engine whose model answers with tokens of the family's vocabulary, special ones included. Of several
-    answers, a prompt that contains #N gets the one of this number."""
+    answers, a prompt that contains #N gets the one of this number. The last token of an answer waits for
+    `may_end`."""
     family = FAMILIES[name]
     tokenizer = family_tokenizer(family)
     answers = [[*tokenizer.encode(each, add_special_tokens=False), 256] for each in raw]
@@ -45,6 +50,8 @@ def family_engine(name: str, *raw: str, **options: Any) -> Engine:
         prompt = bytes(token_id for token_id in prompt_ids if token_id < 256)
         found = re.search(rb"#([0-9]+)", prompt) if len(answers) > 1 else None
         answer = answers[int(found[1])] if found is not None else answers[0]
+        if may_end is not None and len(output_ids) >= len(answer) - 1:
+            assert may_end.wait(WAIT_S)
         return answer[min(len(output_ids), len(answer) - 1)]
 
     config = EngineConfig(max_model_len=4096, kv_cache_tokens=65_536, chat_template=family.template)
@@ -229,12 +236,17 @@ async def test_grammar_describes_the_final_message_of_harmony() -> None:
     replies = (final + value, thought + final + value, thought + call, value, thought + value)
     asks = [[{**USER, "content": f"#{number}"}] for number in range(len(replies))]
     params = SamplingParams(grammar=JsonSchema({"type": "object", "properties": {"a": {"type": "string"}}}))
-    async with family_engine("harmony", *replies) as engine:
+    has_text = threading.Event()
+    async with family_engine("harmony", *replies, may_end=has_text) as engine:
         for tools in (None, TOOLS):
             for ask, reasoning in ((asks[0], ""), (asks[1], "Hm.")):
-                chunks, found = await read(engine.chat(ask, params, tools=tools))
+                has_text.clear()
+                stream = engine.chat(ask, params, tools=tools)
+                async for chunk in stream:
+                    if chunk.text:  # while it is generated
+                        has_text.set()
+                found = await stream
                 assert (found.parsed, found.text, found.reasoning) == ({"a": "b"}, value, reasoning)
-                assert len([chunk for chunk in chunks if chunk.text]) > 3  # while it is generated
         called = await engine.chat(asks[2], params, tools=TOOLS)
         assert (called.parsed, called.reasoning, len(called.tool_calls)) == (None, "Hm.", 1)
         for ask, tools in ((asks[2], None), (asks[3], None), (asks[4], TOOLS)):
