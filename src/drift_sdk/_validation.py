@@ -108,11 +108,17 @@ def check_float(
         raise error.of(field, value, f"a finite number{bounds}{' or None' if optional else ''}")
 
 
-def check_choice(error: ErrorType, field: str, value: object, choices: Iterable[str]) -> None:
-    """Check for one of some strings."""
+def check_choice(
+    error: ErrorType, field: str, value: object, choices: Iterable[str], *, optional: bool = False
+) -> None:
+    """Check for one of some strings; None passes if `optional`."""
+    if value is None and optional:
+        return
+
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
-        raise error.of(field, value, "one of " + ", ".join(map(repr, choices)))
+        allowed = "one of " + ", ".join(map(repr, choices))
+        raise error.of(field, value, allowed + (" or None" if optional else ""))
 
 
 def check_str(error: ErrorType, field: str, value: object, *, optional: bool = False) -> None:

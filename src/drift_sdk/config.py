@@ -188,10 +188,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_choice(ConfigError, "tuning", self.tuning, TUNINGS)
         check_bool(ConfigError, "exact_prefill", self.exact_prefill)
         check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
-        if self.weights is not None:
-            check_choice(ConfigError, "weights", self.weights, WEIGHTS)
-        if self.kv_dtype is not None:
-            check_choice(ConfigError, "kv_dtype", self.kv_dtype, KV_DTYPES)
+        check_choice(ConfigError, "weights", self.weights, WEIGHTS, optional=True)
+        check_choice(ConfigError, "kv_dtype", self.kv_dtype, KV_DTYPES, optional=True)
         check_choice(ConfigError, "load", self.load, LOADS)
         check_str(ConfigError, "revision", self.revision, optional=True)
         self._check_path("shape_log")
@@ -235,8 +233,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def _check_formats(self) -> None:
         for name, choices in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
-            if getattr(self, name) is not None:
-                check_choice(ConfigError, name, getattr(self, name), choices)
+            check_choice(ConfigError, name, getattr(self, name), choices, optional=True)
         formats = {self.tool_format, self.reasoning_format}
         if "harmony" in formats and not formats <= {"harmony", "auto"}:
             name = "tool_format" if self.reasoning_format == "harmony" else "reasoning_format"

@@ -91,8 +91,8 @@ class StaticTree(Struct, frozen=True):
 
 
 class DynamicTree(Struct, frozen=True, kw_only=True):
-    """Drafts in the form of a tree that is grown anew in every round, from the tokens that the draft holds
-    likeliest (EAGLE-2, arXiv 2406.16858).
+    """Drafts in the form of a tree that each round builds from the tokens that the draft considers most
+    likely (EAGLE-2, arXiv 2406.16858).
 
     top_k:             candidates considered after each token, and tokens of one depth that are drafted
                        further, 1 to 16.
@@ -116,7 +116,10 @@ class DynamicTree(Struct, frozen=True, kw_only=True):
             raise ConfigError.of("depth", self.depth, f"an integer from 1 to {most} with top_k={self.top_k}")
 
         most = min(self.top_k + (self.depth - 1) * self.top_k**2, MAX_TREE_DRAFTS)
-        check_int(ConfigError, "num_draft_tokens", self.num_draft_tokens, ge=1, le=most)
+        check_int(ConfigError, "num_draft_tokens", self.num_draft_tokens, ge=1, le=MAX_TREE_DRAFTS)
+        if self.num_draft_tokens > most:
+            allowed = f"an integer from 1 to {most} with top_k={self.top_k} and depth={self.depth}"
+            raise ConfigError.of("num_draft_tokens", self.num_draft_tokens, allowed)
 
     @property
     def num_candidates(self) -> int:
@@ -240,14 +243,13 @@ class Speculation(Struct, frozen=True, kw_only=True):
             raise ConfigError.of("shape", self.shape, "a Chain with NGram()")
 
         check_bool(ConfigError, "adaptive", self.adaptive)
-        if self.aux_layer_convention is not None:
-            check_choice(
-                ConfigError, "aux_layer_convention", self.aux_layer_convention, ("output", "boundary")
-            )
-        if self.draft_weights is not None:
-            check_choice(ConfigError, "draft_weights", self.draft_weights, ("fp8", "int4"))
-            if isinstance(self.draft, NGram):
-                raise ConfigError.of("draft_weights", self.draft_weights, "None with NGram()")
+        conventions = ("output", "boundary")
+        check_choice(
+            ConfigError, "aux_layer_convention", self.aux_layer_convention, conventions, optional=True
+        )
+        check_choice(ConfigError, "draft_weights", self.draft_weights, ("fp8", "int4"), optional=True)
+        if self.draft_weights is not None and isinstance(self.draft, NGram):
+            raise ConfigError.of("draft_weights", self.draft_weights, "None with NGram()")
 
         check_bool(ConfigError, "checks", self.checks)
         if self.partial_verification is not None:
