@@ -314,6 +314,9 @@ def reason(matcher: LLMatcher) -> str:
     pattern in the text made by `lark_of`.
     """
     message = re.split(r"\n<state>|\n +\d+ \| ", matcher.get_error())[0]
+    if message == "NoExtensionBias":  # its name for a grammar without a text
+        return "no text matches it"
+
     return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", message).strip()
 
 
