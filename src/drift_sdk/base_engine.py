@@ -115,8 +115,13 @@ class BaseEngine(Serving):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; of a model without one, its `has_text` is False and it rejects every text.
-        EngineClosed if the engine is not open."""
+        """The model's tokenizer. Its `encode(text)` returns token ids, with those that the model has around a
+        text unless `add_special_tokens=False`; `decode(ids)` returns a text; `token_to_id(token)` returns an
+        id, or None for a token that the vocabulary lacks. `vocab_size`, `eos_token_id` and
+        `special_token_ids` are attributes, `token_bytes` and `token_texts` are indexed by token id.
+
+        The tokenizer of a model without one has `has_text` False and rejects every text. EngineClosed if the
+        engine is not open."""
         return self._model_text().tokenizer
 
     @property

@@ -20,10 +20,13 @@ JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 
 
 class JsonSchema(Struct, frozen=True, dict=True):
-    """The text is JSON that a schema describes, compact or indented, without other white space.
+    """The text is JSON that a schema describes.
 
     schema: a JSON schema, as a dict or as JSON text, or a type to decode into: a msgspec Struct, a dataclass,
             a TypedDict, a builtin generic such as `list[int]`, or a pydantic model class.
+
+    Wherever JSON permits white space, the model may write one blank, or a newline and up to 32 blanks or
+    tabs: parse the text, and do not compare it.
 
     A dict is kept as JSON text. Objects of a type have its fields and no others. A schema that allows further
     properties, or strings and arrays of any length, is not restricted further: close its objects
@@ -35,7 +38,7 @@ class JsonSchema(Struct, frozen=True, dict=True):
     decimals, and schemas of more than 256 KiB, 5,000 parts (objects, properties, alternatives), 100 levels,
     1,000 properties of one object (100 with minProperties or maxProperties), 10 patternProperties or 8
     patterns, formats and lengths for one string. In a `pattern`, \\d and \\w are ASCII and \\s is any Unicode
-    space. Each pattern has at most 1,000 repetitions.
+    space. Each pattern has at most 1,000 repetition operators.
     """
 
     schema: Any
@@ -66,7 +69,8 @@ class Regex(Struct, frozen=True):
     """The text is matched by a regular expression from its first to its last character.
 
     pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references. \\d, \\w
-             and \\s are ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetitions.
+             and \\s are ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetition operators
+             (`*`, `+`, `?` and `{m,n}`, whatever m and n are).
 
     A value that is not a string raises RequestError; a pattern that cannot be used is found when the request
     is prepared, and its stream raises RequestError."""
@@ -84,8 +88,8 @@ class Lark(Struct, frozen=True):
              https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 
     Special tokens are written as <|name|>, JSON schemas as %json {...} with the bounds of `JsonSchema`. At
-    most 256 KiB, 5,000 rules and groups, 1,000 of them terminals, 5,000 repetitions, and 1,000 repetitions in
-    one regular expression, where \\d, \\w and \\s are Unicode.
+    most 256 KiB, 5,000 rules and groups, 1,000 of them terminals, 5,000 repetition operators, and 1,000 of
+    them in one regular expression, where \\d, \\w and \\s are Unicode.
 
     A value that is not a string raises RequestError; a grammar that cannot be used is found when the request
     is prepared, and its stream raises RequestError."""

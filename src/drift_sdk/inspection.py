@@ -15,7 +15,7 @@ def inspect(model: str | Path, config: EngineConfig | None = None) -> ModelInfo:
     """Find out whether an engine can serve a model with a config on this machine, and what that takes,
     without loading or downloading weights.
 
-    model:  as of `Engine`. Of a hub id, the small files (settings and tokenizer) are downloaded to the hub's
+    model:  as of `Engine`. For a hub id, the small files (settings and tokenizer) are downloaded to the hub's
             cache, and of a .gguf file there the header.
     config: as of `Engine`. The draft of its speculation is not examined.
 

@@ -64,9 +64,9 @@ PromptLike = str | Sequence[int] | Job
 
 
 class JobResult(Struct, frozen=True, kw_only=True):
-    """The outcome of one prompt of `Engine.map`: a completion or an error, the other is None.
+    """The outcome of one prompt of `Engine.map`: either a completion or an error; the other field is None.
 
-    key: of its `Job`; the index of a prompt that is none, from 0.
+    key: the key of its `Job`; for a prompt without a `Job`, its index from 0.
     """
 
     key: Any

@@ -13,7 +13,7 @@ class Download(Struct, frozen=True, kw_only=True):
     """Files that are being fetched from the hub; those that its cache held before are not counted.
 
     num_files:      files to fetch.
-    num_files_done: of them, those that are whole.
+    num_files_done: of them, those that are complete.
     num_bytes:      bytes to fetch, as far as the hub tells the sizes of files.
     num_bytes_done: of them, those received.
     """

@@ -96,9 +96,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                         engine.
 
     The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
-    temperature, top_k, top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens is
-    ignored. Ids outside the model's vocabulary are found when the request is prepared; its stream then raises
-    RequestError."""
+    grammar, temperature, top_k, top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens
+    is ignored. Where both leave no token that the grammar permits, both are ignored: a text that the grammar
+    ends may have fewer tokens than min_tokens. Ids outside the model's vocabulary are found when the request
+    is prepared; its stream then raises RequestError."""
 
     max_tokens: int | None = 256
     min_tokens: int = 0

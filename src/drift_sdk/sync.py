@@ -267,7 +267,7 @@ class SyncEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. EngineClosed if the engine is not open."""
+        """The model's tokenizer; see `Engine.tokenizer`."""
         return self._engine.tokenizer
 
     @property

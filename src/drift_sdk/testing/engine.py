@@ -135,11 +135,15 @@ def scripted_engine(
     step_s:          seconds that a step takes.
     tokens_per_step: most tokens that a sequence emits in one step.
 
-    Tokens are the UTF-8 bytes of the text, and `EOS_TOKEN_ID`. Every call that submits takes the next reply
-    of a list, each sample of `samples` too; a request beyond the last one raises AssertionError at the call.
-    Which reply a request gets depends on this order alone, not on the order in which requests run. The
-    function of the prompt is called once for each request, on a thread beside the event loop; what it raises
-    is its reply. Of samples, an error in place of the first reply ends all.
+    Tokens are the UTF-8 bytes of the text, and `EOS_TOKEN_ID`: with the default `max_tokens=256`, a reply is
+    cut off after 256 bytes. A reply to a request with a grammar, or with a `tool_choice` that forces a call,
+    must follow it; otherwise the stream raises RequestError for the field `grammar`.
+
+    Every call that submits takes the next reply of a list, each sample of `samples` too; a request beyond the
+    last one raises AssertionError at the call. Which reply a request gets depends on this order alone, not on
+    the order in which requests run. The function of the prompt is called once for each request, on a thread
+    beside the event loop; what it raises is its reply. Of samples, an error in place of the first reply ends
+    all.
 
     Raises ConfigError for what is no reply; starting the engine raises ConfigError for a tool call or
     reasoning that the model's format (`EngineConfig.tool_format`, `reasoning_format`) cannot express.
