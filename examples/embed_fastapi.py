@@ -157,7 +157,10 @@ def add_error_handlers(app: FastAPI) -> None:
         found = error.errors()
         param = next((part for part in found[0]["loc"][1:2] if isinstance(part, str)), None)
         # A field that may have several types has an error for each of them.
-        places = [".".join(map(str, each["loc"][1:])) or "body" for each in found]
+        places = [
+            "body" if each["type"] == "json_invalid" else ".".join(map(str, each["loc"][1:])) or "body"
+            for each in found
+        ]
         wrong = "; ".join(f"{place}: {each['msg']}" for place, each in zip(places, found, strict=True))
         return JSONResponse(shaped_error(wrong[:2000], "invalid_request_error", param=param), 400)
 

@@ -816,6 +816,13 @@ async def test_malformed_body_is_rejected(echo: str, body: bytes) -> None:
             assert (found.status_code, found.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def test_body_that_is_not_json_is_named_as_such(echo: str) -> None:
+    async with httpx.AsyncClient(base_url=echo, verify=False) as plain:
+        headers = {"Content-Type": "application/json"}
+        found = await plain.post("/v1/chat/completions", content=b'{"model"', headers=headers)
+    assert found.json()["error"]["message"] == "body: JSON decode error"
+
+
 def test_name_of_a_model_is_its_file_name_or_hub_id(tmp_path: Path) -> None:
     (tmp_path / "Llama-3.1-8B").mkdir()
     (tmp_path / "small.Q4_1.gguf").touch()
