@@ -530,3 +530,9 @@ def test_fields_are_given_by_name(struct: Any, error: type, cases: dict[str, Cas
         struct(5)
     with pytest.raises(TypeError, match="unknown"):
         struct(unknown=5)
+
+
+@pytest.mark.parametrize("field", ["weights", "kv_dtype", "tool_format", "reasoning_format"])
+def test_range_of_an_optional_choice_has_none(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}='none': expected one of .* or None"):
+        EngineConfig(**{field: "none"})
