@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def doc_of(thing: Any) -> str:
     for block in "\n".join(lines).split("\n\n"):
         is_table = any(line.split(":")[0].isidentifier() and ":  " in line for line in block.splitlines())
         is_example = block.startswith("    ")
-        blocks.append(f"```\n{inspect.cleandoc(block)}\n```" if is_table or is_example else block)
+        blocks.append(f"```\n{textwrap.dedent(block)}\n```" if is_table or is_example else block)
     return "\n\n".join(blocks)
 
 
