@@ -33,8 +33,8 @@ class JsonSchema(Struct, frozen=True, dict=True):
     (`additionalProperties`) and bound its strings and arrays, or a model may go on until `max_tokens`.
 
     A value that is not a schema raises `RequestError`. Keywords that llguidance cannot enforce are found when
-    the request is prepared, and its stream raises RequestError. So it does for numbers that are not exact as
-    doubles or reach 2**63 (except `maximum` 2**63 - 1), exclusive bounds over 2**53, bounds with more than 15
+    the request is prepared, and its stream raises RequestError. So are numbers that are not exact as doubles
+    or reach 2**63 (except `maximum` 2**63 - 1), exclusive bounds over 2**53, bounds with more than 15
     decimals, and schemas of more than 256 KiB, 5,000 parts (objects, properties, alternatives), 100 levels,
     1,000 properties of one object (100 with minProperties or maxProperties), 10 patternProperties or 8
     patterns, formats and lengths for one string. In a `pattern`, \\d and \\w are ASCII and \\s is any Unicode

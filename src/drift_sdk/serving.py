@@ -186,7 +186,7 @@ class Serving(ABC):
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
-        such; False also if the engine is closed. RequestError for what cannot be an id."""
+        such; False also if the engine is closed. RequestError for a value that cannot be an id."""
         check_request_id(request_id, is_new=False)
         return self._cancel(request_id)
 

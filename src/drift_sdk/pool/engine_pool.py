@@ -45,8 +45,8 @@ class EnginePool(BaseEngine):
     A request goes to the replica with the fewest live tokens, or to one that has computed the beginning of
     its prompt; see `Routing`. It can be used as an engine can: from any task of any event loop.
 
-    If a replica fails, it gets no further requests until `restart`. Its requests whose streams have got
-    nothing go to another replica. Others raise ReplicaFailed, or go on on another replica with
+    If a replica fails, it gets no further requests until `restart`. Its requests whose streams have
+    received nothing go to another replica. Others raise ReplicaFailed, or go on on another replica with
     `Routing(replay=True)`. A request is given to three replicas at most. When no replica is left, requests
     end as those of an engine that fails.
     """

@@ -142,11 +142,11 @@ def scripted_engine(
     Every call that submits takes the next reply of a list, each sample of `samples` too; a request beyond the
     last one raises AssertionError at the call. Which reply a request gets depends on this order alone, not on
     the order in which requests run. The function of the prompt is called once for each request, on a thread
-    beside the event loop; what it raises is its reply. Of samples, an error in place of the first reply ends
-    all.
+    beside the event loop; what it raises is its reply. An error as the first reply of `samples` ends all
+    samples.
 
-    Raises ConfigError for what is no reply; starting the engine raises ConfigError for a tool call or
-    reasoning that the model's format (`EngineConfig.tool_format`, `reasoning_format`) cannot express.
+    Raises ConfigError for a value that is not a reply; starting the engine raises ConfigError for a tool call
+    or reasoning that the model's format (`EngineConfig.tool_format`, `reasoning_format`) cannot express.
     """
     return ScriptedEngine(ScriptedModel(reply, config=config, step_s=step_s, tokens_per_step=tokens_per_step))
 
