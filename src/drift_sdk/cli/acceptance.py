@@ -60,7 +60,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 async def run_acceptance(
     model: str | Path, config: EngineConfig, prompts: Sequence[str], params: SamplingParams
 ) -> int:
-    """Run `measure` and print its outcome; the exit status, 1 if the head fits under neither convention."""
+    """Run `measure` and print its outcome; the exit status, 1 if the head can be loaded under neither."""
     found = await measure(model, config, prompts, params)
     hide_progress()
     for one in found:
@@ -143,7 +143,7 @@ def verdict(found: Sequence[Measured]) -> str:
     """A sentence about which convention fits."""
     measured = [one for one in found if one.speculation is not None]
     if not measured:
-        return "the head fits under neither convention"
+        return "the head can be loaded under neither convention, for the reasons above"
 
     if len(found) == 1:
         return "the head names no layers: there is nothing to choose"
