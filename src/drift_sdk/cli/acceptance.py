@@ -60,7 +60,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 async def run_acceptance(
     model: str | Path, config: EngineConfig, prompts: Sequence[str], params: SamplingParams
 ) -> int:
-    """Run `measure` and print its outcome; the exit status, 1 if the head can be loaded under neither."""
+    """Run `measure` and print its outcome; the exit status, 1 if no convention can be used."""
     found = await measure(model, config, prompts, params)
     hide_progress()
     for one in found:
