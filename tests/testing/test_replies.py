@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import anyio
 import pytest
 
@@ -284,3 +286,12 @@ async def test_replies_that_the_format_cannot_express_are_rejected_at_the_start(
         await engine.start()
     with pytest.raises(EngineClosed):
         engine.generate("x")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("step_s", -1), ("step_s", "a"), ("step_s", math.nan), ("tokens_per_step", 0), ("tokens_per_step", 1.5)],
+)
+def test_scripted_engine_rejects_wrong_speeds(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field}=.*: expected"):
+        scripted_engine("a", **{field: value})

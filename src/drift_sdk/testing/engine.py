@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from drift_sdk._validation import check_float, check_int
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.driver.prompts import Prompt
 from drift_sdk.driver.request import ModelText, Request
 from drift_sdk.engine import Engine
+from drift_sdk.errors import ConfigError
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
@@ -21,6 +23,8 @@ from drift_sdk.testing.replies import ReplyLike, Script
 from drift_sdk.text.chat import ChatTemplate
 
 __all__ = ["CHAT_TEMPLATE", "ScriptedEngine", "ScriptedModel", "scripted_engine"]
+
+MAX_TOKENS_PER_STEP = 1024
 
 # It takes tools, so that there is no warning, and leaves them out: each of their characters would be a token.
 CHAT_TEMPLATE = (
@@ -40,8 +44,8 @@ class ScriptedModel:
                      `ToolCall`, a `Reply`, a mapping of its fields, an exception (see `Reply.raises`) or a
                      list that mixes them.
     config:          of the engine. None = a context of 4,096 tokens and a KV cache of 65,536.
-    step_s:          seconds that a step takes.
-    tokens_per_step: most tokens that a decode row emits in one step.
+    step_s:          seconds that a step takes, 0 to 3,600.
+    tokens_per_step: most tokens that a decode row emits in one step, 1 to 1,024.
 
     It serves one engine at a time. RequestError and QueueFull are raised where they belong by the engine of
     `scripted_engine` alone; in another one they are failures of the executor.
@@ -65,6 +69,8 @@ class ScriptedModel:
         step_s: float = 0.0,
         tokens_per_step: int = 1,
     ) -> None:
+        check_float(ConfigError, "step_s", step_s, ge=0.0, le=3600.0)
+        check_int(ConfigError, "tokens_per_step", tokens_per_step, ge=1, le=MAX_TOKENS_PER_STEP)
         self.config = (
             config if config is not None else EngineConfig(max_model_len=4096, kv_cache_tokens=65_536)
         )
@@ -132,8 +138,8 @@ def scripted_engine(
                      `ToolCall`, a `Reply`, a mapping of its fields, an exception (see `Reply.raises`) or a
                      list that mixes them.
     config:          None = a context of 4,096 tokens and a KV cache of 65,536.
-    step_s:          seconds that a step takes.
-    tokens_per_step: most tokens that a sequence emits in one step.
+    step_s:          seconds that a step takes, 0 to 3,600.
+    tokens_per_step: most tokens that a sequence emits in one step, 1 to 1,024.
 
     Tokens are the UTF-8 bytes of the text, and `EOS_TOKEN_ID`: with the default `max_tokens=256`, a reply is
     cut off after 256 bytes. A reply to a request with a grammar, or with a `tool_choice` that forces a call,
