@@ -295,3 +295,8 @@ async def test_replies_that_the_format_cannot_express_are_rejected_at_the_start(
 def test_scripted_engine_rejects_wrong_speeds(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{field}=.*: expected"):
         scripted_engine("a", **{field: value})
+
+
+async def test_template_that_cannot_be_compiled_is_a_wrong_value_of_the_config() -> None:
+    with pytest.raises(ConfigError, match="^chat_template='{% if %}': expected a Jinja template: "):
+        await scripted_engine("a", config=EngineConfig(max_model_len=512, chat_template="{% if %}")).start()

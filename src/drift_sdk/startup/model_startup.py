@@ -323,7 +323,7 @@ def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[To
 def _chat_template(
     source: Source, config: EngineConfig, tokenizer: Tokenizer, templates: Mapping[str, str]
 ) -> ChatTemplate | None:
-    origin: object = source.path
+    is_given = False
     if config.chat_template is not None and config.chat_template in templates:
         templates = {"default": templates[config.chat_template]}
     elif config.chat_template is not None:
@@ -332,7 +332,7 @@ def _chat_template(
             allowed = f"a Jinja template, or the name of one of the model's templates{named}"
             raise ConfigError.of("chat_template", config.chat_template, allowed)
 
-        templates, origin = {"default": config.chat_template}, "EngineConfig"
+        templates, is_given = {"default": config.chat_template}, True
 
     make = partial(
         ChatTemplate,
@@ -346,7 +346,12 @@ def _chat_template(
         for_tools = make(with_tools) if with_tools is not None else None
         return make(default, with_tools=for_tools) if default is not None else for_tools
     except ModelLoadError as error:
-        raise ModelLoadError(f"{origin}: {error}") from error
+        if is_given:
+            raise ConfigError.of(
+                "chat_template", config.chat_template, f"a Jinja template: {error}"
+            ) from error
+
+        raise ModelLoadError(f"{source.path}: {error}") from error
 
 
 def _default_params(source: Source) -> SamplingParams:

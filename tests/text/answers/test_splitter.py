@@ -40,6 +40,14 @@ def joined(parts: list[Split]) -> tuple[object, ...]:
     return reasoning, text, tuple((call.name, call.arguments) for call in calls)
 
 
+@pytest.mark.parametrize("name, reply", REPLIES, ids=ids)
+def test_call_that_was_cut_is_unfinished_rather_than_malformed(name: str, reply: Reply) -> None:
+    for length in range(len(reply.raw)):
+        splitter = new_splitter(FAMILIES[name])
+        split(splitter, [reply.raw[:length]])
+        assert splitter.failure is None or splitter.is_unfinished, reply.raw[:length]
+
+
 def of_hermes(
     text: str, size: int = 10**9, reasoning: str | None = "think", **options: bool
 ) -> tuple[object, ...]:

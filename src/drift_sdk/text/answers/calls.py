@@ -112,6 +112,11 @@ class CallReader:
         """Take white space and one of the literals."""
         found = yield from self.accept(*literals)
         if found is None:
+            if self.reader.is_ended:
+                rest = yield from self.reader.peek(max(map(len, literals)))
+                if any(each.startswith(rest) for each in literals):
+                    raise UnfinishedCall("the text ends inside a call")
+
             raise (yield from self.wrong(f"expected {' or '.join(literals)}"))
 
         return found

@@ -102,7 +102,9 @@ def read_mistral(calls: CallReader, marker: str) -> Steps[None]:
 
     name = yield from calls.name()
     call_id = None
-    if (yield from calls.accept("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+    yield from calls.space()
+    has_marker = (yield from calls.reader.peek()) == "["
+    if has_marker and (yield from calls.expect("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         call_id = (yield from calls.until("[ARGS]")).strip()
     calls.add(name, (yield from calls.object()), checked_id(call_id))
 
