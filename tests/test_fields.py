@@ -511,6 +511,38 @@ def test_structs_are_immutable_hashable_and_can_be_pickled(
         assert pickle.loads(pickle.dumps(made)) == made
 
 
+def test_values_of_subclasses_become_values_of_the_plain_types() -> None:
+    class Text(str):
+        def __radd__(self, other: str) -> str:
+            return "added in its own way"
+
+    class Number(int):
+        def __lt__(self, other: object) -> bool:
+            raise TypeError("compared in its own way")
+
+    params = SamplingParams(
+        temperature=np.float64(0.5),
+        priority=Number(1),
+        stop=[Text("a"), "b"],
+        stop_token_ids=[Number(3)],
+        logit_bias={Number(5): np.float64(1.5)},
+        grammar=Regex(Text("[ab]")),
+    )
+    assert params == SamplingParams(
+        temperature=0.5,
+        priority=1,
+        stop=["a", "b"],
+        stop_token_ids=[3],
+        logit_bias={5: 1.5},
+        grammar=Regex("[ab]"),
+    )
+    ((token_id, addend),) = params.logit_bias.items()
+    assert isinstance(params.grammar, Regex)
+    found = [params.temperature, params.priority, *params.stop, *params.stop_token_ids, token_id, addend]
+    types = [float, int, str, str, int, int, float, str, str]
+    assert [*map(type, [*found, params.grammar.pattern, JsonSchema(Text("{}")).schema])] == types
+
+
 def test_later_changes_of_lists_do_not_change_params() -> None:
     stops, ids, bias = ["a"], [1, 2], {5: 1.0, 3: 2.0}
     params = SamplingParams(stop=stops, stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias)
