@@ -542,6 +542,13 @@ def test_values_of_subclasses_become_values_of_the_plain_types() -> None:
     types = [float, int, str, str, int, int, float, str, str]
     assert [*map(type, [*found, params.grammar.pattern, JsonSchema(Text("{}")).schema])] == types
 
+    config = EngineConfig(
+        max_num_seqs=Number(2), gpu_memory_fraction=np.float64(0.5), chat_template=Text("a")
+    )
+    assert config == EngineConfig(max_num_seqs=2, gpu_memory_fraction=0.5, chat_template="a")
+    settings = (config.max_num_seqs, config.gpu_memory_fraction, config.chat_template)
+    assert [*map(type, settings)] == [int, float, str]
+
 
 def test_later_changes_of_lists_do_not_change_params() -> None:
     stops, ids, bias = ["a"], [1, 2], {5: 1.0, 3: 2.0}
