@@ -14,13 +14,16 @@ import pytest
 import torch
 
 from drift_sdk import (
+    Chain,
     ConfigError,
     DriftError,
+    DynamicTree,
     Engine,
     EngineConfig,
     JsonSchema,
     Lark,
     NGram,
+    PartialVerification,
     Regex,
     RequestError,
     Routing,
@@ -548,6 +551,12 @@ def test_values_of_subclasses_become_values_of_the_plain_types() -> None:
     assert config == EngineConfig(max_num_seqs=2, gpu_memory_fraction=0.5, chat_template="a")
     settings = (config.max_num_seqs, config.gpu_memory_fraction, config.chat_template)
     assert [*map(type, settings)] == [int, float, str]
+
+    draft, partial = NGram(min_length=Number(2)), PartialVerification(refresh_tokens=Number(9))
+    tree = DynamicTree(top_k=Number(2), depth=Number(2), num_draft_tokens=Number(4))
+    numbers = (draft.min_length, Chain(Number(3)).num_draft_tokens, partial.refresh_tokens)
+    numbers += (tree.top_k, tree.depth, tree.num_draft_tokens)
+    assert [*map(type, numbers)] == [int] * 6
 
 
 def test_later_changes_of_lists_do_not_change_params() -> None:
