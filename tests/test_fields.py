@@ -14,13 +14,16 @@ import pytest
 import torch
 
 from drift_sdk import (
+    Chain,
     ConfigError,
     DriftError,
+    DynamicTree,
     Engine,
     EngineConfig,
     JsonSchema,
     Lark,
     NGram,
+    PartialVerification,
     Regex,
     RequestError,
     Routing,
@@ -509,6 +512,51 @@ def test_structs_are_immutable_hashable_and_can_be_pickled(
         twin = struct(**cases[field].given, **{field: value})
         assert made == twin and hash(made) == hash(twin)
         assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_values_of_subclasses_become_values_of_the_plain_types() -> None:
+    class Text(str):
+        def __radd__(self, other: str) -> str:
+            return "added in its own way"
+
+    class Number(int):
+        def __lt__(self, other: object) -> bool:
+            raise TypeError("compared in its own way")
+
+    params = SamplingParams(
+        temperature=np.float64(0.5),
+        priority=Number(1),
+        stop=[Text("a"), "b"],
+        stop_token_ids=[Number(3)],
+        logit_bias={Number(5): np.float64(1.5)},
+        grammar=Regex(Text("[ab]")),
+    )
+    assert params == SamplingParams(
+        temperature=0.5,
+        priority=1,
+        stop=["a", "b"],
+        stop_token_ids=[3],
+        logit_bias={5: 1.5},
+        grammar=Regex("[ab]"),
+    )
+    ((token_id, addend),) = params.logit_bias.items()
+    assert isinstance(params.grammar, Regex)
+    found = [params.temperature, params.priority, *params.stop, *params.stop_token_ids, token_id, addend]
+    types = [float, int, str, str, int, int, float, str, str]
+    assert [*map(type, [*found, params.grammar.pattern, JsonSchema(Text("{}")).schema])] == types
+
+    config = EngineConfig(
+        max_num_seqs=Number(2), gpu_memory_fraction=np.float64(0.5), chat_template=Text("a")
+    )
+    assert config == EngineConfig(max_num_seqs=2, gpu_memory_fraction=0.5, chat_template="a")
+    settings = (config.max_num_seqs, config.gpu_memory_fraction, config.chat_template)
+    assert [*map(type, settings)] == [int, float, str]
+
+    draft, partial = NGram(min_length=Number(2)), PartialVerification(refresh_tokens=Number(9))
+    tree = DynamicTree(top_k=Number(2), depth=Number(2), num_draft_tokens=Number(4))
+    numbers = (draft.min_length, Chain(Number(3)).num_draft_tokens, partial.refresh_tokens)
+    numbers += (tree.top_k, tree.depth, tree.num_draft_tokens)
+    assert [*map(type, numbers)] == [int] * 6
 
 
 def test_later_changes_of_lists_do_not_change_params() -> None:

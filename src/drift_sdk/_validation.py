@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +22,8 @@ __all__ = [
     "check_int",
     "check_str",
     "check_str_tuple",
+    "plain_fields",
+    "plain_scalar",
     "replace_fields",
 ]
 
@@ -30,12 +32,42 @@ MAX_NAME_CHARS = 64
 
 ErrorType = type[FieldError]
 StructT = TypeVar("StructT", bound=Struct)
+ValueT = TypeVar("ValueT")
+PLAIN_TYPES = {bool, int, float, str}
 
 
 def replace_fields(error: ErrorType, struct: StructT, changes: Mapping[str, object]) -> StructT:
     """A copy of a Struct with some fields changed, checked like a new one; `error` for an unknown field."""
     check_field_names(error, type(struct), changes)
     return msgspec.structs.replace(struct, **changes)
+
+
+def plain_fields(struct: Struct) -> None:
+    """Replace the fields of a new Struct that are, or are tuples of, values of a subclass of int, float or
+    str: by values of these types themselves. See `plain_scalar`."""
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        plain = tuple(map(plain_scalar, value)) if type(value) is tuple else plain_scalar(value)
+        if plain is not value:
+            msgspec.structs.force_setattr(struct, name, plain)
+
+
+def plain_scalar(value: ValueT) -> ValueT:
+    """A value of a subclass of int, float or str, such as an enum's member, as one of the type itself; other
+    values as they are. A subclass may compare, hash or add in its own way, and fail where that is used: on
+    the engine's thread."""
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return value
+
+    plain: Any = value
+    if issubclass(kind, str):
+        plain = str.__str__(cast("str", value))
+    elif issubclass(kind, int):
+        plain = int.__index__(cast("int", value))
+    elif issubclass(kind, float):
+        plain = float.__float__(cast("float", value))
+    return cast("ValueT", plain)
 
 
 def check_field_names(error: ErrorType, struct: type[Struct], values: Mapping[Any, object]) -> None:

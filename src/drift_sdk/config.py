@@ -18,6 +18,7 @@ from drift_sdk._validation import (
     check_float,
     check_int,
     check_str,
+    plain_fields,
     replace_fields,
 )
 from drift_sdk.errors import ConfigError
@@ -165,6 +166,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         self._check_device()
         check_int(ConfigError, "tensor_parallel", self.tensor_parallel, ge=1, le=64)
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)

@@ -25,6 +25,7 @@ __all__ = [
     "QueueFull",
     "ReplicaFailed",
     "RequestError",
+    "error_repr",
     "short_repr",
 ]
 
@@ -45,6 +46,14 @@ def short_repr(value: object) -> str:
         return _shorten(_repr.repr(value), MAX_REPR_CHARS)
     except Exception:  # for an integer of too many digits, or from a __repr__
         return f"<{type(value).__name__}>"
+
+
+def error_repr(error: BaseException) -> str:
+    """The repr of an error of any class. Never raises."""
+    try:
+        return repr(error)
+    except Exception:  # from its __repr__, or from that of an argument
+        return f"<{type(error).__name__}>"
 
 
 def _shorten(text: str, max_chars: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._validation import check_str
+from drift_sdk._validation import check_str, plain_fields
 from drift_sdk.errors import RequestError
 
 __all__ = ["JSON_STYLE", "After", "AnyGrammar", "AnyOf", "Grammar", "JsonSchema", "Lark", "Regex"]
@@ -44,6 +44,7 @@ class JsonSchema(Struct, frozen=True, dict=True):
     schema: Any
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if isinstance(self.schema, dict):
             msgspec.structs.force_setattr(self, "schema", _dump(self.schema))
         _ = self.definition  # raises RequestError for what is not a schema
@@ -78,6 +79,7 @@ class Regex(Struct, frozen=True):
     pattern: str
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _check_text("pattern", self.pattern)
 
 
@@ -97,6 +99,7 @@ class Lark(Struct, frozen=True):
     grammar: str
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _check_text("grammar", self.grammar)
 
 

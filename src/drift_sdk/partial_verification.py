@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk._validation import check_field_names, check_int
+from drift_sdk._validation import check_field_names, check_int, plain_fields
 from drift_sdk.errors import ConfigError
 
 __all__ = ["MAX_VIEW_BLOCK_SIZE", "PartialVerification", "ViewLayout"]
@@ -47,6 +47,7 @@ class PartialVerification(Struct, frozen=True, kw_only=True):
     refresh_tokens: int = 28
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in ("sink_tokens", "retrieved_tokens", "window_tokens"):
             check_int(ConfigError, name, getattr(self, name), ge=1, le=MAX_TOKENS)
         check_int(ConfigError, "refresh_tokens", self.refresh_tokens, ge=2, le=MAX_REFRESH_TOKENS)

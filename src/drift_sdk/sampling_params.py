@@ -16,6 +16,8 @@ from drift_sdk._validation import (
     check_float,
     check_int,
     check_str_tuple,
+    plain_fields,
+    plain_scalar,
     replace_fields,
 )
 from drift_sdk.errors import RequestError
@@ -124,7 +126,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        # The Struct is frozen, so it is normalised here: a single stop string and lists become tuples.
+        # The Struct is frozen, so it is normalised here: a single stop string and lists become tuples, and
+        # values of subclasses become values of int, float and str.
         if isinstance(self.stop, str) and self.stop:
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         elif isinstance(self.stop, list):
@@ -132,6 +135,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("stop_token_ids", "allowed_token_ids"):
             if isinstance(getattr(self, name), list):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
+        plain_fields(self)
 
         check_int(RequestError, "max_tokens", self.max_tokens, ge=1, le=MAX_TOKENS, optional=True)
         check_int(
@@ -228,12 +232,13 @@ def _checked_bias(bias: object) -> FrozenMapping[int, float]:
     if not isinstance(bias, Mapping):
         raise RequestError.of("logit_bias", bias, f"a mapping of {allowed}")
 
-    for token_id, addend in bias.items():
+    plain = [(plain_scalar(token_id), plain_scalar(addend)) for token_id, addend in bias.items()]
+    for token_id, addend in plain:
         is_number = isinstance(addend, int | float) and not isinstance(addend, bool)
         if not _is_token_id(token_id) or not is_number or not -MAX_BIAS <= addend <= MAX_BIAS:
             raise RequestError.of("logit_bias", {token_id: addend}, allowed)
 
-    return FrozenMapping({token_id: float(addend) for token_id, addend in bias.items()})
+    return FrozenMapping({token_id: float(addend) for token_id, addend in plain})
 
 
 def _is_token_id(value: object) -> bool:

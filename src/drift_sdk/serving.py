@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Unpack, overload
 
-from drift_sdk._validation import check_bool, check_choice, check_int
+from drift_sdk._validation import check_bool, check_choice, check_int, plain_scalar
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
 from drift_sdk.driver.prompts import ModelText, Prompt, as_prompt
@@ -187,6 +187,7 @@ class Serving(ABC):
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
         such; False also if the engine is closed. RequestError for a value that cannot be an id."""
+        request_id = plain_scalar(request_id)
         check_request_id(request_id, is_new=False)
         return self._cancel(request_id)
 
@@ -258,6 +259,7 @@ class Serving(ABC):
         return params.replace(**options) if options else params
 
     def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> TokenStream:
+        request_id = plain_scalar(request_id)
         self._check(prompt, params, request_id)
         stream = self._submitter.submit(self._enter, prompt, params, request_id=request_id)
         self._warn_if_tools_are_ignored(prompt)
@@ -266,6 +268,7 @@ class Serving(ABC):
     def _submit_samples(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, num_samples: int
     ) -> Samples:
+        request_id = plain_scalar(request_id)
         self._check(prompt, params, request_id)
         samples = self._submitter.submit_samples(
             self._enter, prompt, params, num_samples=num_samples, request_id=request_id

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from drift_sdk._validation import check_bool, check_choice, check_field_names, check_int
+from drift_sdk._validation import check_bool, check_choice, check_field_names, check_int, plain_fields
 from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import PartialVerification
 from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_DRAFT_ROWS, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
@@ -36,6 +36,7 @@ class Chain(Struct, frozen=True):
     num_draft_tokens: int = 3
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_int(ConfigError, "num_draft_tokens", self.num_draft_tokens, ge=1, le=MAX_DRAFT_TOKENS)
 
     @property
@@ -109,6 +110,7 @@ class DynamicTree(Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 15
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_int(ConfigError, "top_k", self.top_k, ge=1, le=MAX_CANDIDATES)
         check_int(ConfigError, "depth", self.depth, ge=1, le=MAX_PATH_LENGTH)
         if self.top_k * (self.depth - 1) > MAX_DRAFT_ROWS:
@@ -173,6 +175,7 @@ class NGram(Struct, frozen=True, kw_only=True):
     max_length: int = MAX_NGRAM
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_int(ConfigError, "min_length", self.min_length, ge=1, le=MAX_NGRAM)
         check_int(ConfigError, "max_length", self.max_length, ge=self.min_length, le=MAX_NGRAM)
 
@@ -222,6 +225,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     required: bool = True
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if not isinstance(self.draft, str | Path | NGram) or self.draft == "":
             raise ConfigError.of("draft", self.draft, "a folder, a hub id or NGram()")
 

@@ -26,12 +26,14 @@ from drift_sdk import (
     Engine,
     EngineClosed,
     EngineConfig,
+    ExecutorError,
     ModelLoadError,
     Progress,
     RequestError,
     SamplingParams,
     SyncEngine,
 )
+from drift_sdk.driver.delivery import Delivery
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.progress import Report
 from drift_sdk.steps import ExecutorLimits
@@ -565,6 +567,42 @@ async def test_error_while_the_model_is_loaded_says_so() -> None:
     gate.set()
     await task
     await engine.aclose()
+
+
+class Unprintable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("it has no text")
+
+    __str__ = __repr__
+
+
+async def test_failure_without_a_text_ends_streams_and_the_engine() -> None:
+    def fail(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        raise Unprintable
+
+    engine = scripted_engine(fail)
+    await engine.start()
+    stream = engine.generate("x")
+    with anyio.fail_after(WAIT_S):
+        with pytest.raises(ExecutorError, match="the engine failed: <Unprintable>"):
+            await stream
+        await engine.aclose()
+    assert engine_threads() == []
+
+
+async def test_closing_ends_when_requests_cannot_be_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("they cannot be ended")
+
+    engine = scripted_engine("Hello!")
+    await engine.start()
+    monkeypatch.setattr(Delivery, "close", fail)
+    with anyio.fail_after(WAIT_S):
+        await engine.aclose()
+    assert engine_threads() == []
+    assert "failed: RuntimeError('they cannot be ended')" in caplog.text
 
 
 async def test_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any, get_type_hints
 
 import anyio
@@ -212,6 +213,41 @@ async def test_wrong_ids_are_rejected(wrong: Any) -> None:
             with pytest.raises(RequestError, match="^request_id="):
                 engine.cancel(wrong)
         assert (await engine.generate("x", request_id="req-")).text == "fine"
+
+
+class Urgency(IntEnum):
+    """Priorities that are compared with each other alone."""
+
+    HIGH, LOW = 0, 1
+
+    def __lt__(self, other: object) -> bool:
+        return self.value < other.value  # type: ignore[attr-defined]
+
+
+class CallersText(str):
+    """A text that works in the caller's thread alone, and changes what it is added to."""
+
+    def __hash__(self) -> int:
+        assert threading.current_thread() is threading.main_thread()
+        return super().__hash__()
+
+    def __radd__(self, other: str) -> str:
+        return other.upper() + self
+
+    __eq__ = str.__eq__
+
+
+@pytest.mark.anyio
+async def test_values_of_subclasses_do_not_reach_the_engines_thread() -> None:
+    config = replace(SMALL, max_num_seqs=1)
+    async with scripted_engine("one two", config=config) as engine:
+        plain = [engine.generate("x") for _ in range(2)]
+        params = SamplingParams(priority=Urgency.LOW, stop=CallersText("o"), min_tokens=2, include_stop=True)
+        own = engine.generate(CallersText("x"), params, request_id=CallersText("mine"))
+        with anyio.fail_after(WAIT_S):
+            assert [(await stream).text for stream in plain] == ["one two"] * 2
+            assert (await own).text == "one two"
+        assert engine.is_open
 
 
 async def test_id_of_a_request_that_failed_is_free_again() -> None:

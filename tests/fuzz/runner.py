@@ -27,6 +27,7 @@ import faulthandler
 import importlib
 import itertools
 import math
+import os
 import pickle
 import random
 import signal
@@ -71,6 +72,8 @@ def fuzz(*names: str, examples: int = 0, seconds: float = 0, seed: int = 0) -> N
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        # With backtraces, errors of llguidance take time quadratic in the depth of a grammar.
+        env=os.environ | {"RUST_BACKTRACE": "0"},
     )
     if child.returncode == 0:
         journal.unlink()

@@ -206,3 +206,14 @@ def test_wrong_indices(index: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(index)
     with pytest.raises(ModelLoadError, match="not an index of shards"):
         SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.a", "language_model.model.layers.0.a", "language_model.layers.0.a"]
+)
+def test_two_names_of_a_tensor_of_the_text_model_are_rejected(name: str, tmp_path: Path) -> None:
+    names = ["model.language_model.layers.0.a", name]
+    save_file({each: torch.zeros(1) for each in names}, tmp_path / SINGLE_FILE)
+    with pytest.raises(ModelLoadError, match="expected one of them") as raised:
+        SafetensorsFolder(tmp_path)
+    assert all(each in str(raised.value) for each in names)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from msgspec import Struct
 
 from drift_sdk._plain_data import to_plain
-from drift_sdk._validation import check_bool
+from drift_sdk._validation import check_bool, plain_scalar
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt, as_prompt, encode
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar
@@ -152,7 +152,7 @@ def as_chat_prompt(
         messages=to_plain("messages", messages),
         tools=to_plain("tools", tools),
         template_args=to_plain("template_args", template_args),
-        tool_choice=tool_choice,
+        tool_choice=plain_scalar(tool_choice),
         continue_final=continue_final,
     )
     check_tool_choice(prompt)

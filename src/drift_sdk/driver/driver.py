@@ -31,7 +31,7 @@ from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.errors import EngineClosed
+from drift_sdk.errors import EngineClosed, error_repr
 from drift_sdk.events import Event
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -198,7 +198,7 @@ class Driver:
             self._serve(self._open())
         except BaseException as error:
             if self.opened.is_set:
-                log.error("the engine failed: %r", error)
+                log.error("the engine failed: %s", error_repr(error))
             clear_frames(error)
             failure = error
             if not isinstance(error, EngineClosed):
@@ -374,8 +374,11 @@ class Driver:
         """End all requests, text threads and commands, and free the executor."""
         self._deadlines.append(time.monotonic())  # from now on `add_starter` returns False
         self._registry.close(failure if not isinstance(failure, EngineClosed) else None)
-        if self._delivery is not None:
-            self._delivery.close(failure)
+        try:
+            if self._delivery is not None:
+                self._delivery.close(failure)
+        except BaseException as error:
+            log.error("ending the requests failed: %s", error_repr(error))
         self._text_worker.close()
         for command in self._deferred:
             self.send(command)
@@ -384,7 +387,7 @@ class Driver:
             if self._executor is not None:
                 self._executor.close()
         except BaseException as error:
-            log.error("closing the executor failed: %r", error)
+            log.error("closing the executor failed: %s", error_repr(error))
         finally:
             self._executor = None
             if self.executor_name is not None:

@@ -10,7 +10,7 @@ import msgspec
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.request import ModelText
 from drift_sdk.driver.startup_progress import StageClock
-from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.errors import ConfigError, ModelLoadError, error_repr
 from drift_sdk.progress import Download, Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
@@ -73,7 +73,7 @@ class ModelOpener:
         except Exception:
             raise
         except BaseException as error:  # of a library, such as pyo3's PanicException
-            raise ModelLoadError(f"the model cannot be opened: {error!r}") from error
+            raise ModelLoadError(f"the model cannot be opened: {error_repr(error)}") from error
 
         return msgspec.structs.replace(model, start_seconds=clock.seconds)
 

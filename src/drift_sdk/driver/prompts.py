@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
+from drift_sdk._validation import plain_scalar
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
@@ -135,7 +136,7 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
         raise RequestError.of("prompt", prompt, allowed)
 
     if isinstance(prompt, str):
-        return TextPrompt(prompt)
+        return TextPrompt(plain_scalar(prompt))
 
     if len(prompt) and isinstance(prompt[0], Mapping):
         raise RequestError.of("prompt", prompt, f"{allowed}; chat() and Job(messages=...) take messages")

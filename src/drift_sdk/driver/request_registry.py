@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from drift_sdk.driver.event_sender import NO_EVENTS, EventSender
 from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
-from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError
+from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError, error_repr
 from drift_sdk.stats import EngineStats
 
 __all__ = ["RequestRegistry", "failure_of"]
@@ -163,6 +163,6 @@ def names_of(request: Request) -> tuple[str, ...]:
 def failure_of(cause: BaseException) -> ExecutorError:
     """A new error, for one caller, that says the engine failed because of `cause`."""
     is_unusable = isinstance(cause, ExecutorError) and cause.process_unusable
-    error = ExecutorError(f"the engine failed: {cause!r}", process_unusable=is_unusable)
+    error = ExecutorError(f"the engine failed: {error_repr(cause)}", process_unusable=is_unusable)
     error.__cause__ = cause
     return error

@@ -13,7 +13,7 @@ from drift_sdk.driver.commands import Command, Continue, Submit
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.token_count import TokenCount
-from drift_sdk.errors import DriftError, EngineClosed, RequestError
+from drift_sdk.errors import DriftError, EngineClosed, RequestError, error_repr
 
 __all__ = ["TextWorker"]
 
@@ -275,7 +275,7 @@ def attempt(job: Job) -> DriftError | None:
     except DriftError as error:
         return error
     except BaseException as cause:  # such as SystemExit and pyo3's PanicException: the thread goes on
-        failure = DriftError(f"request {job.client.request_id} could not be prepared: {cause!r}")
+        failure = DriftError(f"request {job.client.request_id} could not be prepared: {error_repr(cause)}")
         failure.__cause__ = cause
         return failure
 

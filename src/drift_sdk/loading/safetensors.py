@@ -74,7 +74,7 @@ class SafetensorsFolder:
         self._folder = folder
         self._starts = {file: _starts(folder / file) for file in self._handles}
         self._check_places(files)
-        self._stored_names = _text_names(files)
+        self._stored_names = _text_names(files, folder)
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
 
     def _check_places(self, files: dict[str, str]) -> None:
@@ -130,20 +130,28 @@ class SafetensorsFolder:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
 
 
-def _text_names(stored_names: Collection[str]) -> dict[str, str]:
-    """The names in the files of the tensors of the text model, by their names without other parts."""
+def _text_names(stored_names: Collection[str], folder: Path) -> dict[str, str]:
+    """The names in the files of the tensors of the text model, by their names without other parts. Raises
+    ModelLoadError for two tensors that have the same name then."""
     if not any(name.startswith(TEXT_PREFIXES) for name in stored_names):
         return {name: name for name in stored_names}
 
-    found = {}
+    found: dict[str, str] = {}
     for name in stored_names:
+        text_name = name
         if name.startswith(TEXT_PREFIXES):
             parts = name.split(".")
             parts.remove("language_model")
             text_name = ".".join(parts)
-            found[text_name if text_name.startswith(("model.", "lm_head.")) else f"model.{text_name}"] = name
-        elif not name.startswith(OTHER_PARTS):
-            found[name] = name
+            if not text_name.startswith(("model.", "lm_head.")):
+                text_name = f"model.{text_name}"
+        elif name.startswith(OTHER_PARTS):
+            continue
+
+        if text_name in found:
+            raise ModelLoadError(f"{folder}: tensors {found[text_name]} and {name}, expected one of them")
+
+        found[text_name] = name
 
     return found
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.driver.loop_thread import LoopThread
 from drift_sdk.driver.stream_updates import Update, UpdateReceiver
-from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, error_repr
 from drift_sdk.grammars import JsonSchema
 from drift_sdk.remote.messages import (
     Batch,
@@ -216,7 +216,7 @@ class Connection:
 
     def _fail(self, command: Command, error: Exception) -> None:
         if isinstance(command, SubmitRequests):
-            cause = DriftError(f"the request cannot be sent to the engine's host: {error!r}")
+            cause = DriftError(f"the request cannot be sent to the engine's host: {error_repr(error)}")
             self._post([News(number=request.number, error=cause) for request in command.requests])
 
     async def _hand_out(self, batch: Batch) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 from typing import Any
 
-from drift_sdk.errors import DriftError, ExecutorError
+from drift_sdk.errors import DriftError, ExecutorError, error_repr
 from drift_sdk.remote.frames import read_frame, write_frame
 from drift_sdk.remote.host import EngineHost
 from drift_sdk.remote.mailbox import portable
@@ -50,7 +50,7 @@ class Program:
         except DriftError as raised:
             error = portable(raised)
         except Exception as raised:
-            error = ExecutorError(f"the engine's host has failed: {raised!r}")
+            error = ExecutorError(f"the engine's host has failed: {error_repr(raised)}")
         try:
             await write_frame(self._writer, (number, error, found))
         except OSError:

@@ -26,6 +26,7 @@ from drift_sdk.errors import (
     ExecutorError,
     ModelLoadError,
     RequestError,
+    error_repr,
     short_repr,
 )
 from drift_sdk.remote.calls_loop import calls_loop
@@ -173,7 +174,9 @@ class RemoteEngine(BaseEngine):
         except DriftError:
             raise
         except Exception as error:  # a prompt that cannot be pickled, say
-            raise DriftError(f"the prompt cannot be sent to the engine's host: {error!r}") from error
+            raise DriftError(
+                f"the prompt cannot be sent to the engine's host: {error_repr(error)}"
+            ) from error
 
     @property
     def _has_room(self) -> bool:
