@@ -274,15 +274,21 @@ def test_each_request_alone_satisfies_its_grammar(alone: list[Completion]) -> No
 
 
 class Gate:
-    """While it is closed, text threads block in `advance`."""
+    """While it is closed, text threads block in `advance`. If `num_until_closed` is set, so many further calls
+    pass before it closes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
         self.is_open.set()
+        self.num_until_closed: int | None = None
         self.num_waiting = 0
         advance = GrammarConstraint.advance
 
         def gated(constraint: GrammarConstraint, token_ids: tuple[int, ...]) -> None:
+            if self.num_until_closed == 0:
+                self.is_open.clear()
+            if self.num_until_closed is not None:
+                self.num_until_closed -= 1
             self.num_waiting += 1
             assert self.is_open.wait(120)
             self.num_waiting -= 1
@@ -348,9 +354,8 @@ def test_request_preempted_while_it_awaits_its_mask_continues(folder: Path, gate
             expected = await engine.generate(*constrained)
 
         async with small(folder, max_num_seqs=2, max_model_len=128, kv_cache_tokens=128) as engine:
+            gate.num_until_closed = 25
             stream = engine.generate(*constrained)
-            await until(lambda: engine.stats().num_generated_tokens >= 25)
-            gate.is_open.clear()
             await until(lambda: gate.num_waiting == 1)
             await engine.generate(*greedy)
             assert engine.stats().num_preemptions == 1

@@ -64,8 +64,12 @@ class LocalChannel:
         if not self.is_dead:
             self.is_dead = True
             self._died.set()
-            self.loop._portal.start_task_soon(self.host._engine.aclose)
-            self.loop.abandon()
+            self.loop._portal.start_task_soon(self._end)
+
+    async def _end(self) -> None:
+        """Close the engine and end all calls in progress. Runs on the host's loop."""
+        await self.host._engine.aclose()
+        await self.loop._portal.stop(cancel_remaining=True)
 
 
 class LocalHostEngine(RemoteEngine):
