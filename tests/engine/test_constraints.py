@@ -274,8 +274,8 @@ def test_each_request_alone_satisfies_its_grammar(alone: list[Completion]) -> No
 
 
 class Gate:
-    """While it is closed, text threads block in `advance`. If `num_until_closed` is set, so many further calls
-    pass before it closes."""
+    """While it is closed, text threads block in `advance`. If `num_until_closed` is set, it closes after so
+    many further calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
