@@ -38,12 +38,15 @@ def main_thread_waits() -> bool:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_call_interrupted_before_it_has_begun_never_begins(thread: LoopThread) -> None:
-    begun: list[int] = []
+def test_call_interrupted_before_it_has_begun_is_cancelled(thread: LoopThread) -> None:
+    ended: list[int] = []
     may_go_on = threading.Event()
 
-    async def begin() -> None:
-        begun.append(1)
+    async def wait() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append(1)
 
     def interrupt() -> None:
         while not main_thread_waits():
@@ -54,11 +57,11 @@ def test_call_interrupted_before_it_has_begun_never_begins(thread: LoopThread) -
     interrupter = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt):
         interrupter.start()
-        thread.call(begin)
+        thread.call(wait)
     interrupter.join()
     may_go_on.set()
-    thread.call(nothing)
-    assert begun == []
+    thread.stop()
+    assert ended == [1]
 
 
 def test_cancelled_call_ends(thread: LoopThread) -> None:

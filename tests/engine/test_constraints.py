@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,16 @@ def test_completion_is_parsed_into_the_type_of_its_schema(loop: str, tokens_per_
 
 
 def test_incomplete_text_is_not_parsed() -> None:
+    may_end = threading.Event()
+    may_end.set()
+
+    def reply(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        if len(output_ids) == 4:
+            assert may_end.wait(WAIT_S)
+        return [*b"12345", EOS_TOKEN_ID][len(output_ids)]
+
     async def main() -> None:
-        async with scripted_engine("12345", step_s=0.005) as engine:
+        async with scripted_engine(reply) as engine:
 
             def ask(**params: Any) -> Any:
                 return engine.generate("x", SamplingParams(grammar=JsonSchema(int), **params))
@@ -96,9 +104,11 @@ def test_incomplete_text_is_not_parsed() -> None:
             ):
                 assert json.loads(cut.text) in (12, 123) and cut.parsed is None
 
+            may_end.clear()
             stream = ask()
             await anext(stream)
             stream.cancel()
+            may_end.set()
             assert (await stream).finish_reason == "cancelled"
             assert (await stream).parsed is None
 

@@ -120,7 +120,7 @@ class LoopThread:
         self, future: Future[Any], function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]
     ) -> None:
         """Begin a call, in a task; called on the loop."""
-        if self._stopped.is_set() or future.cancelled():
+        if self._stopped.is_set():
             self._end(future, closed())
             return
 
@@ -137,7 +137,8 @@ class LoopThread:
         result: Any = None
         try:
             with anyio.CancelScope() as scope:
-                # Called at once if the call has been cancelled before.
+                # Called at once if the call has been cancelled before. It is begun even so: a cancelled wait
+                # for a stream ends the request.
                 future.add_done_callback(lambda done: self.post(scope.cancel) if done.cancelled() else None)
                 result = await function(*arguments)
         except anyio.get_cancelled_exc_class():
