@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import anyio
 import pytest
-from loops import run, until
+from loops import WAIT_S, run, until
 
 from drift_sdk import (
     DriftError,
@@ -46,12 +46,20 @@ class Stall:
 @pytest.fixture
 def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall]:
     stall = Stall(monkeypatch)
+    join_text_threads()  # of earlier tests
     yield stall
     stall.released.set()
+    join_text_threads()
 
 
 def text_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "drift-text"]
+
+
+def join_text_threads() -> None:
+    """Wait for the threads of engines that are closed: they end when their jobs do."""
+    for thread in text_threads():
+        thread.join(WAIT_S)
 
 
 def test_cancelled_prompts_do_not_delay_other_requests(stall: Stall) -> None:
@@ -174,6 +182,7 @@ def test_cancelled_grammars_that_hang_make_room_for_a_waiting_plain_prompt(stall
                 assert (await stream).finish_reason == "cancelled"
             with anyio.fail_after(50):  # less than an idle thread waits if it is not told
                 assert (await waiting).text == "ok"
+            stall.released.set()
 
     run("asyncio", main)
 

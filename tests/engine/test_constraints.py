@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,16 @@ def test_completion_is_parsed_into_the_type_of_its_schema(loop: str, tokens_per_
 
 
 def test_incomplete_text_is_not_parsed() -> None:
+    may_end = threading.Event()
+    may_end.set()
+
+    def reply(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        if len(output_ids) == 4:
+            assert may_end.wait(WAIT_S)
+        return [*b"12345", EOS_TOKEN_ID][len(output_ids)]
+
     async def main() -> None:
-        async with scripted_engine("12345", step_s=0.005) as engine:
+        async with scripted_engine(reply) as engine:
 
             def ask(**params: Any) -> Any:
                 return engine.generate("x", SamplingParams(grammar=JsonSchema(int), **params))
@@ -96,9 +104,11 @@ def test_incomplete_text_is_not_parsed() -> None:
             ):
                 assert json.loads(cut.text) in (12, 123) and cut.parsed is None
 
+            may_end.clear()
             stream = ask()
             await anext(stream)
             stream.cancel()
+            may_end.set()
             assert (await stream).finish_reason == "cancelled"
             assert (await stream).parsed is None
 
@@ -274,15 +284,21 @@ def test_each_request_alone_satisfies_its_grammar(alone: list[Completion]) -> No
 
 
 class Gate:
-    """While it is closed, text threads block in `advance`."""
+    """While it is closed, text threads block in `advance`. If `num_until_closed` is set, it closes after so
+    many further calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
         self.is_open.set()
+        self.num_until_closed: int | None = None
         self.num_waiting = 0
         advance = GrammarConstraint.advance
 
         def gated(constraint: GrammarConstraint, token_ids: tuple[int, ...]) -> None:
+            if self.num_until_closed == 0:
+                self.is_open.clear()
+            if self.num_until_closed is not None:
+                self.num_until_closed -= 1
             self.num_waiting += 1
             assert self.is_open.wait(120)
             self.num_waiting -= 1
@@ -348,9 +364,8 @@ def test_request_preempted_while_it_awaits_its_mask_continues(folder: Path, gate
             expected = await engine.generate(*constrained)
 
         async with small(folder, max_num_seqs=2, max_model_len=128, kv_cache_tokens=128) as engine:
+            gate.num_until_closed = 25
             stream = engine.generate(*constrained)
-            await until(lambda: engine.stats().num_generated_tokens >= 25)
-            gate.is_open.clear()
             await until(lambda: gate.num_waiting == 1)
             await engine.generate(*greedy)
             assert engine.stats().num_preemptions == 1

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import anyio
@@ -43,8 +43,21 @@ from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine
 LIGHT_PACKAGES = {"anyio", "drift_sdk", "exceptiongroup", "idna", "msgspec", "sniffio", "typing_extensions"}
 
 
+@pytest.fixture(autouse=True)
+def earlier_threads() -> Iterator[None]:
+    """Threads of earlier tests may end during a test."""
+    earlier.update(threading.enumerate())
+    yield
+    earlier.clear()
+
+
+earlier: set[threading.Thread] = set()
+
+
 def engine_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("drift")]
+    """The names of the threads that the test's engines have."""
+    threads = set(threading.enumerate()) - earlier
+    return [thread.name for thread in threads if thread.name.startswith("drift")]
 
 
 @on_every_loop

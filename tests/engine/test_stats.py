@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import logging
 import sys
+import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import anyio
 import msgspec
 import pytest
 import torch
-from loops import on_every_loop, run, until
+from loops import WAIT_S, on_every_loop, run, until
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -127,14 +129,26 @@ async def test_stats_are_current_without_a_step() -> None:
 
 
 async def test_stats_show_rows_and_kv_use_of_a_running_batch() -> None:
+    """All are queued before the first step, and the fifth tokens wait until the test has looked."""
+    has_looked = threading.Event()
+
+    def held(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        if len(output_ids) == 4:
+            assert has_looked.wait(WAIT_S)
+        return 65
+
     config = EngineConfig(max_model_len=512, kv_cache_tokens=1024, block_size=16, max_num_seqs=4)
-    async with scripted_engine("Hello!", config=config, step_s=0.001) as engine:
+    async with scripted_engine(held, config=config) as engine:
+        await engine.pause()
         streams = [engine.generate(f"prompt {index}", ENDLESS) for index in range(3)]
+        await until(lambda: engine.stats().num_queued == 3)
+        await engine.resume()
         await until(lambda: engine.stats().num_decode_rows == 3)
         stats = engine.stats()
         assert stats.num_prefill_rows == 0
         assert stats.kv_use == 1 - stats.num_free_blocks / 64
         assert 3 / 64 <= stats.kv_use < 1.0
+        has_looked.set()
         for stream in streams:
             stream.cancel()
             await stream
@@ -236,10 +250,17 @@ def test_streams_share_a_gap_only_from_the_same_step(monkeypatch: pytest.MonkeyP
 
 
 async def test_request_counts_as_running_before_its_first_step_is_done() -> None:
-    async with scripted_engine("Hello!", step_s=0.3) as engine:
+    has_looked = threading.Event()
+
+    def held(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        assert has_looked.wait(WAIT_S)
+        return 65
+
+    async with scripted_engine(held) as engine:
         stream = engine.generate("x", SamplingParams(max_tokens=1))
         await until(lambda: engine.stats().num_running == 1)
         assert engine.stats().num_steps == 0
+        has_looked.set()
         await stream
 
 

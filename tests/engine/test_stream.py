@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -22,6 +22,7 @@ from drift_sdk import (
     QueueFull,
     RequestError,
     SamplingParams,
+    TokenStream,
 )
 from drift_sdk.driver.request import ModelText, Request
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
@@ -83,14 +84,15 @@ def test_unread_tokens_are_joined_for_a_slow_reader(loop: str) -> None:
 def test_two_concurrent_iterations_are_rejected(loop: str) -> None:
     async def main() -> None:
         async with scripted_engine(endless, step_s=0.01) as engine, engine.generate("x", ENDLESS) as stream:
+            has_begun = anyio.Event()
             async with anyio.create_task_group() as tasks:
 
                 async def read() -> None:
                     async for _ in stream:
-                        pass
+                        has_begun.set()  # the next wait begins before any other task runs
 
                 tasks.start_soon(read)
-                await anyio.sleep(0.02)
+                await has_begun.wait()
                 with pytest.raises(RuntimeError, match="iterated already"):
                     await anext(stream)
                 tasks.cancel_scope.cancel()
@@ -228,24 +230,34 @@ def test_cancel_from_another_thread_is_idempotent(loop: str) -> None:
 @on_every_loop
 @pytest.mark.parametrize("is_entered", [False, True])
 def test_cancel_at_every_checkpoint(loop: str, is_entered: bool) -> None:
-    """A stream cancelled at any of its checkpoints frees its slot and blocks, and the engine goes on."""
+    """A stream cancelled at any of its checkpoints frees its slot and blocks, and the engine goes on. A token
+    is generated when those before it have been read, so that the reader waits for each."""
+    num_unread = threading.Semaphore(0)
 
-    async def consume(engine: ScriptedEngine, prompt: str) -> str:
-        text = ""
-        if is_entered:
-            async with engine.generate(prompt) as stream:
-                async for chunk in stream:
-                    text += chunk.text
-                await stream
-        else:
-            stream = engine.generate(prompt)
-            async for chunk in stream:
-                text += chunk.text
-            await stream
-        return text
+    def paced(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        if bytes(prompt_ids).startswith(b"prompt"):
+            assert num_unread.acquire(timeout=WAIT_S)
+        return [*TEXT.encode(), EOS_TOKEN_ID][len(output_ids)]
+
+    async def read(stream: TokenStream) -> None:
+        async for chunk in stream:
+            num_unread.release(len(chunk.token_ids))
+        await stream
+
+    async def consume(engine: ScriptedEngine, prompt: str) -> None:
+        nonlocal num_unread
+        num_unread = threading.Semaphore(1)
+        try:
+            if is_entered:
+                async with engine.generate(prompt) as stream:
+                    await read(stream)
+            else:
+                await read(engine.generate(prompt))
+        finally:
+            num_unread.release(2)  # a step may wait, and another be in flight
 
     async def main() -> None:
-        async with scripted_engine(TEXT, step_s=0.0005) as engine:
+        async with scripted_engine(paced) as engine:
             tasks_before = num_tasks()
             for nth in itertools.count(1):
                 counter = itertools.count(1)
@@ -264,7 +276,7 @@ def test_cancel_at_every_checkpoint(loop: str, is_entered: bool) -> None:
                     break
                 if nth % 8 == 0:
                     assert (await engine.generate("control")).text == TEXT
-            assert nth > 5
+            assert nth > len(TEXT.encode())
             assert (await engine.generate("after")).text == TEXT
 
     run(loop, main)
@@ -426,7 +438,8 @@ def test_chat_rejects_arguments_that_are_not_plain_data() -> None:
 @on_every_loop
 def test_queue_full_rejects_requests_beyond_the_limit(loop: str) -> None:
     async def main() -> None:
-        config = EngineConfig(max_num_seqs=2, max_queued_requests=3, max_model_len=512, kv_cache_tokens=4096)
+        sizes = {"max_model_len": 2**17, "kv_cache_tokens": 2**18}  # a request takes two minutes
+        config = EngineConfig(max_num_seqs=2, max_queued_requests=3, **sizes)
         async with scripted_engine(endless, config=config, step_s=0.001) as engine:
             streams = [engine.generate("x", ENDLESS) for _ in range(5)]
             with pytest.raises(QueueFull, match="max_queued_requests=3"):
@@ -494,12 +507,12 @@ def test_closing_ends_running_streams(loop: str) -> None:
 @on_every_loop
 def test_aclose_with_drain_lets_requests_finish(loop: str) -> None:
     async def main() -> None:
-        engine = scripted_engine(TEXT, step_s=0.001)
+        engine = scripted_engine(lambda prompt: TEXT if prompt == "short" else "long" * 1000, step_s=0.001)
         await engine.start()
-        short, long = engine.generate("x"), engine.generate("x", SamplingParams(ignore_eos=True))
+        short, long = engine.generate("short"), engine.generate("long", ENDLESS)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.aclose, WAIT_S)
-            await anyio.sleep(0.005)
+            await until(lambda: not engine.is_open)
             with pytest.raises(EngineClosed):
                 engine.generate("late")
             assert (await short).text == TEXT
@@ -525,9 +538,11 @@ def test_failed_step_raises_a_new_error_in_every_stream(loop: str) -> None:
         return 65
 
     async def main() -> None:
-        engine = scripted_engine(broken, step_s=0.001)
+        engine = scripted_engine(broken)
         async with engine:
+            await engine.pause()
             streams = [engine.generate("x", ENDLESS) for _ in range(3)]
+            await engine.resume()
             errors = []
             for stream in streams:
                 with pytest.raises(ExecutorError, match="caught fire") as caught:

@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from loops import WAIT_S, run
@@ -27,6 +28,7 @@ from drift_sdk import (
     SyncEngine,
 )
 from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.sync_stream import SyncStream
 from drift_sdk.testing import NextToken, ScriptedModel
 
 USER = {"role": "user", "content": "hi"}
@@ -35,8 +37,11 @@ TEXT = "Grüße, 世界!"
 SUPPORT = Path(__file__).parent.parent / "support"
 
 
-def sync_engine(reply: str | NextToken = TEXT, **options: object) -> SyncEngine:
-    config = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
+SMALL = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
+LARGE = EngineConfig(max_model_len=2**17, kv_cache_tokens=2**20)  # answers without end take two minutes
+
+
+def sync_engine(reply: str | NextToken = TEXT, config: EngineConfig = SMALL, **options: object) -> SyncEngine:
     return SyncEngine("scripted", config, open_model=ScriptedModel(reply, config=config, **options))
 
 
@@ -58,6 +63,7 @@ def engine() -> Iterator[SyncEngine]:
 
 
 def test_stream_gives_chunks_and_the_completion(engine: SyncEngine) -> None:
+    num_before = engine.stats().num_submitted
     stream = engine.generate("x")
     stream.accepted()
     chunks = list(stream)
@@ -67,7 +73,7 @@ def test_stream_gives_chunks_and_the_completion(engine: SyncEngine) -> None:
     assert engine.generate("x", SamplingParams(stop="ß"), request_id="mine").result().text == "Grü"
     assert engine.chat([USER], max_tokens=2, request_id="mine").result().request_id == "mine"
     assert engine.count_tokens([USER]) == engine.chat([USER]).result().usage.prompt_tokens
-    assert engine.is_open and engine.stats().num_submitted == 4
+    assert engine.is_open and engine.stats().num_submitted == num_before + 4
 
 
 def test_properties_are_those_of_the_model(engine: SyncEngine) -> None:
@@ -126,7 +132,7 @@ def test_map_raises_an_error_of_its_prompts_after_the_results(engine: SyncEngine
 
 
 def test_leaving_a_map_or_a_block_cancels() -> None:
-    with sync_engine(lambda *_: 65, step_s=0.001) as engine:
+    with sync_engine(lambda *_: 65, LARGE, step_s=0.001) as engine:
         found = engine.map([USER["content"]] * 3, max_concurrent=3, ordered=False, max_tokens=40)
         next(found)
         found.close()
@@ -217,7 +223,7 @@ def test_close_leaves_an_engine_open_that_was_started_again_meanwhile() -> None:
 
 
 def test_closing_ends_waits_of_other_threads() -> None:
-    with sync_engine(lambda *_: 65, step_s=0.005) as engine, ThreadPoolExecutor(3) as pool:
+    with sync_engine(lambda *_: 65, LARGE, step_s=0.001) as engine, ThreadPoolExecutor(3) as pool:
         streams = [engine.generate("x", max_tokens=None) for _ in range(2)]
         waits = [pool.submit(stream.result) for stream in streams]
         mapped = pool.submit(lambda: list(engine.map(["x"] * 3, max_tokens=None)))
@@ -240,23 +246,38 @@ def test_failed_start_leaves_no_thread() -> None:
         assert not engine.is_open and len(sync_threads()) == num_threads
 
 
-def interrupt() -> None:
-    """As Ctrl-C does, interrupt the main thread where it waits."""
+def waits_in(*functions: FunctionType) -> bool:
+    """Whether the main thread waits for the engine's event loop, in one of these functions."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    running = set()
+    while frame is not None:
+        running.add(frame.f_code)
+        frame = frame.f_back
+    return Future.result.__code__ in running and not running.isdisjoint(each.__code__ for each in functions)
+
+
+def interrupt(*functions: FunctionType) -> None:
+    """As Ctrl-C does, interrupt the main thread, where it waits in one of these functions: what it has made
+    before has a name by then, and `pytest.raises` is entered."""
+    until(lambda: waits_in(*functions))
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+WAITS = (SyncStream.result, SyncStream.__next__, SyncEngine._results)
 
 
 @pytest.mark.parametrize("how", ["result", "iterate", "map", "count"])
 def test_keyboard_interrupt_closes_the_engine(how: str) -> None:
     def endless(prompt_ids, output_ids, seed) -> int:
         if len(output_ids) == 5 and bytes(prompt_ids) == b"x":
-            interrupt()
+            interrupt(*WAITS)
         time.sleep(0.001)
         return 65
 
-    engine = sync_engine(endless)
+    engine = sync_engine(endless, LARGE)
     with pytest.raises(KeyboardInterrupt), engine:
         if how == "count":
-            threading.Timer(0.02, interrupt).start()
+            threading.Thread(target=interrupt, args=[SyncEngine.count_tokens]).start()
             while True:
                 engine.count_tokens("y")
         stream = engine.generate("x", max_tokens=None) if how != "map" else None
@@ -275,11 +296,11 @@ def test_keyboard_interrupt_closes_the_engine(how: str) -> None:
 def test_interrupted_wait_cancels_its_request_and_keeps_the_engine() -> None:
     def endless(prompt_ids, output_ids, seed) -> int:
         if len(output_ids) == 5 and bytes(prompt_ids) == b"x":
-            interrupt()
+            interrupt(SyncStream.result)
         time.sleep(0.001)
         return 65
 
-    with sync_engine(endless) as engine:
+    with sync_engine(endless, LARGE) as engine:
         stream = engine.generate("x", max_tokens=None)
         with pytest.raises(KeyboardInterrupt):
             stream.result()
@@ -291,7 +312,7 @@ def test_keyboard_interrupt_ends_a_start() -> None:
     model = ScriptedModel(TEXT)
 
     def slow(report, limits=None) -> LoadedModel:
-        interrupt()
+        interrupt(SyncEngine.start)
         ends_at = time.monotonic() + WAIT_S
         while time.monotonic() < ends_at:
             report("load weights", 0.5)  # raises when the engine is closed

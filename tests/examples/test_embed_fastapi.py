@@ -537,7 +537,9 @@ async def test_logit_bias_is_honoured(small: tuple[Engine, str], client: openai.
 
 
 async def test_rejected_prompt_cancels_the_others() -> None:
-    engine = replying(lambda _: "long " * 500, template=TOOLS_TEMPLATE, max_num_seqs=1, max_queued_requests=1)
+    """The answers that are cancelled would take ten seconds."""
+    limits = {"max_num_seqs": 1, "max_queued_requests": 1}
+    engine = replying(lambda _: "long " * 500, template=TOOLS_TEMPLATE, step_s=0.005, **limits)
     with serving(engine) as url:
         async with client_of(url) as client:
             with pytest.raises(openai.RateLimitError):

@@ -8,7 +8,8 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,10 @@ class FakeService:
     """Yields the first token of a request, then all others.
 
     wrong, missing, endless: number of the request that fails, that lacks a token, that does not end.
+    on_alone:                called when all others have ended.
     """
+
+    on_alone: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, wrong: int = -1, missing: int = -1, endless: int = -1) -> None:
         self.wrong, self.missing, self.endless = wrong, missing, endless
@@ -177,6 +181,9 @@ class FakeService:
             await asyncio.sleep(0)
             yield 1
             if number == self.endless:
+                while self.num_running > 1:  # noqa: ASYNC110 - the others run at the loop's next turn
+                    await asyncio.sleep(0)
+                self.on_alone()
                 await asyncio.Event().wait()
             if number == self.wrong:
                 raise RuntimeError("out of order")
@@ -212,9 +219,14 @@ async def test_open_loop_sends_requests_when_due() -> None:
     assert all(record.chunks[0][0] >= record.sent_at for record in driven.records)
 
 
-async def test_load_is_cut_off_at_its_limit() -> None:
-    case = short("closed", 6, clients=2)
-    driven = await drive(FakeService(endless=4), case, requests_of(case, 100, "0"), 0.05)
+async def test_load_is_cut_off_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is reached when one request is left."""
+    case, service = short("closed", 6, clients=2), FakeService(endless=4)
+    now = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    service.on_alone = lambda: now.append(now.pop() + 1.0)
+    driven = await drive(service, case, requests_of(case, 100, "0"), 0.05)
+    monkeypatch.undo()
     found = figures_of(driven)
     assert (found["num_requests"], found["num_unfinished"], found["num_errors"]) == (6, 1, 0)
     assert driven.records[4].ended_at is None
@@ -270,9 +282,10 @@ def test_latencies_have_percentiles() -> None:
 
 # Processes.
 
+LIMIT_S = 120.0  # of an answer that comes
 CHILD = """
 import json, subprocess, sys
-started = [subprocess.Popen(["sleep", "60"], start_new_session=is_alone).pid for is_alone in (False, True)]
+started = [subprocess.Popen(["sleep", "600"], start_new_session=is_alone).pid for is_alone in (False, True)]
 for line in sys.stdin:
     doing = json.loads(line)["do"]
     if doing == "die":
@@ -304,17 +317,33 @@ def is_running(pid: int) -> bool:
     ("doing", "message"), [("hang", "two did not answer in 1 s"), ("fail", "two failed:\nrefused")]
 )
 def test_failing_child_is_killed_with_its_descendants(
-    children: list[Child], doing: str, message: str, capsys: pytest.CaptureFixture[str]
+    children: list[Child],
+    doing: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, two = children
-    answers = ask_all(children, lambda child: {"do": "tell"}, 30)
+    answers = ask_all(children, lambda child: {"do": "tell"}, LIMIT_S)
     two.send({"do": doing})
     with pytest.raises(ChildFailed, match=message):
-        two.receive(1)
+        two.receive(1 if doing == "hang" else LIMIT_S)
     if doing == "hang":
-        assert list(ask_all(children, lambda child: {"do": "tell"}, 1)) == [one]
+        receive, offset_s = one.receive, [0.0]
+
+        def receive_and_wait(limit_s: float) -> dict[str, Any]:
+            answer = receive(limit_s)
+            offset_s[0] += LIMIT_S  # so much later
+            return answer
+
+        monkeypatch.setattr(one, "receive", receive_and_wait)
+        monotonic = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + offset_s[0])
+        assert list(ask_all(children, lambda child: {"do": "tell"}, LIMIT_S)) == [one]
     else:
-        assert list(ask_all(children, lambda child: {"do": "fail" if child is two else "tell"}, 30)) == [one]
+        assert list(ask_all(children, lambda child: {"do": "fail" if child is two else "tell"}, LIMIT_S)) == [
+            one
+        ]
     assert children == [one]
     assert "two" in capsys.readouterr().err
     assert not any(map(is_running, [two.pid, *answers[two]["started"]]))
@@ -326,9 +355,9 @@ def test_failing_child_is_killed_with_its_descendants(
 
 def test_death_of_a_child_is_reported(children: list[Child], capsys: pytest.CaptureFixture[str]) -> None:
     one, two = children
-    answers = ask_all(children, lambda child: {"do": "tell"}, 30)
+    answers = ask_all(children, lambda child: {"do": "tell"}, LIMIT_S)
     # The processes that it started keep its output open.
-    assert list(ask_all(children, lambda child: {"do": "die" if child is two else "tell"}, 30)) == [one]
+    assert list(ask_all(children, lambda child: {"do": "die" if child is two else "tell"}, LIMIT_S)) == [one]
     assert "two ended with exit code 3" in capsys.readouterr().err
     in_group, alone = answers[two]["started"]
     assert not is_running(in_group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -373,16 +374,24 @@ async def test_cancelled_drain_puts_the_replica_back() -> None:
 
 
 async def test_cancelled_pause_leaves_no_replica_paused() -> None:
-    """One replica is paused at once; the other is in a step that does not end."""
-    pool = EnginePool([scripted_engine(letters), scripted_engine(letters, step_s=0.2)])
+    """One replica is paused at once; the other is in a step that does not end before."""
+    is_in_step, may_end = threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> int:
+        is_in_step.set()
+        assert may_end.wait(WAIT_S)
+        return letters(*arguments)
+
+    pool = EnginePool([scripted_engine(letters), scripted_engine(held)])
     async with pool:
         await pool.drain(0)
         slow = pool.generate("a", max_tokens=3)
-        await slow.accepted()
+        await until(is_in_step.is_set)
         pool.restore(0)
         with anyio.move_on_after(0.01) as scope:
             await pool.pause()
         assert scope.cancelled_caught
+        may_end.set()
         with anyio.fail_after(WAIT_S):
             assert (await pool.generate("b", max_tokens=2)).finish_reason == "length"
             await slow

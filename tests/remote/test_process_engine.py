@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from failing_models import end_process, fail_to_open
-from letters import letters, outcome, outcomes, tokens_of
+from letters import HeldLetters, letters, outcome, outcomes, tokens_of
 from loops import WAIT_S, run, until
 from model_zoo import make_model
 
@@ -28,6 +28,7 @@ from drift_sdk import (
     ReplicaFailed,
     Routing,
     SamplingParams,
+    TokenStream,
 )
 from drift_sdk.testing import ScriptedModel
 from perf.service.children import is_alive
@@ -36,9 +37,19 @@ SUPPORT = Path(__file__).parents[1] / "support"
 TINY = EngineConfig(device="cpu", num_threads=1, max_model_len=64, kv_cache_tokens=512)
 
 
-def engine_of(**options: Any) -> ProcessEngine:
-    model = ScriptedModel(letters, **options)
+def engine_of(reply: Any = letters, **options: Any) -> ProcessEngine:
+    model = ScriptedModel(reply, **options)
     return ProcessEngine("scripted", model.config, open_model=model)
+
+
+async def begin(pool: EnginePool, number: int, **options: Any) -> list[TokenStream]:
+    """Streams that begin at once: none is held before all have a token."""
+    await pool.pause()
+    streams = [pool.generate(f"p{index}", seed=index, **options) for index in range(number)]
+    for stream in streams:
+        await stream.accepted()
+    await pool.resume()
+    return streams
 
 
 def kill(engine: ProcessEngine) -> None:
@@ -85,17 +96,20 @@ async def test_child_serves_cancels_and_ignores_signals_for_its_parent() -> None
         assert not psutil.pid_exists(pid)
 
 
-async def test_killed_children_of_a_pool_are_replayed_and_started_again() -> None:
-    """Replica 0 is killed while streams run on both; then replica 1, which has all that were replayed."""
-    engines = [engine_of(step_s=0.001), engine_of(step_s=0.001, tokens_per_step=2)]
+async def test_killed_children_of_a_pool_are_replayed_and_started_again(tmp_path: Path) -> None:
+    """Replica 0 is killed while streams run on both; then replica 1, which has all that were replayed. No
+    stream ends before."""
+    held = HeldLetters(tmp_path / "go on", 250)
+    engines = [engine_of(held), engine_of(held, tokens_per_step=2)]
     pool = EnginePool(engines, Routing(replay=True))
     async with pool:
-        streams = [pool.generate(f"p{index}", max_tokens=300, seed=index) for index in range(40)]
+        streams = await begin(pool, 40, max_tokens=300)
         first = [await anext(stream) for stream in streams]
         kill(engines[0])
         await until(lambda: pool.replicas()[0].num_replayed > 0)
         await pool.restart(0)
         kill(engines[1])
+        held.file.touch()
         for index, (tokens, end) in enumerate(await outcomes(streams)):
             assert isinstance(end, Completion), end
             assert first[index].token_ids + tokens == end.token_ids == tokens_of(f"p{index}", index, 300)
@@ -104,13 +118,15 @@ async def test_killed_children_of_a_pool_are_replayed_and_started_again() -> Non
         check_nothing_is_left(pool)
 
 
-async def test_killed_child_without_replay_ends_its_streams_alone() -> None:
-    engines = [engine_of(step_s=0.002), engine_of(step_s=0.002)]
+async def test_killed_child_without_replay_ends_its_streams_alone(tmp_path: Path) -> None:
+    held = HeldLetters(tmp_path / "go on", 50)
+    engines = [engine_of(held), engine_of(held)]
     async with EnginePool(engines) as pool:
-        streams = [pool.generate(f"p{index}", max_tokens=100, seed=index) for index in range(8)]
+        streams = await begin(pool, 8, max_tokens=100)
         for stream in streams:
             await anext(stream)
         kill(engines[1])
+        held.file.touch()
         ends = [end for _, end in await outcomes(streams)]
         assert pool.stats().num_running == 0 and pool.replicas()[1].engine is not None
         lost = [end for end in ends if isinstance(end, ReplicaFailed)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from drift_sdk import BaseEngine, DriftError, EngineConfig
@@ -30,6 +31,7 @@ class LocalChannel:
         self.is_dead = False
         self.faults: Callable[[str], str | None] = lambda method: None
         self.num_calls: dict[str, int] = {}
+        self._calls: list[Future[Any]] = []
         self._died = asyncio.Event()
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -42,7 +44,8 @@ class LocalChannel:
             raise HostUnavailable("not reached")
 
         sent = pickle.loads(pickle.dumps(arguments))
-        answer = asyncio.wrap_future(self.loop._portal.start_task_soon(getattr(self.host, method), *sent))
+        self._calls.append(self.loop.spawn(getattr(self.host, method), *sent))
+        answer = asyncio.wrap_future(self._calls[-1])
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait([answer, died], return_when=asyncio.FIRST_COMPLETED)
         died.cancel()
@@ -64,7 +67,9 @@ class LocalChannel:
         if not self.is_dead:
             self.is_dead = True
             self._died.set()
-            self.loop._portal.start_task_soon(self.host._engine.aclose)
+            for call in self._calls:
+                call.cancel()
+            self.loop.spawn(self.host._engine.aclose)
             self.loop.abandon()
 
 

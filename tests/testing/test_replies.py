@@ -59,9 +59,13 @@ async def test_request_beyond_the_last_reply_raises_at_the_call() -> None:
 async def test_preempted_requests_keep_their_replies() -> None:
     replies = [letter * 150 for letter in "abcd"]
     async with scripted_engine(replies, config=LONG) as engine:
+        await engine.pause()  # until all can run at once
         streams = [
             engine.generate("the same prompt, long enough for a block", max_tokens=None) for _ in replies
         ]
+        for stream in streams:
+            await stream.accepted()
+        await engine.resume()
         assert [(await stream).text for stream in streams] == replies
         assert engine.stats().num_preemptions > 0
 
@@ -75,9 +79,13 @@ async def test_preempted_requests_keep_the_replies_of_a_function() -> None:
 
     config = LONG.replace(max_num_seqs=4)
     async with scripted_engine(reply, config=config) as engine:
+        await engine.pause()  # until all can run at once
         streams = [
             engine.generate(f"a prompt that is longer than a block {i}", max_tokens=None) for i in range(4)
         ]
+        for stream in streams:
+            await stream.accepted()
+        await engine.resume()
         texts = [(await stream).text for stream in streams]
         assert engine.stats().num_preemptions > 0
     assert len(prompts) == 4
@@ -201,7 +209,11 @@ async def test_errors_of_the_function_are_replies() -> None:
 async def test_failure_of_the_executor_comes_after_the_last_token(tokens_per_step: int) -> None:
     script = ["a" * 3000, Reply("abcdef", raises=OSError("the bus fell off"))]
     async with scripted_engine(script, tokens_per_step=tokens_per_step) as engine:
+        await engine.pause()  # so that the first is not over before the second begins
         other, stream = engine.generate("x", max_tokens=None), engine.generate("x")
+        for each in (other, stream):
+            await each.accepted()
+        await engine.resume()
         text = ""
         with pytest.raises(ExecutorError, match="the bus fell off"):
             async for chunk in stream:

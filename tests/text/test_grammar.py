@@ -719,7 +719,7 @@ with grammar._vocabularies_lock, grammar._stack_size_lock:
     child = os.fork()
     if child == 0:
         locks = (grammar._vocabularies_lock, grammar._stack_size_lock)
-        os._exit(0 if all(lock.acquire(timeout=30) for lock in locks) else 1)
+        os._exit(0 if all(lock.acquire(timeout=120) for lock in locks) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

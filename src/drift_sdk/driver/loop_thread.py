@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import anyio
-from anyio.from_thread import BlockingPortal
 
 from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.driver.process_hooks import num_forks
@@ -23,16 +24,23 @@ ResultT = TypeVar("ResultT")
 class LoopThread:
     """An asyncio event loop in a daemon thread of its own.
 
-    `start_blocking_portal` is not used: as a generator it waits for the loop when it is collected, which
-    hangs in a forked child and at the interpreter's exit.
+    anyio's BlockingPortal is not used. Its thread is waited for when it is collected, which hangs in a forked
+    child and at the interpreter's exit; it waits until the loop has begun a call, where an exception such as
+    KeyboardInterrupt leaves the call without a way to cancel it; and a call that the loop does not come to
+    before it ends is waited for without end.
     """
 
     def __init__(self, name: str = "drift-sync") -> None:
         self._num_forks = num_forks()
-        started: Future[tuple[BlockingPortal, LoopPoster]] = Future()
-        self._thread = threading.Thread(target=run_loop, args=(started,), name=name, daemon=True)
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._calls: set[Future[Any]] = set()  # those that have not ended
+        self._tasks: set[asyncio.Task[None]] = set()  # of calls; used on the loop only
+        self._stopped = asyncio.Event()  # used on the loop only
+        started: Future[LoopPoster] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name=name, daemon=True)
         self._thread.start()
-        self._portal, self._poster = started.result()
+        self._poster = started.result()
 
     @property
     def is_from_parent(self) -> bool:
@@ -42,24 +50,20 @@ class LoopThread:
     def call(self, function: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT:
         """Run a coroutine function on the loop and wait for its result; EngineClosed if the loop has been
         stopped. If the wait is interrupted by an exception, the coroutine is cancelled."""
+        future: Future[ResultT] = Future()
         try:
-            future = self._portal.start_task_soon(function, *arguments)
-        except RuntimeError as error:
-            raise EngineClosed("the engine was closed") from error
-
-        try:
+            self._post_call(future, function, arguments)
             return future.result()
         except BaseException:
             future.cancel()  # without effect if it has ended
             raise
 
-    def spawn(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> None:
+    def spawn(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> Future[Any]:
         """Run a coroutine function on the loop without waiting for it; EngineClosed if the loop has been
-        stopped. The function must raise nothing."""
-        try:
-            self._portal.start_task_soon(function, *arguments)
-        except RuntimeError as error:
-            raise EngineClosed("the engine was closed") from error
+        stopped. The result cancels it, or tells how it ended."""
+        future: Future[Any] = Future()
+        self._post_call(future, function, arguments)
+        return future
 
     def post(self, function: Callable[[], None]) -> None:
         """Have the loop call a function soon, without waiting for that; never if it has ended."""
@@ -68,26 +72,106 @@ class LoopThread:
                 self._poster.post(function)
 
     def stop(self) -> None:
-        """End the thread and wait for that."""
-        with suppress(EngineClosed):  # it has been stopped
-            self.call(self._portal.stop)
+        """End the thread when its calls have ended, and wait for that. Later calls raise EngineClosed."""
+        self._end_soon()
         self._thread.join()
 
     def abandon(self) -> None:
-        """Have the thread ended, without waiting for that."""
+        """Have the thread ended when its calls have ended, without waiting for that."""
         if not self.is_from_parent:
-            threading.Thread(target=self.stop, name="drift-sync-stop", daemon=True).start()
+            self._end_soon()
+
+    def _run(self, started: Future[LoopPoster]) -> None:
+        """The thread's function."""
+
+        async def main() -> None:
+            self._context = copy_context()
+            started.set_result(LoopPoster.current())
+            await self._stopped.wait()
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            if started.done():
+                raise
+
+            started.set_exception(error)
+        finally:
+            with self._lock:
+                self._is_over = True
+                calls, self._calls = self._calls, set()
+            for future in calls:  # posted when the loop was ending
+                end_call(future, closed())
+
+    def _post_call(
+        self, future: Future[Any], function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]
+    ) -> None:
+        with self._lock:
+            if self._is_over:
+                raise closed()
+
+            self._calls.add(future)
+        with suppress(LoopClosed):  # the thread is ending, and ends the call
+            self._poster.post(self._begin, future, function, arguments)
+
+    def _begin(
+        self, future: Future[Any], function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]
+    ) -> None:
+        """Begin a call, in a task; called on the loop."""
+        if self._stopped.is_set():
+            self._end(future, closed())
+            return
+
+        # Not in the caller's context, which may name another kind of event loop as the one that is running.
+        context = self._context.copy()
+        call = self._carry_out(future, function, arguments)
+        task = asyncio.get_running_loop().create_task(call, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry_out(
+        self, future: Future[Any], function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]
+    ) -> None:
+        result: Any = None
+        try:
+            with anyio.CancelScope() as scope:
+                # Called at once if the call has been cancelled before. It is begun even so: a cancelled wait
+                # for a stream ends the request.
+                future.add_done_callback(lambda done: self.post(scope.cancel) if done.cancelled() else None)
+                result = await function(*arguments)
+        except anyio.get_cancelled_exc_class():
+            future.cancel()
+            self._end(future, None)
+            raise
+        except BaseException as error:
+            self._end(future, error)
+        else:
+            self._end(future, None, result)
+
+    def _end(self, future: Future[Any], error: BaseException | None, result: Any = None) -> None:
+        with self._lock:
+            self._calls.discard(future)
+        end_call(future, error, result)
+
+    def _end_soon(self) -> None:
+        self.post(self._stopped.set)
 
 
-def run_loop(started: Future[tuple[BlockingPortal, LoopPoster]]) -> None:
-    """The function of a loop's thread."""
+def closed() -> EngineClosed:
+    return EngineClosed("the engine was closed")
 
-    async def main() -> None:
-        async with BlockingPortal() as portal:
-            started.set_result((portal, LoopPoster.current()))
-            await portal.sleep_until_stopped()
 
-    anyio.run(main)
+def end_call(future: Future[Any], error: BaseException | None, result: Any = None) -> None:
+    """Tell how a call ended, unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def check_no_loop() -> None:

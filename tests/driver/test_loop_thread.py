@@ -1,0 +1,161 @@
+"""An event loop in a thread of its own: calls that are interrupted, and calls at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from loops import WAIT_S, run
+
+from drift_sdk import EngineClosed
+from drift_sdk.driver.loop_thread import LoopThread
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread("looping")
+    yield thread
+    thread.stop()
+
+
+async def nothing() -> None: ...
+
+
+def main_thread_waits() -> bool:
+    """Whether the main thread waits for a call."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code is not Future.result.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_call_interrupted_before_it_has_begun_is_cancelled(thread: LoopThread) -> None:
+    ended: list[int] = []
+    may_go_on = threading.Event()
+
+    async def wait() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append(1)
+
+    def interrupt() -> None:
+        while not main_thread_waits():
+            pass
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread.post(lambda: [may_go_on.wait(WAIT_S)])
+    interrupter = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupter.start()
+        thread.call(wait)
+    interrupter.join()
+    may_go_on.set()
+    thread.stop()
+    assert ended == [1]
+
+
+def test_cancelled_call_ends(thread: LoopThread) -> None:
+    has_begun, ended = threading.Event(), []
+
+    async def wait() -> None:
+        has_begun.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append(1)
+
+    call = thread.spawn(wait)
+    assert has_begun.wait(WAIT_S) and call.cancel()
+    thread.stop()
+    assert ended == [1]
+
+
+def test_stop_waits_for_calls_and_rejects_later_ones(thread: LoopThread) -> None:
+    is_rejected = threading.Event()
+
+    async def last() -> int:
+        thread.abandon()
+        await asyncio.sleep(0)  # it is stopped now
+        with pytest.raises(EngineClosed):
+            await asyncio.wrap_future(thread.spawn(nothing))
+        is_rejected.set()
+        return 5
+
+    assert thread.call(last) == 5
+    thread.stop()
+    assert is_rejected.is_set()
+    for use in (thread.call, thread.spawn):
+        with pytest.raises(EngineClosed):
+            use(nothing)
+    thread.post(is_rejected.clear)
+    assert is_rejected.is_set()
+
+
+def test_call_that_the_loop_does_not_come_to_is_rejected(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was posted when the loop was about to end."""
+    post = thread._poster.post
+    lost: list[Any] = []
+
+    class Lossy:
+        def post(self, function: Any, *arguments: Any) -> None:
+            if arguments:
+                lost.append(function)
+            else:
+                post(function)
+
+    monkeypatch.setattr(thread, "_poster", Lossy())
+    call = thread.spawn(nothing)
+    thread.stop()
+    assert lost
+    with pytest.raises(EngineClosed):
+        call.result(WAIT_S)
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), SystemExit(3)])
+def test_error_of_a_call_is_raised_and_the_loop_goes_on(thread: LoopThread, error: BaseException) -> None:
+    async def fail() -> None:
+        raise error
+
+    async def cancel() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(type(error)) as caught:
+        thread.call(fail)
+    assert caught.value is error
+    with pytest.raises(CancelledError):
+        thread.call(cancel)
+    thread.call(nothing)
+    assert not thread._calls
+
+
+def test_calls_from_trio_run_on_asyncio(thread: LoopThread) -> None:
+    async def sleep() -> bool:
+        await anyio.lowlevel.checkpoint()
+        return asyncio.get_running_loop().is_running()
+
+    async def main() -> None:
+        assert await anyio.to_thread.run_sync(thread.call, sleep)
+
+    run("trio", main)
+
+
+def test_failing_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(main: Any) -> None:
+        main.close()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(asyncio, "run", fail)
+    with pytest.raises(OSError, match="too many open files"):
+        LoopThread()
