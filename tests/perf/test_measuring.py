@@ -210,7 +210,7 @@ def test_startup_measures_a_cold_and_a_warm_run(tiny: Model) -> None:
     runs = startup.measure(tiny, device="cpu", dtype="float32", executor="auto", repeats=1)
     assert [run.kernel_cache for run in runs] == ["cold", "warm"]
     for run in runs:
-        assert 0 < run.import_s < run.process_s
+        assert run.import_s > 0  # of a process of its own
         assert list(run.stages)[:4] == ["imports", "find", "load tokenizer", "load weights"]
         assert sum(run.stages.values()) == pytest.approx(run.start_s, abs=0.01)
         assert run.start_s < run.first_token_s < run.process_s

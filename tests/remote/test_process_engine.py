@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +32,8 @@ from drift_sdk import (
     SamplingParams,
     TokenStream,
 )
+from drift_sdk.remote import calls_loop as calls_loops
+from drift_sdk.remote.process_engine import PROGRAM
 from drift_sdk.testing import ScriptedModel
 from perf.service.children import is_alive
 
@@ -186,6 +190,29 @@ def test_child_ends_with_its_parent_though_a_fork_of_it_lives_on() -> None:
             assert not is_alive(child) and is_alive(fork)
         finally:
             fork.kill()
+
+
+def test_child_ends_if_its_parent_has_ended_before_its_program_began() -> None:
+    """As above, while the child's interpreter starts: the system has given it another parent then."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        no_process = str(2**30)
+        command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), no_process, json.dumps(sys.path)]
+        assert (
+            subprocess.run(command, pass_fds=[theirs.fileno()], timeout=WAIT_S, check=False).returncode == 0
+        )
+
+
+def test_forked_child_gets_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of the parent may have held the lock when it forked."""
+    ours = calls_loops.calls_loop()
+    num_forks = calls_loops.num_forks()
+    with calls_loops._shared[num_forks].lock:
+        monkeypatch.setattr(calls_loops, "num_forks", lambda: num_forks + 1)
+        loop = calls_loops.calls_loop()
+        assert loop is not ours and calls_loops.calls_loop() is loop
+    del calls_loops._shared[num_forks + 1]
+    loop.stop()
 
 
 def test_pool_on_devices_makes_processes_if_asked() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.process_hooks import num_forks
 
 __all__ = ["calls_loop"]
 
@@ -17,12 +18,14 @@ class Shared:
         self.loop: LoopThread | None = None
 
 
-_shared = Shared()
+_shared: dict[int, Shared] = {}
+"""By number of forks: in a forked child the parent's lock may be held, and its loop has no thread."""
 
 
 def calls_loop() -> LoopThread:
     """The loop. In a forked child it is a new one."""
-    with _shared.lock:
-        if _shared.loop is None or _shared.loop.is_from_parent:
-            _shared.loop = LoopThread("remote-calls")
-        return _shared.loop
+    shared = _shared.setdefault(num_forks(), Shared())
+    with shared.lock:
+        if shared.loop is None:
+            shared.loop = LoopThread("remote-calls")
+        return shared.loop

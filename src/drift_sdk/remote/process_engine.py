@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import pickle
 import socket
 import subprocess
@@ -26,8 +27,8 @@ from drift_sdk.remote.remote_engine import RemoteEngine
 __all__ = ["ProcessEngine"]
 
 PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from drift_sdk.remote.process_host import main; main(int(sys.argv[1]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from drift_sdk.remote.process_host import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 """Of the child: it imports what its parent can import, and not the parent's main module."""
 REAP_S = 0.002
@@ -163,5 +164,6 @@ def packed_arguments(*arguments: Any) -> bytes:
 def start_child(end: socket.socket) -> subprocess.Popen[bytes]:
     """Start the child that serves this end of a socket. OSError if that fails."""
     paths = json.dumps([path for path in sys.path if isinstance(path, str)])
-    command = [sys.executable, "-c", PROGRAM, str(end.fileno()), paths]
+    # The child compares its parent with this process, which may have ended when the child's program begins.
+    command = [sys.executable, "-c", PROGRAM, str(end.fileno()), str(os.getpid()), paths]
     return subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)

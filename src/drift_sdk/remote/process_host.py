@@ -32,9 +32,9 @@ class Program:
         self._host: EngineHost | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Carry out calls until the parent ends."""
-        self._start(end_with_parent(os.getppid()))
+    async def serve(self, reader: asyncio.StreamReader, parent: int) -> None:
+        """Carry out calls until the parent, which has this process id, ends."""
+        self._start(end_with_parent(parent))
         while True:
             try:
                 number, method, arguments = await read_frame(reader)
@@ -82,15 +82,16 @@ def leave() -> None:
     os._exit(0)
 
 
-async def serve(descriptor: int) -> None:
+async def serve(descriptor: int, parent: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
-    await Program(writer).serve(reader)
+    await Program(writer).serve(reader, parent)
 
 
-def main(descriptor: int) -> None:
-    """Serve the parent over the socket of this descriptor. Signals that a terminal or a supervisor sends to
-    all processes of a program are for the parent, which may let its engines finish their requests."""
+def main(descriptor: int, parent: int) -> None:
+    """Serve the process of the id `parent` over the socket of this descriptor. Signals that a terminal or a
+    supervisor sends to all processes of a program are for the parent, which may let its engines finish their
+    requests."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
-    asyncio.run(serve(descriptor))
+    asyncio.run(serve(descriptor, parent))
