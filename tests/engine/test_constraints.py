@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -390,8 +391,12 @@ def test_compiling_a_large_grammar_blocks_neither_loop_nor_steps(
     matcher = grammar.LLMatcher
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        before = num_turns
-        made = matcher(*args, **kwargs)
+        deadline = time.monotonic() + WAIT_S
+        while True:  # once, if this thread and the loop's get as much time as they want
+            before = num_turns
+            made = matcher(*args, **kwargs)
+            if num_turns - before > 10 or time.monotonic() > deadline:
+                break
         num_turns_meanwhile.append(num_turns - before)
         assert is_answered.wait(WAIT_S)
         return made
@@ -435,6 +440,6 @@ def test_compiling_a_large_grammar_blocks_neither_loop_nor_steps(
             assert len(free.token_ids) == 5
             assert all(completion.text[0] == "{" for completion in completions)
             assert len(num_turns_meanwhile) == len(params)
-            assert max(num_turns_meanwhile) > 10
+            assert min(num_turns_meanwhile) > 10
 
     anyio.run(main)

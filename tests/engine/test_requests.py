@@ -371,15 +371,9 @@ def test_accepted_ends_when_the_request_is_cancelled_or_the_engine_closes(loop: 
             cancelled.cancel()
         assert (await cancelled).finish_reason == "cancelled"
         async with anyio.create_task_group() as tasks:
-
-            async def wait() -> None:
-                with pytest.raises(EngineClosed):
-                    await closed.accepted()
-
-            tasks.start_soon(wait)
-            await anyio.sleep(0.01)
             tasks.start_soon(engine.aclose)
-            await anyio.sleep(0.01)
+            with pytest.raises(EngineClosed):
+                await closed.accepted()
             stall.released.set()
         with pytest.raises(EngineClosed):
             await closed.accepted()

@@ -232,29 +232,29 @@ def test_cancel_from_another_thread_is_idempotent(loop: str) -> None:
 def test_cancel_at_every_checkpoint(loop: str, is_entered: bool) -> None:
     """A stream cancelled at any of its checkpoints frees its slot and blocks, and the engine goes on. A token
     is generated when those before it have been read, so that the reader waits for each."""
-    num_unread = threading.Semaphore(0)
+    num_unread: dict[bytes, threading.Semaphore] = {}  # by prompt: a step of the one before may be in flight
 
     def paced(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
-        if bytes(prompt_ids).startswith(b"prompt"):
-            assert num_unread.acquire(timeout=WAIT_S)
+        semaphore = num_unread.get(bytes(prompt_ids))
+        if semaphore is not None:
+            assert semaphore.acquire(timeout=WAIT_S)
         return [*TEXT.encode(), EOS_TOKEN_ID][len(output_ids)]
 
-    async def read(stream: TokenStream) -> None:
+    async def read(stream: TokenStream, semaphore: threading.Semaphore) -> None:
         async for chunk in stream:
-            num_unread.release(len(chunk.token_ids))
+            semaphore.release(len(chunk.token_ids))
         await stream
 
     async def consume(engine: ScriptedEngine, prompt: str) -> None:
-        nonlocal num_unread
-        num_unread = threading.Semaphore(1)
+        semaphore = num_unread[prompt.encode()] = threading.Semaphore(1)
         try:
             if is_entered:
                 async with engine.generate(prompt) as stream:
-                    await read(stream)
+                    await read(stream, semaphore)
             else:
-                await read(engine.generate(prompt))
+                await read(engine.generate(prompt), semaphore)
         finally:
-            num_unread.release(2)  # a step may wait, and another be in flight
+            semaphore.release(2)  # a step may wait, and another be in flight
 
     async def main() -> None:
         async with scripted_engine(paced) as engine:
