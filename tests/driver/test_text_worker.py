@@ -72,7 +72,7 @@ def test_cancelled_prompts_do_not_delay_other_requests(stall: Stall) -> None:
                 stream.cancel()
             with anyio.fail_after(120):
                 assert (await engine.generate("hi")).text == "ok"
-            assert stall.begun == ["stall 0", "stall 1", "hi"]
+            assert sorted(stall.begun[:2]) == ["stall 0", "stall 1"] and stall.begun[2:] == ["hi"]
             for stream in streams:
                 assert (await stream).finish_reason == "cancelled"
             stall.released.set()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
+from loops import WAIT_S
 
 from drift_sdk import EngineConfig, QueueFull, RequestError, SamplingParams
 from drift_sdk.testing import scripted_engine
@@ -154,7 +156,18 @@ async def test_content_of_parts_is_served_where_the_template_takes_it() -> None:
 async def test_queue_full_says_how_many_requests_wait() -> None:
     for limit, waiting in ((0, "0 requests are"), (1, "1 request is"), (2, "2 requests are")):
         config = EngineConfig(max_num_seqs=1, max_queued_requests=limit, max_model_len=64, kv_cache_tokens=64)
-        async with scripted_engine(lambda *_: 65, config=config, step_s=0.001) as engine:
+        is_rejected = threading.Event()
+
+        def held(
+            prompt_ids: Sequence[int],
+            output_ids: Sequence[int],
+            seed: int,
+            is_rejected: threading.Event = is_rejected,
+        ) -> int:
+            assert not output_ids or is_rejected.wait(WAIT_S)
+            return 65
+
+        async with scripted_engine(held, config=config) as engine:
             endless = SamplingParams(max_tokens=None)
             streams = [engine.generate("x", endless)]
             await anext(streams[0])
@@ -167,6 +180,7 @@ async def test_queue_full_says_how_many_requests_wait() -> None:
             )
             for stream in streams:
                 stream.cancel()
+            is_rejected.set()
 
 
 async def test_too_many_token_ids_are_rejected_before_they_are_copied() -> None:
