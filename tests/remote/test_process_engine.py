@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from model_zoo import make_model
 from drift_sdk import (
     Completion,
     ConfigError,
+    DriftError,
     Engine,
     EngineConfig,
     EnginePool,
@@ -225,3 +227,47 @@ def test_pool_on_devices_makes_processes_if_asked() -> None:
             EnginePool.on_devices("m", devices=["cpu"], **({"processes": True} | wrong))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="open_model=3"):
         ProcessEngine("m", open_model=3)  # type: ignore[arg-type]
+
+
+WRONG_HOST = """
+import os, pickle, socket, sys
+end = socket.socket(fileno=int(sys.argv[1]))
+end.recv(8)
+send = lambda data, length=None: end.sendall((length or len(data)).to_bytes(8, "big") + data)
+{send}
+while end.recv(65536): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("send", "message"),
+    [
+        ("send(b'no pickle')", "cannot be read: UnpicklingError"),
+        ("send(b'a', 2**62)", "a message of 4611686018427387904 bytes: expected at most 1073741824"),
+        ("send(pickle.dumps(5))", "cannot be read: TypeError"),
+        ("send(pickle.dumps((7, None, b'')))", "cannot be read: KeyError"),
+        ("send(pickle.dumps((0, StopIteration(), b'')))", "cannot be read: TypeError"),
+        ("send(pickle.dumps((0, None, b'no pickle')))", "the answer of the engine's host to open cannot be"),
+        ("send(b'a', 500), os._exit(3)", "status 3"),
+    ],
+)
+async def test_child_that_sends_something_else_is_ended(
+    send: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drift_sdk.remote.process_engine.PROGRAM", WRONG_HOST.format(send=send))
+    children = set(psutil.Process().children())
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(ModelLoadError, match=message):
+            await engine_of().start()
+    assert set(psutil.Process().children()) <= children
+
+
+async def test_message_that_is_too_large_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of() as engine:
+        monkeypatch.setattr("drift_sdk.remote.frames.MAX_FRAME_BYTES", 20_000)
+        prompt = list(range(256)) * 50
+        with pytest.raises(DriftError, match="bytes: expected at most 20000"):
+            await engine.count_tokens("a" * 20_000)
+        with pytest.raises(DriftError, match="bytes: expected at most 20000"):
+            await engine.generate(prompt, max_tokens=3)
+        assert (await engine.generate("a", max_tokens=9, seed=1)).token_ids == tokens_of("a", 1, 9)
