@@ -64,8 +64,8 @@ def kill(engine: ProcessEngine) -> None:
 
 
 def check_nothing_is_left(pool: EnginePool) -> None:
-    assert not pool._traffic._live
-    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._router.loads)
+    assert not pool._state.traffic._live
+    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._state.router.loads)
     for engine in pool.engines:
         assert isinstance(engine, ProcessEngine) and engine._link is not None
         assert not engine._link.connection._live
@@ -78,7 +78,9 @@ class Unpicklable:
         raise ValueError("no copy")
 
 
-async def test_child_serves_cancels_and_ignores_signals_for_its_parent() -> None:
+async def test_child_serves_cancels_and_ignores_signals_for_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = engine_of(step_s=0.002)
     assert engine.pid is None
     async with engine:
@@ -98,6 +100,9 @@ async def test_child_serves_cancels_and_ignores_signals_for_its_parent() -> None
         unread = engine.generate("b", max_tokens=500, seed=2)
         assert (await unread).token_ids == tokens_of("b", 2, 500)
         assert (await anext(unread)).token_ids == tokens_of("b", 2, 500)
+        with monkeypatch.context() as forked:
+            forked.setattr("drift_sdk.driver.loop_thread.num_forks", lambda: -1)
+            assert engine.pid is None  # the child of another process
         await engine.aclose()
         assert not psutil.pid_exists(pid)
 

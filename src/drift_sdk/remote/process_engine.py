@@ -58,9 +58,12 @@ class ProcessEngine(RemoteEngine):
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child; None if the engine is not started."""
+        """The process id of the child; None if the engine is not started, or not by this process."""
         link = self._link
-        return link.channel.pid if link is not None and isinstance(link.channel, ProcessChannel) else None
+        if link is None or link.loop.is_from_parent or not isinstance(link.channel, ProcessChannel):
+            return None
+
+        return link.channel.pid
 
     async def _open_channel(self) -> Channel:
         make_engine = partial(Engine, self.model, self.config, open_model=self._open_model)
