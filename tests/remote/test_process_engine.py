@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -35,7 +36,9 @@ from drift_sdk import (
     TokenStream,
 )
 from drift_sdk.remote import calls_loop as calls_loops
+from drift_sdk.remote.frames import read_frame
 from drift_sdk.remote.process_engine import PROGRAM
+from drift_sdk.remote.process_host import Program
 from drift_sdk.testing import ScriptedModel
 from perf.service.children import is_alive
 
@@ -276,3 +279,21 @@ async def test_message_that_is_too_large_fails_alone(monkeypatch: pytest.MonkeyP
         with pytest.raises(DriftError, match="bytes: expected at most 20000"):
             await engine.generate(prompt, max_tokens=3)
         assert (await engine.generate("a", max_tokens=9, seed=1)).token_ids == tokens_of("a", 1, 9)
+
+
+async def test_answer_that_is_too_large_becomes_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Host:
+        async def kind(self) -> str:
+            return "a" * 5000
+
+    monkeypatch.setattr("drift_sdk.remote.frames.MAX_FRAME_BYTES", 2000)
+    ours, theirs = socket.socketpair()
+    reader, parent = await asyncio.open_connection(sock=ours)
+    _, writer = await asyncio.open_connection(sock=theirs)
+    program = Program(writer)
+    program._host = Host()  # type: ignore[assignment]  # of one method
+    await program._answer(3, "kind", pickle.dumps(()))
+    number, error, found = await read_frame(reader)
+    assert (number, found) == (3, b"") and "expected at most 2000" in str(error)
+    for end in (parent, writer):
+        end.close()
