@@ -26,7 +26,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from http_answers import Generation, streamed_answer, whole_answer
+from http_answers import Generation, LimitedBodies, streamed_answer, whole_answer
 from openai_answers import ChatAnswer, TextAnswer
 from openai_protocol import ChatBody, CompletionBody, error_body, shaped_error
 from starlette.exceptions import HTTPException
@@ -52,6 +52,7 @@ def make_app(engine: Engine, model: str) -> FastAPI:
             yield
 
     app = FastAPI(title="drift_sdk", lifespan=lifespan)
+    app.add_middleware(LimitedBodies)
     add_answers(app, engine, model)
     add_models(app, model)
     add_status(app, engine)
@@ -171,7 +172,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(shaped_error(error.detail, "invalid_request_error"), error.status_code)
+        body = shaped_error(error.detail, "invalid_request_error")
+        return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 def name_of(model: str) -> str:

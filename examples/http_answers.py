@@ -14,13 +14,17 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from openai_answers import ChatAnswer, TextAnswer, usage
 from openai_protocol import ChatBody, CompletionBody, error_body
-from starlette.types import Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from drift_sdk import Chunk, Completion, DriftError, Samples
 
 ResultT = TypeVar("ResultT")
 Found = tuple[int, Chunk]
+CLOSE = {"Connection": "close"}
 CLIENT_CLOSED_REQUEST = 499
+MAX_BODY_BYTES = 2**25
+"""Largest body of a request; a larger one gets a 413. 32 MiB are about eight million tokens of text."""
 
 
 class Generation:
@@ -104,6 +108,27 @@ def next_of(samples: Samples) -> "asyncio.Task[Found | None]":
         return await anext(samples, None)
 
     return asyncio.create_task(chunk())
+
+
+class LimitedBodies:
+    """Middleware that ends requests whose body is larger than `MAX_BODY_BYTES`: it is read into memory."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes", CLOSE)
+
+            return message
+
+        await self._app(scope, limited, send)
 
 
 class EventStream(StreamingResponse):

@@ -28,6 +28,7 @@ from drift_sdk import (
     SyncEngine,
 )
 from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.progress import Progress
 from drift_sdk.sync_stream import SyncStream
 from drift_sdk.testing import NextToken, ScriptedModel
 
@@ -324,6 +325,16 @@ def test_keyboard_interrupt_ends_a_start() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.start()
     assert not engine.is_open and len(sync_threads()) == num_threads
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, ValueError])
+def test_exceptions_of_on_progress_do_not_end_the_thread(raised: type[BaseException]) -> None:
+    def fail(progress: Progress) -> None:
+        raise raised
+
+    model = ScriptedModel(TEXT)
+    with SyncEngine("scripted", model.config, open_model=model, on_progress=fail) as engine:
+        assert engine.generate("x").result().text == TEXT
 
 
 def test_dropped_engine_is_closed_with_a_warning() -> None:

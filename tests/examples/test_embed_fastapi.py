@@ -16,7 +16,7 @@ import openai_protocol
 import pytest
 from embed_fastapi import name_of
 from example_server import MODEL, replying, serving
-from loops import until
+from loops import WAIT_S, until
 from model_zoo import make_model
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 from prometheus_client.parser import text_string_to_metric_families
@@ -823,6 +823,41 @@ async def test_body_that_is_not_json_is_named_as_such(echo: str) -> None:
         headers = {"Content-Type": "application/json"}
         found = await plain.post("/v1/chat/completions", content=b'{"model"', headers=headers)
     assert found.json()["error"]["message"] == "body: JSON decode error"
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [("Content-Length: 999", b"a" * 201), ("Transfer-Encoding: chunked", b"c9\r\n" + b"a" * 201 + b"\r\n")],
+)
+async def test_body_that_is_too_large_is_not_read_to_its_end(
+    echo: str, header: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("http_answers.MAX_BODY_BYTES", 200)
+    url = httpx.URL(echo)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: a\r\n{header}\r\n\r\n".encode() + body)
+        async with asyncio.timeout(WAIT_S):
+            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 413 ") and b"connection: close" in head.lower()
+    assert json.loads(answer)["error"]["message"] == "the body is larger than 200 bytes"
+
+
+async def test_body_of_the_largest_size_is_served(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b'{"prompt": "a", "max_tokens": 1}'
+    monkeypatch.setattr("http_answers.MAX_BODY_BYTES", len(content))
+    headers = {"Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=echo, verify=False, headers=headers) as plain:
+        assert (await plain.post("/v1/completions", content=content)).status_code == 200
+        assert (await plain.post("/v1/completions", content=content + b" ")).status_code == 413
+
+
+async def test_method_that_is_not_allowed_is_answered_with_those_that_are(echo: str) -> None:
+    async with httpx.AsyncClient(base_url=echo, verify=False) as plain:
+        found = await plain.get("/v1/completions")
+    assert (found.status_code, found.headers["allow"]) == (405, "POST")
 
 
 def test_name_of_a_model_is_its_file_name_or_hub_id(tmp_path: Path) -> None:

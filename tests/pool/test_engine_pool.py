@@ -36,7 +36,9 @@ from drift_sdk import (
     Speculation,
     TokenStream,
 )
+from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.events import EngineStarted, RequestFinished
+from drift_sdk.pool import pool_state
 from drift_sdk.testing import Reply, ScriptedModel, scripted_engine
 
 LONG = "The same beginning of every prompt. " * 40
@@ -67,8 +69,8 @@ def break_after(engine: BaseEngine, num_steps: int) -> None:
 
 
 def check_nothing_is_left(pool: EnginePool) -> None:
-    assert not pool._traffic._live
-    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._router.loads)
+    assert not pool._state.traffic._live
+    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._state.router.loads)
 
 
 @on_every_loop
@@ -363,6 +365,27 @@ async def test_drain_waits_for_requests_and_keeps_new_ones_away() -> None:
         assert (await pool.generate("c", max_tokens=2)).finish_reason == "length"
 
 
+async def test_forked_child_begins_without_the_requests_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pool_of(2, step_s=SLOW_S) as pool:
+        stream = pool.generate("a", max_tokens=None, request_id="mine")
+        await anext(stream)
+        of_parent = pool._last_state
+        with monkeypatch.context() as child, anyio.fail_after(WAIT_S):
+            child.setattr(pool_state, "num_forks", lambda: num_forks() + 1)
+            for index in range(2):
+                await pool.drain(index)
+                pool.restore(index)
+            assert [(each.num_requests, each.num_routed) for each in pool.replicas()] == [(0, 0)] * 2
+            assert not pool.cancel("mine")
+            answer = await pool.generate("b", max_tokens=3, seed=1)
+            assert answer.token_ids == tokens_of("b", 1, 3)
+        pool._last_state = of_parent
+        assert pool.cancel("mine") and (await stream).finish_reason == "cancelled"
+        check_nothing_is_left(pool)
+
+
 async def test_cancelled_drain_puts_the_replica_back() -> None:
     async with pool_of(1, step_s=SLOW_S) as pool:
         stream = pool.generate("a", max_tokens=None)
@@ -521,7 +544,7 @@ def test_streams_of_an_ended_loop_are_dropped() -> None:
         stream._is_cancelled = True  # as if it had outlived the loop: no cancellation by the collector
 
     async def look() -> None:
-        await until(lambda: not pool._traffic._live)
+        await until(lambda: not pool._state.traffic._live)
         check_nothing_is_left(pool)
         await pool.aclose()
 

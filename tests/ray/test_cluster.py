@@ -114,8 +114,8 @@ def actor_of(engine: RayEngine) -> Any:
 
 async def check_nothing_is_left(pool: EnginePool) -> None:
     """Neither here nor in the actors that live."""
-    assert not pool._traffic._live
-    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._router.loads)
+    assert not pool._state.traffic._live
+    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._state.router.loads)
     for engine in pool.engines:
         assert isinstance(engine, RayEngine) and engine._link is not None
         assert not engine._link.connection._live

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from model_zoo import make_model
 from drift_sdk import (
     Completion,
     ConfigError,
+    DriftError,
     Engine,
     EngineConfig,
     EnginePool,
@@ -33,7 +36,9 @@ from drift_sdk import (
     TokenStream,
 )
 from drift_sdk.remote import calls_loop as calls_loops
+from drift_sdk.remote.frames import read_frame
 from drift_sdk.remote.process_engine import PROGRAM
+from drift_sdk.remote.process_host import Program
 from drift_sdk.testing import ScriptedModel
 from perf.service.children import is_alive
 
@@ -62,8 +67,8 @@ def kill(engine: ProcessEngine) -> None:
 
 
 def check_nothing_is_left(pool: EnginePool) -> None:
-    assert not pool._traffic._live
-    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._router.loads)
+    assert not pool._state.traffic._live
+    assert all((load.num_requests, load.num_tokens) == (0, 0) for load in pool._state.router.loads)
     for engine in pool.engines:
         assert isinstance(engine, ProcessEngine) and engine._link is not None
         assert not engine._link.connection._live
@@ -76,7 +81,9 @@ class Unpicklable:
         raise ValueError("no copy")
 
 
-async def test_child_serves_cancels_and_ignores_signals_for_its_parent() -> None:
+async def test_child_serves_cancels_and_ignores_signals_for_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = engine_of(step_s=0.002)
     assert engine.pid is None
     async with engine:
@@ -96,6 +103,9 @@ async def test_child_serves_cancels_and_ignores_signals_for_its_parent() -> None
         unread = engine.generate("b", max_tokens=500, seed=2)
         assert (await unread).token_ids == tokens_of("b", 2, 500)
         assert (await anext(unread)).token_ids == tokens_of("b", 2, 500)
+        with monkeypatch.context() as forked:
+            forked.setattr("drift_sdk.driver.loop_thread.num_forks", lambda: -1)
+            assert engine.pid is None  # the child of another process
         await engine.aclose()
         assert not psutil.pid_exists(pid)
 
@@ -225,3 +235,65 @@ def test_pool_on_devices_makes_processes_if_asked() -> None:
             EnginePool.on_devices("m", devices=["cpu"], **({"processes": True} | wrong))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="open_model=3"):
         ProcessEngine("m", open_model=3)  # type: ignore[arg-type]
+
+
+WRONG_HOST = """
+import os, pickle, socket, sys
+end = socket.socket(fileno=int(sys.argv[1]))
+end.recv(8)
+send = lambda data, length=None: end.sendall((length or len(data)).to_bytes(8, "big") + data)
+{send}
+while end.recv(65536): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("send", "message"),
+    [
+        ("send(b'no pickle')", "cannot be read: UnpicklingError"),
+        ("send(b'a', 2**62)", "a message of 4611686018427387904 bytes: expected at most 1073741824"),
+        ("send(pickle.dumps(5))", "cannot be read: TypeError"),
+        ("send(pickle.dumps((7, None, b'')))", "cannot be read: KeyError"),
+        ("send(pickle.dumps((0, StopIteration(), b'')))", "cannot be read: TypeError"),
+        ("send(pickle.dumps((0, None, b'no pickle')))", "the answer of the engine's host to open cannot be"),
+        ("send(b'a', 500), os._exit(3)", "status 3"),
+    ],
+)
+async def test_child_that_sends_something_else_is_ended(
+    send: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drift_sdk.remote.process_engine.PROGRAM", WRONG_HOST.format(send=send))
+    children = set(psutil.Process().children())
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(ModelLoadError, match=message):
+            await engine_of().start()
+    assert set(psutil.Process().children()) <= children
+
+
+async def test_message_that_is_too_large_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of() as engine:
+        monkeypatch.setattr("drift_sdk.remote.frames.MAX_FRAME_BYTES", 20_000)
+        prompt = list(range(256)) * 50
+        with pytest.raises(DriftError, match="bytes: expected at most 20000"):
+            await engine.count_tokens("a" * 20_000)
+        with pytest.raises(DriftError, match="bytes: expected at most 20000"):
+            await engine.generate(prompt, max_tokens=3)
+        assert (await engine.generate("a", max_tokens=9, seed=1)).token_ids == tokens_of("a", 1, 9)
+
+
+async def test_answer_that_is_too_large_becomes_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Host:
+        async def kind(self) -> str:
+            return "a" * 5000
+
+    monkeypatch.setattr("drift_sdk.remote.frames.MAX_FRAME_BYTES", 2000)
+    ours, theirs = socket.socketpair()
+    reader, parent = await asyncio.open_connection(sock=ours)
+    _, writer = await asyncio.open_connection(sock=theirs)
+    program = Program(writer)
+    program._host = Host()  # type: ignore[assignment]  # of one method
+    await program._answer(3, "kind", pickle.dumps(()))
+    number, error, found = await read_frame(reader)
+    assert (number, found) == (3, b"") and "expected at most 2000" in str(error)
+    for end in (parent, writer):
+        end.close()

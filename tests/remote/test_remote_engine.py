@@ -235,6 +235,21 @@ async def test_host_that_does_not_close_is_ended(monkeypatch: pytest.MonkeyPatch
     assert isinstance(end, EngineClosed)
 
 
+async def test_host_that_fails_to_close_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    await engine.start()
+
+    async def fail(drain: float) -> None:
+        raise ExecutorError("not closed")
+
+    monkeypatch.setattr(engine.channels[-1].host, "aclose", fail)
+    with pytest.raises(ExecutorError, match="not closed"):
+        await engine.aclose()
+    assert engine.channels[-1].is_dead and not engine.is_open
+    async with engine:
+        assert (await engine.generate("a", max_tokens=9, seed=1)).token_ids == tokens_of("a", 1, 9)
+
+
 async def test_close_ends_streams_and_is_idempotent() -> None:
     engine = engine_of(step_s=SLOW_S)
     await engine.start()

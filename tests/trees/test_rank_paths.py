@@ -73,6 +73,32 @@ def test_wrong_paths_are_rejected(case: str) -> None:
     assert caught.value.field == "paths"
 
 
+class OwnRank(int):
+    """A rank that cannot be compared."""
+
+    def fail(self, other: object = None) -> Any:
+        raise RuntimeError("no")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __add__ = __radd__ = __hash__ = fail  # type: ignore[assignment]
+
+
+class Unreadable(list[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("no")
+
+
+def test_ranks_of_an_own_class_become_plain_ones() -> None:
+    tree = StaticTree(((OwnRank(0),), [OwnRank(0), OwnRank(1)]))  # type: ignore[arg-type]
+    assert tree.paths == ((0,), (0, 1))
+    assert {type(rank) for path in tree.paths for rank in path} == {int}
+
+
+@pytest.mark.parametrize("paths", [Unreadable([[0]]), [Unreadable([0])], range(2**70), [range(2**70)]])
+def test_paths_that_cannot_be_read_are_rejected(paths: Any) -> None:
+    with pytest.raises(ConfigError, match="^paths=.*: expected"):
+        StaticTree(paths)
+
+
 def test_too_many_nodes_with_children_at_one_depth_are_rejected() -> None:
     wide = [(0,), (1,), *itertools.product(range(2), range(9))]
     deep = [(*path, 0) for path in wide if len(path) == 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -71,11 +72,17 @@ class ProgressReporter:
 
         try:
             self._on_progress(progress)
-        except KeyboardInterrupt:  # Ctrl-C during the call; trio delivers it elsewhere
-            raise
-        except BaseException:
+        except BaseException as error:
+            # Ctrl-C during the call; trio delivers it elsewhere. Other threads never get it.
+            if isinstance(error, KeyboardInterrupt) and is_main_thread():
+                raise
+
             self._on_progress = None
             log.exception("on_progress raised an exception and is not called again")
+
+
+def is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def check_on_progress(on_progress: object) -> None:

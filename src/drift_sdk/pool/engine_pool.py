@@ -18,11 +18,10 @@ from drift_sdk.engine import Engine
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
+from drift_sdk.pool.pool_state import PoolState
 from drift_sdk.pool.replica import Replica
-from drift_sdk.pool.router import Router
 from drift_sdk.pool.routing import Routing
 from drift_sdk.pool.summed import ReplicaStats, summed_histograms, summed_stats
-from drift_sdk.pool.traffic import Traffic
 from drift_sdk.progress import Progress
 from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
@@ -64,17 +63,7 @@ class EnginePool(BaseEngine):
         self.model = replicas[0].model
         self.config = replicas[0].config
         self.routing = routing if routing is not None else Routing()
-        self._num_closing = 0
-        self._num_closed = 0
-        self._num_starting = 0
-        self._is_started = False
-        self._router = Router(len(replicas), self.routing.affinity)
-        self._replicas = [
-            Replica(index, engine, load)
-            for index, (engine, load) in enumerate(zip(replicas, self._router.loads, strict=True))
-        ]
-        self._traffic = Traffic(self._replicas, self._router, replays=self.routing.replay)
-        self._pauses: list[list[Callable[[], None]]] = []
+        self._last_state = PoolState(self.engines, self.routing)
 
     @classmethod
     def on_devices(
@@ -120,36 +109,36 @@ class EnginePool(BaseEngine):
         """Start all replicas, or those of an open pool that have failed. Raises what `Engine.start` raises,
         and ConfigError if requests are to be replayed and the replicas are not of one kind. A pool that was
         not open is closed then, and if the task is cancelled, unless another task starts it too."""
-        num_closed = self._num_closed
-        self._num_starting += 1
+        num_closed = self._state.num_closed
+        self._state.num_starting += 1
         try:
             await for_each(self.engines, lambda engine: engine.start())
             await self._check_kinds()
             self._check_not_closed(num_closed)
-            self._is_started = True
+            self._state.is_started = True
         except BaseException:
-            if not self._is_started and self._num_starting == 1:
+            if not self._state.is_started and self._state.num_starting == 1:
                 with anyio.CancelScope(shield=True):
                     await for_each(self.engines, lambda engine: engine.aclose())
             raise
         finally:
-            self._num_starting -= 1
+            self._state.num_starting -= 1
 
     async def aclose(self, drain: float = 0.0) -> None:
         """Close all replicas, as `Engine.aclose` does."""
         check_float(RequestError, "drain", drain, ge=0.0, le=1e6)
-        self._num_closing += 1
-        self._num_closed += 1
-        self._is_started, self._traffic.is_closing = False, True
+        self._state.num_closing += 1
+        self._state.num_closed += 1
+        self._state.is_started, self._state.traffic.is_closing = False, True
         try:
             await for_each(self.engines, lambda engine: engine.aclose(drain))
         finally:
-            self._num_closing -= 1
-            self._traffic.is_closing = self._num_closing > 0
-        self._pauses.clear()
-        for replica in self._replicas:
+            self._state.num_closing -= 1
+            self._state.traffic.is_closing = self._state.num_closing > 0
+        self._state.pauses.clear()
+        for replica in self._state.replicas:
             replica.is_drained = False
-            self._router.forget(replica.index)
+            self._state.router.forget(replica.index)
 
     async def drain(self, index: int) -> None:
         """Give no new requests to a replica, and return when it has none any more. It is in service again
@@ -165,14 +154,14 @@ class EnginePool(BaseEngine):
         Requests that it has are treated as those of a failed replica: `drain` it before. Raises what
         `Engine.start` raises, EngineClosed if the pool is closed meanwhile, and DriftError if the replica is
         being restarted already."""
-        replica, num_closed = self._replica(index), self._num_closed
+        replica, num_closed = self._replica(index), self._state.num_closed
         self._check_not_closed(num_closed)
         await replica.restart()
-        self._router.forget(index)
+        self._state.router.forget(index)
         try:
             await self._check_kinds()
             self._check_not_closed(num_closed)
-            for undos in self._pauses:
+            for undos in self._state.pauses:
                 undos.append(await replica.engine._pause())
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -182,13 +171,13 @@ class EnginePool(BaseEngine):
         replica.is_drained = False
 
     async def resume(self) -> None:
-        self._pauses.clear()
+        self._state.pauses.clear()
         await for_each(self._open_engines(), lambda engine: engine.resume())
 
     async def sleep(self) -> None:
         await for_each(self._open_engines(), lambda engine: engine.sleep())
-        for replica in self._replicas:
-            self._router.forget(replica.index)
+        for replica in self._state.replicas:
+            self._state.router.forget(replica.index)
 
     async def wake(self) -> None:
         await for_each(self._open_engines(), lambda engine: engine.wake())
@@ -196,12 +185,12 @@ class EnginePool(BaseEngine):
     @property
     def is_open(self) -> bool:
         """Whether requests are admitted: at least one replica is open and not drained."""
-        return not self._num_closing and any(replica.is_in_service for replica in self._replicas)
+        return not self._state.num_closing and any(replica.is_in_service for replica in self._state.replicas)
 
     def stats(self) -> EngineStats:
         """The sums of the statistics of all replicas that are open or have failed; `replicas()` has those of
         each."""
-        found = [stats for replica in self._replicas if (stats := replica.engine_stats()) is not None]
+        found = [stats for replica in self._state.replicas if (stats := replica.engine_stats()) is not None]
         if not found:
             self.engines[0].stats()  # raises EngineClosed, which says why
 
@@ -209,12 +198,12 @@ class EnginePool(BaseEngine):
 
     def replicas(self) -> tuple[ReplicaStats, ...]:
         """The state, load and statistics of each replica, in order."""
-        return tuple(replica.stats() for replica in self._replicas)
+        return tuple(replica.stats() for replica in self._state.replicas)
 
     def metrics(self) -> EngineMetrics:
         """The sums over all replicas that are open or have failed, as of `Engine.metrics`. Those of each, on
         one page, are `collector({f"replica-{i}": engine for i, engine in enumerate(pool.engines)})`."""
-        found = [each for replica in self._replicas if (each := replica.engine_metrics()) is not None]
+        found = [each for replica in self._state.replicas if (each := replica.engine_metrics()) is not None]
         if not found:
             found = [self.engines[0].metrics()]  # raises EngineClosed, which says why
 
@@ -238,7 +227,7 @@ class EnginePool(BaseEngine):
         return html_table(type(self).__name__, self._description())
 
     def _description(self) -> dict[str, str]:
-        if not hasattr(self, "_pauses"):  # the constructor has failed
+        if not hasattr(self, "_last_state"):  # the constructor has failed
             return {"state": "not started"}
 
         num_open = sum(engine.is_open for engine in self.engines)
@@ -252,12 +241,12 @@ class EnginePool(BaseEngine):
             undos.append(await engine._pause())
 
         def undo() -> None:
-            if undos in self._pauses:
-                self._pauses.remove(undos)
+            if undos in self._state.pauses:
+                self._state.pauses.remove(undos)
             for each in undos:
                 each()
 
-        self._pauses.append(undos)
+        self._state.pauses.append(undos)
         try:
             await for_each(self._open_engines(), pause)
         except BaseException:
@@ -270,13 +259,13 @@ class EnginePool(BaseEngine):
         return await self._open_engines()[0]._kind()
 
     def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
-        if self._num_closing:
+        if self._state.num_closing:
             raise EngineClosed("the pool is closing")
 
-        return self._traffic.submit(submissions)
+        return self._state.traffic.submit(submissions)
 
     def _cancel(self, request_id: str) -> bool:
-        return self._traffic.cancel(request_id)
+        return self._state.traffic.cancel(request_id)
 
     async def _count_tokens(self, prompt: Prompt) -> int:
         return await self._open_engines()[0]._count_tokens(prompt)
@@ -288,16 +277,23 @@ class EnginePool(BaseEngine):
     def _model_text(self) -> ModelText:
         return self._open_engines()[0]._model_text()
 
+    @property
+    def _state(self) -> PoolState:
+        """The state in this process."""
+        if self._last_state.is_from_parent:
+            self._last_state = PoolState(self.engines, self.routing)
+        return self._last_state
+
     def _open_engines(self) -> list[BaseEngine]:
         """The engines that are open; if none is, the first, whose methods say why."""
         return [engine for engine in self.engines if engine.is_open] or [self.engines[0]]
 
     def _replica(self, index: int) -> Replica:
-        check_int(RequestError, "index", index, ge=0, le=len(self._replicas) - 1)
-        return self._replicas[index]
+        check_int(RequestError, "index", index, ge=0, le=len(self._state.replicas) - 1)
+        return self._state.replicas[index]
 
     def _check_not_closed(self, num_closed: int) -> None:
-        if self._num_closing or self._num_closed != num_closed:
+        if self._state.num_closing or self._state.num_closed != num_closed:
             raise EngineClosed("the pool was closed meanwhile")
 
     async def _check_kinds(self) -> None:

@@ -19,7 +19,7 @@ from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import OpenModel
 from drift_sdk.engine import Engine
-from drift_sdk.errors import ConfigError, ExecutorError, ModelLoadError
+from drift_sdk.errors import ConfigError, ExecutorError, ModelLoadError, error_repr
 from drift_sdk.remote.frames import read_frame, write_frame
 from drift_sdk.remote.messages import Channel, HostLost
 from drift_sdk.remote.remote_engine import RemoteEngine
@@ -58,9 +58,12 @@ class ProcessEngine(RemoteEngine):
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child; None if the engine is not started."""
+        """The process id of the child; None if the engine is not started, or not by this process."""
         link = self._link
-        return link.channel.pid if link is not None and isinstance(link.channel, ProcessChannel) else None
+        if link is None or link.loop.is_from_parent or not isinstance(link.channel, ProcessChannel):
+            return None
+
+        return link.channel.pid
 
     async def _open_channel(self) -> Channel:
         make_engine = partial(Engine, self.model, self.config, open_model=self._open_model)
@@ -120,7 +123,16 @@ class ProcessChannel:
             await write_frame(self._writer, (number, method, packed))
         except OSError:
             pass  # `_read` says why
-        return pickle.loads(await answer)
+        except ValueError:
+            del self._calls[number]
+            raise
+        found = await answer
+        try:
+            return pickle.loads(found)
+        except Exception as error:
+            raise ExecutorError(
+                f"the answer of the engine's host to {method} cannot be read: {error_repr(error)}"
+            ) from error
 
     @property
     def pid(self) -> int:
@@ -131,30 +143,38 @@ class ProcessChannel:
         await self._reading
 
     async def _read(self) -> None:
-        """Take the answers until the child has ended; the calls that are left then raise HostLost."""
-        while True:
-            try:
+        """Take the answers until the child has ended, or sends something else and is ended; the calls that
+        are left then raise HostLost."""
+        cause = ""
+        try:
+            while True:
                 number, error, found = await read_frame(self._reader)
-            except (EOFError, OSError):
-                break
-            answer = self._calls.pop(number)
-            if answer.done():  # the call was cancelled
-                continue
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(found)
+                self._take(number, error, found)
+        except (EOFError, OSError):
+            pass
+        except Exception as wrong:
+            cause = f" after a message that cannot be read: {error_repr(wrong)}"
 
         self._process.kill()
         # At the interpreter's exit no thread can be started that waits.
         while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it ends soon
             await asyncio.sleep(REAP_S)
-        self._loss = HostLost(f"its process has ended with status {status}")
+        self._loss = HostLost(f"its process has ended with status {status}{cause}")
         self._writer.close()
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(HostLost(str(self._loss)))
         self._calls.clear()
+
+    def _take(self, number: int, error: BaseException | None, found: bytes) -> None:
+        """Take an answer. Any exception for one that is wrong; the call then remains."""
+        answer = self._calls[number]
+        if not answer.done():  # the call was not cancelled
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(found)
+        del self._calls[number]
 
 
 def packed_arguments(*arguments: Any) -> bytes:

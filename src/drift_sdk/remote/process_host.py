@@ -52,7 +52,11 @@ class Program:
         except Exception as raised:
             error = ExecutorError(f"the engine's host has failed: {error_repr(raised)}")
         try:
-            await write_frame(self._writer, (number, error, found))
+            try:
+                await write_frame(self._writer, (number, error, found))
+            except ValueError as too_large:
+                failure = ExecutorError(f"the answer of the engine's host to {method}: {too_large}")
+                await write_frame(self._writer, (number, failure, b""))
         except OSError:
             leave()
 

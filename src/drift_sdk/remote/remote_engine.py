@@ -239,11 +239,12 @@ class RemoteEngine(BaseEngine):
                 await link.connection.ended.wait()
         except (HostLost, HostUnavailable, TimeoutError):
             pass  # `end` ends what is left
-        assert self._changing is not None
-        async with self._changing:
-            await link.end()
-            if self._link is link:  # another task may have started the engine again
-                self._link = None
+        finally:
+            assert self._changing is not None
+            async with self._changing:
+                await link.end()
+                if self._link is link:  # another task may have started the engine again
+                    self._link = None
 
 
 class Link:

@@ -11,9 +11,11 @@ import stat
 import tomllib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
+from drift_sdk._validation import plain_scalar
 from drift_sdk.errors import ConfigError
 from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_NON_LEAVES, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
 from drift_sdk.trees.token_tree import TokenTree
@@ -51,23 +53,19 @@ def rank_tree(paths: RankPaths) -> RankedTree:
 
 
 def check_paths(paths: object) -> RankPaths:
-    """The paths as tuples. Raises ConfigError naming `paths` for a wrong one."""
-    allowed = f"1 to {MAX_TREE_DRAFTS} paths"
-    if not _is_list(paths) or not 1 <= len(paths) <= MAX_TREE_DRAFTS:
-        raise ConfigError.of("paths", paths, allowed)
+    """The paths as tuples of plain integers. Raises ConfigError naming `paths` for a wrong one."""
+    items = _items(paths, MAX_TREE_DRAFTS)
+    if not items:
+        raise ConfigError.of("paths", paths, f"1 to {MAX_TREE_DRAFTS} paths")
 
+    checked = tuple(map(_checked_path, items))
     found: set[tuple[int, ...]] = set()
-    for path in paths:
-        if not _is_list(path) or not 1 <= len(path) <= MAX_PATH_LENGTH or not all(map(_is_rank, path)):
-            ranks = f"1 to {MAX_PATH_LENGTH} ranks from 0 to {MAX_CANDIDATES - 1}"
-            raise ConfigError.of("paths", path, f"paths of {ranks}")
-
-        if tuple(path) in found:
+    for path in checked:
+        if path in found:
             raise ConfigError.of("paths", path, "each path once")
 
-        found.add(tuple(path))
+        found.add(path)
 
-    checked = tuple(tuple(path) for path in paths)
     for path in checked:
         if path[:-1] and path[:-1] not in found:
             raise ConfigError.of("paths", path, f"its prefix {path[:-1]} among the paths")
@@ -143,8 +141,28 @@ def _parse(data: bytes, form: str) -> object:
         raise ValueError(f"a value does not fit its tag ({error!r})") from error
 
 
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def _checked_path(path: object) -> tuple[int, ...]:
+    """A path as a tuple of plain integers; ConfigError naming `paths` for a wrong one."""
+    ranks = _items(path, MAX_PATH_LENGTH)
+    if not ranks or not all(map(_is_rank, ranks)):
+        allowed = f"paths of 1 to {MAX_PATH_LENGTH} ranks from 0 to {MAX_CANDIDATES - 1}"
+        raise ConfigError.of("paths", path, allowed)
+
+    return ranks
+
+
+def _items(value: object, most: int) -> tuple[Any, ...]:
+    """The items of a sequence, numbers of subclasses as plain ones; empty for what is no sequence, cannot be
+    read or has more items than `most`."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return ()
+
+    try:
+        items = tuple(islice(value, most + 1))
+    except Exception:  # from a class of the caller's
+        return ()
+
+    return tuple(map(plain_scalar, items)) if len(items) <= most else ()
 
 
 def _is_rank(value: object) -> bool:
