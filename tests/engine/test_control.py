@@ -7,7 +7,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from loops import on_every_loop, run, until
+from loops import WAIT_S, on_every_loop, run, until
 from model_zoo import make_model
 from msgspec.structs import replace
 
@@ -137,6 +137,33 @@ def test_cancelled_pause_leaves_the_engine_unchanged(loop: str) -> None:
                     await late
                 with anyio.fail_after(120):
                     assert len((await stream).token_ids) == 3
+
+    run(loop, main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("first, second", [("pause", "resume"), ("sleep", "wake")])
+def test_calls_in_the_same_step_are_carried_out_in_their_order(loop: str, first: str, second: str) -> None:
+    """Both come while a step is in flight. The second one undoes the first, and requests go on."""
+    is_begun, may_go_on = threading.Event(), threading.Event()
+
+    def holding(prompt_ids, output_ids, seed) -> int:
+        is_begun.set()
+        assert may_go_on.wait(WAIT_S)
+        return 65
+
+    async def main() -> None:
+        async with scripted_engine(holding) as engine:
+            stream = engine.generate("x", SamplingParams(max_tokens=9))
+            await until(is_begun.is_set)
+            with anyio.fail_after(WAIT_S):
+                async with anyio.create_task_group() as tasks:
+                    for number, name in enumerate((first, second), 1):
+                        tasks.start_soon(getattr(engine, name))
+                        await until(lambda number=number: engine._driver._commands._queue.qsize() == number)
+                    may_go_on.set()
+                assert (await stream).text == "A" * 9
+                assert (await engine.generate("y", SamplingParams(max_tokens=2))).text == "AA"
 
     run(loop, main)
 

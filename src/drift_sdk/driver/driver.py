@@ -80,7 +80,7 @@ class Driver:
         self._delivery: Delivery | None = None  # None until the model is opened
         self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
         self._pauses: set[Pause] = set()
-        self._deferred: list[Pause | Sleep] = []  # carried out when no step is in flight
+        self._deferred: list[Pause | Sleep | Wake] = []  # carried out when no step is in flight
 
     def start(self) -> None:
         """Start the engine's thread, which opens the model first. Called once."""
@@ -242,8 +242,7 @@ class Driver:
         """Launch one step and collect one, where there are such. Returns False if there is nothing to do
         until a command comes."""
         if self._executor is None:
-            self._carry_out_deferred()
-            return False
+            return self._carry_out_deferred()
 
         has_launched = self._launch_step(self._executor, delivery)
         if has_launched and self._scheduler.num_in_flight < LAUNCH_DEPTH:
@@ -260,8 +259,7 @@ class Driver:
         if self._may_launch and self._scheduler.has_work and not self._scheduler.num_held:
             raise RuntimeError("requests wait, nothing is in flight and nothing can be scheduled")
 
-        self._carry_out_deferred()
-        return False
+        return self._carry_out_deferred()
 
     @property
     def _may_launch(self) -> bool:
@@ -323,18 +321,18 @@ class Driver:
             case Resume(done):
                 self._pauses.clear()
                 done.set()
-            case Sleep():
+            case Sleep() | Wake():
                 self._deferred.append(command)
-            case Wake(done):
-                done.set(self._wake())
 
-    def _carry_out_deferred(self) -> None:
-        """Carry out the commands that waited until no step is in flight."""
+    def _carry_out_deferred(self) -> bool:
+        """Carry out the commands that waited until no step is in flight, in their order. Returns False if
+        there are none; else a pause that a command behind it took back may have held up steps."""
         commands, self._deferred = self._deferred, []
         for command in commands:
             if isinstance(command, Sleep):
                 self._fall_asleep()
-            command.done.set()
+            command.done.set(self._wake() if isinstance(command, Wake) else None)
+        return bool(commands)
 
     def _fall_asleep(self) -> None:
         """Free weights and KV cache, unless they are freed already."""
