@@ -33,7 +33,7 @@ MAX_NAME_CHARS = 64
 ErrorType = type[FieldError]
 StructT = TypeVar("StructT", bound=Struct)
 ValueT = TypeVar("ValueT")
-PLAIN_TYPES = {bool, int, float, str}
+PLAIN_TYPES = {type(None), bool, int, float, str}
 
 
 def replace_fields(error: ErrorType, struct: StructT, changes: Mapping[str, object]) -> StructT:
@@ -43,19 +43,20 @@ def replace_fields(error: ErrorType, struct: StructT, changes: Mapping[str, obje
 
 
 def plain_fields(struct: Struct) -> None:
-    """Replace the fields of a new Struct that are, or are tuples of, values of a subclass of int, float or
-    str: by values of these types themselves. See `plain_scalar`."""
+    """Apply `plain_scalar` to the fields of a new Struct, and to the items of tuples among them."""
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
+        if type(value) in PLAIN_TYPES:
+            continue
+
         plain = tuple(map(plain_scalar, value)) if type(value) is tuple else plain_scalar(value)
         if plain is not value:
             msgspec.structs.force_setattr(struct, name, plain)
 
 
 def plain_scalar(value: ValueT) -> ValueT:
-    """A value of a subclass of int, float or str, such as an enum's member, as one of the type itself; other
-    values as they are. A subclass may compare, hash or add in its own way, and fail where that is used: on
-    the engine's thread."""
+    """The plain int, float or str of a value of a subclass, such as an enum's member; other values as they
+    are. A subclass may compare or hash in its own way, and that may fail on the engine's thread."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         return value

@@ -30,7 +30,7 @@ async def nothing() -> None: ...
 
 
 def main_thread_waits() -> bool:
-    """Whether the main thread waits for a call."""
+    """True while the main thread waits for a call."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame is not None and frame.f_code is not Future.result.__code__:
         frame = frame.f_back

@@ -388,10 +388,10 @@ def test_compiling_a_large_grammar_blocks_neither_loop_nor_steps(
     num_turns = 0
     num_turns_meanwhile: list[int] = []
     is_answered = threading.Event()
+    deadline = time.monotonic() + WAIT_S
     matcher = grammar.LLMatcher
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        deadline = time.monotonic() + WAIT_S
         while True:  # once, if this thread and the loop's get as much time as they want
             before = num_turns
             made = matcher(*args, **kwargs)

@@ -248,7 +248,7 @@ def test_failed_start_leaves_no_thread() -> None:
 
 
 def waits_in(*functions: FunctionType) -> bool:
-    """Whether the main thread waits for the engine's event loop, in one of these functions."""
+    """True while the main thread waits for the engine's event loop in one of these functions."""
     frame = sys._current_frames()[threading.main_thread().ident]
     running = set()
     while frame is not None:

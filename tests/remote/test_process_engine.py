@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +218,9 @@ def test_forked_child_gets_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """Another thread of the parent may have held the lock when it forked."""
     ours = calls_loops.calls_loop()
     num_forks = calls_loops.num_forks()
-    with calls_loops._shared[num_forks].lock:
+    with ThreadPoolExecutor(1) as threads, calls_loops._shared[num_forks].lock:
         monkeypatch.setattr(calls_loops, "num_forks", lambda: num_forks + 1)
-        loop = calls_loops.calls_loop()
+        loop = threads.submit(calls_loops.calls_loop).result(WAIT_S)
         assert loop is not ours and calls_loops.calls_loop() is loop
     del calls_loops._shared[num_forks + 1]
     loop.stop()

@@ -74,15 +74,12 @@ class ProgressReporter:
             self._on_progress(progress)
         except BaseException as error:
             # Ctrl-C during the call; trio delivers it elsewhere. Other threads never get it.
-            if isinstance(error, KeyboardInterrupt) and is_main_thread():
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and isinstance(error, KeyboardInterrupt):
                 raise
 
             self._on_progress = None
             log.exception("on_progress raised an exception and is not called again")
-
-
-def is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def check_on_progress(on_progress: object) -> None:

@@ -38,5 +38,5 @@ class PoolState:
 
     @property
     def is_from_parent(self) -> bool:
-        """Whether it was made by a process that this one is a fork of."""
+        """True in a forked child, if the parent made this state."""
         return self._num_forks != num_forks()

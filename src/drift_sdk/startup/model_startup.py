@@ -48,7 +48,7 @@ from drift_sdk.startup.tensor_parallel import (
 from drift_sdk.startup.views import check_views, view_costs, view_layout
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.text.chat import ChatTemplate
+from drift_sdk.text.chat import ChatTemplate, configured_template
 from drift_sdk.text.no_tokenizer import NoTokenizer
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -323,7 +323,7 @@ def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[To
 def _chat_template(
     source: Source, config: EngineConfig, tokenizer: Tokenizer, templates: Mapping[str, str]
 ) -> ChatTemplate | None:
-    is_given = False
+    template: Callable[..., ChatTemplate] = ChatTemplate
     if config.chat_template is not None and config.chat_template in templates:
         templates = {"default": templates[config.chat_template]}
     elif config.chat_template is not None:
@@ -332,10 +332,10 @@ def _chat_template(
             allowed = f"a Jinja template, or the name of one of the model's templates{named}"
             raise ConfigError.of("chat_template", config.chat_template, allowed)
 
-        templates, is_given = {"default": config.chat_template}, True
+        templates, template = {"default": config.chat_template}, configured_template
 
     make = partial(
-        ChatTemplate,
+        template,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         tool_format=config.tool_format,
@@ -346,11 +346,6 @@ def _chat_template(
         for_tools = make(with_tools) if with_tools is not None else None
         return make(default, with_tools=for_tools) if default is not None else for_tools
     except ModelLoadError as error:
-        if is_given:
-            raise ConfigError.of(
-                "chat_template", config.chat_template, f"a Jinja template: {error}"
-            ) from error
-
         raise ModelLoadError(f"{source.path}: {error}") from error
 
 

@@ -13,14 +13,14 @@ from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.driver.prompts import Prompt
 from drift_sdk.driver.request import ModelText, Request
 from drift_sdk.engine import Engine
-from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.errors import ConfigError
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.testing.byte_tokens import EOS_TOKEN_ID, byte_tokenizer
 from drift_sdk.testing.executor import ScriptedExecutor
 from drift_sdk.testing.replies import ReplyLike, Script
-from drift_sdk.text.chat import ChatTemplate
+from drift_sdk.text.chat import configured_template
 
 __all__ = ["CHAT_TEMPLATE", "ScriptedEngine", "ScriptedModel", "scripted_engine"]
 
@@ -81,19 +81,13 @@ class ScriptedModel:
 
     def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
         config = with_limits(self.config, limits)
-        try:
-            template = ChatTemplate(
-                config.chat_template or CHAT_TEMPLATE,
-                bos_token=None,
-                eos_token=None,
-                tool_format=config.tool_format,
-                reasoning_format=config.reasoning_format,
-            )
-        except ModelLoadError as error:
-            raise ConfigError.of(
-                "chat_template", config.chat_template, f"a Jinja template: {error}"
-            ) from error
-
+        template = configured_template(
+            config.chat_template or CHAT_TEMPLATE,
+            bos_token=None,
+            eos_token=None,
+            tool_format=config.tool_format,
+            reasoning_format=config.reasoning_format,
+        )
         if limits is None:  # not after sleep: requests go on then
             self.script.forget()
         self.script.open(template)

@@ -14,11 +14,11 @@ import jinja2.nodes
 import jinja2.parser
 
 from drift_sdk._plain_data import to_plain
-from drift_sdk.errors import ModelLoadError, RequestError
+from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
 from drift_sdk.text.answers.formats import detect_formats
 from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "configured_template"]
 
 RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
 MAX_INDENT = 16
@@ -152,6 +152,14 @@ class ChatTemplate:
 
             with budget():
                 return self._template.render(variables, messages=messages)
+
+
+def configured_template(source: str, **settings: Any) -> ChatTemplate:
+    """The template of `EngineConfig.chat_template`; ConfigError if it cannot be compiled."""
+    try:
+        return ChatTemplate(source, **settings)
+    except ModelLoadError as error:
+        raise ConfigError.of("chat_template", source, f"a Jinja template: {error}") from error
 
 
 def _takes_no_content(tree: jinja2.nodes.Template) -> bool:

@@ -152,8 +152,8 @@ def _checked_path(path: object) -> tuple[int, ...]:
 
 
 def _items(value: object, most: int) -> tuple[Any, ...]:
-    """The items of a sequence, numbers of subclasses as plain ones; empty for what is no sequence, cannot be
-    read or has more items than `most`."""
+    """The items of a sequence, as plain values; empty for a value that is not a sequence, cannot be read or
+    has more than `most` items."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return ()
 
