@@ -241,6 +241,7 @@ def test_pool_on_devices_makes_processes_if_asked() -> None:
 WRONG_HOST = """
 import os, pickle, socket, sys
 end = socket.socket(fileno=int(sys.argv[1]))
+end.settimeout(60)  # then the host ends by itself: `start` waits for it even when cancelled
 end.recv(8)
 send = lambda data, length=None: end.sendall((length or len(data)).to_bytes(8, "big") + data)
 {send}
