@@ -36,8 +36,12 @@ SPECULATIVE_COLUMNS = (
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
-    table = Table(*columns, title=title)
+    """Print a table, the names of its first column in one line each."""
+    first, *others = columns
+    table = Table(title=title)
+    table.add_column(first, no_wrap=True)
+    for column in others:
+        table.add_column(column)
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -92,8 +92,8 @@ def test_heuristic_tiles_fit_the_gpu_for_any_shape(
 
 
 def test_heuristic_chooses_what_measurements_chose() -> None:
-    """Up to 64 rows on the GPU of the shipped table: the same tiles for 3 of 4 entries, and one stage more or
-    less at most for 7 of 10. The others differ by a few percent of time. Beyond, the library for large
+    """Up to 64 rows on the GPU of the shipped table: the same tiles for 4 of 5 entries, and one stage more or
+    less at most for 9 of 10. The others differ by a few percent of time. Beyond, the library for large
     weights."""
     same_tiles, near_stages = [], []
     for key, entry in TUNED.gemms.items():
@@ -104,8 +104,8 @@ def test_heuristic_chooses_what_measurements_chose() -> None:
                 names = ("tile_n", "tile_m", "tile_k", "num_warps")
                 same_tiles.append(all(getattr(tiles, name) == getattr(measured, name) for name in names))
                 near_stages.append(abs(tiles.num_stages - measured.num_stages) <= 1)
-    assert sum(same_tiles) >= 0.75 * len(same_tiles)
-    assert sum(near_stages) >= 0.7 * len(near_stages)
+    assert sum(same_tiles) >= 0.8 * len(same_tiles)
+    assert sum(near_stages) >= 0.9 * len(near_stages)
 
 
 DENSE = [

@@ -5,7 +5,8 @@ The rules follow what measurements on an H200 chose (`tuned/nvidia-h200.json`):
 - Up to 64 rows a product is bound by the bytes of its weight. One tile takes all rows, and what counts is how
   many bytes of weights are on their way: the pipeline gets as many stages as fit beside the other CTAs of a
   multiprocessor, up to MAX_STAGES. Tiles have 128 inner indices where slices consist of them and enough
-  stages fit, else 64; and 128 columns instead of 64 where that leaves enough CTAs (`_may_be_wide`).
+  stages fit, else 64 (`_may_be_deep`); and 128 columns instead of 64 where that leaves enough CTAs
+  (`_may_be_wide`).
 - From 65 rows on, several tiles of rows share the weights through the L2 cache. The tiles that need the least
   time by `cost` are taken, which counts rounds of CTAs over the multiprocessors, and slices are spread where
   few tiles would leave multiprocessors idle.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 from msgspec import Struct
 
 from drift_sdk._kernels.common.gpu_limits import GpuLimits
@@ -54,6 +56,13 @@ LIBRARY_ELEMENTS = 2**23
 MIN_CTA_SHARE, MIN_CTA_SHARE_OF_32 = 0.8, 0.5
 """Wide tiles are taken where they leave CTAs for this share of the multiprocessors; the second one for 32
 rows, which let a CTA compute longer for each byte of weights."""
+
+LONG_SLICE = 19 * WIDE
+"""Inner indices of a slice from which on one wide CTA a multiprocessor reads 64 rows' weights as fast as two
+narrow ones: its pipeline is filled once for many bytes."""
+
+MAX_PADDING = 0.01
+"""The largest share of a slice that its last tile may be filled up with zeros."""
 
 LEAST_STAGES_OF_MANY = 3
 """Stages for more than ROWS_OF_MANY rows, if they fit at all: one CTA with three of them takes two thirds of
@@ -131,30 +140,52 @@ def _tiles_of_few(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTil
             if tile_n == WIDE and tile_m == 32 and not shape.is_gated:
                 num_stages = min(num_stages, SHORT_STAGES)
             least_stages = 3 if tile_m <= 32 or tile_n == WIDE else 4
-            if tile_k == WIDE and (shape.slice_size % WIDE or num_stages < least_stages):
+            tiles = GemmTiles(True, tile_n, tile_m, tile_k, num_stages, 4)
+            if tile_k == WIDE and (num_stages < least_stages or not _may_be_deep(shape, tiles, limits)):
                 continue
 
             if num_stages >= least_stages or (tile_n, tile_k) == (NARROW, NARROW):
-                return GemmTiles(True, tile_n, tile_m, tile_k, num_stages, 4)
+                return tiles
 
     raise AssertionError("the narrowest tiles are always returned")
 
 
+def _may_be_deep(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> bool:
+    """Return True if tiles may have 128 inner indices: slices consist of them but for little, the tile is not
+    the largest one, whose stages would be few, and CTAs do not wait for others where all would run at once
+    with half the stage."""
+    padding = -shape.slice_size % WIDE
+    if padding > MAX_PADDING * shape.slice_size or (tiles.tile_n, tiles.tile_m) == (WIDE, ROWS_OF_MANY):
+        return False
+
+    num_ctas = shape.num_ctas(tiles.tile_n, tiles.tile_m, tiles.tile_m, is_spread=True)
+    half = msgspec.structs.replace(tiles, tile_k=NARROW)
+    return not _num_at_once(shape, tiles, limits) < num_ctas <= _num_at_once(shape, half, limits)
+
+
 def _may_be_wide(shape: GemmShape, tile_m: int, num_rows: int, limits: GpuLimits) -> bool:
     """Return True if tiles may have 128 columns. They wait for more bytes before they compute: few rows and
-    long sums are worth it, and of 64 rows only weights of so many columns that CTAs follow each other anyway,
+    long sums are worth it. Of 64 rows: long slices, where narrow tiles would leave two CTAs to some
+    multiprocessors and one to the others; and weights of so many columns that CTAs follow each other anyway,
     if the last ones then fill the GPU at least as well."""
     num_ctas = shape.num_ctas(WIDE, tile_m, num_rows, is_spread=True)
+    is_one_round = num_ctas <= limits.num_multiprocessors
     if tile_m == 16 or shape.is_gated and tile_m == 32:
-        least_ctas = MIN_CTA_SHARE * limits.num_multiprocessors
-        return shape.slice_size >= 16 * WIDE and num_ctas >= least_ctas
+        is_enough = num_ctas >= MIN_CTA_SHARE * limits.num_multiprocessors
+        return shape.slice_size >= 16 * WIDE and is_enough and (is_one_round or not shape.is_gated)
 
     if tile_m == 32:
-        is_one_round = MIN_CTA_SHARE_OF_32 * limits.num_multiprocessors <= num_ctas
-        is_one_round = is_one_round and num_ctas <= limits.num_multiprocessors
-        return shape.slice_size >= 8 * WIDE and is_one_round
+        is_enough = num_ctas >= MIN_CTA_SHARE_OF_32 * limits.num_multiprocessors
+        return shape.slice_size >= 8 * WIDE and is_enough and is_one_round
 
-    if shape.is_gated or num_ctas <= 2 * limits.num_multiprocessors:
+    if shape.is_gated:
+        return False
+
+    if is_one_round:
+        num_narrow = shape.num_ctas(NARROW, tile_m, num_rows, is_spread=True)
+        return shape.slice_size >= LONG_SLICE and num_narrow > limits.num_multiprocessors
+
+    if num_ctas <= 2 * limits.num_multiprocessors:
         return False
 
     return _last_round(shape, WIDE, tile_m, limits) >= _last_round(shape, NARROW, tile_m, limits)
@@ -164,10 +195,15 @@ def _last_round(shape: GemmShape, tile_n: int, tile_m: int, limits: GpuLimits) -
     """The use of the multiprocessors by rounds of CTAs of MANY_STAGES stages: 1 if the last round fills them,
     too."""
     tiles = GemmTiles(True, tile_n, tile_m, NARROW, MANY_STAGES, 4)
-    own_bytes = shared_bytes(shape, tiles) + SHARED_RESERVE
-    num_at_once = limits.num_multiprocessors * max(1, limits.multiprocessor_shared_bytes // own_bytes)
-    num_rounds = shape.num_ctas(tile_n, tile_m, tile_m, is_spread=True) / num_at_once
+    num_ctas = shape.num_ctas(tile_n, tile_m, tile_m, is_spread=True)
+    num_rounds = num_ctas / _num_at_once(shape, tiles, limits)
     return num_rounds / math.ceil(num_rounds)
+
+
+def _num_at_once(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> int:
+    """CTAs whose stages fit the shared memory of all multiprocessors at a time."""
+    own_bytes = shared_bytes(shape, tiles) + SHARED_RESERVE
+    return limits.num_multiprocessors * max(1, limits.multiprocessor_shared_bytes // own_bytes)
 
 
 def _num_stages(shape: GemmShape, tile: tuple[int, int, int], num_ctas: int, limits: GpuLimits) -> int:
