@@ -269,6 +269,43 @@ async def test_close_ends_streams_and_is_idempotent() -> None:
     assert (await finishing).token_ids == tokens_of("b", 0, 50)
 
 
+@on_every_loop
+def test_concurrent_starts_and_closes_all_end(loop: str) -> None:
+    """In any order every call ends, and after the last close no host is left."""
+    numbers = random.Random(5)
+
+    async def main() -> None:
+        engine = engine_of(step_s=0.0005)
+        ends: list[str] = []
+
+        async def start(cancel_after_s: float | None) -> None:
+            with anyio.move_on_after(cancel_after_s) as scope:
+                try:
+                    await engine.start()
+                    ends.append("started")
+                    await engine.generate("x", max_tokens=2)
+                except EngineClosed:
+                    ends.append("closed")
+            if scope.cancelled_caught:
+                ends.append("cancelled")
+
+        for _ in range(10):
+            with anyio.fail_after(WAIT_S):
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(8):
+                        if numbers.random() < 0.6:
+                            tasks.start_soon(start, numbers.choice([None, 0.0, 0.002, 0.01]))
+                        else:
+                            tasks.start_soon(engine.aclose, numbers.choice([0.0, 0.01]))
+                        if numbers.random() < 0.5:
+                            await anyio.sleep(numbers.choice([0.0, 0.005]))
+                await engine.aclose()
+            assert not engine.is_open and all(channel.is_dead for channel in engine.channels)
+        assert {"started", "closed", "cancelled"} <= set(ends)
+
+    run(loop, main)
+
+
 async def test_errors_of_starting_are_raised_and_end_the_host() -> None:
     def fail() -> BaseEngine:
         engine = scripted_engine("a")
