@@ -377,6 +377,9 @@ async def test_failure_of_the_engine_in_its_host_is_that_of_a_replica() -> None:
         assert isinstance(end, ReplicaFailed) and "the device is gone" in str(end)
         assert [each.state for each in pool.replicas()] == ["closed", "open"]
         assert (await pool.generate("b", max_tokens=2)).finish_reason == "length"
+        await pool.start()
+        assert [each.state for each in pool.replicas()] == ["open", "open"]
+        assert engines[0].channels[0].is_dead and len(engines[0].channels) == 2
 
 
 def test_requests_of_an_ended_loop_are_cancelled_on_the_host() -> None:
