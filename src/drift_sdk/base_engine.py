@@ -26,8 +26,8 @@ class BaseEngine(Serving):
         """Load the model and get ready to serve; returns at once if the engine is open. While it is closing,
         wait for that first.
 
-        If the task is cancelled, the cancellation is raised when starting has ended, and the engine is closed
-        unless another task has started it too. Raises ModelLoadError or ConfigError, after which the engine
+        If the task is cancelled, the engine is closed unless another task has started it too; loading stops
+        at the next tensor. Raises ModelLoadError or ConfigError, after which the engine
         is as if it had never been started, and EngineClosed if it is closed meanwhile."""
 
     @abstractmethod

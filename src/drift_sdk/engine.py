@@ -79,7 +79,7 @@ class Engine(BaseEngine):
         self.config = config if config is not None else EngineConfig()
         self._on_progress = on_progress
         self._on_event = on_event
-        self._life_cycle = LifeCycle()
+        self._life_cycle = LifeCycle[Driver]()
         self._new_request: Callable[..., Request] = Request
         self._arrivals = itertools.count()
         self._open_model: OpenModel = open_model or partial(open_files, model, self.config)
@@ -234,7 +234,7 @@ class Engine(BaseEngine):
 
 def description(engine: Engine) -> dict[str, str]:
     """Model, state and load of an engine in any state, also one whose constructor has failed."""
-    life_cycle: LifeCycle | None = getattr(engine, "_life_cycle", None)
+    life_cycle: LifeCycle[Driver] | None = getattr(engine, "_life_cycle", None)
     if life_cycle is None:
         return {"state": "not started"}
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
 from typing import Any
 
+import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from drift_sdk._display import html_table, state_repr
@@ -14,7 +15,7 @@ from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import short_repr
 from drift_sdk.results import Chunk, Completion
 
-__all__ = ["TokenStream", "description_of_stream", "updates_of"]
+__all__ = ["TokenStream", "completion_within", "description_of_stream", "updates_of"]
 
 
 class TokenStream(AsyncIterator[Chunk]):
@@ -79,15 +80,24 @@ class TokenStream(AsyncIterator[Chunk]):
         """Wait for the end of the request, as awaiting the stream does; a coroutine, for task groups and
         `create_task`. Chunks can still be read afterwards. Raises the request's error if it failed:
         RequestError, EngineClosed or ExecutorError."""
+        return await self._completion_within(None)
+
+    async def _completion_within(self, seconds: float | None) -> Completion:
+        """As `completion()`; TimeoutError, and the request goes on, if it has not ended after so many
+        seconds (None = no limit)."""
         updates = self._updates
         updates.check_loop()
         try:
             await checkpoint_if_cancelled()
-            while not updates.is_done:
-                await updates.wait()
+            with anyio.move_on_after(seconds):
+                while not updates.is_done:
+                    await updates.wait()
         except BaseException:
             self._abandon()
             raise
+
+        if not updates.is_done:
+            raise TimeoutError(f"request {self.request_id} has not ended within {seconds:g} s")
 
         if updates.completion is None:
             assert updates.error is not None
@@ -161,6 +171,11 @@ class TokenStream(AsyncIterator[Chunk]):
             self.cancel()
             message = f"stream {self.request_id} was garbage-collected before it ended, and is cancelled"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+
+
+async def completion_within(stream: TokenStream, seconds: float | None) -> Completion:
+    """The completion of a stream, for code that has no event loop to set a timeout on: see `SyncStream`."""
+    return await stream._completion_within(seconds)
 
 
 def updates_of(stream: TokenStream) -> StreamUpdates:

@@ -7,8 +7,10 @@ from types import TracebackType
 from typing import Any
 
 from drift_sdk._display import html_table, state_repr
+from drift_sdk._validation import check_float
+from drift_sdk.errors import RequestError
 from drift_sdk.results import Chunk, Completion
-from drift_sdk.stream import TokenStream, description_of_stream
+from drift_sdk.stream import TokenStream, completion_within, description_of_stream
 
 __all__ = ["SyncStream"]
 
@@ -49,10 +51,16 @@ class SyncStream(Iterator[Chunk]):
         """Wait until the request is accepted; see `TokenStream.accepted`."""
         self._call(self._stream.accepted)
 
-    def result(self) -> Completion:
+    def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end of the request. Chunks can still be read afterwards. Raises the request's error if
-        it failed: RequestError, EngineClosed or ExecutorError."""
-        completion: Completion = self._call(self._stream.completion)
+        it failed: RequestError, EngineClosed or ExecutorError.
+
+        timeout: seconds, 0 to 1,000,000, after which TimeoutError is raised, as by the `result` of a
+                 `concurrent.futures.Future`. The request goes on: wait again, or `cancel()` it. None = no
+                 limit. RequestError for another value.
+        """
+        check_float(RequestError, "timeout", timeout, ge=0.0, le=1e6, optional=True)
+        completion: Completion = self._call(completion_within, self._stream, timeout)
         return completion
 
     def cancel(self) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -64,20 +65,21 @@ def test_call_interrupted_before_it_has_begun_is_cancelled(thread: LoopThread) -
     assert ended == [1]
 
 
-def test_cancelled_call_ends(thread: LoopThread) -> None:
-    has_begun, ended = threading.Event(), []
+def test_spawned_call_is_not_waited_for_and_its_error_is_logged(
+    thread: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_end = threading.Event()
 
-    async def wait() -> None:
-        has_begun.set()
-        try:
-            await anyio.sleep_forever()
-        finally:
-            ended.append(1)
+    async def fail() -> None:
+        await asyncio.to_thread(may_end.wait, WAIT_S)
+        raise ValueError("wrong")
 
-    call = thread.spawn(wait)
-    assert has_begun.wait(WAIT_S) and call.cancel()
+    thread.spawn(fail)
+    assert not caplog.records
+    may_end.set()
     thread.stop()
-    assert ended == [1]
+    (record,) = caplog.records
+    assert record.exc_info is not None and str(record.exc_info[1]) == "wrong"
 
 
 def test_stop_waits_for_calls_and_rejects_later_ones(thread: LoopThread) -> None:
@@ -87,7 +89,7 @@ def test_stop_waits_for_calls_and_rejects_later_ones(thread: LoopThread) -> None
         thread.abandon()
         await asyncio.sleep(0)  # it is stopped now
         with pytest.raises(EngineClosed):
-            await asyncio.wrap_future(thread.spawn(nothing))
+            await asyncio.to_thread(thread.call, nothing)
         is_rejected.set()
         return 5
 
@@ -116,11 +118,13 @@ def test_call_that_the_loop_does_not_come_to_is_rejected(
                 post(function)
 
     monkeypatch.setattr(thread, "_poster", Lossy())
-    call = thread.spawn(nothing)
-    thread.stop()
-    assert lost
-    with pytest.raises(EngineClosed):
-        call.result(WAIT_S)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(thread.call, nothing)
+        while not lost:
+            time.sleep(0.001)
+        thread.stop()
+        with pytest.raises(EngineClosed):
+            call.result(WAIT_S)
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), SystemExit(3)])

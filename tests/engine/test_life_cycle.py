@@ -200,6 +200,37 @@ def test_cancelled_start_closes_the_engine_only_if_no_other_task_starts_it(
     run(loop, main)
 
 
+async def test_start_that_is_destroyed_closes_the_engine() -> None:
+    """Its loop has ended, say."""
+    opening = threading.Event()
+    engine = gated_engine(opening)
+    start = engine.start()
+    start.send(None)
+    await until(lambda: engine._driver is not None)
+    start.close()
+    opening.set()
+    await until(lambda: engine_threads() == [])
+    assert not engine.is_open
+
+
+@on_every_loop
+def test_cancelled_start_does_not_wait_for_another_task(loop: str) -> None:
+    async def main() -> None:
+        opening = threading.Event()
+        engine = gated_engine(opening)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.start)
+            await until(lambda: engine._driver is not None)
+            with anyio.move_on_after(0.01) as scope:
+                await engine.start()
+            assert scope.cancelled_caught and not engine.is_open
+            opening.set()
+        assert engine.is_open
+        await engine.aclose()
+
+    run(loop, main)
+
+
 @on_every_loop
 def test_failed_start_raises_in_all_tasks_and_spares_a_later_start(loop: str) -> None:
     async def main() -> None:

@@ -327,6 +327,51 @@ def test_keyboard_interrupt_ends_a_start() -> None:
     assert not engine.is_open and len(sync_threads()) == num_threads
 
 
+def test_result_with_a_timeout_leaves_the_request_running() -> None:
+    may_end = threading.Event()
+
+    def held(prompt_ids, output_ids, seed) -> int:
+        if len(output_ids) == 3:
+            assert may_end.wait(WAIT_S)
+        return 65
+
+    with sync_engine(held) as engine:
+        stream = engine.generate("x", max_tokens=5, request_id="mine")
+        for seconds in (0, 0.01):
+            with pytest.raises(TimeoutError, match=f"request mine has not ended within {seconds} s"):
+                stream.result(seconds)
+        first = next(stream).text
+        with pytest.raises(TimeoutError):
+            stream.result(timeout=0.01)
+        may_end.set()
+        completion = stream.result(timeout=WAIT_S)
+        assert (completion.text, completion.finish_reason) == ("AAAAA", "length")
+        assert stream.result(0) is completion  # it has ended: there is nothing to wait for
+        assert first + "".join(chunk.text for chunk in stream) == "AAAAA"
+        for wrong in (-1, float("nan"), float("inf"), True, "1"):
+            with pytest.raises(RequestError, match="timeout="):
+                stream.result(wrong)
+
+
+def test_interrupted_wait_with_a_timeout_cancels_its_request() -> None:
+    def endless(prompt_ids, output_ids, seed) -> int:
+        if len(output_ids) == 5:
+            interrupt(SyncStream.result)
+        time.sleep(0.001)
+        return 65
+
+    with sync_engine(endless, LARGE) as engine:
+        stream = engine.generate("x", max_tokens=None)
+        with pytest.raises(KeyboardInterrupt):
+            stream.result(WAIT_S)
+        assert stream.result(WAIT_S).finish_reason == "cancelled"
+
+
+def test_error_of_a_request_comes_before_its_timeout(engine: SyncEngine) -> None:
+    with pytest.raises(PromptTooLong):
+        engine.generate("x" * 64).result(timeout=WAIT_S)
+
+
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, ValueError])
 def test_exceptions_of_on_progress_do_not_end_the_thread(raised: type[BaseException]) -> None:
     def fail(progress: Progress) -> None:

@@ -238,6 +238,24 @@ async def test_starts_that_fail_are_reported(nodes: TwoNodes, engines: list[RayE
         engine.generate("a")
 
 
+async def test_cancelled_start_ends_the_actor(nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for a node, and one that opens its model."""
+    killed: list[Any] = []
+    kill = ray.kill
+    monkeypatch.setattr(ray, "kill", lambda actor: (killed.append(actor), kill(actor)))
+    nowhere = Placement(num_gpus=0, num_cpus=0, resources={"nowhere": 1}, timeout_s=WAIT_S)
+    waiting, loading = nodes.engine(nowhere), nodes.engine(HEAD, failing_models.hang)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(waiting.start(), 0.5)
+    assert len(killed) == 1
+    task = asyncio.create_task(loading.start())
+    await until(lambda: loading._link is not None and loading._link.channel is not None)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(killed) == 2 and not loading.is_open
+
+
 async def test_shutdown_of_ray_ends_streams_and_a_start_connects_again(nodes: TwoNodes) -> None:
     engine = nodes.engine(OTHER)
     await engine.start()

@@ -105,7 +105,7 @@ async def test_child_serves_cancels_and_ignores_signals_for_its_parent(
         assert (await unread).token_ids == tokens_of("b", 2, 500)
         assert (await anext(unread)).token_ids == tokens_of("b", 2, 500)
         with monkeypatch.context() as forked:
-            forked.setattr("drift_sdk.driver.loop_thread.num_forks", lambda: -1)
+            forked.setattr("drift_sdk.driver.life_cycle.num_forks", lambda: -1)
             assert engine.pid is None  # the child of another process
         await engine.aclose()
         assert not psutil.pid_exists(pid)
@@ -241,7 +241,6 @@ def test_pool_on_devices_makes_processes_if_asked() -> None:
 WRONG_HOST = """
 import os, pickle, socket, sys
 end = socket.socket(fileno=int(sys.argv[1]))
-end.settimeout(60)  # then the host ends by itself: `start` waits for it even when cancelled
 end.recv(8)
 send = lambda data, length=None: end.sendall((length or len(data)).to_bytes(8, "big") + data)
 {send}

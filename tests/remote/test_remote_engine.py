@@ -32,7 +32,7 @@ from drift_sdk import (
     SamplingParams,
 )
 from drift_sdk.driver.prompts import TextPrompt
-from drift_sdk.remote import connection, remote_engine
+from drift_sdk.remote import connection, host_link
 from drift_sdk.remote.mailbox import portable
 from drift_sdk.testing import scripted_engine
 
@@ -218,7 +218,7 @@ async def test_answer_is_decoded_into_a_type_that_the_host_cannot_import() -> No
 
 
 async def test_host_that_does_not_close_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "CLOSE_S", 0.01)
+    monkeypatch.setattr(host_link, "CLOSE_S", 0.01)
     engine = engine_of(step_s=SLOW_S)
     await engine.start()
     cut_off = engine.generate("a", max_tokens=None)
@@ -267,6 +267,43 @@ async def test_close_ends_streams_and_is_idempotent() -> None:
     finishing = engine.generate("b", max_tokens=50, seed=0)
     await engine.aclose(drain=WAIT_S)
     assert (await finishing).token_ids == tokens_of("b", 0, 50)
+
+
+@on_every_loop
+def test_concurrent_starts_and_closes_all_end(loop: str) -> None:
+    """In any order every call ends, and after the last close no host is left."""
+    numbers = random.Random(5)
+
+    async def main() -> None:
+        engine = engine_of(step_s=0.0005)
+        ends: list[str] = []
+
+        async def start(cancel_after_s: float | None) -> None:
+            with anyio.move_on_after(cancel_after_s) as scope:
+                try:
+                    await engine.start()
+                    ends.append("started")
+                    await engine.generate("x", max_tokens=2)
+                except EngineClosed:
+                    ends.append("closed")
+            if scope.cancelled_caught:
+                ends.append("cancelled")
+
+        for _ in range(10):
+            with anyio.fail_after(WAIT_S):
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(8):
+                        if numbers.random() < 0.6:
+                            tasks.start_soon(start, numbers.choice([None, 0.0, 0.002, 0.01]))
+                        else:
+                            tasks.start_soon(engine.aclose, numbers.choice([0.0, 0.01]))
+                        if numbers.random() < 0.5:
+                            await anyio.sleep(numbers.choice([0.0, 0.005]))
+                await engine.aclose()
+            assert not engine.is_open and all(channel.is_dead for channel in engine.channels)
+        assert {"started", "closed", "cancelled"} <= set(ends)
+
+    run(loop, main)
 
 
 async def test_errors_of_starting_are_raised_and_end_the_host() -> None:
@@ -340,6 +377,9 @@ async def test_failure_of_the_engine_in_its_host_is_that_of_a_replica() -> None:
         assert isinstance(end, ReplicaFailed) and "the device is gone" in str(end)
         assert [each.state for each in pool.replicas()] == ["closed", "open"]
         assert (await pool.generate("b", max_tokens=2)).finish_reason == "length"
+        await pool.start()
+        assert [each.state for each in pool.replicas()] == ["open", "open"]
+        assert engines[0].channels[0].is_dead and len(engines[0].channels) == 2
 
 
 def test_requests_of_an_ended_loop_are_cancelled_on_the_host() -> None:

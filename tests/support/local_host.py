@@ -44,7 +44,8 @@ class LocalChannel:
             raise HostUnavailable("not reached")
 
         sent = pickle.loads(pickle.dumps(arguments))
-        self._calls.append(self.loop.spawn(getattr(self.host, method), *sent))
+        host_loop = self.loop._poster.loop
+        self._calls.append(asyncio.run_coroutine_threadsafe(getattr(self.host, method)(*sent), host_loop))
         answer = asyncio.wrap_future(self._calls[-1])
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait([answer, died], return_when=asyncio.FIRST_COMPLETED)

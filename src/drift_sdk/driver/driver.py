@@ -22,10 +22,10 @@ from drift_sdk.driver.commands import (
 )
 from drift_sdk.driver.delivery import Delivery
 from drift_sdk.driver.event_sender import EventSender
+from drift_sdk.driver.life_cycle import Startable
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
-from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.model_opener import ModelOpener, clear_frames
-from drift_sdk.driver.process_hooks import close_at_exit, life_cycle_lock, num_forks
+from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry
@@ -45,14 +45,11 @@ LAUNCH_DEPTH = 2
 log = logging.getLogger("drift_sdk")
 
 
-class Driver:
+class Driver(Startable):
     """Owns the engine's thread and, on that thread, the executor and the scheduler.
 
-    `submit`, `send`, `close` and `stats_recorder.read` may be called from any thread. `opened` is set when
-    the model is ready, or with the error that prevented that; `closed` when the thread has released
-    everything.
-
-    In a forked child the thread does not exist: there `is_from_parent` is true, and the driver does nothing.
+    `submit`, `send`, `close` and `stats_recorder.read` may be called from any thread. `closed` is set by the
+    thread, which does not exist in a forked child.
     """
 
     def __init__(
@@ -62,8 +59,7 @@ class Driver:
         max_queued_requests: int | None,
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
-        self.opened = Latch()
-        self.closed = Latch()
+        super().__init__()
         self.model_text: ModelText | None = None
         self.executor_name: str | None = None
         self._opener = ModelOpener(open_model, report, self._check_is_wanted)
@@ -73,9 +69,6 @@ class Driver:
         self._commands = CommandQueue()
         self._text_worker = TextWorker(self.send)
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
-        self._num_forks = num_forks()
-        self._num_starters = 0
-
         self._executor: Executor | None = None  # None while asleep
         self._delivery: Delivery | None = None  # None until the model is opened
         self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
@@ -91,24 +84,6 @@ class Driver:
     def join(self, timeout_s: float | None = None) -> None:
         """Block until the thread has ended, `timeout_s` seconds at most (None = no limit)."""
         self._thread.join(timeout_s)
-
-    def add_starter(self) -> bool:
-        """Count one more task that wants the engine open. Returns False, and counts nothing, if the driver is
-        closing."""
-        with life_cycle_lock():
-            self._num_starters += not self.is_closing
-            return not self.is_closing
-
-    def remove_starter(self) -> bool:
-        """Called when a task that `add_starter` has counted is cancelled. If it was the only one, the driver
-        is closed and True is returned."""
-        with life_cycle_lock():
-            self._num_starters -= 1
-            if self._num_starters:
-                return False
-
-            self.close(0.0)
-            return True
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Admit requests of one prompt, all or none, and have the first prepared; the others follow when its
@@ -161,18 +136,7 @@ class Driver:
 
     @property
     def is_closing(self) -> bool:
-        """Whether `close` has been called, or the thread has ended by itself."""
         return bool(self._deadlines)
-
-    @property
-    def is_from_parent(self) -> bool:
-        """Whether the driver was made by a process that this one is a fork of."""
-        return self._num_forks != num_forks()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the driver will do nothing more."""
-        return self.is_from_parent or self.closed.is_set
 
     def send(self, command: Command) -> None:
         """Queue a command for the engine's thread. If that has ended, the command's latch, if it has one, is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from drift_sdk.errors import EngineClosed
 __all__ = ["LoopThread", "check_no_loop"]
 
 ResultT = TypeVar("ResultT")
+
+log = logging.getLogger("drift_sdk")
 
 
 class LoopThread:
@@ -58,12 +61,12 @@ class LoopThread:
             future.cancel()  # without effect if it has ended
             raise
 
-    def spawn(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> Future[Any]:
+    def spawn(self, function: Callable[..., Awaitable[object]], *arguments: Any) -> None:
         """Run a coroutine function on the loop without waiting for it; EngineClosed if the loop has been
-        stopped. The result cancels it, or tells how it ended."""
+        stopped. What it raises is logged."""
         future: Future[Any] = Future()
+        future.add_done_callback(log_failure)
         self._post_call(future, function, arguments)
-        return future
 
     def post(self, function: Callable[[], None]) -> None:
         """Have the loop call a function soon, without waiting for that; never if it has ended."""
@@ -172,6 +175,12 @@ def end_call(future: Future[Any], error: BaseException | None, result: Any = Non
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def log_failure(future: Future[Any]) -> None:
+    """Log the error of a call whose result nobody reads."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.error("a call on an event loop of the engine failed", exc_info=error)
 
 
 def check_no_loop() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -112,7 +113,9 @@ class EnginePool(BaseEngine):
         num_closed = self._state.num_closed
         self._state.num_starting += 1
         try:
-            await for_each(self.engines, lambda engine: engine.start())
+            await for_each(
+                self.engines, lambda engine: engine.start(), stops_early=not self._state.is_started
+            )
             await self._check_kinds()
             self._check_not_closed(num_closed)
             self._state.is_started = True
@@ -156,7 +159,7 @@ class EnginePool(BaseEngine):
         being restarted already."""
         replica, num_closed = self._replica(index), self._state.num_closed
         self._check_not_closed(num_closed)
-        await replica.restart()
+        await replica.restart(partial(self._check_not_closed, num_closed))
         self._state.router.forget(index)
         try:
             await self._check_kinds()
@@ -345,8 +348,16 @@ def serially(on_event: Callable[[Event], object]) -> Callable[[Event], object]:
     return called
 
 
-async def for_each(engines: Sequence[BaseEngine], act: Callable[[BaseEngine], Awaitable[None]]) -> None:
-    """Await `act` for all engines at once, and raise the first error after all have ended."""
+async def for_each(
+    engines: Sequence[BaseEngine],
+    act: Callable[[BaseEngine], Awaitable[None]],
+    *,
+    stops_early: bool = False,
+) -> None:
+    """Await `act` for all engines at once, and raise the first error after all have ended.
+
+    stops_early: whether an error cancels what has not ended.
+    """
     errors: list[Exception] = []
 
     async def attempt(engine: BaseEngine) -> None:
@@ -354,6 +365,8 @@ async def for_each(engines: Sequence[BaseEngine], act: Callable[[BaseEngine], Aw
             await act(engine)
         except Exception as error:
             errors.append(error)
+            if stops_early:
+                tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
         for engine in engines:

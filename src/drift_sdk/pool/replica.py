@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.driver.loop_poster import Latch
@@ -57,8 +58,10 @@ class Replica:
             self.is_drained = was_drained
             raise
 
-    async def restart(self) -> None:
-        """Close the engine and start it again. DriftError if that is being done already."""
+    async def restart(self, check: Callable[[], None]) -> None:
+        """Close the engine and start it again. DriftError if that is being done already.
+
+        check: called between the two; raises an error if the engine is to stay closed."""
         with self._lock:
             if self.is_restarting:
                 raise DriftError(f"replica {self.index} is being restarted already")
@@ -66,6 +69,7 @@ class Replica:
             self.is_restarting = True
         try:
             await self.engine.aclose()
+            check()
             await self.engine.start()
         finally:
             self.is_restarting = False

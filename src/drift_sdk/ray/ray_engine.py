@@ -98,6 +98,9 @@ class RayEngine(RemoteEngine):
         except (HostLost, HostUnavailable, DriftError) as error:
             await channel.kill()
             raise ModelLoadError(f"{self.model}: the actor could not be started: {error}") from error
+        except BaseException:
+            await channel.kill()
+            raise
 
         return channel
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import anyio
 
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
@@ -33,6 +37,10 @@ PROGRAM = (
 """Of the child: it imports what its parent can import, and not the parent's main module."""
 REAP_S = 0.002
 """Seconds between two looks at a child that was killed."""
+DIE_S = 10.0
+"""Most seconds that are waited for the end of a killed child: it may hang in a driver of the system."""
+
+log = logging.getLogger("drift_sdk")
 
 
 class ProcessEngine(RemoteEngine):
@@ -58,9 +66,9 @@ class ProcessEngine(RemoteEngine):
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child; None if the engine is not started, or not by this process."""
+        """The process id of the child; None if there is none, or if it is that of another process."""
         link = self._link
-        if link is None or link.loop.is_from_parent or not isinstance(link.channel, ProcessChannel):
+        if link is None or link.is_from_parent or not isinstance(link.channel, ProcessChannel):
             return None
 
         return link.channel.pid
@@ -85,8 +93,8 @@ class ProcessChannel:
 
     @classmethod
     async def open(cls, make_engine: Callable[[], BaseEngine]) -> ProcessChannel:
-        """Start a child with the host of an engine. ConfigError if `make_engine` cannot be pickled,
-        ModelLoadError if the child cannot be started."""
+        """Start a child with the host of an engine. If the scope is cancelled, the child is ended.
+        ConfigError if `make_engine` cannot be pickled, ModelLoadError if the child cannot be started."""
         try:
             packed = packed_arguments(make_engine)
         except Exception as error:  # __reduce__ may run any code
@@ -95,18 +103,23 @@ class ProcessChannel:
 
         ours, theirs = socket.socketpair()
         try:
-            process = await asyncio.to_thread(start_child, theirs)
+            with anyio.CancelScope(shield=True):  # a thread cannot be cancelled, and its child not be lost
+                process = await asyncio.to_thread(start_child, theirs)
         except OSError as error:
             ours.close()
             raise ModelLoadError(f"no process can be started for an engine: {error}") from error
         finally:
             theirs.close()
-        channel = cls(process, *await asyncio.open_connection(sock=ours))
+        with anyio.CancelScope(shield=True):
+            channel = cls(process, *await asyncio.open_connection(sock=ours))
         try:
             await channel._send("open", packed)
         except (HostLost, ExecutorError) as error:
             await channel.kill()
             raise ModelLoadError(f"the process of an engine could not be started: {error}") from error
+        except BaseException:
+            await channel.kill()
+            raise
 
         return channel
 
@@ -126,6 +139,9 @@ class ProcessChannel:
         except ValueError:
             del self._calls[number]
             raise
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
         found = await answer
         try:
             return pickle.loads(found)
@@ -139,8 +155,11 @@ class ProcessChannel:
         return self._process.pid
 
     async def kill(self) -> None:
+        """End the child, also one that is stopped. Not cancelled by anyio's scopes."""
         self._process.kill()
-        await self._reading
+        self._writer.transport.abort()  # a fork of the child may have its end of the socket
+        with anyio.CancelScope(shield=True):
+            await self._reading
 
     async def _read(self) -> None:
         """Take the answers until the child has ended, or sends something else and is ended; the calls that
@@ -157,8 +176,11 @@ class ProcessChannel:
 
         self._process.kill()
         # At the interpreter's exit no thread can be started that waits.
-        while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it ends soon
+        deadline = time.monotonic() + DIE_S
+        while (status := self._process.poll()) is None and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(REAP_S)
+        if status is None:
+            log.error("process %d does not end %g s after it was killed", self.pid, DIE_S)
         self._loss = HostLost(f"its process has ended with status {status}{cause}")
         self._writer.close()
         for answer in self._calls.values():

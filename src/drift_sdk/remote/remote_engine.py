@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -14,9 +12,9 @@ from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
+from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.loop_thread import LoopThread
-from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import (
@@ -24,13 +22,13 @@ from drift_sdk.errors import (
     DriftError,
     EngineClosed,
     ExecutorError,
-    ModelLoadError,
     RequestError,
     error_repr,
     short_repr,
 )
 from drift_sdk.remote.calls_loop import calls_loop
 from drift_sdk.remote.connection import Connection
+from drift_sdk.remote.host_link import HostLink
 from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable, Opened, TakeBackPause
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.submission import Submission
@@ -38,12 +36,6 @@ from drift_sdk.submission import Submission
 __all__ = ["RemoteEngine"]
 
 ResultT = TypeVar("ResultT")
-
-CLOSE_S = 30.0
-"""Most seconds, after those of draining, that closing waits for the engine in the other process. A process
-that does not answer, because it is stopped or hangs, is then ended."""
-FLUSH_S = 10.0
-"""Most seconds that closing waits for the last news of a closed engine."""
 
 
 class RemoteEngine(BaseEngine):
@@ -53,7 +45,6 @@ class RemoteEngine(BaseEngine):
     It differs from an `Engine` in this:
     - An error that only the other process finds is raised by the stream, not by the call.
     - Statistics are at most about a second old while requests are live.
-    - A cancelled call of `start`, `pause` or `count_tokens` raises the cancellation when it has ended.
     - The other process ends with `aclose`, and with this process.
     """
 
@@ -67,37 +58,28 @@ class RemoteEngine(BaseEngine):
         super().__init__()
         self.model = model
         self.config = config if config is not None else EngineConfig()
-        self._link: Link | None = None
-        self._was_started = False
-        self._num_starting = 0
-        self._changing: asyncio.Lock | None = None  # of the calls' loop
+        self._life_cycle = LifeCycle[HostLink]()
+        self._was_open = False
 
     @abstractmethod
     async def _open_channel(self) -> Channel:
-        """Start the other process. Runs on the calls' loop. ConfigError or ModelLoadError if that fails."""
+        """Start the other process. Runs on the calls' loop, in an anyio scope; if that is cancelled, no
+        process is left. ConfigError or ModelLoadError if that fails."""
 
     async def start(self) -> None:
-        """Start the other process and the engine there; see `Engine.start`."""
-        if self._link is not None and self._link.loop.is_from_parent:
-            self._link = self._changing = None
-        was_open = self.is_open
-        self._num_starting += 1
-        try:
-            await run(calls_loop(), self._open)
-        except BaseException:
-            if not was_open and self._num_starting == 1 and self.is_open:  # the task was cancelled
-                await self.aclose()
-            raise
-        finally:
-            self._num_starting -= 1
+        """Start the other process and the engine there; see `Engine.start`. If the task is cancelled, a
+        process that is starting is ended at once, unless another task starts the engine too."""
+        loop = calls_loop()
+        await self._life_cycle.start(
+            lambda: HostLink(self._open_channel, loop, str(self.model), self.config.max_queued_requests)
+        )
+        self._was_open = True
 
     async def aclose(self, drain: float = 0.0) -> None:
-        """Close the engine, as `Engine.aclose` does, and end the other process."""
+        """Close the engine, as `Engine.aclose` does, and end the other process: one that does not answer 30
+        seconds after `drain` is ended by force."""
         check_float(RequestError, "drain", drain, ge=0.0, le=1e6)
-        link = self._link
-        if link is not None and not link.loop.is_from_parent:
-            link.connection.close()
-            await run(link.loop, partial(self._close, link, drain))
+        await self._life_cycle.aclose(drain)
 
     async def resume(self) -> None:
         await self._ask("resume")
@@ -112,7 +94,7 @@ class RemoteEngine(BaseEngine):
     def is_open(self) -> bool:
         """Whether requests are admitted, as far as is known here."""
         link = self._link
-        return link is not None and not link.loop.is_from_parent and link.connection.is_open
+        return link is not None and link.is_open
 
     def stats(self) -> EngineStats:
         """A snapshot, at most about a second old; see `Engine.stats`."""
@@ -120,11 +102,11 @@ class RemoteEngine(BaseEngine):
 
     def metrics(self) -> EngineMetrics:
         """The statistics and histograms, at most about a second old; see `Engine.metrics`."""
-        return self._opened_link().connection.metrics
+        return self._connection.metrics
 
     @property
     def executor(self) -> str:
-        return self._opened_link().opened.kind.executor
+        return self._host.kind.executor
 
     def __repr__(self) -> str:
         """Model, state and load."""
@@ -135,23 +117,27 @@ class RemoteEngine(BaseEngine):
         return html_table(type(self).__name__, self._description())
 
     def _description(self) -> dict[str, str]:
-        if not hasattr(self, "_was_started"):  # the constructor has failed
+        if not hasattr(self, "_was_open"):  # the constructor has failed
             return {"state": "not started"}
 
-        state = "open" if self.is_open else "closed" if self._was_started else "not started"
+        state = "open" if self.is_open else "closed" if self._was_open else "not started"
         shown = {"model": short_repr(str(self.model)), "state": state}
         return shown | load_of(self.stats()) if self.is_open else shown
 
     async def _pause(self) -> Callable[[], None]:
-        connection, undos = self._opened_link().connection, list[Callable[[], None]]()
+        connection, undos = self._connection, list[Callable[[], None]]()
+        is_wanted = True
 
         async def pause() -> None:
             number = await connection.ask("pause")
             undos.append(partial(connection.send, TakeBackPause(number)))
+            if not is_wanted:
+                undos[0]()
 
         try:
-            await run(self._opened_link().loop, pause)
+            await run(self._opened_link().loop, pause, is_shielded=False)
         except BaseException:
+            is_wanted = False
             for undo in undos:
                 undo()
             raise
@@ -159,18 +145,19 @@ class RemoteEngine(BaseEngine):
         return undos[0]
 
     async def _kind(self) -> EngineKind:
-        return self._opened_link().opened.kind
+        return self._host.kind
 
     def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
-        return self._opened_link().connection.submit(submissions)
+        return self._connection.submit(submissions)
 
     def _cancel(self, request_id: str) -> bool:
         link = self._link
-        return link is not None and not link.loop.is_from_parent and link.connection.cancel(request_id)
+        connection = link.connection if link is not None and not link.is_from_parent else None
+        return connection is not None and connection.cancel(request_id)
 
     async def _count_tokens(self, prompt: Prompt) -> int:
         try:
-            return await self._ask("count_tokens", prompt)
+            return await self._ask("count_tokens", prompt, is_shielded=False)
         except DriftError:
             raise
         except Exception as error:  # a prompt that cannot be pickled, say
@@ -180,117 +167,61 @@ class RemoteEngine(BaseEngine):
 
     @property
     def _has_room(self) -> bool:
-        connection = self._opened_link().connection
+        connection = self._connection
         return not connection.is_open or connection.has_room()
 
     def _model_text(self) -> ModelText:
-        return self._opened_link().model_text
+        model_text = self._opened_link().model_text
+        assert model_text is not None
+        return model_text
 
-    async def _ask(self, method: str, *arguments: object) -> int:
-        """Call a method of the host that may not be repeated."""
-        link = self._opened_link()
-        return await run(link.loop, partial(link.connection.ask, method, *arguments))
+    @property
+    def _connection(self) -> Connection:
+        connection = self._opened_link().connection
+        assert connection is not None
+        return connection
 
-    def _opened_link(self) -> Link:
+    @property
+    def _host(self) -> Opened:
+        host = self._opened_link().host
+        assert host is not None
+        return host
+
+    async def _ask(self, method: str, *arguments: object, is_shielded: bool = True) -> int:
+        """Call a method of the host that may not be repeated. is_shielded: as of `run`."""
+        ask = partial(self._connection.ask, method, *arguments)
+        return await run(self._opened_link().loop, ask, is_shielded=is_shielded)
+
+    @property
+    def _link(self) -> HostLink | None:
+        return self._life_cycle.driver
+
+    def _opened_link(self) -> HostLink:
+        """The link, which is or was open. EngineClosed if there is none."""
         link = self._link
         if link is None:
-            if self._was_started:
+            if self._was_open:
                 raise EngineClosed("the engine was closed: start() opens it again")
 
             raise EngineClosed("the engine is not open: start() or its `with` block opens it")
 
-        if link.loop.is_from_parent:
+        if link.is_from_parent:
             raise EngineClosed("the engine is used by the process that this one was forked from")
+
+        if link.connection is None:
+            raise EngineClosed("the engine is still starting")
 
         return link
 
-    async def _open(self) -> None:
-        """Start the other process, unless it serves already. Runs on the calls' loop."""
-        if self._changing is None:
-            self._changing = asyncio.Lock()
-        async with self._changing:
-            if self._link is not None:
-                if self._link.connection.is_open:
-                    return
 
-                await self._link.end()
-                self._link = None
-            channel = await self._open_channel()
-            try:
-                opened: Opened = await channel.call("start")
-            except (HostLost, HostUnavailable) as error:
-                await channel.kill()
-                raise ModelLoadError(f"{self.model}: the process ended while it started: {error}") from error
-            except BaseException:
-                await channel.kill()
-                raise
+async def run(
+    loop: LoopThread, function: Callable[[], Awaitable[ResultT]], *, is_shielded: bool = True
+) -> ResultT:
+    """Run a coroutine function on another loop. ExecutorError if the host cannot be reached.
 
-            queued = self.config.max_queued_requests
-            limit = None if queued is None else opened.num_slots + queued
-            self._link = Link(channel, opened, calls_loop(), limit)
-            self._was_started = True
-
-    async def _close(self, link: Link, drain: float) -> None:
-        """Close the engine and end the other process. Runs on the calls' loop."""
-        try:
-            async with asyncio.timeout(drain + CLOSE_S):
-                await link.channel.call("aclose", drain)
-            async with asyncio.timeout(FLUSH_S):
-                await link.connection.ended.wait()
-        except (HostLost, HostUnavailable, TimeoutError):
-            pass  # `end` ends what is left
-        finally:
-            assert self._changing is not None
-            async with self._changing:
-                await link.end()
-                if self._link is link:  # another task may have started the engine again
-                    self._link = None
-
-
-class Link:
-    """An open host and what is known of it. Made on the calls' loop. The other process is ended at the
-    interpreter's exit too."""
-
-    def __init__(self, channel: Channel, opened: Opened, loop: LoopThread, limit: int | None) -> None:
-        self.channel = channel
-        self.opened = opened
-        self.loop = loop
-        self.connection = Connection(channel, opened.metrics, loop, limit)
-        self.model_text = ModelText(
-            tokenizer=opened.tokenizer,
-            chat_template=None,  # conversations are rendered by the host
-            eos_token_ids=opened.eos_token_ids,
-            max_model_len=opened.kind.max_model_len,
-            vocab_size=opened.vocab_size,
-            default_params=opened.kind.default_params,
-            has_drafts=opened.has_drafts,
-        )
-        self._following = asyncio.get_running_loop().create_task(self.connection.follow())
-        self._has_ended = threading.Event()
-        close_at_exit(self)
-
-    async def end(self) -> None:
-        """End the other process and the requests that it has."""
-        try:
-            await self.channel.kill()
-            await self._following
-        finally:
-            self._has_ended.set()
-
-    def close(self, drain_s: float) -> None:
-        """Have the other process ended, without waiting for that. Called at the interpreter's exit."""
-        if not self._has_ended.is_set():
-            self.connection.close()
-            self.loop.spawn(self.end)
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the other process, so many seconds at most."""
-        self._has_ended.wait(timeout_s)
-
-
-async def run(loop: LoopThread, function: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Run a coroutine function on another loop. If the task is cancelled, the cancellation is raised when the
-    function has ended. ExecutorError if the host cannot be reached."""
+    is_shielded: whether a cancellation of the task is raised when the function has ended. Otherwise it is
+                 raised at once, and the function goes on.
+    """
     done, results = Latch(), list[ResultT]()
 
     async def call() -> None:
@@ -304,7 +235,7 @@ async def run(loop: LoopThread, function: Callable[[], Awaitable[ResultT]]) -> R
         done.set(error)
 
     loop.spawn(call)
-    error = await done.wait_shielded()
+    error = await (done.wait_shielded() if is_shielded else done.wait())
     if error is not None:
         raise error
 
