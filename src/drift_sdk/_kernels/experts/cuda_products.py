@@ -32,9 +32,9 @@ from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
 from drift_sdk._kernels.experts.routing import ExpertRows
 
 __all__ = [
+    "FILES",
     "MAX_SCALE",
     "NUM_THREADS",
-    "PACKAGE",
     "CudaTiles",
     "cuda_expert_multiply",
     "cuda_gated_expert_multiply",
@@ -55,7 +55,8 @@ CHUNK = 128
 FEW_ROWS_PER_EXPERT = 5
 """Up to so many rows of an expert on average, few experts have more than the 8 of the smallest tile."""
 
-PACKAGE = "drift_sdk._kernels.experts"
+FILES = ("common/dependent_launch.cu", "experts/common.cu")
+"""What the programs of experts begin with."""
 ROW_TILE = 16
 """Rows of a tile of the weight."""
 
@@ -160,7 +161,7 @@ def _launch(
     is_gated = str(activation is not None).lower()
     template = ", ".join(map(str, (is_gated, *sizes, tiles.depth(inner))))
     macros = (("PRODUCT", f"multiply_experts<{template}>"), ("CTAS", str(tiles.num_ctas)))
-    kernel = CudaKernel(PACKAGE, ("common.cu", "expert_products.cu"), "product", macros)
+    kernel = CudaKernel((*FILES, "experts/expert_products.cu"), "product", macros)
     num_ctas = tiles.num_ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
     launch_kernel(
         compile_kernel(kernel, x.device.index or 0, 0),
