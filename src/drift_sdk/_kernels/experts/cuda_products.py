@@ -57,6 +57,7 @@ FEW_ROWS_PER_EXPERT = 5
 
 FILES = ("common/dependent_launch.cu", "experts/common.cu")
 """What the programs of experts begin with."""
+PRODUCT_FILES = ("experts/mxfp4.cu", "experts/expert_tiles.cu", "experts/expert_products.cu")
 ROW_TILE = 16
 """Rows of a tile of the weight."""
 
@@ -161,7 +162,7 @@ def _launch(
     is_gated = str(activation is not None).lower()
     template = ", ".join(map(str, (is_gated, *sizes, tiles.depth(inner))))
     macros = (("PRODUCT", f"multiply_experts<{template}>"), ("CTAS", str(tiles.num_ctas)))
-    kernel = CudaKernel((*FILES, "experts/expert_products.cu"), "product", macros)
+    kernel = CudaKernel((*FILES, *PRODUCT_FILES), "product", macros)
     num_ctas = tiles.num_ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
     launch_kernel(
         compile_kernel(kernel, x.device.index or 0, 0),
