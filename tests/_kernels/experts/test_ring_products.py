@@ -1,4 +1,4 @@
-"""Products of experts from a ring: the bits of the kernel without one. Needs a GPU of compute capability 9.0."""
+"""Products of experts from a ring have the bits of those without. Needs a GPU of compute capability 9.0."""
 
 from __future__ import annotations
 

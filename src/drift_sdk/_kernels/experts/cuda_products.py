@@ -212,7 +212,7 @@ def kernel_of(
 
     first = str(is_gated).lower(), *map(str, sizes)
     if isinstance(tiles, RingTiles):
-        files = "common/hopper.cu", *PRODUCT_FILES, "experts/ring_products.cu"
+        files: tuple[str, ...] = "common/hopper.cu", *PRODUCT_FILES, "experts/ring_products.cu"
         product = f"multiply_experts_by_ring<{', '.join(first)}, {tiles.num_stages}>"
     else:
         files = *PRODUCT_FILES, "experts/expert_products.cu"
