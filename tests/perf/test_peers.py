@@ -18,6 +18,7 @@ from perf.peers import vllm
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
 from perf.peers.transformers import Decoding, load
 from perf.peers.vllm import measure_drafts, measure_prompts
+from perf.peers.vllm_process import Job, settings_of
 from perf.peers.vllm_routing import copying, counted_passes, counting, distinct_tokens, mean_experts
 
 VLLM = """
@@ -405,3 +406,14 @@ def test_anchors_are_of_distinct_runs() -> None:
     keys = [(a.engine, a.model, a.scenario, a.num_draft_tokens, a.num_gpus, a.dtype) for a in ANCHORS]
     assert len(set(keys)) == len(keys)
     assert {a.model for a in ANCHORS} == {"llama-3.1-8b", "gpt-oss-120b", "qwen3-30b-a3b"} <= set(MODELS)
+
+
+def test_vllm_captures_the_rows_of_the_scenarios(tmp_path: Path) -> None:
+    model = prepare("tiny", tmp_path / "tiny")
+    scenarios = ["single-512", "batch6-512"]
+    job = Job(folder=str(model.path), repeats=1, scenarios=scenarios, num_draft_tokens=2)
+
+    assert settings_of(job)["compilation_config"] == {
+        "cudagraph_capture_sizes": [1, 2, 3, 4, 6, 8, 16, 18],
+    }
+    assert "compilation_config" not in settings_of(Job(folder=str(model.path), repeats=1, prompt_lengths=[8]))
