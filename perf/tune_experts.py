@@ -24,6 +24,7 @@ from msgspec.structs import asdict, replace
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.experts.cuda_products import CudaTiles
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig, expert_gemm_config
+from drift_sdk._kernels.experts.ring_products import CAPABILITY, RingTiles
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from perf.cases.experts import DOWN, GATE_UP, expert_cases, prepare_product
@@ -40,9 +41,11 @@ FEW_TILES = ((2, 1, 2, 1), (2, 1, 1, 1), (2, 1, 2, 4), (2, 1, 3, 1), (1, 1, 3, 1
 MANY_TILES = ((2, 2, 1, 1), (2, 2, 2, 1), (4, 2, 1, 4), (4, 2, 1, 1), (2, 4, 1, 1))
 MANY_ROWS = 128
 """Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
+RINGS = ((4, 2), (3, 2), (8, 1))
+"""Arguments of RingTiles, below MANY_ROWS rows."""
 OWN = "own"
 
-Tiles = ExpertGemmConfig | CudaTiles
+Tiles = ExpertGemmConfig | CudaTiles | RingTiles
 Job = tuple[Model, str, int, Tiles | None]
 """A model, a product, a number of rows, and tiles; None: the engine's own."""
 
@@ -61,6 +64,8 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
     yield None
     if experts.is_quantised:
         yield from itertools.starmap(CudaTiles, MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES)
+        if num_rows < MANY_ROWS and gpu_limits().capability == CAPABILITY:
+            yield from itertools.starmap(RingTiles, RINGS)
         return
 
     sizes = num_rows, experts.num_experts, experts.num_active

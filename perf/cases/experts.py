@@ -18,6 +18,7 @@ from drift_sdk._kernels.experts.cuda_products import (
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig, ExpertMatrix, expert_gemm_config
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
+from drift_sdk._kernels.experts.ring_products import RingTiles
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -143,7 +144,7 @@ def prepare_product(
     kernel: str,
     num_rows: int,
     device: str,
-    tiles: ExpertGemmConfig | CudaTiles | None = None,
+    tiles: ExpertGemmConfig | CudaTiles | RingTiles | None = None,
     *,
     num_routes: int | None = None,
 ) -> Prepared:
@@ -167,7 +168,7 @@ def prepare_product(
         activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
 
         def call(rows: ExpertRows) -> None:
-            if isinstance(tiles, CudaTiles) and activation is not None:
+            if isinstance(tiles, CudaTiles | RingTiles) and activation is not None:
                 cuda_gated_expert_multiply(x, matrix, rows, out, activation, tiles)
             elif isinstance(tiles, ExpertGemmConfig):
                 gated_expert_multiply(x, matrix, rows, out, tiles, activation)
@@ -176,7 +177,7 @@ def prepare_product(
         out = torch.empty(experts.num_active, num_rows, columns, device=device)
 
         def call(rows: ExpertRows) -> None:
-            if isinstance(tiles, CudaTiles):
+            if isinstance(tiles, CudaTiles | RingTiles):
                 cuda_expert_multiply(x, matrix, rows, out, tiles)
             else:
                 expert_multiply(x, matrix, rows, out, tiles)
@@ -188,10 +189,10 @@ def prepare_product(
     return Prepared(step, len(made), (out,))
 
 
-def default_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> ExpertGemmConfig | CudaTiles:
+def default_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> ExpertGemmConfig | CudaTiles | RingTiles:
     """Return the tiles that the engine takes for decoding these rows."""
     if has_cuda_product(matrix, torch.bfloat16, SCALES.stop):
-        return cuda_tiles(rows)
+        return cuda_tiles(rows, matrix)
 
     return expert_gemm_config(rows, torch.bfloat16)
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.experts.cuda_products import CudaTiles
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig
+from drift_sdk._kernels.experts.ring_products import RingTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from drift_sdk.quantised.e4m3 import E4M3
 from perf.cases import ngrams
@@ -227,11 +228,12 @@ def test_candidates_for_experts_begin_with_the_engines_own(
 ) -> None:
     monkeypatch.setattr("perf.harness.shapes.write_tokenizer", lambda folder, vocab_size: None)
     dense, quantised = (prepare(name, tmp_path / name) for name in ("qwen3-30b-a3b", "gpt-oss-120b"))
-    for model, kind in ((dense, ExpertGemmConfig), (quantised, CudaTiles)):
-        for num_rows in (8, 512):
+    few, many = {CudaTiles, RingTiles}, {CudaTiles}
+    for model, *kinds in ((dense, {ExpertGemmConfig}, {ExpertGemmConfig}), (quantised, few, many)):
+        for num_rows, expected in zip((8, 512), kinds, strict=True):
             own, *others = candidates(model, num_rows)
             assert own is None and len(set(others)) == len(others) >= 5
-            assert {type(tiles) for tiles in others} == {kind}
+            assert {type(tiles) for tiles in others} == expected
 
 
 def test_tiles_are_recorded_with_their_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

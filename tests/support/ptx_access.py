@@ -68,8 +68,6 @@ def has_nvrtc() -> bool:
 
 def ptx_of(kernel: CudaKernel, source: str | None = None) -> str:
     """The PTX of a kernel for compute capability 9.0. source: in place of its files."""
-    from importlib import resources
-
     from cuda.bindings import nvrtc
 
     def checked(result: tuple[Any, ...]) -> Any:
@@ -78,8 +76,7 @@ def ptx_of(kernel: CudaKernel, source: str | None = None) -> str:
         return result[1] if len(result) > 1 else None
 
     if source is None:
-        folder = resources.files(kernel.package)
-        source = "".join(folder.joinpath(file).read_text("utf-8") for file in kernel.files)
+        source = kernel.source()
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), kernel.files[-1].encode(), 0, [], []))
     options = ["--std=c++17", "--gpu-architecture=sm_90a"]
     options += [f"--define-macro={name}={value}" for name, value in kernel.macros]

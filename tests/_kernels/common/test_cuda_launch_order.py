@@ -18,8 +18,13 @@ from drift_sdk._kernels.common import cuda_programs, launch_order
 from drift_sdk._kernels.common.cuda_programs import CudaKernel
 from drift_sdk._kernels.common.gpu_limits import HOPPER
 from drift_sdk._kernels.common.launch_order import KernelAccess, LaunchOrderError
-from drift_sdk._kernels.experts.cuda_products import cuda_expert_multiply, cuda_gated_expert_multiply
+from drift_sdk._kernels.experts.cuda_products import (
+    CudaTiles,
+    cuda_expert_multiply,
+    cuda_gated_expert_multiply,
+)
 from drift_sdk._kernels.experts.cuda_routing import cuda_route
+from drift_sdk._kernels.experts.ring_products import RingTiles
 from drift_sdk._kernels.gemm.few_rows_gemm import few_rows_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.quantised import dequantise, quantised_gemm
@@ -151,7 +156,14 @@ def test_every_program_is_compared() -> None:
     """The programs of the tests below. A new one needs a test here."""
     files = Path(_kernels.__file__).parent.rglob("*.cu")
     programs = {file.name for file in files if "__global__" in file.read_text("utf-8")}
-    assert programs == {"multiply.cu", "dequantise.cu", "few_rows.cu", "expert_products.cu", "route_rows.cu"}
+    assert programs == {
+        "multiply.cu",
+        "dequantise.cu",
+        "few_rows.cu",
+        "expert_products.cu",
+        "ring_products.cu",
+        "route_rows.cu",
+    }
 
 
 needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
@@ -187,15 +199,19 @@ def test_products_of_few_rows_wait_as_they_declare(launches: list[Launch], devic
 
 @needs_nvrtc
 @pytest.mark.parametrize("num_rows", [1, 64])
-def test_products_of_experts_wait_as_they_declare(num_rows: int, launches: list[Launch], device: str) -> None:
+@pytest.mark.parametrize("tiles", [CudaTiles(), RingTiles()], ids=["registers", "ring"])
+def test_products_of_experts_wait_as_they_declare(
+    num_rows: int, tiles: CudaTiles | RingTiles, launches: list[Launch], device: str
+) -> None:
     rows = routed(num_rows, 8, 2, device)
     matrix, _ = quantised_matrix(8, 64, 64, BF16, device)
     x = drawn(num_rows, 64, dtype=BF16, device=device)
     cuda_gated_expert_multiply(
-        x, matrix, rows, poisoned(num_rows * 2, 32, dtype=BF16, device=device), CLAMPED
+        x, matrix, rows, poisoned(num_rows * 2, 32, dtype=BF16, device=device), CLAMPED, tiles
     )
     x = drawn(num_rows * 2, 64, dtype=BF16, device=device)
-    cuda_expert_multiply(x, matrix, rows, poisoned(2, num_rows, 64, dtype=torch.float32, device=device))
+    out = poisoned(2, num_rows, 64, dtype=torch.float32, device=device)
+    cuda_expert_multiply(x, matrix, rows, out, tiles)
     assert_declared(launches)
 
 

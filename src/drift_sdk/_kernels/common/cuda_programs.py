@@ -39,14 +39,18 @@ MAX_CACHE_BYTES = 2**28
 class CudaKernel(Struct, frozen=True):
     """A kernel of a program that is compiled for chosen macros.
 
-    package, files: the program, files of a package one after the other. name: of the kernel, which is
-    declared as extern "C". macros: names and values.
+    files: the program, files of `_kernels` one after the other, like "common/hopper.cu". name: of the kernel,
+    which is declared as extern "C". macros: names and values.
     """
 
-    package: str
     files: tuple[str, ...]
     name: str
     macros: tuple[tuple[str, str], ...]
+
+    def source(self) -> str:
+        """The text of the program."""
+        folder = resources.files("drift_sdk._kernels")
+        return "".join(folder.joinpath(file).read_text("utf-8") for file in self.files)
 
 
 @cache
@@ -69,13 +73,11 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
     A program is looked up on disk by its text, its options and the compiler's version.
     """
     arch = Device(device_index).arch
-    folder = resources.files(kernel.package)
-    source = "".join(folder.joinpath(file).read_text("utf-8") for file in kernel.files)
     target = f"sm_{arch}a" if int(arch) >= 90 else f"sm_{arch}"  # "a": with wgmma
     options = ProgramOptions(
         name=kernel.files[-1], std="c++17", arch=target, define_macro=list(kernel.macros)
     )
-    program = Program(source, "c++", options)
+    program = Program(kernel.source(), "c++", options)
     try:
         compiled = _compiled(program).get_kernel(kernel.name)
     finally:

@@ -1,24 +1,13 @@
-// What the programs of this folder share: dependent launch, loads, the MMA, bfloat16.
+// What the programs of this folder share: loads, the MMA, bfloat16.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int WARPS = 8;  // part of the order of summation
 constexpr int THREADS = WARPS * 32;
-
-__device__ __forceinline__ void wait_for_producers() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void start_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 __device__ __forceinline__ uint4 load_weights(const u8* from) {
   uint4 v;

@@ -9,6 +9,8 @@ cores in ascending order, and their sums are added in ascending order. It is the
 and any tiles, and another than that of Triton's kernels. Weights are converted exactly; scales above
 MAX_SCALE are left to Triton's kernels.
 
+ring_products.py has a variant with the same bits, in which a warp copies the weights ahead.
+
 Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 32 pairs of an
 expert, and loads the next weights while it computes.
 
@@ -21,6 +23,8 @@ The down projection loads its first weights before it waits. Both permit depende
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -29,12 +33,16 @@ from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
+from drift_sdk._kernels.experts.ring_products import RING_ROWS, RingTiles, has_ring
 from drift_sdk._kernels.experts.routing import ExpertRows
 
+if TYPE_CHECKING:
+    from drift_sdk._kernels.common.cuda_programs import CudaKernel
+
 __all__ = [
+    "FILES",
     "MAX_SCALE",
     "NUM_THREADS",
-    "PACKAGE",
     "CudaTiles",
     "cuda_expert_multiply",
     "cuda_gated_expert_multiply",
@@ -55,7 +63,10 @@ CHUNK = 128
 FEW_ROWS_PER_EXPERT = 5
 """Up to so many rows of an expert on average, few experts have more than the 8 of the smallest tile."""
 
-PACKAGE = "drift_sdk._kernels.experts"
+FILES = ("common/dependent_launch.cu", "experts/common.cu")
+"""What the programs of experts begin with."""
+PRODUCT_FILES = ("experts/mxfp4.cu", "experts/expert_tiles.cu")
+"""What the programs of products have after these."""
 ROW_TILE = 16
 """Rows of a tile of the weight."""
 
@@ -73,6 +84,14 @@ class CudaTiles(Struct, frozen=True):
     num_ctas: int = 2
     max_depth: int = 1
 
+    @property
+    def num_threads(self) -> int:
+        return NUM_THREADS
+
+    def shared_bytes(self, inner: int) -> int:
+        """Bytes of dynamic shared memory: none."""
+        return 0
+
     def depth(self, inner: int) -> int:
         """Chunks that a warp loads ahead: a divisor of those that it has."""
         num_chunks = -(-inner // (NUM_WARPS * CHUNK))
@@ -86,8 +105,11 @@ class CudaTiles(Struct, frozen=True):
         return num_row_tiles * -(-num_weight_rows // (self.weight_tiles * ROW_TILE))
 
 
-def cuda_tiles(rows: ExpertRows) -> CudaTiles:
-    """Return the tiles for a number of rows."""
+def cuda_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> CudaTiles | RingTiles:
+    """Return the tiles for a product of rows with a matrix."""
+    if rows.num_rows in RING_ROWS and has_ring(matrix, ring := RingTiles()):
+        return ring
+
     rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
     if rows_per_expert <= FEW_ROWS_PER_EXPERT:
         return CudaTiles()
@@ -114,7 +136,7 @@ def cuda_gated_expert_multiply(
     rows: ExpertRows,
     out: Tensor,
     activation: ClampedActivation,
-    tiles: CudaTiles | None = None,
+    tiles: CudaTiles | RingTiles | None = None,
 ) -> None:
     """`gated_expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
     num_pairs, num_columns = out.shape
@@ -127,7 +149,11 @@ def cuda_gated_expert_multiply(
 
 
 def cuda_expert_multiply(
-    x: Tensor, matrix: ExpertMatrix, rows: ExpertRows, out: Tensor, tiles: CudaTiles | None = None
+    x: Tensor,
+    matrix: ExpertMatrix,
+    rows: ExpertRows,
+    out: Tensor,
+    tiles: CudaTiles | RingTiles | None = None,
 ) -> None:
     """`expert_multiply` where `has_cuda_product`. tiles: None: those of `cuda_tiles`."""
     num_columns = out.shape[2]
@@ -148,25 +174,22 @@ def _launch(
     out: Tensor,
     num_columns: int,
     activation: ClampedActivation | None,
-    tiles: CudaTiles | None,
+    tiles: CudaTiles | RingTiles | None,
 ) -> None:
-    """Launch the kernel of expert_products.cu. More arguments than others: it is what two kernels take."""
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+    """Launch a kernel of products. More arguments than others: it is what two kernels take."""
+    from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
 
     if tiles is None:
-        tiles = cuda_tiles(rows)
-    inner = matrix.inner
-    sizes = num_columns, inner, rows.num_experts, rows.num_active, tiles.weight_tiles, tiles.row_tiles
-    is_gated = str(activation is not None).lower()
-    template = ", ".join(map(str, (is_gated, *sizes, tiles.depth(inner))))
-    macros = (("PRODUCT", f"multiply_experts<{template}>"), ("CTAS", str(tiles.num_ctas)))
-    kernel = CudaKernel(PACKAGE, ("common.cu", "expert_products.cu"), "product", macros)
+        tiles = cuda_tiles(rows, matrix)
+    sizes = num_columns, matrix.inner, rows.num_experts, rows.num_active
+    kernel = kernel_of(tiles, sizes, is_gated=activation is not None)
+    shared_bytes = tiles.shared_bytes(matrix.inner)
     num_ctas = tiles.num_ctas * torch.cuda.get_device_properties(x.device).multi_processor_count
     launch_kernel(
-        compile_kernel(kernel, x.device.index or 0, 0),
+        compile_kernel(kernel, x.device.index or 0, shared_bytes),
         (min(num_ctas, tiles.num_items(rows, matrix.values.shape[1])),),
-        NUM_THREADS,
-        0,
+        tiles.num_threads,
+        shared_bytes,
         x,
         matrix.values,
         matrix.scales,
@@ -179,3 +202,20 @@ def _launch(
         0.0 if activation is None else activation.limit,
         rows.num_rows,
     )
+
+
+def kernel_of(
+    tiles: CudaTiles | RingTiles, sizes: tuple[int, int, int, int], *, is_gated: bool
+) -> CudaKernel:
+    """The kernel for tiles. sizes: columns of the output, inner dimension, experts, experts of a row."""
+    from drift_sdk._kernels.common.cuda_programs import CudaKernel
+
+    first = str(is_gated).lower(), *map(str, sizes)
+    if isinstance(tiles, RingTiles):
+        files: tuple[str, ...] = "common/hopper.cu", *PRODUCT_FILES, "experts/ring_products.cu"
+        product = f"multiply_experts_by_ring<{', '.join(first)}, {tiles.num_stages}>"
+    else:
+        files = *PRODUCT_FILES, "experts/expert_products.cu"
+        last = f"{tiles.weight_tiles}, {tiles.row_tiles}, {tiles.depth(sizes[1])}"
+        product = f"multiply_experts<{', '.join(first)}, {last}>"
+    return CudaKernel((*FILES, *files), "product", (("PRODUCT", product), ("CTAS", str(tiles.num_ctas))))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
-from drift_sdk._kernels.experts.cuda_products import NUM_THREADS, PACKAGE
+from drift_sdk._kernels.experts.cuda_products import FILES, NUM_THREADS
 from drift_sdk._kernels.experts.routing import ExpertRows, check_rows, list_rows
 
 __all__ = ["LISTED_ROWS", "cuda_route", "has_cuda_route"]
@@ -74,7 +74,7 @@ def cuda_route(
     flags = ", ".join(str(flag).lower() for flag in (is_normalised, has_lists))
     template = f"{inner}, {num_experts}, {num_active}, {row_tiles}, {flags}"
     macros = (("ROUTE", f"route_rows<{template}>"),)
-    kernel = CudaKernel(PACKAGE, ("common.cu", "route_rows.cu"), "route", macros)
+    kernel = CudaKernel((*FILES, "experts/route_rows.cu"), "route", macros)
     launch_kernel(
         compile_kernel(kernel, x.device.index or 0, 0),
         (-(-num_rows // (8 * row_tiles)),),

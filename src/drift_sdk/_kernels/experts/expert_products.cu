@@ -1,93 +1,10 @@
 // Products of MXFP4 experts for a few rows each, in bfloat16 with fp32 sums: cuda_products.py describes them.
-// Follows common.cu.
+// Follows common.cu, mxfp4.cu and expert_tiles.cu.
 //
-// The weights are the A operand of mma.sync.m16n8k16, and are read in the order in which files have them: of a
-// chunk of 128 columns, lane (g, t) has 16 bytes of row g and 16 of row g + 8, number t of four neighbours. They
-// are one block with one scale, and the lane's own fragments, because x is read in the same order: which column
-// a place of the MMA stands for does not matter, if it is the same in both operands.
+// The 16 bytes of a lane (mxfp4.cu) are of rows g and g + 8 of a tile of 16 rows of the weight.
 //
 // Order of summation: warp w sums chunks w, w + 8, w + 16, ... by the MMA, and the sums of the eight warps are
 // added in ascending order. The number of rows and of tiles does not change it.
-
-// What a product takes. The macro PRODUCT names the function of the kernel, with its template arguments; CTAS is
-// how many CTAs a multiprocessor is to have room for.
-//   x: [R, K] (gated) or [R * NUM_ACTIVE, K], bfloat16.
-//   values: [E, weight rows, K / 2], codes. scales: [E, weight rows, K / 32], at most 128.
-//   bias: [E, weight rows] bfloat16, or null.
-//   counts: [E], pairs: [E, R]: the rows of each expert, as routing.py lists them.
-//   shares: [R, NUM_ACTIVE] fp32; of the down projection.
-//   out: [R * NUM_ACTIVE, N] bfloat16 (gated), or [NUM_ACTIVE, R, N] fp32.
-struct Arguments {
-  const u16* x;
-  const u8 *values, *scales;
-  const u16* bias;
-  const int *counts, *pairs;
-  const float* shares;
-  void* out;
-  float alpha, limit;
-  int num_rows;
-};
-
-// Two codes at bits 0 to 3 and 16 to 19 (SHIFT 0), or 4 to 7 and 20 to 23 (SHIFT 4), times `factor`, as
-// bfloat16. One product moves the sign to bit 15 and the magnitude to bits 6 to 8, where it is the number times
-// 2^-126; the product with the factor, a power of two, is exact.
-template <int SHIFT> __device__ __forceinline__ u32 numbers(u32 word, u32 factor) {
-  const u32 moved = (word & (0x000F000Fu << SHIFT)) * ((1u << (12 - SHIFT)) + (1u << 6 >> SHIFT));
-  u32 result;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(moved & 0x81C081C0u), "r"(factor), "r"(0x80008000u));
-  return result;
-}
-
-// 2^(scale - 1), twice: the block's power of two, times 2^126.
-__device__ __forceinline__ u32 block_factor(u32 scale) { return ((scale + 126u) << 7) * 0x00010001u; }
-
-// Up to TILE_M rows of an expert: its number, the tile's first place in its list, and how many rows it has.
-struct ExpertTile {
-  int expert, first, num_rows;
-};
-
-// The tiles of all experts, one after the other. Each lane of a warp holds the counts of some experts.
-template <int NUM_EXPERTS, int TILE_M> struct ExpertTiles {
-  static constexpr int EACH = (NUM_EXPERTS + 31) / 32;  // experts of a lane
-  int count[EACH], first_tile, end_tile, num_tiles;     // of this lane's experts; of all
-
-  __device__ __forceinline__ explicit ExpertTiles(const int* counts) {
-    const int lane = threadIdx.x & 31;
-    int own = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int expert = lane * EACH + i;
-      count[i] = expert < NUM_EXPERTS ? load_past_l1(counts + expert) : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) own += (count[i] + TILE_M - 1) / TILE_M;
-    end_tile = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int before = __shfl_up_sync(~0u, end_tile, distance);
-      if (lane >= distance) end_tile += before;
-    }
-    first_tile = end_tile - own;
-    num_tiles = __shfl_sync(~0u, end_tile, 31);
-  }
-
-  // All lanes get the same.
-  __device__ __forceinline__ ExpertTile find(int tile) const {
-    const int owner = __ffs(__ballot_sync(~0u, end_tile > tile)) - 1;
-    int from = first_tile, expert = 0, first = 0, num_rows = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int end = from + (count[i] + TILE_M - 1) / TILE_M;
-      if (tile >= from && tile < end) {
-        expert = (threadIdx.x & 31) * EACH + i;
-        first = (tile - from) * TILE_M;
-        num_rows = min(count[i] - first, TILE_M);
-      }
-      from = end;
-    }
-    return {__shfl_sync(~0u, expert, owner), __shfl_sync(~0u, first, owner), __shfl_sync(~0u, num_rows, owner)};
-  }
-};
 
 // A CTA goes through work items: MT * 16 rows of the weight, for up to NT * 8 pairs of one expert. N: columns of
 // the output; K: inner dimension. DEPTH: chunks of a warp that are loaded ahead, also those of the next item; it
@@ -98,7 +15,6 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
   constexpr int ROWS = MT * 16, COLUMNS = IS_GATED ? ROWS / 2 : ROWS, TILE_M = NT * 8;
   constexpr int WEIGHT_ROWS = IS_GATED ? 2 * N : N, NUM_TILES = (N + COLUMNS - 1) / COLUMNS;
   constexpr bool IS_EVEN = N % COLUMNS == 0;
-  constexpr int LANE_COLUMNS = 32, CHUNK = 4 * LANE_COLUMNS;  // columns
   constexpr int NUM_CHUNKS = (K + CHUNK - 1) / CHUNK, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
   constexpr int ROW_BYTES = K / 2, ROW_SCALES = K / 32, TURN_BYTES = WARPS * 64;
   constexpr int STRIDE = TILE_M + 1;  // floats of a weight row in shared memory
@@ -210,25 +126,15 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
         for (int n = 0; n < NT; n++) {
           uint4 v = make_uint4(0, 0, 0, 0);
           if (is_inner && pair[n] >= 0) v = *reinterpret_cast<const uint4*>(x_rows[n] + round * WARPS * CHUNK + i * 8);
-          b[n][0] = __byte_perm(v.x, v.z, 0x5410), b[n][1] = __byte_perm(v.x, v.z, 0x7632);
-          b[n][2] = __byte_perm(v.y, v.w, 0x5410), b[n][3] = __byte_perm(v.y, v.w, 0x7632);
+          arrange(b[n], v);
         }
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-          u32 f[2][4];  // of rows g and g + 8: pairs of columns
+          u32 f[2][4];  // of rows g and g + 8
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const u32 word = reinterpret_cast<const u32*>(&w[m][h])[i], upper = word >> 8;
-            f[h][0] = numbers<0>(word, factor[m][h]);   // columns 0 and 4 of 8
-            f[h][1] = numbers<4>(word, factor[m][h]);   // 1 and 5
-            f[h][2] = numbers<0>(upper, factor[m][h]);  // 2 and 6
-            f[h][3] = numbers<4>(upper, factor[m][h]);  // 3 and 7
-          }
+          for (int h = 0; h < 2; h++) fragments(f[h], reinterpret_cast<const u32*>(&w[m][h])[i], factor[m][h]);
 #pragma unroll
-          for (int n = 0; n < NT; n++) {
-            mma(sum[m][n], f[0][0], f[1][0], f[0][1], f[1][1], b[n][0], b[n][1]);
-            mma(sum[m][n], f[0][2], f[1][2], f[0][3], f[1][3], b[n][2], b[n][3]);
-          }
+          for (int n = 0; n < NT; n++) add_products(sum[m][n], f, b[n]);
         }
       }
       if (round + DEPTH < ROUNDS)
@@ -272,13 +178,9 @@ __device__ __forceinline__ void multiply_experts(const Arguments& a) {
         static_cast<float*>(a.out)[row * N + column] = __fmul_rn(product(place, bias[0], n), a.shares[own]);
         continue;
       }
-      // Rows of gate and up alternate. Comparisons, so that NaN remains NaN. The activation is rounded once.
+      // Rows of gate and up alternate.
       u16* out = static_cast<u16*>(a.out) + static_cast<i64>(own) * N;
-      float gate = product(2 * place, bias[0], n), up = product(2 * place + 1, bias[FINISHED - 1], n);
-      gate = gate > a.limit ? a.limit : gate;
-      up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-      const float swish = __fdiv_rn(gate, __fadd_rn(1.f, __expf(__fmul_rn(-a.alpha, gate))));
-      out[column] = to_bfloat16(__fmul_rn(__fadd_rn(up, 1.f), swish));
+      out[column] = gated(a, product(2 * place, bias[0], n), product(2 * place + 1, bias[FINISHED - 1], n));
     }
     if (!has_next) break;
     // With two sets, nobody writes to this one again before all have left the other.

@@ -1,5 +1,5 @@
 // Products of a few rows: out[s, m, n] = sum over the columns k of slice s of x[m, k] * weight[n, k], in bfloat16
-// with fp32 sums. few_rows_gemm.py describes them.
+// with fp32 sums. few_rows_gemm.py describes them. Follows dependent_launch.cu.
 //
 // A warp has one tile of the weight, 16 rows of one slice. It copies them to shared memory as early as there is
 // room. The tiles of a warpgroup are the A operand of wgmma, and x is the B operand.
@@ -41,10 +41,6 @@ __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_gro
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
-
-__device__ __forceinline__ void wait_for_producers() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Waits for all threads of a warpgroup. Barrier 0 is that of all threads.
 __device__ __forceinline__ void wait_for_warpgroup(int group) {

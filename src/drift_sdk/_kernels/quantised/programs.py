@@ -9,6 +9,8 @@ from drift_sdk._kernels.quantised.packing import STEP, UNIT, PackedWeight
 
 __all__ = ["has_programs", "program"]
 
+FILES = ("common/dependent_launch.cu", "quantised/formats.cu", "common/hopper.cu")
+"""What the programs begin with."""
 SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torch.float16: "GROUP_FLOAT16"}
 
 
@@ -22,11 +24,11 @@ def has_programs(weight: PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def program(
-    weight: PackedWeight, files: tuple[str, ...], name: str, function: str, more: str, **macros: int
+    weight: PackedWeight, file: str, name: str, function: str, more: str, **macros: int
 ) -> CudaKernel:
     """A kernel for a weight's format.
 
-    files: behind formats.cu. name: of the kernel. function: the macro that stands for a function, of the same
+    file: behind FILES. name: of the kernel. function: the macro that stands for a function, of the same
     name in lower case, with its template arguments: the format, then `more`. macros: numbers.
     """
     scales = "CHANNEL" if weight.scales is None else SCALES[weight.scales.dtype]
@@ -34,8 +36,7 @@ def program(
     num_groups = STEP // weight.group_size
     arguments = f"{weight.code_type.upper()}, {scales}, {has_zeros}, {num_groups}, {more}"
     return CudaKernel(
-        "drift_sdk._kernels.quantised",
-        ("formats.cu", *files),
+        (*FILES, file),
         name,
         (
             (function, f"{function.lower()}<{arguments}>"),

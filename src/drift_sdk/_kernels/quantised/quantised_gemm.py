@@ -122,7 +122,7 @@ def kernel_of(weight: PackedWeight, tiles: Tiles, epilogue: str) -> CudaKernel:
     """The kernel for a weight's format. epilogue: one of those of multiply.cu."""
     return program(
         weight,
-        ("hopper.cu", "multiply.cu"),
+        "quantised/multiply.cu",
         "product",
         "MULTIPLY",
         f"{epilogue}, {tiles.template(weight)}",

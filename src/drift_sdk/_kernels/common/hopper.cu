@@ -1,5 +1,5 @@
 // Instructions of compute capability 9.0: barriers in shared memory, copies that they count, and products
-// of a warpgroup.
+// of a warpgroup. Follows the types u8 to u64.
 
 // A CUtensorMap of x.
 struct alignas(64) TensorMap {
@@ -54,11 +54,6 @@ __device__ __forceinline__ void copy_rows(void* to, const TensorMap* x, int colu
 template <int NUM_THREADS> __device__ __forceinline__ void sync_first() {
   asm volatile("bar.sync 1, %0;" ::"n"(NUM_THREADS) : "memory");
 }
-
-__device__ __forceinline__ void wait_for_producers() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Permits dependents to start. The first thread that comes here does so for its CTA, so each has to have waited.
-__device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // d += a * b, or d = a * b, for 64 rows of a and 8 * NT columns of b: every warp of a warpgroup has 16 rows of a
 // and d. Asynchronous: neither d nor a may be touched before `wait_for_wgmma`. b: see `descriptor`.

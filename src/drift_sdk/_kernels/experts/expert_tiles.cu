@@ -1,0 +1,76 @@
+// What products of experts take, the tiles of their rows, and the gate. Follows common.cu.
+
+// What a product takes. The macro PRODUCT names the function of the kernel, with its template arguments; CTAS is
+// how many CTAs a multiprocessor is to have room for.
+//   x: [R, K] (gated) or [R * NUM_ACTIVE, K], bfloat16.
+//   values: [E, weight rows, K / 2], codes. scales: [E, weight rows, K / 32], at most 128.
+//   bias: [E, weight rows] bfloat16, or null.
+//   counts: [E], pairs: [E, R]: the rows of each expert, as routing.py lists them.
+//   shares: [R, NUM_ACTIVE] fp32; of the down projection.
+//   out: [R * NUM_ACTIVE, N] bfloat16 (gated), or [NUM_ACTIVE, R, N] fp32.
+struct Arguments {
+  const u16* x;
+  const u8 *values, *scales;
+  const u16* bias;
+  const int *counts, *pairs;
+  const float* shares;
+  void* out;
+  float alpha, limit;
+  int num_rows;
+};
+
+// Up to TILE_M rows of an expert: its number, the tile's first place in its list, and how many rows it has.
+struct ExpertTile {
+  int expert, first, num_rows;
+};
+
+// The tiles of all experts, one after the other. Each lane of a warp holds the counts of some experts.
+template <int NUM_EXPERTS, int TILE_M> struct ExpertTiles {
+  static constexpr int EACH = (NUM_EXPERTS + 31) / 32;  // experts of a lane
+  int count[EACH], first_tile, end_tile, num_tiles;     // of this lane's experts; of all
+
+  __device__ __forceinline__ explicit ExpertTiles(const int* counts) {
+    const int lane = threadIdx.x & 31;
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = lane * EACH + i;
+      count[i] = expert < NUM_EXPERTS ? load_past_l1(counts + expert) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) own += (count[i] + TILE_M - 1) / TILE_M;
+    end_tile = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(~0u, end_tile, distance);
+      if (lane >= distance) end_tile += before;
+    }
+    first_tile = end_tile - own;
+    num_tiles = __shfl_sync(~0u, end_tile, 31);
+  }
+
+  // All lanes get the same.
+  __device__ __forceinline__ ExpertTile find(int tile) const {
+    const int owner = __ffs(__ballot_sync(~0u, end_tile > tile)) - 1;
+    int from = first_tile, expert = 0, first = 0, num_rows = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int end = from + (count[i] + TILE_M - 1) / TILE_M;
+      if (tile >= from && tile < end) {
+        expert = (threadIdx.x & 31) * EACH + i;
+        first = (tile - from) * TILE_M;
+        num_rows = min(count[i] - first, TILE_M);
+      }
+      from = end;
+    }
+    return {__shfl_sync(~0u, expert, owner), __shfl_sync(~0u, first, owner), __shfl_sync(~0u, num_rows, owner)};
+  }
+};
+
+// The activation of a gate and its product with up, rounded once. Comparisons, so that NaN remains NaN.
+__device__ __forceinline__ u16 gated(const Arguments& a, float gate, float up) {
+  gate = gate > a.limit ? a.limit : gate;
+  up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+  const float swish = __fdiv_rn(gate, __fadd_rn(1.f, __expf(__fmul_rn(-a.alpha, gate))));
+  return to_bfloat16(__fmul_rn(__fadd_rn(up, 1.f), swish));
+}
