@@ -71,35 +71,9 @@ gpu-test:
 		tests/parity/test_processors.py --executor graph -n $(JOBS) --junitxml $(OUT)/tests-engine-on-graphs.xml
 	@$(GPU_PYTEST) tests/gpu/test_graph_memory.py -m gpu --junitxml $(OUT)/tests-memory.xml
 
-LENGTHS := single-8k single-16k
-PERF = PYTHONPATH=src $(PYTHON) -m perf
+GPUS ?= 0
 gpu-perf:
-	@mkdir -p $(OUT)
-	@$(PERF).decode --out $(OUT)/decode.json
-	@$(PERF).decode --temperature 0.8 --top-p 0.95 --out $(OUT)/sampled.json
-	@$(PERF).decode --model smollm2-135m --scenario single-512 batch64-512 --out $(OUT)/decode.json
-	@$(PERF).decode --model gpt-oss-120b --out $(OUT)/decode.json
-	@$(PERF).decode --model qwen3-30b-a3b --out $(OUT)/decode.json
-	@$(PERF).prefill --tokens 8192 32768 --out $(OUT)/prefill.json
-	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.2 --out $(OUT)/speculative.json
-	@$(PERF).speculative --num-draft-tokens 3 --acceptance-length 3.0 --scenario single-32k batch4-16k \
-		--out $(OUT)/speculative.json
-	@$(PERF).speculative --num-draft-tokens 2 3 4 5 --acceptance-length 3.2 --scenario $(LENGTHS) \
-		--out $(OUT)/speculative.json
-	@$(PERF).speculative --model gpt-oss-120b --acceptance-length 2.56 --out $(OUT)/speculative.json
-	@$(PERF).speculative --model smollm2-135m --draft ngram --num-draft-tokens 3 5 \
-		--scenario single-512 batch64-512 --out $(OUT)/speculative.json
-	@$(PERF).speculative --policy-sweep --num-draft-tokens 5 --repeats 3 --out $(OUT)/policy.json
-	@$(PERF).stages --out $(OUT)/stages.json
-	@$(PERF).stages --by-active --out $(OUT)/active.json
-	@$(PERF).step_profile --out $(OUT)/profile.json
-	@$(PERF).graph_memory --out $(OUT)/memory.json
-	@$(PERF).kernel_speed --out $(OUT)/kernels.json
-	@$(PERF).trees --out $(OUT)/trees.json
-	@$(PERF).startup --out $(OUT)/startup.json
-	@$(PERF).stress --minutes 10 --out $(OUT)/stress.json
-	@$(PERF).serving --out $(OUT)/serving.json
-	@$(PERF).serving --draft --out $(OUT)/serving.json
+	@PYTHONPATH=src $(PYTHON) -m perf.measure run --gpus $(GPUS) --out $(OUT)
 
 clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
