@@ -90,6 +90,25 @@ def test_every_format_is_near_its_numbers(
     assert set(launches) == ({"SUMS", "SILU"} if dtype == "bfloat16" and kind != "fp8, blocks" else set())
 
 
+@pytest.mark.parametrize("kind", ["fp8, channel", "awq"])
+def test_default_multiplies_by_stored_weights(
+    kind: str, plain: tuple[Path, Any], launches: list[str], tmp_path: Path
+) -> None:
+    write_checkpoint(plain[0], kind, tmp_path / "quantised", tmp_path / "twin")
+
+    def answers(**settings: Any) -> list[tuple[list[int], Any]]:
+        completions = ask_all(tmp_path / "quantised", graph_config(**settings), random_prompts(1), GREEDY)
+        return [(each.token_ids, each.logprobs) for each in completions]
+
+    found = answers()
+    assert set(launches) == {"SUMS", "SILU"}
+    assert found == answers(weights="stored")
+    launches.clear()
+    answers(weights="expanded")
+    answers(dtype="float32")
+    assert not launches
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
 def test_blocks_of_gguf_run_eagerly_with_the_tokens_of_their_numbers(
     kind: str, plain: tuple[Path, Any], tmp_path: Path

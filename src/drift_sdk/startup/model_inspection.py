@@ -30,7 +30,7 @@ from drift_sdk.startup.model_startup import (
     load_text,
 )
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
-from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
+from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
 
 __all__ = ["inspect_model"]
 
@@ -59,6 +59,8 @@ class Inspection:
         executor = (
             None if device is None else self._try(lambda: choose_executor(self._config, device, shapes)[0])
         )
+        if shapes is not None and executor is not None and device is not None and dtype is not None:
+            self._config = with_weight_form(self._config, shapes, executor, device, dtype)
         if shapes is not None and self._config.load == "auto" and not self._found.missing:
             self._try(lambda: check_tensors(shapes, self._found.source.tensors()))
 

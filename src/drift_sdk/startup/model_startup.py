@@ -46,7 +46,7 @@ from drift_sdk.startup.tensor_parallel import (
     shards_of,
 )
 from drift_sdk.startup.views import check_views, view_costs, view_layout
-from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme
+from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate, configured_template
 from drift_sdk.text.no_tokenizer import NoTokenizer
@@ -92,6 +92,7 @@ def open_model(
     )
     decoder_config = read_config(source, config)
     executor_name, fallback = choose_executor(config, device, decoder_config)
+    config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)
 
@@ -251,6 +252,7 @@ def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dt
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
     decoder_config = read_config(source, config)
     executor_name, _ = choose_executor(config, device, decoder_config)
+    config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)
     check_model_len(config, decoder_config.max_position_embeddings)

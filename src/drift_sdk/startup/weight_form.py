@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import msgspec
+import torch
+
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
-from drift_sdk.quantised.scheme import Scheme
+from drift_sdk.quantised.scheme import Scheme, Storage
 
-__all__ = ["choose_weight_form", "is_quantised", "stored_scheme"]
+__all__ = ["choose_weight_form", "is_quantised", "stored_scheme", "with_weight_form"]
+
+MULTIPLIED: frozenset[Storage] = frozenset({"fp8", "awq", "gptq", "packed"})
+"""Storages that kernels of products convert in registers."""
+
+
+def with_weight_form(
+    config: EngineConfig, model: DecoderConfig, executor: str, device: torch.device, dtype: torch.dtype
+) -> EngineConfig:
+    """The config with the form of the weights that `EngineConfig.weights` = None stands for: "stored" if
+    kernels multiply by all quantised weights of the files, which takes the least time and memory; else
+    "expanded", because dequantising a weight at each use takes longer than a step of decoding does."""
+    if config.weights is not None:
+        return config
+
+    scheme = stored_scheme(config, model)
+    is_multiplied = (
+        scheme is not None
+        and MULTIPLIED.issuperset(scheme.storages)
+        and model.experts is None
+        and config.tensor_parallel == 1
+        and executor == "graph"
+        and _has_products(device, dtype)
+    )
+    return msgspec.structs.replace(config, weights="stored" if is_multiplied else "expanded")
+
+
+def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply by quantised weights on a device, for a model of `dtype`."""
+    from drift_sdk._kernels.quantised.programs import programs_run  # needs the packages of a GPU
+
+    return programs_run(device, dtype)
 
 
 def choose_weight_form(config: EngineConfig, model: DecoderConfig) -> WeightForm:
-    """The form of a model's weights. Without `EngineConfig.weights` they are expanded: the eager executor
-    dequantises a weight at each use, which takes longer than a step of decoding does.
+    """The form of a model's weights, for a config of `with_weight_form` or for what is known before: None
+    counts as "expanded".
 
     Raises ConfigError for quantising a model whose files are quantised.
     """

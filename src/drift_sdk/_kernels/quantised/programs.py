@@ -7,7 +7,7 @@ import torch
 from drift_sdk._kernels.common.cuda_programs import CudaKernel, has_compiler
 from drift_sdk._kernels.quantised.packing import STEP, UNIT, PackedWeight
 
-__all__ = ["has_programs", "program"]
+__all__ = ["has_programs", "program", "programs_run"]
 
 FILES = ("common/dependent_launch.cu", "quantised/formats.cu", "common/hopper.cu")
 """What the programs begin with."""
@@ -16,8 +16,12 @@ SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torc
 
 def has_programs(weight: PackedWeight, dtype: torch.dtype) -> bool:
     """Whether the programs take a weight, for numbers of `dtype` beside it."""
-    device = weight.codes.device
-    if device.type != "cuda" or dtype != torch.bfloat16 or weight.inner % UNIT:
+    return weight.inner % UNIT == 0 and programs_run(weight.codes.device, dtype)
+
+
+def programs_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the programs run on a device, for numbers of `dtype` beside the weights."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
         return False
 
     return torch.cuda.get_device_capability(device) == (9, 0) and has_compiler()

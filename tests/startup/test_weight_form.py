@@ -1,0 +1,78 @@
+"""The form of a model's weights where the configuration names none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+from quantised_files import FORMATS
+from tiny_llama import tiny_llama
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.quantised.scheme import BLOCK_SCHEME, config_scheme
+from drift_sdk.startup import weight_form
+from drift_sdk.startup.weight_form import with_weight_form
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+PLAIN = DecoderConfig.from_hf(tiny_llama())
+
+
+def quantised(kind: str) -> DecoderConfig:
+    return structs.replace(PLAIN, quantisation=config_scheme({"quantization_config": FORMATS[kind].config}))
+
+
+def form_of(
+    model: DecoderConfig, *, executor: str = "graph", device: torch.device = GPU, **settings: Any
+) -> str | None:
+    config = EngineConfig(**settings)
+    found = with_weight_form(config, model, executor, device, torch.bfloat16)
+    assert structs.replace(found, weights=config.weights) == config
+    return found.weights
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose kernels multiply by quantised weights."""
+    monkeypatch.setattr(weight_form, "_has_products", lambda device, dtype: True)
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if not kind.startswith("nvfp4")])
+def test_weights_that_kernels_multiply_by_stay_quantised(kind: str) -> None:
+    model = quantised(kind)
+    assert form_of(model) == "stored"
+    for settings in ({"load": "random"}, {"tensor_parallel": 2}):
+        assert form_of(model, **settings) == "expanded"
+    assert form_of(model, executor="eager") == "expanded"
+    for weights in ("expanded", "stored"):
+        assert form_of(model, weights=weights) == weights
+
+
+@pytest.mark.usefixtures("products")
+def test_other_weights_are_expanded() -> None:
+    assert form_of(PLAIN) == "expanded"
+    assert form_of(structs.replace(PLAIN, quantisation=BLOCK_SCHEME)) == "expanded"
+    for kind in ("nvfp4", "nvfp4, modelopt"):
+        assert form_of(quantised(kind)) == "expanded"
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+    names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    experts = DecoderConfig.from_hf(tiny_llama(**names, **sizes)).experts
+    assert experts is not None
+    assert form_of(structs.replace(quantised("awq"), experts=experts)) == "expanded"
+
+
+def test_weights_are_expanded_without_kernels_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.device, torch.dtype]] = []
+
+    def has_products(device: torch.device, dtype: torch.dtype) -> bool:
+        asked.append((device, dtype))
+        return False
+
+    monkeypatch.setattr(weight_form, "_has_products", has_products)
+    assert form_of(quantised("awq")) == "expanded"
+    assert asked == [(GPU, torch.bfloat16)]
+    assert form_of(quantised("awq"), executor="eager", device=CPU) == "expanded"
+    assert len(asked) == 1  # on a machine without a GPU, the packages for one are not imported
