@@ -18,6 +18,7 @@ from drift_sdk.driver.event_sender import check_on_event
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
 from drift_sdk.driver.loop_poster import Latch
+from drift_sdk.driver.process_hooks import without_collection
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.startup_progress import ProgressReporter, check_on_progress
@@ -265,7 +266,8 @@ def open_files(
 ) -> LoadedModel:
     """Open the model's files; the default of `open_model`. Runs on the engine's thread."""
     with device_contexts(config):
-        # Imported here, so that `import drift_sdk` loads no torch.
-        from drift_sdk.startup.model_startup import open_model
+        with without_collection():
+            # Imported here, so that `import drift_sdk` loads no torch.
+            from drift_sdk.startup.model_startup import open_model
 
         return open_model(model, with_limits(config, limits), report)

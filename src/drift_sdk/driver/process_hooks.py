@@ -1,4 +1,5 @@
-"""Process-wide hooks: they close open engines before the interpreter exits, and count forks.
+"""State of the whole process: open engines are closed before the interpreter exits, forks are counted, and
+the garbage collector is paused for imports.
 
 A daemon thread that returns from native code while the interpreter is being finalised is ended by
 `pthread_exit`, which aborts the process if there are C++ or Rust frames on its stack. `atexit` hooks run
@@ -11,13 +12,16 @@ parent are therefore never used in the child: they remember `num_forks()` and co
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
-__all__ = ["EXIT_TIMEOUT_S", "close_at_exit", "life_cycle_lock", "num_forks"]
+__all__ = ["EXIT_TIMEOUT_S", "close_at_exit", "life_cycle_lock", "num_forks", "without_collection"]
 
 EXIT_TIMEOUT_S = 20.0
 """Most seconds that all open engines together delay the exit."""
@@ -39,6 +43,7 @@ class ProcessState:
         # Reentrant: the garbage collector may run within a locked section, and an engine's finaliser in it.
         self.lock = threading.RLock()
         self.open: WeakSet[Closable] = WeakSet()
+        self.num_pauses = 0  # blocks of `without_collection`, of an enabled collector
 
 
 _state = ProcessState(0)
@@ -61,6 +66,25 @@ def close_at_exit(each: Closable) -> None:
     _state.open.add(each)
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause the collection of cyclic garbage, in all threads, for a block that makes many objects to keep,
+    such as an import of torch: the collector would look at them again and again, a tenth of the time. Blocks
+    of several threads may overlap. A collector that is disabled stays so."""
+    state = _state
+    with state.lock:
+        is_pause = gc.isenabled() or state.num_pauses > 0
+        state.num_pauses += is_pause
+        gc.disable()
+    try:
+        yield
+    finally:
+        with state.lock:
+            state.num_pauses -= is_pause
+            if is_pause and not state.num_pauses:
+                gc.enable()
+
+
 def close_all() -> None:
     """Close all open engines, and wait for their ends for `EXIT_TIMEOUT_S` seconds at most."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
@@ -74,6 +98,8 @@ def close_all() -> None:
 def begin_child() -> None:
     """Called in a forked child: no engine of the parent is open there."""
     global _state
+    if _state.num_pauses:  # of threads that the child does not have
+        gc.enable()
     _state = ProcessState(_state.num_forks + 1)
 
 

@@ -1,0 +1,102 @@
+"""Pauses of the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from drift_sdk.driver.process_hooks import without_collection
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+def test_collection_goes_on_after_the_last_block() -> None:
+    with without_collection():
+        with without_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), without_collection():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_blocks_of_threads_overlap() -> None:
+    entered, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with without_collection():
+            entered.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold)
+    with without_collection():
+        thread.start()
+        entered.wait()
+    assert not gc.isenabled()
+    may_end.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_disabled_collector_stays_disabled() -> None:
+    gc.disable()
+    with without_collection(), without_collection():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_child_collects() -> None:
+    """A child has no thread that would end the pause."""
+    program = """
+import gc, os
+from drift_sdk.driver.process_hooks import without_collection
+with without_collection():
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    assert not gc.isenabled()
+assert gc.isenabled()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_start_of_an_engine_imports_without_collection() -> None:
+    program = """
+import asyncio, gc, sys
+from drift_sdk import Engine, EngineConfig, ModelLoadError
+
+seen = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "drift_sdk.startup.model_startup"):
+            seen.append(gc.isenabled())
+
+sys.meta_path.insert(0, Finder())
+
+async def main():
+    try:
+        await Engine("/no/such/folder", EngineConfig(device="cpu")).start()
+    except ModelLoadError:
+        print("refused")
+
+asyncio.run(main())
+assert seen and not any(seen), seen
+assert gc.isenabled()
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "refused"
