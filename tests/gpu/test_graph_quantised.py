@@ -22,8 +22,9 @@ from drift_sdk._kernels.quantised import quantised_gemm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-FORMATS = ("fp8, channel", "fp8, blocks", "awq", "gptq", "packed, zero points")
-"""Formats with a scale a row, with groups and with zero points. Blocks of 48 columns are expanded."""
+FORMATS = ("fp8, channel", "fp8, blocks", "awq", "gptq", "packed, zero points", "nvfp4")
+"""Formats with a scale a row, with groups and with zero points."""
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True, logprobs=0)
 
 
@@ -72,11 +73,29 @@ def test_every_format_is_near_its_numbers(
     """float32: the best tokens of transformers with the dequantised numbers. bfloat16: an error no larger
     than that of transformers in bfloat16."""
     write_checkpoint(plain[0], kind, tmp_path / "quantised", tmp_path / "twin")
-    exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin").eval().to("cuda")
+    check_near(
+        tmp_path / "quantised", transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "twin"), dtype
+    )
+    assert set(launches) == ({"SUMS", "SILU"} if dtype == "bfloat16" else set())
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_gguf_are_near_their_numbers(
+    dtype: str, kind: str, plain: tuple[Path, Any], launches: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    check_near(file, write_gguf(plain[1], file, GGMLQuantizationType[kind]), dtype)
+    assert set(launches) == ({"SUMS", "SILU"} if dtype == "bfloat16" else set())
+
+
+def check_near(model: Path, numbers: Any, dtype: str) -> None:
+    """Compare an engine with stored weights with transformers. numbers: the model with their numbers."""
+    exact = numbers.eval().to("cuda")
     rough = in_bfloat16(exact)
     prompts = random_prompts(1)
     config = graph_config(dtype=dtype, weights="stored", prefill_token_budget=32)
-    completions = ask_all(tmp_path / "quantised", config, prompts, GREEDY)
+    completions = ask_all(model, config, prompts, GREEDY)
     found = joined(
         [compare(exact, rough, prompt, each) for prompt, each in zip(prompts, completions, strict=True)]
     )
@@ -87,7 +106,6 @@ def test_every_format_is_near_its_numbers(
     else:
         assert found.error.mean() <= 1.25 * found.reference_error.mean()
         assert found.regret.max() <= 2 * max(found.error.max(), found.reference_error.max())
-    assert set(launches) == ({"SUMS", "SILU"} if dtype == "bfloat16" and kind != "fp8, blocks" else set())
 
 
 @pytest.mark.parametrize("kind", ["fp8, channel", "awq"])

@@ -58,34 +58,23 @@ def test_options_of_new_families_run_on_graphs(changes: dict[str, Any]) -> None:
 
 def test_quantised_weights_run_on_graphs() -> None:
     speculation = Speculation(draft="head", draft_weights="fp8")
-    for settings in ({"weights": "int4"}, {"weights": "fp8", "speculation": speculation}):
+    quantising = ({"weights": form} for form in ("int4", "nvfp4"))
+    for settings in (*quantising, {"weights": "fp8", "speculation": speculation}):
         assert choose_executor(EngineConfig(**settings), GPU, PLAIN) == ("graph", None)
+    schemes = [config_scheme({"quantization_config": kind.config}) for kind in FORMATS.values()]
+    for scheme in (BLOCK_SCHEME, *schemes):
+        model = structs.replace(PLAIN, quantisation=scheme)
+        for weights in (None, "expanded", "stored"):
+            assert choose_executor(EngineConfig(weights=weights), GPU, model) == ("graph", None)
 
 
 def test_option_without_graphs_is_named() -> None:
-    model = structs.replace(PLAIN, quantisation=BLOCK_SCHEME)
-    reason = "CUDA graphs do not support quantised weights in blocks of GGUF of this model"
-    assert choose_executor(EngineConfig(weights="stored"), GPU, model) == ("eager", reason)
+    assert choose_executor(EngineConfig(kv_dtype="fp8"), GPU, PLAIN) == ("graph", None)
+    reason = "CUDA graphs do not support a KV cache in NVFP4 of this model"
+    assert choose_executor(EngineConfig(kv_dtype="nvfp4"), GPU, PLAIN) == ("eager", reason)
     for config in ({"executor": "graph"}, {"strict_performance": True}):
         with pytest.raises(ConfigError, match=reason):
-            choose_executor(EngineConfig(weights="stored", **config), GPU, model)
-
-
-@pytest.mark.parametrize("kind", ["nvfp4", "nvfp4, modelopt"])
-def test_nvfp4_runs_on_graphs_as_numbers(kind: str) -> None:
-    model = structs.replace(PLAIN, quantisation=config_scheme({"quantization_config": FORMATS[kind].config}))
-    for weights in (None, "expanded"):
-        assert choose_executor(EngineConfig(weights=weights), GPU, model) == ("graph", None)
-    reason = "CUDA graphs do not support NVFP4 weights of this model"
-    assert choose_executor(EngineConfig(weights="nvfp4"), GPU, PLAIN) == ("eager", reason)
-    assert choose_executor(EngineConfig(weights="stored"), GPU, model) == ("eager", reason)
-
-
-def test_nvfp4_kv_cache_does_not_run_on_graphs() -> None:
-    assert choose_executor(EngineConfig(kv_dtype="fp8"), GPU, PLAIN) == ("graph", None)
-    config = EngineConfig(kv_dtype="nvfp4", executor="graph")
-    with pytest.raises(ConfigError, match="CUDA graphs do not support a KV cache in NVFP4"):
-        choose_executor(config, GPU, PLAIN)
+            choose_executor(EngineConfig(kv_dtype="nvfp4", **config), GPU, PLAIN)
 
 
 def test_quantised_experts_do_not_run_on_graphs() -> None:
@@ -97,12 +86,8 @@ def test_quantised_experts_do_not_run_on_graphs() -> None:
     assert options_without_graphs(model, EngineConfig(weights="int4")) == ("quantised weights of experts",)
 
 
-def test_files_with_quantised_weights_are_expanded_for_graphs_unless_they_are_to_stay_quantised() -> None:
+def test_quantised_files_are_not_quantised_again() -> None:
     model = structs.replace(PLAIN, quantisation=BLOCK_SCHEME)
-    for weights in (None, "expanded"):
-        assert choose_executor(EngineConfig(weights=weights), GPU, model) == ("graph", None)
-    assert choose_executor(EngineConfig(weights="stored"), GPU, model)[0] == "eager"
-    assert choose_executor(EngineConfig(weights="stored"), GPU, PLAIN) == ("graph", None)
     assert choose_executor(EngineConfig(weights="stored", load="random"), GPU, model) == ("graph", None)
     with pytest.raises(ConfigError, match="weights='fp8': expected None, .* the files are quantised .gguf"):
         choose_executor(EngineConfig(weights="fp8"), GPU, model)

@@ -12,6 +12,8 @@ from typing import Self
 
 import torch
 
+from drift_sdk.quantised.integers import GroupedIntegers, stack_integers
+
 __all__ = ["Matrix", "QuantisedWeight", "StackedWeight", "dense", "dequantised", "take_rows"]
 
 
@@ -32,6 +34,10 @@ class QuantisedWeight(ABC):
     @abstractmethod
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         """The numbers, [out, in] of `dtype`, computed in float32 and rounded once."""
+
+    def integers(self) -> GroupedIntegers | None:
+        """The weight as integers in groups, with the same numbers; None for a format that is none."""
+        return None
 
     @abstractmethod
     def rows(self, index: torch.Tensor) -> QuantisedWeight:
@@ -74,6 +80,11 @@ class StackedWeight(QuantisedWeight):
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([dequantised(part, dtype) for part in self.parts])
+
+    def integers(self) -> GroupedIntegers | None:
+        parts = [None if isinstance(part, torch.Tensor) else part.integers() for part in self.parts]
+        known = [part for part in parts if part is not None]
+        return stack_integers(known) if len(known) == len(parts) else None
 
     def rows(self, index: torch.Tensor) -> QuantisedWeight:
         raise NotImplementedError("rows of stacked weights are not looked up")

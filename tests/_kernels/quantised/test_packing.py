@@ -51,13 +51,19 @@ def test_all_numbers_of_e4m3_are_exact(device: str) -> None:
 
 def test_errors_name_the_argument() -> None:
     codes, scales = torch.zeros(20, 64, dtype=torch.uint8), torch.ones(20, 1)
-    with pytest.raises(ValueError, match="group_size=48: expected a multiple of 32"):
-        pack_weight(codes, scales, None, "int4", group_size=48)
+    with pytest.raises(ValueError, match="group_size=40: expected a multiple of 16"):
+        pack_weight(codes, scales, None, "int4", group_size=40)
     with pytest.raises(ValueError, match=r"scales: \[20, 1\] torch.float32: expected \[20, 2\]"):
         pack_weight(codes, scales, None, "int4", group_size=32)
     with pytest.raises(ValueError, match="scales: torch.float64: expected float32, bfloat16 or float16"):
         pack_weight(codes, scales.double(), None, "int4", group_size=None)
     with pytest.raises(ValueError, match="zeros: given for e4m3: expected None"):
         pack_weight(codes, scales, scales, "e4m3", group_size=None)
+    with pytest.raises(ValueError, match="zeros: given for a weight with offsets: expected None"):
+        pack_weight(codes, scales, scales, "int4", group_size=None, offsets=scales)
+    with pytest.raises(
+        ValueError, match=r"offsets: \[20, 1\] torch.float16: expected \[20, 1\] torch.float32"
+    ):
+        pack_weight(codes, scales, None, "int8", group_size=None, offsets=scales.half())
     with pytest.raises(ValueError, match="20 rows of a gated weight: expected a multiple of 16"):
         pack_weight(codes, scales, None, "e4m3", group_size=None, is_gated=True)

@@ -241,7 +241,7 @@ def test_passes_equal_those_of_the_eager_decoder(name: str, is_exact: bool) -> N
         passes.compare(VERIFIED, 3)
 
 
-@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("has_few_rows", [True, False])
 def test_passes_with_quantised_weights_equal_those_of_the_eager_decoder(
     form: WeightForm, has_few_rows: bool, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,6 @@ from drift_sdk._kernels.common.launching import (
 )
 from drift_sdk._kernels.quantised.packing import (
     CODE_UNIT,
-    INT4_ZERO,
     PANEL,
     TILE,
     UNIT,
@@ -69,14 +68,14 @@ def packed_codes(
     inner,  # [1, TILE_K]
     is_code,  # [TILE_N, TILE_K]
     NUM_UNITS: tl.constexpr,  # units of 64 columns of a row
-    IS_E4M3: tl.constexpr,
+    CODES: tl.constexpr,  # as PackedWeight.code_type
 ):
     """Return the codes of some rows and columns, int32 [TILE_N, TILE_K]."""
     lane = packed_row % 8 * 4 + inner % 8 // 2
     half_row, half, sixteen = packed_row % 16 // 8, inner % 16 // 8, inner % 32 // 16
     unit = (packed_row // 64).to(tl.int64) * NUM_UNITS + inner // 64
     tile = unit * 4 + packed_row % 64 // 16
-    if IS_E4M3:
+    if CODES != "int4":
         chunk = tile * 2 + inner % 64 // 32
         offset = lane * 16 + half_row * 8 + sixteen * 4 + inner % 2 * 2 + half
         return tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0).to(tl.int32)
@@ -91,10 +90,12 @@ def packed_numbers(
     codes,  # int32 [TILE_N, TILE_K]
     zeros,  # fp32 [TILE_N, 1]
     DTYPE: tl.constexpr,  # the storage type
-    IS_E4M3: tl.constexpr,
+    CODES: tl.constexpr,
 ):
-    """Return what the codes stand for, without their scales, exactly in the storage type."""
-    if IS_E4M3:
+    """Return what the codes stand for, without scales and offsets, exactly in the storage type."""
+    if CODES == "int8":
+        return ((codes ^ 128) - 128).to(tl.float32).to(DTYPE)
+    elif CODES == "e4m3":
         bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
         return (bits.to(tl.float32, bitcast=True) * E4M3_FACTOR).to(DTYPE)
     else:
@@ -106,9 +107,10 @@ def packed_zeros(
     zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
     place,  # of a scale, int64
     is_place,
+    ZERO_POINT: tl.constexpr,  # where there are none
 ):
     """Return the zero points of 4-bit codes at some places of scales, fp32."""
-    zeros = tl.full(place.shape, 8.0, tl.float32)
+    zeros = tl.full(place.shape, ZERO_POINT, tl.float32)
     if zeros_ptr is not None:
         zeros = tl.load(zeros_ptr + place, mask=is_place, other=-0.125).to(tl.float32) * -64.0
     return zeros
@@ -139,12 +141,14 @@ def _dequantise(
     codes_ptr,  # uint8, as packing.py arranges them
     scales_ptr,  # [panels, groups, 4, 8, 2], or None
     zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
+    offsets_ptr,  # [panels, groups, 4, 8, 2], or None
     row_scales_ptr,  # fp32 [N], in the order of packed rows, or None
     out_ptr,  # [N, K], storage type
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    IS_E4M3: tl.constexpr,
+    CODES: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     IS_GATED: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -157,15 +161,19 @@ def _dequantise(
     packed_row = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)[:, None]
     inner = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)[None, :]
     is_code = (packed_row < N) & (inner < K)
-    codes = packed_codes(codes_ptr, packed_row, inner, is_code, NUM_UNITS, IS_E4M3)
+    codes = packed_codes(codes_ptr, packed_row, inner, is_code, NUM_UNITS, CODES)
     place = scale_place(packed_row, inner // GROUP_SIZE, NUM_UNITS * 64 // GROUP_SIZE)
-    numbers = packed_numbers(codes, packed_zeros(zeros_ptr, place, is_code), tl.float32, IS_E4M3)
+    zeros = packed_zeros(zeros_ptr, place, is_code, ZERO_POINT)
+    numbers = packed_numbers(codes, zeros, tl.float32, CODES)
     if row_scales_ptr is None:
         scale = tl.load(scales_ptr + place, mask=is_code, other=0.0).to(tl.float32)
     else:
         scale = tl.load(row_scales_ptr + packed_row, mask=packed_row < N, other=0.0)
+    numbers *= scale
+    if offsets_ptr is not None:
+        numbers += tl.load(offsets_ptr + place, mask=is_code, other=0.0).to(tl.float32)
     row = natural_column(packed_row, N, IS_GATED).to(tl.int64)
-    tl.store(out_ptr + row * K + inner, (numbers * scale).to(out_ptr.dtype.element_ty), mask=is_code)
+    tl.store(out_ptr + row * K + inner, numbers.to(out_ptr.dtype.element_ty), mask=is_code)
 
 
 def dequantise(weight: PackedWeight, out: Tensor) -> None:
@@ -183,17 +191,20 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
         codes_ptr=weight.codes,
         scales_ptr=weight.scales,
         zeros_ptr=weight.zeros,
+        offsets_ptr=weight.offsets,
         row_scales_ptr=weight.row_scales,
         out_ptr=out,
         N=weight.num_columns,
         K=weight.inner,
         GROUP_SIZE=weight.group_size,
-        IS_E4M3=weight.code_type == "e4m3",
+        CODES=weight.code_type,
+        ZERO_POINT=weight.zero_point,
         IS_GATED=weight.is_gated,
         TILE_N=TILE_N,
         TILE_K=TILE_K,
         PDL=uses_pdl(),
         num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # a product is rounded before an offset is added, as in the reference
         **launch_options(),
     )
 
@@ -209,7 +220,7 @@ def _launch(weight: PackedWeight, out: Tensor) -> None:
         0,
         weight.codes,
         weight.scales,
-        weight.zeros,
+        weight.shifts,
         weight.row_scales,
         out,
         weight.num_columns,
@@ -221,11 +232,12 @@ def _launch(weight: PackedWeight, out: Tensor) -> None:
 def dequantise_reference(weight: PackedWeight) -> Tensor:
     """Return the numbers of a weight, float32 [num_columns, inner], in plain torch."""
     panels, padded = weight.num_panels, -(-weight.inner // UNIT) * UNIT
-    if weight.code_type == "e4m3":
+    if weight.code_type != "int4":
         # (panel, unit, tile, chunk, g, t, half of rows, 16 columns, neighbour, half of 16 columns)
         parts = weight.codes.view(panels, padded // 64, 4, 2, 8, 4, 2, 2, 2, 2)
         parts = parts.permute(0, 2, 6, 4, 1, 3, 7, 9, 5, 8)
-        parts = parts.reshape(panels * PANEL, padded).view(torch.float8_e4m3fn)
+        kind = torch.float8_e4m3fn if weight.code_type == "e4m3" else torch.int8
+        parts = parts.reshape(panels * PANEL, padded).view(kind)
     else:
         # (panel, unit, tile, g, t, half of rows, 32 columns, neighbour, 16 columns, half of those)
         pairs = weight.codes.view(panels, padded // 64, 4, 8, 4, 2, 2, 2, 2)
@@ -238,10 +250,12 @@ def dequantise_reference(weight: PackedWeight) -> Tensor:
 
     if weight.zeros is not None:
         numbers += by_column(weight.zeros) * CODE_UNIT
-    elif weight.code_type == "int4":
-        numbers -= INT4_ZERO
+    else:
+        numbers -= weight.zero_point
     if weight.scales is not None:
         numbers *= by_column(weight.scales)
+    if weight.offsets is not None:
+        numbers += by_column(weight.offsets)
     numbers = numbers[: weight.num_columns, : weight.inner]
     if weight.row_scales is not None:
         numbers *= weight.row_scales[:, None]

@@ -2,7 +2,7 @@
 //
 // The weights are the A operand of wgmma.m64nNk16 and are converted in registers, exactly. packing.py has
 // arranged them so that the 16 bytes that a thread loads are its own fragments: a chunk of 512 bytes holds 16
-// rows and 32 columns (e4m3) or 64 (4 bits), 16 bytes for each lane. The codes that a warpgroup needs for some
+// rows and 32 columns (a byte each) or 64 (4 bits), 16 bytes for each lane. The codes that a warpgroup needs for some
 // columns are one piece of memory, and so are the scales. x is the B operand, in shared memory.
 //
 // One thread starts copies of weights to shared memory, another one those of x, several steps ahead. Each copy
@@ -11,15 +11,16 @@
 // cores multiply by the one before; with fewer rows, each warp multiplies by itself, with the same bits.
 //
 // Order of summation: tensor cores sum the columns of a group, from zero, 16 at a time; with a scale a row, all
-// columns. Sums of groups, times their scale, are added in ascending order, from zero, in fp32. Warpgroups with
+// columns. Sums of groups, times their scale, are added in ascending order, from zero, in fp32; of a group with
+// offsets, then the sum of its columns of x, which tensor cores compute likewise, times the offset. Warpgroups with
 // the same rows of the weight take steps in turn; their totals are added last, in ascending order. The number of
 // these is a function of the weight's shape. Tiles, stages and rows do not change the order.
 
 enum Epilogue { SUMS, SILU, GELU_TANH };
 
-// Bytes of a panel's step in shared memory: its codes, the scales of its groups, and the zero points.
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS> constexpr int panel_bytes =
-    8 * unit_bytes<CODES> + GROUPS * PANEL * scale_bytes<SCALES> + (HAS_ZEROS ? GROUPS * PANEL * 2 : 0);
+// Bytes of a panel's step in shared memory: its codes, the scales of its groups, and the shifts.
+template <int CODES, int SCALES, int SHIFTS, int GROUPS> constexpr int panel_bytes =
+    8 * unit_bytes<CODES> + GROUPS * PANEL * (scale_bytes<SCALES> + shift_bytes<SCALES, SHIFTS>);
 
 __device__ __forceinline__ u16 to_bfloat16(float value) {
   u16 bits;
@@ -45,14 +46,14 @@ template <int EPILOGUE> __device__ __forceinline__ u16 gated(float gate, float u
 }
 
 // What the kernel takes.
-//   codes, scales, zeros: as packing.py arranges them; scales and zeros of groups, or null.
+//   codes, scales, shifts: as packing.py arranges them; scales of groups, and their zero points or offsets, or null.
 //   channel_scale: [N] of weights with a scale a row, in the order of packed rows; or null.
 //   bias: of a gated product, [N], the gate before up; or null.
 //   out: [num_slices, M, N] fp32; of a gated product [M, N / 2] bfloat16.
 //   N: rows of the weight that exist. K: columns. slice_size: of all slices but the last.
 // A tile of a gated weight has 8 rows of the gate, and then the same rows of up.
 struct Arguments {
-  const u8 *codes, *scales, *zeros;
+  const u8 *codes, *scales, *shifts;
   const float* channel_scale;
   const u16* bias;
   void* out;
@@ -70,22 +71,29 @@ template <int CODES, int SCALES> __device__ __forceinline__ float finished(const
 }
 
 // The sums of a warp's tile: 16 rows of the weight, 8 * NT rows of x.
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT> struct TileSums {
-  static constexpr bool HAS_GROUPS = SCALES != CHANNEL;
+template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums {
+  static constexpr bool HAS_GROUPS = SCALES != CHANNEL, HAS_OFFSETS = SHIFTS == OFFSETS;
+  static constexpr bool ARE_HALVES = GROUPS == 8;  // groups of 16 columns, half a chunk
   static constexpr bool IS_ASYNC = NT > 2;  // products of a warpgroup, which run while the next codes are converted
-  static constexpr int SCALES_AT = 8 * unit_bytes<CODES>, ZEROS_AT = SCALES_AT + GROUPS * PANEL * scale_bytes<SCALES>;
+  static constexpr int SCALES_AT = 8 * unit_bytes<CODES>;
+  static constexpr int SHIFTS_AT = SCALES_AT + GROUPS * PANEL * scale_bytes<SCALES>;
 
   float total[NT][4];  // of all groups before
   float sum[NT][4];    // of a group, or of all columns; tensor cores add to it
   u32 a[2][2][4];      // fragments of two chunks of 32 columns, in turn
   float2 scale;        // of the group whose sum is `sum`
+  float sum_x[HAS_OFFSETS ? NT : 1][4];  // of the group's columns of x
+  float2 offset;
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) total[n][e] = sum[n][e] = 0.f;
-    scale = make_float2(0.f, 0.f);
+      for (int e = 0; e < 4; e++) {
+        total[n][e] = sum[n][e] = 0.f;
+        if (HAS_OFFSETS) sum_x[n][e] = 0.f;
+      }
+    scale = offset = make_float2(0.f, 0.f);
   }
 
   // Waits for the products that have been started.
@@ -94,6 +102,9 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT> struct Tile
     wait_for_wgmma<0>();
 #pragma unroll
     for (int n = 0; n < NT; n++) keep(sum[n]);
+    if (HAS_OFFSETS)
+#pragma unroll
+      for (int n = 0; n < NT; n++) keep(sum_x[n]);
 #pragma unroll
     for (int c = 0; c < 2; c++) keep(a[c][0]), keep(a[c][1]);
   }
@@ -107,6 +118,10 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT> struct Tile
       for (int e = 0; e < 4; e++) {
         total[n][e] = __fmaf_rn(e < 2 ? scale.x : scale.y, sum[n][e], total[n][e]);
         if (!IS_ASYNC) sum[n][e] = 0.f;
+        if (HAS_OFFSETS) {
+          total[n][e] = __fmaf_rn(e < 2 ? offset.x : offset.y, sum_x[n][e], total[n][e]);
+          if (!IS_ASYNC) sum_x[n][e] = 0.f;
+        }
       }
   }
 
@@ -123,13 +138,18 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT> struct Tile
       for (int e = 0; e < 4; e++) total[n][e] = sum[n][e];
   }
 
-  // Products of a chunk's fragments with its 32 columns of x. x: the step's rows.
+  // Products of a chunk's fragments FIRST to LAST with their 16 columns of x each. x: the step's rows.
+  template <int FIRST, int LAST>
   __device__ __forceinline__ void multiply_chunk(const u32 (&now)[2][4], const u8* x, int chunk, bool is_added) {
+    const u32 ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
     if constexpr (IS_ASYNC) {
       const u32 rows = place_of_rows(x) + chunk / 2 * NT * (1024 / 16) + chunk % 2 * 4;
       fence_wgmma();
-      wgmma<NT>(sum, now[0], descriptor(rows), is_added);
-      wgmma<NT>(sum, now[1], descriptor(rows + 2), 1);
+#pragma unroll
+      for (int j = FIRST; j <= LAST; j++) {
+        wgmma<NT>(sum, now[j], descriptor(rows + 2 * j), j > FIRST || is_added);
+        if constexpr (HAS_OFFSETS) wgmma<NT>(sum_x, ones, descriptor(rows + 2 * j), j > FIRST || is_added);
+      }
       commit_wgmma();
       return;
     }
@@ -140,9 +160,20 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT> struct Tile
     for (int n = 0; n < NT; n++) {
       u32 b[4];
       load_matrices(b, rows + n * 1024);
-      mma(sum[n], now[0], b[0], b[1]);
-      mma(sum[n], now[1], b[2], b[3]);
+#pragma unroll
+      for (int j = FIRST; j <= LAST; j++) {
+        mma(sum[n], now[j], b[2 * j], b[2 * j + 1]);
+        if (HAS_OFFSETS) mma(sum_x[n], ones, b[2 * j], b[2 * j + 1]);
+      }
     }
+  }
+
+  // Takes the scales and offsets of a group of the step.
+  __device__ __forceinline__ void begin_group(const u8* scales, const u8* shifts, int group) {
+    const int g = (threadIdx.x & 31) >> 2;
+    scale = scales_of_rows<SCALES>(scales + group * PANEL * scale_bytes<SCALES>, g);
+    scale.x *= code_unit<CODES>, scale.y *= code_unit<CODES>;
+    if (HAS_OFFSETS) offset = scales_of_rows<SCALES>(shifts + group * PANEL * scale_bytes<SCALES>, g);
   }
 
   // Starts the products of a step of NUM_CHUNKS times 32 columns. panel: the step's weights in shared memory. x:
@@ -150,22 +181,24 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT> struct Tile
   // All warps of a warpgroup call it.
   template <int NUM_CHUNKS, class Release>
   __device__ __forceinline__ void start_step(const u8* panel, const u8* x, bool is_first_step, Release release) {
-    constexpr int CHUNKS = GROUPS == 1 ? NUM_CHUNKS : 4 / GROUPS;  // of a group
-    constexpr int PIECES = CODES == E4M3 ? NUM_CHUNKS : NUM_CHUNKS / 2, OF_UNIT = CODES == E4M3 ? 2 : 1;
+    constexpr int CHUNKS = GROUPS == 1 ? NUM_CHUNKS : ARE_HALVES ? 1 : 4 / GROUPS;  // of a group, or two halves
+    constexpr int PIECES = CODES == INT4 ? NUM_CHUNKS / 2 : NUM_CHUNKS, OF_UNIT = CODES == INT4 ? 1 : 2;
     constexpr int UNIT_PIECES = 4 * unit_bytes<CODES> / 16;  // pieces of 16 bytes of a unit
-    const int lane = threadIdx.x & 31, tile = threadIdx.x >> 5 & 3, g = lane >> 2;
+    const int lane = threadIdx.x & 31, tile = threadIdx.x >> 5 & 3;
     const uint4* const pieces = reinterpret_cast<const uint4*>(panel + tile * unit_bytes<CODES>) + lane;
     const u8* const scales = panel + SCALES_AT + tile * TILE * scale_bytes<SCALES>;
-    const u8* const zeros = panel + ZEROS_AT + tile * TILE * 2;
+    const u8* const shifts = panel + SHIFTS_AT + tile * TILE * shift_bytes<SCALES, SHIFTS>;
     uint4 words = pieces[0], next;
 #pragma unroll
     for (int i = 0; i < NUM_CHUNKS; i++) {
-      u32 zero0 = 0xBE00BE00u, zero1 = 0xBE00BE00u;  // -8 * 2^-6
-      if (HAS_ZEROS) {
-        const u32 pair = reinterpret_cast<const u32*>(zeros)[i / CHUNKS * (PANEL / 2) + g];
-        zero0 = __byte_perm(pair, 0, 0x1010), zero1 = __byte_perm(pair, 0, 0x3232);
+      u32 minus_zeros[2][2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        minus_zeros[j][0] = minus_zeros[j][1] = minus_zero<SHIFTS>;
+        const int group = ARE_HALVES ? 2 * i + j : i / CHUNKS;
+        if (SHIFTS == ZEROS) zeros_of_rows(minus_zeros[j], shifts + group * PANEL * 2, lane >> 2);
       }
-      const int piece = CODES == E4M3 ? i : i / 2;
+      const int piece = CODES == INT4 ? i / 2 : i;
       if (piece + 1 < PIECES)
         next = pieces[(piece + 1) / OF_UNIT * UNIT_PIECES + (piece + 1) % OF_UNIT * (CHUNK_BYTES / 16)];
       u32(&now)[2][4] = a[i % 2];
@@ -173,26 +206,32 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int NT> struct Tile
         wait_for_wgmma<1>();
         keep(now[0]), keep(now[1]);
       }
-      fragments<CODES>(now, words, i % 2, zero0, zero1);
+      fragments<CODES>(now, words, i % 2, minus_zeros);
       if (IS_ASYNC) keep(now[0]), keep(now[1]);
-      if (CODES == E4M3 || i % 2 == 1) words = next;
+      if (CODES != INT4 || i % 2 == 1) words = next;
       if (HAS_GROUPS && i % CHUNKS == 0) {
         if (i > 0 || !is_first_step) add_group();
-        scale = scales_of_rows<SCALES>(scales + i / CHUNKS * PANEL * scale_bytes<SCALES>, g);
-        scale.x *= code_unit<CODES>, scale.y *= code_unit<CODES>;
+        begin_group(scales, shifts, ARE_HALVES ? 2 * i : i / CHUNKS);
       }
       // The last chunk of the step before has ended: with groups, before its sum was added.
       if (IS_ASYNC && i == (HAS_GROUPS ? 0 : 1) && !is_first_step) release();
-      multiply_chunk(now, x, i, HAS_GROUPS ? i % CHUNKS > 0 : i > 0 || !is_first_step);
+      if constexpr (ARE_HALVES) {
+        multiply_chunk<0, 0>(now, x, i, false);
+        add_group();
+        begin_group(scales, shifts, 2 * i + 1);
+        multiply_chunk<1, 1>(now, x, i, false);
+      } else {
+        multiply_chunk<0, 1>(now, x, i, HAS_GROUPS ? i % CHUNKS > 0 : i > 0 || !is_first_step);
+      }
     }
   }
 };
 
 // Where a CTA's stages lie in shared memory: x, in two parts of 64 columns, then the weights of its panels; after
 // all stages the barriers.
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int WM, int NT, int STAGES> struct Stages {
+template <int CODES, int SCALES, int SHIFTS, int GROUPS, int WM, int NT, int STAGES> struct Stages {
   static constexpr int ROWS = NT * 8;
-  static constexpr int BYTES = panel_bytes<CODES, SCALES, HAS_ZEROS, GROUPS>, X_BYTES = ROWS * STEP * 2;
+  static constexpr int BYTES = panel_bytes<CODES, SCALES, SHIFTS, GROUPS>, X_BYTES = ROWS * STEP * 2;
   static constexpr int STAGE_BYTES = (X_BYTES + WM * BYTES + 1023) / 1024 * 1024;
 
   u8* shared;
@@ -207,44 +246,44 @@ template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int WM, int NT, int
 };
 
 // Copies the weights of all steps of a slice, by one thread. They never change, so that it waits for no producers.
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int WM, int NT, int STAGES>
+template <int CODES, int SCALES, int SHIFTS, int GROUPS, int WM, int NT, int STAGES>
 __device__ __forceinline__ void copy_weights(const Arguments& a,
-                                             Stages<CODES, SCALES, HAS_ZEROS, GROUPS, WM, NT, STAGES> stages,
+                                             Stages<CODES, SCALES, SHIFTS, GROUPS, WM, NT, STAGES> stages,
                                              int num_whole, int num_steps) {
   constexpr u32 CODE_BYTES = 8 * unit_bytes<CODES>, SCALE_BYTES = GROUPS * PANEL * scale_bytes<SCALES>;
-  constexpr u32 ZERO_BYTES = HAS_ZEROS ? GROUPS * PANEL * 2 : 0;
+  constexpr u32 SHIFT_BYTES = GROUPS * PANEL * shift_bytes<SCALES, SHIFTS>;
   const int num_panels = (a.N + PANEL - 1) / PANEL, column = blockIdx.z * a.slice_size;
-  const u8 *codes[WM], *scales[WM], *zeros[WM];
+  const u8 *codes[WM], *scales[WM], *shifts[WM];
 #pragma unroll
   for (int i = 0; i < WM; i++) {
     const u64 panel = min(static_cast<int>(blockIdx.y) * WM + i, num_panels - 1);
     codes[i] = a.codes + (panel * (a.K / UNIT) + column / UNIT) * (CODE_BYTES / 2);
     const u64 group = panel * (a.K / (STEP / GROUPS)) + column / (STEP / GROUPS);
     scales[i] = a.scales + group * (SCALE_BYTES / GROUPS);
-    zeros[i] = a.zeros + group * (ZERO_BYTES / GROUPS);
+    shifts[i] = a.shifts + group * (SHIFT_BYTES / GROUPS);
   }
   int stage = 0, parity = 1;  // the phase before the first one counts as ended
   for (int step = 0; step < num_steps; step++) {
     const u32 half = step < num_whole ? 0 : 1;
     u64* const barrier = stages.full(stage);
     wait_for_phase(stages.empty(stage), parity);
-    arrive_expecting(barrier, WM * (CODE_BYTES + SCALE_BYTES + ZERO_BYTES) >> half);
+    arrive_expecting(barrier, WM * (CODE_BYTES + SCALE_BYTES + SHIFT_BYTES) >> half);
 #pragma unroll
     for (int i = 0; i < WM; i++) {
       u8* const to = stages.panel(stage, i);
       copy_bytes(to, codes[i], CODE_BYTES >> half, barrier);
       if (SCALES != CHANNEL) copy_bytes(to + CODE_BYTES, scales[i], SCALE_BYTES >> half, barrier);
-      if (HAS_ZEROS) copy_bytes(to + CODE_BYTES + SCALE_BYTES, zeros[i], ZERO_BYTES >> half, barrier);
-      codes[i] += CODE_BYTES, scales[i] += SCALE_BYTES, zeros[i] += ZERO_BYTES;
+      if (SHIFTS != NO_SHIFTS) copy_bytes(to + CODE_BYTES + SCALE_BYTES, shifts[i], SHIFT_BYTES >> half, barrier);
+      codes[i] += CODE_BYTES, scales[i] += SCALE_BYTES, shifts[i] += SHIFT_BYTES;
     }
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 }
 
 // Copies x for all steps of a slice, by another thread.
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int WM, int NT, int STAGES>
+template <int CODES, int SCALES, int SHIFTS, int GROUPS, int WM, int NT, int STAGES>
 __device__ __forceinline__ void copy_x(const Arguments& a, const TensorMap* x_map,
-                                       Stages<CODES, SCALES, HAS_ZEROS, GROUPS, WM, NT, STAGES> stages, int num_whole,
+                                       Stages<CODES, SCALES, SHIFTS, GROUPS, WM, NT, STAGES> stages, int num_whole,
                                        int num_steps) {
   constexpr int ROWS = NT * 8;
   const int first_row = blockIdx.x * ROWS;
@@ -313,12 +352,12 @@ __device__ __forceinline__ void add_splits(float (&total)[NT][4], float4* shared
 // SPLIT, so that a stage is read by the same warpgroups each time, and more than SPLIT, because a warpgroup keeps a
 // stage until its next step has begun.
 // Grid: (groups of 8 * NT rows, groups of WM panels of the weight, slices).
-template <int CODES, int SCALES, bool HAS_ZEROS, int GROUPS, int EPILOGUE, int WM, int SPLIT, int NT, int STAGES>
+template <int CODES, int SCALES, int SHIFTS, int GROUPS, int EPILOGUE, int WM, int SPLIT, int NT, int STAGES>
 __device__ __forceinline__ void multiply(const Arguments& a, const TensorMap* x_map) {
   static_assert(STAGES % SPLIT == 0 && STAGES > SPLIT);
   extern __shared__ __align__(1024) u8 shared[];
   constexpr int WARPS = WM * 4;  // with the same steps
-  const Stages<CODES, SCALES, HAS_ZEROS, GROUPS, WM, NT, STAGES> stages{shared};
+  const Stages<CODES, SCALES, SHIFTS, GROUPS, WM, NT, STAGES> stages{shared};
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int slice_columns = min(a.K, static_cast<int>(blockIdx.z + 1) * a.slice_size) - blockIdx.z * a.slice_size;
   const int num_whole = slice_columns / STEP, num_steps = (slice_columns + STEP - 1) / STEP;
@@ -332,20 +371,20 @@ __device__ __forceinline__ void multiply(const Arguments& a, const TensorMap* x_
   __syncthreads();
 
   if (warp == WARPS * SPLIT) {
-    if (lane == 0) copy_weights<CODES, SCALES, HAS_ZEROS, GROUPS, WM, NT, STAGES>(a, stages, num_whole, num_steps);
+    if (lane == 0) copy_weights<CODES, SCALES, SHIFTS, GROUPS, WM, NT, STAGES>(a, stages, num_whole, num_steps);
     wait_for_producers();  // as every thread does before it ends
     return;
   }
   if (warp == WARPS * SPLIT + 1) {
     wait_for_producers();
-    if (lane == 0) copy_x<CODES, SCALES, HAS_ZEROS, GROUPS, WM, NT, STAGES>(a, x_map, stages, num_whole, num_steps);
+    if (lane == 0) copy_x<CODES, SCALES, SHIFTS, GROUPS, WM, NT, STAGES>(a, x_map, stages, num_whole, num_steps);
     __syncwarp();
     start_dependents();  // all copies have been started
     return;
   }
 
   wait_for_producers();  // they may read `out`
-  using Sums = TileSums<CODES, SCALES, HAS_ZEROS, GROUPS, NT>;
+  using Sums = TileSums<CODES, SCALES, SHIFTS, GROUPS, NT>;
   Sums sums;
   sums.clear();
   const int part = SPLIT == 1 ? 0 : warp / WARPS, panel = warp % WARPS / 4;
@@ -379,8 +418,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, const TensorMap* x_
 // The kernel that a program is compiled for: MULTIPLY is the function above with its
 // template arguments. x_map: of x [M, K], in boxes of 64 columns and the rows that a CTA copies, at most M.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    product(const u8* codes, const u8* scales, const u8* zeros, const float* channel_scale,
+    product(const u8* codes, const u8* scales, const u8* shifts, const float* channel_scale,
             const __grid_constant__ TensorMap x_map, const u16* bias, void* out, int M, int N, int K,
             int slice_size) {
-  MULTIPLY(Arguments{codes, scales, zeros, channel_scale, bias, out, M, N, K, slice_size}, &x_map);
+  MULTIPLY(Arguments{codes, scales, shifts, channel_scale, bias, out, M, N, K, slice_size}, &x_map);
 }

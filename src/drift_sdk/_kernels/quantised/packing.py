@@ -2,20 +2,21 @@
 
 A weight [N, K] is cut into panels of 64 rows, and those into units of 64 columns, which follow one another:
 what a warpgroup reads of a step of columns is one piece of memory. A unit has four tiles of 16 rows, one for
-each warp, of one chunk (4 bits), or two of 32 columns each (e4m3). A chunk is 512 bytes, 16 for each lane,
+each warp, of one chunk (4 bits), or two of 32 columns each (a byte). A chunk is 512 bytes, 16 for each lane,
 which reads them at once. Lane 4 g + t has rows g and g + 8, and of every 16 columns, columns 2 t, 2 t + 1,
 2 t + 8 and 2 t + 9, as an MMA takes them:
 
-    e4m3: a word for each row and 16 columns: row g twice, then row g + 8. The order of its columns is 2 t,
-          2 t + 8, 2 t + 1, 2 t + 9: two neighbours are in bytes 0 and 2, or 1 and 3.
+    e4m3, int8: a word for each row and 16 columns: row g twice, then row g + 8. The order of its columns is
+                2 t, 2 t + 8, 2 t + 1, 2 t + 9: two neighbours are in bytes 0 and 2, or 1 and 3.
     int4: a word for each row and 32 columns: row g twice, then row g + 8. The order of its columns, from the
           low bits on, is 2 t, 2 t + 8, both of the next 16 columns, and the neighbours of these four.
 
 A tile of a gated weight has 8 rows of the gate, then the same 8 rows of up, so that a lane has both.
 
-Scales of groups: [panels, groups, 4, 8, 2], of four tiles with rows g and g + 8. Groups have 128, 64 or 32
-columns and do not cross the borders of slices (gemm/slices.py); a scale of more columns is repeated. Zero
-points z are kept as the bfloat16 number -z / 64, because a kernel's numbers are codes divided by 64.
+Scales of groups: [panels, groups, 4, 8, 2], of four tiles with rows g and g + 8. Groups have 128, 64, 32 or
+16 columns and do not cross the borders of slices (gemm/slices.py); a scale of more columns is repeated. Zero
+points z are kept as the bfloat16 number -z / 64, because a kernel's numbers are codes divided by 64. Offsets
+are added to a group's numbers, times the sum of its columns of x.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
 
-__all__ = ["CodeType", "PackedWeight", "can_pack", "pack_weight", "row_order"]
+__all__ = ["INT4_ZERO", "MIN_GROUP", "CodeType", "PackedWeight", "can_pack", "pack_weight", "row_order"]
 
-CodeType = Literal["e4m3", "int4"]
+CodeType = Literal["e4m3", "int4", "int8"]
 
 TILE = 16
 """Rows of a tile."""
@@ -42,7 +43,8 @@ UNIT = 64
 """Columns of a unit; of every slice but a ragged last one a divisor."""
 STEP = 128
 """Columns whose sum a kernel completes before it adds it to the others."""
-MIN_GROUP = 32
+MIN_GROUP = 16
+"""Columns of the smallest group, those of an MMA, of which the size of every group is a multiple."""
 CODE_UNIT = 64
 """A zero point is kept divided by this."""
 INT4_ZERO = 8
@@ -54,10 +56,11 @@ class PackedWeight(Struct, frozen=True, kw_only=True):
 
     codes: uint8 [panels, bytes of a panel]. Rows and columns that do not exist have zeros.
     scales: [panels, groups, 4, 8, 2] float32, bfloat16 or float16; None: one scale a row.
-    zeros: bfloat16, of the shape of `scales`: -zero point / CODE_UNIT. None: it is INT4_ZERO, or the
-    codes are e4m3.
+    zeros: bfloat16, of the shape of `scales`: -zero point / CODE_UNIT. None: it is INT4_ZERO for 4-bit codes
+    without offsets, else 0.
+    offsets: of the shape and type of `scales`, added to the numbers; None: there are none.
     row_scales: [num_columns] float32, in the order of packed rows; None: scales are those of groups.
-    group_size: columns of a group: 128, 64 or 32; 128 with row_scales.
+    group_size: columns of a group: 128, 64, 32 or 16; 128 with row_scales.
     is_gated: the first half of the rows are those of a gate. num_slices: as in gemm/slices.py.
     """
 
@@ -65,6 +68,7 @@ class PackedWeight(Struct, frozen=True, kw_only=True):
     codes: Tensor
     scales: Tensor | None
     zeros: Tensor | None
+    offsets: Tensor | None
     row_scales: Tensor | None
     num_columns: int
     inner: int
@@ -84,8 +88,22 @@ class PackedWeight(Struct, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.codes, self.scales, self.zeros, self.row_scales)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    @property
+    def zero_point(self) -> int:
+        """The code of zero where there are no zero points."""
+        return INT4_ZERO if self.code_type == "int4" and self.offsets is None else 0
+
+    @property
+    def shifts(self) -> Tensor | None:
+        """Zero points or offsets, of which a weight has one kind at most."""
+        return self.offsets if self.zeros is None else self.zeros
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        tensors = (self.codes, self.scales, self.zeros, self.offsets, self.row_scales)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def can_pack(num_columns: int, group_size: int, inner: int, *, is_gated: bool = False) -> bool:
@@ -101,19 +119,22 @@ def pack_weight(
     code_type: CodeType,
     *,
     group_size: int | None,
+    offsets: Tensor | None = None,
     is_gated: bool = False,
     is_whole: bool = False,
 ) -> PackedWeight:
-    """Arrange a weight [N, K]: row n, column k stands for (code - zero) * scale.
+    """Arrange a weight [N, K]: row n, column k stands for (code - zero) * scale + offset.
 
-    codes: [N, K] uint8, one code a byte: bits of e4m3, or 0 to 15.
+    codes: [N, K] uint8, one code a byte: bits of e4m3 or of int8, or 0 to 15.
     scales: [N, groups] float32, bfloat16 or float16, for groups of `group_size` columns, the last one of the
     rest; [N, 1] for group_size None, one group that has all columns.
-    zeros: of the shape of scales, whole numbers from 0 to 16 of any type, for 4-bit codes alone.
+    zeros: of the shape of scales, whole numbers from 0 to 16 of any type, for 4-bit codes alone. None: 8 for
+    4-bit codes without offsets, else 0.
+    offsets: of the shape and type of scales, of groups; not beside zeros.
     is_gated: the first half of the rows is a gate, the second half its values. is_whole: as in
     gemm/slices.py.
 
-    Raises ValueError for another shape or type, for group_size other than a multiple of 32, and for a gate
+    Raises ValueError for another shape or type, for group_size other than a multiple of 16, and for a gate
     whose rows are no multiple of 8.
     """
     num_columns, inner = codes.shape
@@ -127,24 +148,28 @@ def pack_weight(
         raise ValueError(f"scales: {scales.dtype}: expected float32, bfloat16 or float16")
     if zeros is not None:
         check_tensor("zeros", zeros, (num_columns, num_groups), zeros.dtype)
-        if code_type == "e4m3":
-            raise ValueError("zeros: given for e4m3: expected None")
+        if code_type != "int4" or offsets is not None:
+            beside = code_type if code_type != "int4" else "a weight with offsets"
+            raise ValueError(f"zeros: given for {beside}: expected None")
+    if offsets is not None:
+        check_tensor("offsets", offsets, (num_columns, num_groups), scales.dtype)
     if is_gated and num_columns % TILE:
         raise ValueError(f"codes: {num_columns} rows of a gated weight: expected a multiple of {TILE}")
 
     slices = num_slices(num_columns, inner, is_whole=is_whole or is_gated)
-    is_by_row = group_size is None and zeros is None
+    is_by_row = group_size is None and zeros is None and offsets is None
     padded_columns = -(-inner // UNIT) * UNIT
     size = math.gcd(STEP, slice_size(inner, slices), padded_columns, group_size or STEP)
     place = torch.arange(padded_columns // size, device=codes.device) * size
     group = (place // (group_size or inner)).clamp_(max=num_groups - 1)
     order = row_order(num_columns, is_gated, codes.device)
-    pack = _pack_e4m3 if code_type == "e4m3" else _pack_int4
+    pack = _pack_int4 if code_type == "int4" else _pack_bytes
     return PackedWeight(
         code_type=code_type,
         codes=pack(_padded(codes[order], padded_columns)),
         scales=None if is_by_row else _by_group(scales[order][:, group]),
         zeros=None if zeros is None else _by_group(zeros[order][:, group].to(torch.bfloat16) / -CODE_UNIT),
+        offsets=None if offsets is None else _by_group(offsets[order][:, group]),
         row_scales=scales[order, 0].to(torch.float32) if is_by_row else None,
         num_columns=num_columns,
         inner=inner,
@@ -168,7 +193,7 @@ def _padded(rows: Tensor, num_columns: int | None = None) -> Tensor:
     return padded.view(-1, PANEL // TILE, 2, TILE // 2, padded.shape[1])
 
 
-def _pack_e4m3(codes: Tensor) -> Tensor:
+def _pack_bytes(codes: Tensor) -> Tensor:
     """[panels, bytes] of codes [panels, 4, 2, 8, K]."""
     # (panel, tile, half of its rows, g, unit, chunk, 16 columns, half of those, t, neighbour)
     parts = codes.view(*codes.shape[:4], -1, 2, 2, 2, 4, 2)

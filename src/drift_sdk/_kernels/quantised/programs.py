@@ -36,9 +36,9 @@ def program(
     name in lower case, with its template arguments: the format, then `more`. macros: numbers.
     """
     scales = "CHANNEL" if weight.scales is None else SCALES[weight.scales.dtype]
-    has_zeros = "false" if weight.zeros is None else "true"
+    shifts = "ZEROS" if weight.zeros is not None else "NO_SHIFTS" if weight.offsets is None else "OFFSETS"
     num_groups = STEP // weight.group_size
-    arguments = f"{weight.code_type.upper()}, {scales}, {has_zeros}, {num_groups}, {more}"
+    arguments = f"{weight.code_type.upper()}, {scales}, {shifts}, {num_groups}, {more}"
     return CudaKernel(
         (*FILES, file),
         name,

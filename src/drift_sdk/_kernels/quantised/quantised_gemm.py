@@ -9,9 +9,10 @@ the sums: those of groups to the sum of a group, that of a row to the sum of a s
 
 Order of summation: one tree for each weight. Slices are those of gemm/slices.py, left as partial sums that
 the next kernel adds. Tensor cores sum the columns of a group, from zero, 16 at a time; of a weight with a
-scale a row, all columns. Sums of groups, times their scales, are added in ascending order in float32. Where
-two warpgroups share a slice, each has every second step of 128 columns, and the second one's total is added
-to the first one's. Tiles and the number of rows change no bit.
+scale a row, all columns. Sums of groups, times their scales, are added in ascending order in float32; of a
+group with an offset, then the sum of its columns of x, which tensor cores compute likewise, times the offset.
+Where two warpgroups share a slice, each has every second step of 128 columns, and the second one's total is
+added to the first one's. Tiles and the number of rows change no bit.
 
 Bytes: the codes once for each 64 or 128 rows of x. CTAs with more rows run together with those of the same
 weights, so that these come from memory once.
@@ -41,7 +42,7 @@ from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
 
 __all__ = ["quantised_gated_multiply", "quantised_multiply"]
 
-ACCESS = KernelAccess(frozenset({"codes", "scales", "zeros"}), frozenset({"out"}), False)
+ACCESS = KernelAccess(frozenset({"codes", "scales", "shifts"}), frozenset({"out"}), False)
 """Arguments that multiply.cu reads before it waits, and those that it writes."""
 
 
@@ -104,7 +105,7 @@ def _launch(
         shared_bytes,
         weight.codes,
         weight.scales,
-        weight.zeros,
+        weight.shifts,
         weight.row_scales,
         map_boxes(x, min(tiles.num_rows, num_rows), UNIT),
         bias,
@@ -114,7 +115,7 @@ def _launch(
         weight.inner,
         weight.slice_size,
     )
-    arguments = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "out": out}
+    arguments = {"codes": weight.codes, "scales": weight.scales, "shifts": weight.shifts, "out": out}
     note_kernel("a product with a quantised weight", ACCESS, arguments)
 
 

@@ -17,6 +17,8 @@ ROWS = (8, 16, 32, 64)
 MANY_ROWS = 128
 """Rows of x that a CTA may have of large products, with few panels: more registers."""
 MAX_PANELS = 4
+MAX_OFFSET_WARPGROUPS = 2
+"""Most warpgroups with offsets, whose sums of x take registers too."""
 MAX_STAGES = 16
 
 
@@ -25,8 +27,11 @@ def choose_tiles(weight: PackedWeight, num_rows: int) -> Tiles:
     splits = num_splits(weight)
     rows = next((rows for rows in ROWS if rows >= num_rows), None)
     num_panels = min(-(-num_items(weight) // FEW_ITEMS), MAX_PANELS)
+    if weight.offsets is not None:
+        rows, num_panels = rows or ROWS[-1], min(num_panels, MAX_OFFSET_WARPGROUPS // splits)
     if rows is None:
-        # Steps of e4m3 are so large that four stages fit beside 128 rows, two for each of two warpgroups.
+        # Steps of codes of a byte are so large that four stages fit beside 128 rows, two for each of two
+        # warpgroups.
         has_many = splits == 1 or weight.code_type == "int4"
         rows, num_panels = (MANY_ROWS, 2 // splits) if has_many else (ROWS[-1], 2)
     num_stages = (MAX_SHARED_BYTES - 1024) // Tiles(num_panels, rows, 1).stage_bytes(weight)

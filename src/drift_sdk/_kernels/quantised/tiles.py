@@ -10,7 +10,7 @@ __all__ = ["FEW_ITEMS", "MAX_SHARED_BYTES", "Tiles", "num_items", "num_splits"]
 
 MAX_SHARED_BYTES = 232_448
 """Shared memory that a CTA may have on compute capability 9.0."""
-UNIT_BYTES = {"e4m3": 4096, "int4": 2048}
+UNIT_BYTES = {"e4m3": 4096, "int8": 4096, "int4": 2048}
 """Bytes of the codes of 64 rows and 64 columns."""
 FEW_ITEMS = 132
 """As many items, a panel and a slice each, as an H200 has multiprocessors."""
@@ -80,7 +80,8 @@ def num_items(weight: PackedWeight) -> int:
 
 
 def panel_bytes(weight: PackedWeight) -> int:
-    """Bytes of a step of a panel in shared memory: codes, scales and zero points."""
+    """Bytes of a step of a panel in shared memory: codes, scales, and zero points or offsets."""
     codes = STEP // UNIT * UNIT_BYTES[weight.code_type]
-    sizes = [tensor.dtype.itemsize for tensor in (weight.scales, weight.zeros) if tensor is not None]
+    by_group = (weight.scales, weight.zeros, weight.offsets)
+    sizes = [tensor.dtype.itemsize for tensor in by_group if tensor is not None]
     return codes + STEP // weight.group_size * PANEL * sum(sizes)

@@ -45,6 +45,7 @@ def _twin_multiply(
     codes_ptr,  # uint8, as packing.py arranges them
     scales_ptr,  # [panels, groups, 4, 8, 2], or None
     zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
+    offsets_ptr,  # [panels, groups, 4, 8, 2], or None
     row_scales_ptr,  # fp32 [N], in the order of packed rows, or None
     bias_ptr,  # [N], storage type, or None
     out_ptr,  # [slices, M, N] fp32; of a gated weight [M, N] in the storage type, the gate before up
@@ -53,7 +54,8 @@ def _twin_multiply(
     K: tl.constexpr,
     SLICE_SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    IS_E4M3: tl.constexpr,
+    CODES: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     IS_GATED: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -74,15 +76,18 @@ def _twin_multiply(
         inner = k + tl.arange(0, GROUP_SIZE)
         is_inner = inner < end_inner
         is_code = is_column[:, None] & is_inner[None, :]
-        codes = packed_codes(codes_ptr, packed_row[:, None], inner[None, :], is_code, NUM_UNITS, IS_E4M3)
+        codes = packed_codes(codes_ptr, packed_row[:, None], inner[None, :], is_code, NUM_UNITS, CODES)
         place = scale_place(packed_row, k // GROUP_SIZE, NUM_UNITS * 64 // GROUP_SIZE)
-        zeros = packed_zeros(zeros_ptr, place, is_column)[:, None]
-        weights = tl.where(is_code, packed_numbers(codes, zeros, dtype, IS_E4M3), 0.0).to(dtype)
+        zeros = packed_zeros(zeros_ptr, place, is_column, ZERO_POINT)[:, None]
+        weights = tl.where(is_code, packed_numbers(codes, zeros, dtype, CODES), 0.0).to(dtype)
         x_mask = is_row[:, None] & is_inner[None, :]
         x = tl.load(x_ptr + row[:, None] * K + inner[None, :], mask=x_mask, other=0.0)
         part = tl.dot(weights, x.T, input_precision="ieee")
         if scales_ptr is not None:
             part *= tl.load(scales_ptr + place, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if offsets_ptr is not None:
+            offsets = tl.load(offsets_ptr + place, mask=is_column, other=0.0).to(tl.float32)
+            part += offsets[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
         total += part
 
     start_dependents(PDL)
@@ -122,6 +127,7 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -
         codes_ptr=weight.codes,
         scales_ptr=weight.scales,
         zeros_ptr=weight.zeros,
+        offsets_ptr=weight.offsets,
         row_scales_ptr=weight.row_scales,
         bias_ptr=bias,
         out_ptr=out,
@@ -130,7 +136,8 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -
         K=weight.inner,
         SLICE_SIZE=weight.slice_size,
         GROUP_SIZE=weight.group_size,
-        IS_E4M3=weight.code_type == "e4m3",
+        CODES=weight.code_type,
+        ZERO_POINT=weight.zero_point,
         IS_GATED=weight.is_gated,
         TILE_N=TILE_N,
         TILE_M=TILE_M,

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.quantised.dequantise import dequantise
-from drift_sdk._kernels.quantised.packing import PackedWeight, can_pack, pack_weight
+from drift_sdk._kernels.quantised.packing import (
+    INT4_ZERO,
+    MIN_GROUP,
+    PackedWeight,
+    can_pack,
+    pack_weight,
+)
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
+from drift_sdk.quantised.integers import GroupedIntegers
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight, dequantised
 
 __all__ = ["KernelWeight", "arrange_decoder", "arrange_matrix"]
@@ -33,9 +40,7 @@ class KernelWeight(QuantisedWeight):
         return self.packed.num_columns, self.packed.inner
 
     def tensors(self) -> tuple[Tensor, ...]:
-        packed = self.packed
-        tensors = (packed.codes, packed.scales, packed.zeros, packed.row_scales)
-        return tuple(tensor for tensor in tensors if tensor is not None)
+        return self.packed.tensors()
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
@@ -134,4 +139,25 @@ def arrange_matrix(
         )
         return KernelWeight(packed)
 
+    integers = matrix.integers() if can_pack(rows, MIN_GROUP, columns, is_gated=is_gated) else None
+    if integers is not None:
+        return KernelWeight(_packed_integers(integers, is_gated=is_gated, is_whole=is_whole))
+
     return matrix.dequantise(dtype)
+
+
+def _packed_integers(integers: GroupedIntegers, *, is_gated: bool, is_whole: bool) -> PackedWeight:
+    """Integers in groups as the kernels take them: codes of 4 bits, or of a byte."""
+    codes = integers.codes
+    if integers.num_bits == 4 and integers.offsets is None:
+        codes = codes + INT4_ZERO
+    return pack_weight(
+        codes.view(torch.uint8),
+        integers.scales,
+        None,
+        "int4" if integers.num_bits == 4 else "int8",
+        group_size=integers.group_size,
+        offsets=integers.offsets,
+        is_gated=is_gated,
+        is_whole=is_whole,
+    )

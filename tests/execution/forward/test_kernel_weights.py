@@ -1,0 +1,80 @@
+"""Quantised weights of all formats as the kernels take them: with the numbers that they had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantised_files import random_blocks
+
+from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
+from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.int4 import quantise_int4
+from drift_sdk.quantised.nvfp4 import quantise_nvfp4
+from drift_sdk.quantised.stacking import stack_rows
+from drift_sdk.quantised.weight import QuantisedWeight
+
+pytestmark = pytest.mark.kernel
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+SCALE_PLACES: dict[BlockFormat, tuple[int, ...]] = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}
+"""Bytes at which the float16 numbers of a block begin; of the other formats 0 and 2."""
+BITS: dict[BlockFormat, float] = {
+    "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 8.5, "Q5_1": 9.0, "Q8_0": 8.5, "Q4_K": 6.0, "Q5_K": 10.0, "Q6_K": 10.0,
+}  # fmt: skip
+"""Bits of a number as the kernels take it, scales and offsets included."""
+
+
+def finite_blocks(name: BlockFormat, rows: int, columns: int = 512) -> BlockWeight:
+    """Random blocks whose float16 numbers are between 1/64 and 1/32."""
+    blocks = random_blocks(name, rows, columns, seed=rows).blocks
+    generator = torch.Generator().manual_seed(rows)
+    for place in SCALE_PLACES.get(name, (0, 2)):
+        scales = (1 + torch.rand(*blocks.shape[:2], 1, generator=generator)) / 64
+        blocks[:, :, place : place + 2] = scales.to(torch.float16).view(torch.uint8)
+    return BlockWeight(blocks, name)
+
+
+def check(matrix: QuantisedWeight, *, is_gated: bool = False) -> KernelWeight:
+    """Arrange a matrix, and compare its numbers."""
+    arranged = arrange_matrix(matrix.to(DEVICE), torch.float32, is_gated=is_gated)
+    assert isinstance(arranged, KernelWeight)
+    assert torch.equal(arranged.dequantise(torch.float32).cpu(), matrix.dequantise(torch.float32))
+    return arranged
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_blocks_keep_their_numbers(name: BlockFormat, is_gated: bool) -> None:
+    arranged = check(finite_blocks(name, rows=64), is_gated=is_gated)
+    assert arranged.nbytes == 64 * 512 * BITS[name] / 8
+
+
+@pytest.mark.parametrize(
+    "names", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_0", "Q4_1"), ("Q8_0", "Q4_0", "Q5_0")], ids=str
+)
+def test_parts_of_several_formats_keep_their_numbers(names: tuple[BlockFormat, ...]) -> None:
+    """Projections of queries, keys and values in different formats, as in Q4_K_M files."""
+    parts = [finite_blocks(name, rows) for name, rows in zip(names, (48, 16, 24), strict=True)]
+    check(stack_rows(parts))
+
+
+def test_nvfp4_keeps_its_numbers() -> None:
+    matrix = torch.randn(48, 192, generator=torch.Generator().manual_seed(0))
+    arranged = check(quantise_nvfp4(matrix))
+    assert (arranged.packed.code_type, arranged.packed.group_size) == ("int8", 16)
+
+
+def test_other_parts_and_shapes_are_expanded() -> None:
+    """Beside integers, numbers and e4m3; columns that are no multiple of 64, rows of a gate of 8."""
+    matrix = torch.randn(24, 512, generator=torch.Generator().manual_seed(0))
+    blocks = finite_blocks("Q8_0", 16)
+    for other in (matrix, quantise_fp8(matrix), quantise_int4(matrix)):
+        stacked = stack_rows([blocks, other])
+        found = arrange_matrix(stacked, torch.float32)
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, stacked.dequantise(torch.float32))
+    for narrow in (finite_blocks("Q8_0", 16, 96), quantise_nvfp4(matrix[:, :72])):
+        assert isinstance(arrange_matrix(narrow, torch.float32), torch.Tensor)
+    assert isinstance(arrange_matrix(finite_blocks("Q8_0", 24), torch.float32, is_gated=True), torch.Tensor)
