@@ -6,6 +6,7 @@ import torch
 from msgspec import Struct
 
 from drift_sdk._kernels.quantised.packing import CodeType, PackedWeight, pack_weight
+from drift_sdk.quantised.e2m1 import MAGNITUDES
 
 __all__ = ["FORMATS", "QuantisedFormat", "draw"]
 
@@ -36,6 +37,7 @@ FORMATS = (
     QuantisedFormat("int8 by 32", "int8", 32, torch.float16),
     QuantisedFormat("int8 by 32 with offsets", "int8", 32, torch.float16, False, True),
     QuantisedFormat("int8 by 16", "int8", 16),
+    QuantisedFormat("e2m1 by 16", "e2m1", 16),
     QuantisedFormat("int8 by 16 with offsets", "int8", 16, torch.float32, False, True),
 )
 
@@ -69,6 +71,12 @@ def draw(
         codes = integers(256, *shape).to(torch.uint8)
         numbers = codes.view(torch.int8).double()
         scales = (spread * inner**-0.5 / 74).to(kind.scales)
+    elif kind.codes == "e2m1":
+        codes = integers(16, *shape).to(torch.uint8)
+        numbers = torch.tensor([*MAGNITUDES, *(-size for size in MAGNITUDES)], device=device)[
+            codes.long()
+        ].double()
+        scales = (spread * inner**-0.5 / 3).to(kind.scales)
     elif kind.has_offsets:
         codes = integers(16, *shape).to(torch.uint8)
         numbers = codes.double()

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from drift_sdk.quantised.e2m1 import MAX_E2M1, pairs_of_bytes, quantise_e2m1
 from drift_sdk.quantised.e4m3 import E4M3, MAX_E4M3
-from drift_sdk.quantised.integers import GroupedIntegers
 from drift_sdk.quantised.weight import QuantisedWeight
 
 __all__ = [
@@ -73,15 +72,6 @@ class Nvfp4Weight(QuantisedWeight):
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         return nvfp4_numbers(self.codes, self.group_scales()).to(dtype)
-
-    def integers(self) -> GroupedIntegers | None:
-        if self.shape[1] % NVFP4_GROUP:
-            return None
-
-        # Twice each number, which is whole, and half of each scale.
-        doubled = pairs_of_bytes(torch.float32, self.device).mul_(2).to(torch.int8)
-        codes = doubled[self.codes.to(torch.int64)].view(self.shape)
-        return GroupedIntegers(codes, self.group_scales().mul_(0.5), None, num_bits=8)
 
     def rows(self, index: torch.Tensor) -> Nvfp4Weight:
         # Indexing is not implemented for 8-bit floating-point numbers on every device.

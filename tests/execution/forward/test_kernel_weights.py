@@ -63,7 +63,8 @@ def test_parts_of_several_formats_keep_their_numbers(names: tuple[BlockFormat, .
 def test_nvfp4_keeps_its_numbers() -> None:
     matrix = torch.randn(48, 192, generator=torch.Generator().manual_seed(0))
     arranged = check(quantise_nvfp4(matrix))
-    assert (arranged.packed.code_type, arranged.packed.group_size) == ("int8", 16)
+    assert (arranged.packed.code_type, arranged.packed.group_size) == ("e2m1", 16)
+    assert arranged.nbytes == 64 * 192 * 6 / 8  # 64 rows: whole panels
 
 
 def test_other_parts_and_shapes_are_expanded() -> None:

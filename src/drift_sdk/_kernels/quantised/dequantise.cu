@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 exchanged(u32 (&words)[4], int t) {
 template <int CODES, int SCALES, int SHIFTS, int GROUPS, bool IS_GATED>
 __device__ __forceinline__ void dequantise(const u8* codes, const u8* scales, const u8* shifts,
                                            const float* channel_scale, u16* out, int N, int K) {
-  constexpr int COLUMNS = STEP / GROUPS, PIECES = CODES == INT4 ? 1 : 2;
+  constexpr int COLUMNS = STEP / GROUPS, PIECES = are_bytes<CODES> ? 2 : 1;
   constexpr bool HAS_OFFSETS = SHIFTS == OFFSETS;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = blockIdx.y, units = K / UNIT;
   const int first = (blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5)) * UNITS;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void dequantise(const u8* codes, const u8* scales, co
         if (HAS_OFFSETS) offset[j] = scales_of_rows<SCALES>(shifts + group * TILE * scale_bytes<SCALES>, g);
       }
       u32 a[2][4];
-      fragments<CODES>(a, words[CODES == INT4 ? 0 : half], half, minus_zeros);
+      fragments<CODES>(a, words[are_bytes<CODES> ? half : 0], half, minus_zeros);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         u32 row_words[4];

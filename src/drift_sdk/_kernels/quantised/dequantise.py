@@ -28,6 +28,7 @@ from drift_sdk._kernels.common.launching import (
     wait_for_producers,
 )
 from drift_sdk._kernels.quantised.packing import (
+    BYTE_CODES,
     CODE_UNIT,
     PANEL,
     TILE,
@@ -36,6 +37,7 @@ from drift_sdk._kernels.quantised.packing import (
     row_order,
 )
 from drift_sdk._kernels.quantised.programs import has_programs, program
+from drift_sdk.quantised.e2m1 import MAGNITUDES
 
 __all__ = [
     "dequantise",
@@ -59,6 +61,8 @@ ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
 
 E4M3_FACTOR = tl.constexpr(2.0**120)
 """The factor for the bits of an e4m3 number, moved to their places in bfloat16."""
+E2M1_FACTOR = tl.constexpr(2.0**126)
+"""The same for an e2m1 number."""
 
 
 @triton.jit
@@ -75,7 +79,7 @@ def packed_codes(
     half_row, half, sixteen = packed_row % 16 // 8, inner % 16 // 8, inner % 32 // 16
     unit = (packed_row // 64).to(tl.int64) * NUM_UNITS + inner // 64
     tile = unit * 4 + packed_row % 64 // 16
-    if CODES != "int4":
+    if CODES == "e4m3" or CODES == "int8":
         chunk = tile * 2 + inner % 64 // 32
         offset = lane * 16 + half_row * 8 + sixteen * 4 + inner % 2 * 2 + half
         return tl.load(codes_ptr + chunk * 512 + offset, mask=is_code, other=0).to(tl.int32)
@@ -98,6 +102,9 @@ def packed_numbers(
     elif CODES == "e4m3":
         bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
         return (bits.to(tl.float32, bitcast=True) * E4M3_FACTOR).to(DTYPE)
+    elif CODES == "e2m1":
+        bits = ((codes & 8) << 28) | ((codes & 7) << 22)
+        return (bits.to(tl.float32, bitcast=True) * E2M1_FACTOR).to(DTYPE)
     else:
         return (codes.to(tl.float32) - zeros).to(DTYPE)
 
@@ -232,7 +239,7 @@ def _launch(weight: PackedWeight, out: Tensor) -> None:
 def dequantise_reference(weight: PackedWeight) -> Tensor:
     """Return the numbers of a weight, float32 [num_columns, inner], in plain torch."""
     panels, padded = weight.num_panels, -(-weight.inner // UNIT) * UNIT
-    if weight.code_type != "int4":
+    if weight.code_type in BYTE_CODES:
         # (panel, unit, tile, chunk, g, t, half of rows, 16 columns, neighbour, half of 16 columns)
         parts = weight.codes.view(panels, padded // 64, 4, 2, 8, 4, 2, 2, 2, 2)
         parts = parts.permute(0, 2, 6, 4, 1, 3, 7, 9, 5, 8)
@@ -242,6 +249,10 @@ def dequantise_reference(weight: PackedWeight) -> Tensor:
         # (panel, unit, tile, g, t, half of rows, 32 columns, neighbour, 16 columns, half of those)
         pairs = weight.codes.view(panels, padded // 64, 4, 8, 4, 2, 2, 2, 2)
         parts = torch.stack((pairs & 15, pairs >> 4), dim=-1).permute(0, 2, 5, 3, 1, 6, 8, 9, 4, 7)
+    if weight.code_type == "e2m1":
+        parts = torch.tensor([*MAGNITUDES, *(-size for size in MAGNITUDES)], device=parts.device)[
+            parts.long()
+        ]
     numbers = parts.to(torch.float32).reshape(panels * PANEL, padded)
 
     def by_column(values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-enum Codes { E4M3, INT8, INT4 };
+enum Codes { E4M3, INT8, INT4, E2M1 };
 enum Scales { CHANNEL, GROUP_FLOAT32, GROUP_BFLOAT16, GROUP_FLOAT16 };
 enum Shifts { NO_SHIFTS, ZEROS, OFFSETS };  // of a group: zero points of its codes, or offsets of its numbers
 
@@ -15,7 +15,8 @@ constexpr int TILE = 16;          // rows of a tile of the weight
 constexpr int PANEL = 64;         // rows of a panel, four tiles
 constexpr int CHUNK_BYTES = 512;  // 16 bytes for each lane
 
-template <int CODES> constexpr int unit_bytes = CODES == INT4 ? 512 : 1024;  // of a tile
+template <int CODES> constexpr bool are_bytes = CODES == E4M3 || CODES == INT8;
+template <int CODES> constexpr int unit_bytes = are_bytes<CODES> ? 1024 : 512;  // of a tile
 template <int SCALES> constexpr int scale_bytes = SCALES == CHANNEL ? 0 : SCALES == GROUP_FLOAT32 ? 4 : 2;
 template <int SCALES, int SHIFTS> constexpr int shift_bytes =
     SHIFTS == ZEROS ? 2 : SHIFTS == OFFSETS ? scale_bytes<SCALES> : 0;
@@ -45,6 +46,19 @@ __device__ __forceinline__ u32 from_int8(u32 word) {
 // bfloat16 of exponent 0, or 1 if bit 7 is set, code q is q * 2^-133 or q * 2^-129. The fused product is exact.
 __device__ __forceinline__ u32 from_int4(u32 word, int half, u32 minus_zero) {
   return fma_bfloat16x2(word & (half ? 0x00F000F0u : 0x000F000Fu), half ? 0x7D007D00u : 0x7F007F00u, minus_zero);
+}
+
+// Two e2m1 numbers, in bits 0 to 3 (half 0) or 4 to 7 of 16 bits each: exponent and mantissa are moved to their places in
+// bfloat16, which is the number times 2^-126. The product with 2^126 is exact, also for subnormal numbers.
+__device__ __forceinline__ u32 from_e2m1(u32 word, int half) {
+  const u32 signs = half ? (word & 0x00800080u) << 8 : (word & 0x00080008u) << 12;
+  const u32 sizes = half ? (word & 0x00700070u) << 2 : (word & 0x00070007u) << 6;
+  return fma_bfloat16x2(signs | sizes, 0x7E807E80u, 0x80008000u);
+}
+
+// Two codes of 4 bits as `from_int4` and `from_e2m1` take them.
+template <int CODES> __device__ __forceinline__ u32 from_nibbles(u32 word, int half, u32 minus_zero) {
+  return CODES == INT4 ? from_int4(word, half, minus_zero) : from_e2m1(word, half);
 }
 
 // What a code counts: `fragments` gives numbers divided by it.
@@ -77,10 +91,10 @@ __device__ __forceinline__ void fragments(u32 (&a)[2][4], const uint4& words, in
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const u32 word0 = rows0 >> (8 * j), word8 = rows8 >> (8 * j);
-      a[j][0] = from_int4(word0, 0, minus_zeros[j][0]);
-      a[j][1] = from_int4(word8, 0, minus_zeros[j][1]);
-      a[j][2] = from_int4(word0, 1, minus_zeros[j][0]);
-      a[j][3] = from_int4(word8, 1, minus_zeros[j][1]);
+      a[j][0] = from_nibbles<CODES>(word0, 0, minus_zeros[j][0]);
+      a[j][1] = from_nibbles<CODES>(word8, 0, minus_zeros[j][1]);
+      a[j][2] = from_nibbles<CODES>(word0, 1, minus_zeros[j][0]);
+      a[j][3] = from_nibbles<CODES>(word8, 1, minus_zeros[j][1]);
     }
   }
 }

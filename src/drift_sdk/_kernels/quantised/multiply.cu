@@ -182,7 +182,7 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums
   template <int NUM_CHUNKS, class Release>
   __device__ __forceinline__ void start_step(const u8* panel, const u8* x, bool is_first_step, Release release) {
     constexpr int CHUNKS = GROUPS == 1 ? NUM_CHUNKS : ARE_HALVES ? 1 : 4 / GROUPS;  // of a group, or two halves
-    constexpr int PIECES = CODES == INT4 ? NUM_CHUNKS / 2 : NUM_CHUNKS, OF_UNIT = CODES == INT4 ? 1 : 2;
+    constexpr int PIECES = are_bytes<CODES> ? NUM_CHUNKS : NUM_CHUNKS / 2, OF_UNIT = are_bytes<CODES> ? 2 : 1;
     constexpr int UNIT_PIECES = 4 * unit_bytes<CODES> / 16;  // pieces of 16 bytes of a unit
     const int lane = threadIdx.x & 31, tile = threadIdx.x >> 5 & 3;
     const uint4* const pieces = reinterpret_cast<const uint4*>(panel + tile * unit_bytes<CODES>) + lane;
@@ -198,7 +198,7 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums
         const int group = ARE_HALVES ? 2 * i + j : i / CHUNKS;
         if (SHIFTS == ZEROS) zeros_of_rows(minus_zeros[j], shifts + group * PANEL * 2, lane >> 2);
       }
-      const int piece = CODES == INT4 ? i / 2 : i;
+      const int piece = are_bytes<CODES> ? i : i / 2;
       if (piece + 1 < PIECES)
         next = pieces[(piece + 1) / OF_UNIT * UNIT_PIECES + (piece + 1) % OF_UNIT * (CHUNK_BYTES / 16)];
       u32(&now)[2][4] = a[i % 2];
@@ -208,7 +208,7 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums
       }
       fragments<CODES>(now, words, i % 2, minus_zeros);
       if (IS_ASYNC) keep(now[0]), keep(now[1]);
-      if (CODES != INT4 || i % 2 == 1) words = next;
+      if (are_bytes<CODES> || i % 2 == 1) words = next;
       if (HAS_GROUPS && i % CHUNKS == 0) {
         if (i > 0 || !is_first_step) add_group();
         begin_group(scales, shifts, ARE_HALVES ? 2 * i : i / CHUNKS);

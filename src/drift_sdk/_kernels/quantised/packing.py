@@ -2,14 +2,15 @@
 
 A weight [N, K] is cut into panels of 64 rows, and those into units of 64 columns, which follow one another:
 what a warpgroup reads of a step of columns is one piece of memory. A unit has four tiles of 16 rows, one for
-each warp, of one chunk (4 bits), or two of 32 columns each (a byte). A chunk is 512 bytes, 16 for each lane,
-which reads them at once. Lane 4 g + t has rows g and g + 8, and of every 16 columns, columns 2 t, 2 t + 1,
-2 t + 8 and 2 t + 9, as an MMA takes them:
+each warp, of one chunk (codes of 4 bits), or two of 32 columns each (of a byte). A chunk is 512 bytes, 16 for
+each lane, which reads them at once. Lane 4 g + t has rows g and g + 8, and of every 16 columns, columns 2 t,
+2 t + 1, 2 t + 8 and 2 t + 9, as an MMA takes them:
 
     e4m3, int8: a word for each row and 16 columns: row g twice, then row g + 8. The order of its columns is
                 2 t, 2 t + 8, 2 t + 1, 2 t + 9: two neighbours are in bytes 0 and 2, or 1 and 3.
-    int4: a word for each row and 32 columns: row g twice, then row g + 8. The order of its columns, from the
-          low bits on, is 2 t, 2 t + 8, both of the next 16 columns, and the neighbours of these four.
+    int4, e2m1: a word for each row and 32 columns: row g twice, then row g + 8. The order of its columns,
+                from the low bits on, is 2 t, 2 t + 8, both of the next 16 columns, and the neighbours of
+                these four.
 
 A tile of a gated weight has 8 rows of the gate, then the same 8 rows of up, so that a lane has both.
 
@@ -31,9 +32,20 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
 
-__all__ = ["INT4_ZERO", "MIN_GROUP", "CodeType", "PackedWeight", "can_pack", "pack_weight", "row_order"]
+__all__ = [
+    "BYTE_CODES",
+    "INT4_ZERO",
+    "MIN_GROUP",
+    "CodeType",
+    "PackedWeight",
+    "can_pack",
+    "pack_weight",
+    "row_order",
+]
 
-CodeType = Literal["e4m3", "int4", "int8"]
+CodeType = Literal["e4m3", "int8", "int4", "e2m1"]
+BYTE_CODES: tuple[CodeType, ...] = ("e4m3", "int8")
+"""Codes of a byte; the others have four bits."""
 
 TILE = 16
 """Rows of a tile."""
@@ -56,8 +68,8 @@ class PackedWeight(Struct, frozen=True, kw_only=True):
 
     codes: uint8 [panels, bytes of a panel]. Rows and columns that do not exist have zeros.
     scales: [panels, groups, 4, 8, 2] float32, bfloat16 or float16; None: one scale a row.
-    zeros: bfloat16, of the shape of `scales`: -zero point / CODE_UNIT. None: it is INT4_ZERO for 4-bit codes
-    without offsets, else 0.
+    zeros: bfloat16, of the shape of `scales`: -zero point / CODE_UNIT. None: it is INT4_ZERO for int4 without
+    offsets, else 0.
     offsets: of the shape and type of `scales`, added to the numbers; None: there are none.
     row_scales: [num_columns] float32, in the order of packed rows; None: scales are those of groups.
     group_size: columns of a group: 128, 64, 32 or 16; 128 with row_scales.
@@ -125,11 +137,11 @@ def pack_weight(
 ) -> PackedWeight:
     """Arrange a weight [N, K]: row n, column k stands for (code - zero) * scale + offset.
 
-    codes: [N, K] uint8, one code a byte: bits of e4m3 or of int8, or 0 to 15.
+    codes: [N, K] uint8, one code a byte: bits of e4m3 or int8, 0 to 15, or four bits of e2m1.
     scales: [N, groups] float32, bfloat16 or float16, for groups of `group_size` columns, the last one of the
     rest; [N, 1] for group_size None, one group that has all columns.
-    zeros: of the shape of scales, whole numbers from 0 to 16 of any type, for 4-bit codes alone. None: 8 for
-    4-bit codes without offsets, else 0.
+    zeros: of the shape of scales, whole numbers from 0 to 16 of any type, for int4 alone. None: 8 for int4
+    without offsets, else 0.
     offsets: of the shape and type of scales, of groups; not beside zeros.
     is_gated: the first half of the rows is a gate, the second half its values. is_whole: as in
     gemm/slices.py.
@@ -163,7 +175,7 @@ def pack_weight(
     place = torch.arange(padded_columns // size, device=codes.device) * size
     group = (place // (group_size or inner)).clamp_(max=num_groups - 1)
     order = row_order(num_columns, is_gated, codes.device)
-    pack = _pack_int4 if code_type == "int4" else _pack_bytes
+    pack = _pack_bytes if code_type in BYTE_CODES else _pack_nibbles
     return PackedWeight(
         code_type=code_type,
         codes=pack(_padded(codes[order], padded_columns)),
@@ -200,7 +212,7 @@ def _pack_bytes(codes: Tensor) -> Tensor:
     return parts.permute(0, 4, 1, 5, 3, 8, 2, 6, 9, 7).reshape(len(codes), -1).contiguous()
 
 
-def _pack_int4(codes: Tensor) -> Tensor:
+def _pack_nibbles(codes: Tensor) -> Tensor:
     """[panels, bytes] of codes [panels, 4, 2, 8, K]."""
     # (panel, tile, half of its rows, g, unit, 32 columns, 16 columns, half of those, t, neighbour)
     parts = codes.view(*codes.shape[:4], -1, 2, 2, 2, 4, 2)

@@ -7,7 +7,7 @@ were not faster on an H200.
 
 from __future__ import annotations
 
-from drift_sdk._kernels.quantised.packing import PackedWeight
+from drift_sdk._kernels.quantised.packing import BYTE_CODES, PackedWeight
 from drift_sdk._kernels.quantised.tiles import FEW_ITEMS, MAX_SHARED_BYTES, Tiles, num_items, num_splits
 
 __all__ = ["choose_tiles"]
@@ -32,7 +32,7 @@ def choose_tiles(weight: PackedWeight, num_rows: int) -> Tiles:
     if rows is None:
         # Steps of codes of a byte are so large that four stages fit beside 128 rows, two for each of two
         # warpgroups.
-        has_many = splits == 1 or weight.code_type == "int4"
+        has_many = splits == 1 or weight.code_type not in BYTE_CODES
         rows, num_panels = (MANY_ROWS, 2 // splits) if has_many else (ROWS[-1], 2)
     num_stages = (MAX_SHARED_BYTES - 1024) // Tiles(num_panels, rows, 1).stage_bytes(weight)
     return Tiles(num_panels, rows, min(num_stages, MAX_STAGES) // splits * splits)

@@ -10,7 +10,7 @@ __all__ = ["FEW_ITEMS", "MAX_SHARED_BYTES", "Tiles", "num_items", "num_splits"]
 
 MAX_SHARED_BYTES = 232_448
 """Shared memory that a CTA may have on compute capability 9.0."""
-UNIT_BYTES = {"e4m3": 4096, "int8": 4096, "int4": 2048}
+UNIT_BYTES = {"e4m3": 4096, "int8": 4096, "int4": 2048, "e2m1": 2048}
 """Bytes of the codes of 64 rows and 64 columns."""
 FEW_ITEMS = 132
 """As many items, a panel and a slice each, as an H200 has multiprocessors."""

@@ -21,6 +21,7 @@ from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
 from drift_sdk.quantised.integers import GroupedIntegers
+from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight, dequantised
 
 __all__ = ["KernelWeight", "arrange_decoder", "arrange_matrix"]
@@ -134,6 +135,18 @@ def arrange_matrix(
             matrix.zeros,
             "int4",
             group_size=None if matrix.scales.shape[1] == 1 else matrix.group_size,
+            is_gated=is_gated,
+            is_whole=is_whole,
+        )
+        return KernelWeight(packed)
+
+    if isinstance(matrix, Nvfp4Weight) and can_pack(rows, NVFP4_GROUP, columns, is_gated=is_gated):
+        packed = pack_weight(
+            torch.stack((matrix.codes & 15, matrix.codes >> 4), dim=2).view(rows, columns),
+            matrix.group_scales(),
+            None,
+            "e2m1",
+            group_size=NVFP4_GROUP,
             is_gated=is_gated,
             is_whole=is_whole,
         )
