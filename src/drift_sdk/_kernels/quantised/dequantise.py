@@ -218,7 +218,7 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
 
 def _launch(weight: PackedWeight, out: Tensor) -> None:
     is_gated = "true" if weight.is_gated else "false"
-    kernel = program(weight, "quantised/dequantise.cu", "numbers", "DEQUANTISE", is_gated, THREADS=THREADS)
+    kernel = program(weight, ("quantised/dequantise.cu",), "numbers", "DEQUANTISE", is_gated, THREADS=THREADS)
     num_units = triton.cdiv(weight.inner, UNIT)
     launch_kernel(
         compile_kernel(kernel, out.device.index or 0, 0),

@@ -28,11 +28,11 @@ def programs_run(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def program(
-    weight: PackedWeight, file: str, name: str, function: str, more: str, **macros: int
+    weight: PackedWeight, files: tuple[str, ...], name: str, function: str, more: str, **macros: int
 ) -> CudaKernel:
     """A kernel for a weight's format.
 
-    file: behind FILES. name: of the kernel. function: the macro that stands for a function, of the same
+    files: behind FILES. name: of the kernel. function: the macro that stands for a function, of the same
     name in lower case, with its template arguments: the format, then `more`. macros: numbers.
     """
     scales = "CHANNEL" if weight.scales is None else SCALES[weight.scales.dtype]
@@ -40,7 +40,7 @@ def program(
     num_groups = STEP // weight.group_size
     arguments = f"{weight.code_type.upper()}, {scales}, {shifts}, {num_groups}, {more}"
     return CudaKernel(
-        (*FILES, file),
+        (*FILES, *files),
         name,
         (
             (function, f"{function.lower()}<{arguments}>"),
