@@ -32,7 +32,9 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums
   float sum[NT][4];    // of a group, or of all columns; tensor cores add to it
   u32 a[2][2][4];      // fragments of two chunks of 32 columns, in turn
   float2 scale;        // of the group whose sum is `sum`
-  float sum_x[HAS_OFFSETS ? NT : 1][4];  // of the group's columns of x
+  // Of a group with offsets:
+  float sum_x[HAS_OFFSETS ? NT : 1][4];  // its columns of x, summed
+  u32 ones[4];                           // the fragment that sums them
   float2 offset;
 
   __device__ __forceinline__ void clear() {
@@ -44,6 +46,7 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums
         if (HAS_OFFSETS) sum_x[n][e] = 0.f;
       }
     scale = offset = make_float2(0.f, 0.f);
+    for (int i = 0; i < 4; i++) ones[i] = 0x3F803F80u;
   }
 
   // Waits for the products that have been started.
@@ -55,6 +58,7 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums
     if (HAS_OFFSETS)
 #pragma unroll
       for (int n = 0; n < NT; n++) keep(sum_x[n]);
+    if (HAS_OFFSETS) keep(ones);
 #pragma unroll
     for (int c = 0; c < 2; c++) keep(a[c][0]), keep(a[c][1]);
   }
@@ -91,7 +95,6 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int NT> struct TileSums
   // Products of a chunk's fragments FIRST to LAST with their 16 columns of x each. x: the step's rows.
   template <int FIRST, int LAST>
   __device__ __forceinline__ void multiply_chunk(const u32 (&now)[2][4], const u8* x, int chunk, bool is_added) {
-    const u32 ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
     if constexpr (IS_ASYNC) {
       const u32 rows = place_of_rows(x) + chunk / 2 * NT * (1024 / 16) + chunk % 2 * 4;
       fence_wgmma();
