@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--gpus", nargs="+", default=["0"], metavar="N", help="as in CUDA_VISIBLE_DEVICES")
     made.add_argument("--seconds", type=float, help="limit of the whole run")
     made.add_argument("--out", type=Path, default=OUT, help="folder")
-    given = made.parse_args(arguments)
+    given = made.parse_intermixed_args(arguments)  # names may follow options
     known = load_measurements()
     unknown = [name for name in given.names if name not in known]
     if unknown:

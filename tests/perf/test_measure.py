@@ -165,7 +165,7 @@ def test_done_measurements_are_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> str:
-        assert measure.main(["run", "--out", str(tmp_path)]) == 1
+        assert measure.main(["run", "--gpus", "0", "--out", str(tmp_path), "fine one", "none"]) == 1
         return capsys.readouterr().out
 
     first = run()
