@@ -42,7 +42,7 @@ PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[Deco
     "vllm-marlin": partial(vllm.measure, linear_backend="marlin"),
 }
 """Name -> measure(model, scenarios, repeats, read bandwidth in TB/s), which yields a run per scenario."""
-QUANTISED_PEERS = {None: ("transformers", "vllm"), "fp8": ("vllm", "vllm-marlin"), "int4": ()}
+QUANTISED_PEERS = {None: ("transformers", "vllm"), "fp8": ("vllm", "vllm-marlin")}
 """Peers that can be measured, by the form of the weights."""
 
 
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = arguments_parser.parse_args(arguments)
     if given.temperature and given.peer:
         arguments_parser.error("--temperature: expected 0 with --peer, because peers are greedy")
-    allowed = QUANTISED_PEERS[given.weights]
+    allowed = QUANTISED_PEERS.get(given.weights, ())
     for peer in given.peer:
         if peer not in allowed:
             form = f"with --weights {given.weights}" if given.weights else "without --weights"

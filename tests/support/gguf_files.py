@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -75,7 +76,8 @@ def write_gguf(
         wanted = quantisation if isinstance(quantisation, Q) else quantisation(name)
         block_size, _ = gguf.GGML_QUANT_SIZES[wanted]
         kind = wanted if array.ndim == 2 and array.shape[1] % block_size == 0 else Q.F32
-        raw = _random_blocks(array.shape, kind) if kind in K_SCALES else gguf.quants.quantize(array, kind)
+        is_drawn = kind in K_SCALES
+        raw = _random_blocks(name, array.shape, kind) if is_drawn else gguf.quants.quantize(array, kind)
         writer.add_tensor(_gguf_name(architecture, module, suffix), raw, raw_dtype=kind)
         array = gguf.quants.dequantize(raw, kind)
         if name.endswith("norm.weight"):
@@ -96,9 +98,9 @@ def write_gguf(
     return stored
 
 
-def _random_blocks(shape: tuple[int, ...], kind: Q) -> npt.NDArray[np.uint8]:
+def _random_blocks(name: str, shape: tuple[int, ...], kind: Q) -> npt.NDArray[np.uint8]:
     block_size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(shape[0]).integers(
+    blocks = np.random.default_rng(crc32(name.encode())).integers(
         0, 256, (shape[0], shape[1] // block_size, num_bytes), dtype=np.uint8
     )
     for place, scale in K_SCALES[kind].items():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ctypes import c_float, c_int
 from functools import cache
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
 from drift_sdk._kernels.common.parallel_compile import is_recording
 
-__all__ = ["CudaKernel", "compile_kernel", "has_compiler", "launch_kernel", "map_boxes"]
+__all__ = ["CudaKernel", "compile_kernel", "has_compiler", "launch_kernel", "map_boxes", "program_options"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -72,12 +73,7 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
 
     A program is looked up on disk by its text, its options and the compiler's version.
     """
-    arch = Device(device_index).arch
-    target = f"sm_{arch}a" if int(arch) >= 90 else f"sm_{arch}"  # "a": with wgmma
-    options = ProgramOptions(
-        name=kernel.files[-1], std="c++17", arch=target, define_macro=list(kernel.macros)
-    )
-    program = Program(kernel.source(), "c++", options)
+    program = Program(kernel.source(), "c++", program_options(kernel, Device(device_index).arch))
     try:
         compiled = _compiled(program).get_kernel(kernel.name)
     finally:
@@ -89,6 +85,19 @@ def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> 
             raise RuntimeError(f"{kernel.files[-1]}: {shared_bytes} bytes of shared memory: {error.name}")
 
     return compiled
+
+
+def program_options(kernel: CudaKernel, arch: str) -> ProgramOptions:
+    """How a program is compiled. arch: of the GPU, like "90".
+
+    The name has no folder: NVRTC looks for included files there, and cuda.core would not keep it.
+    """
+    return ProgramOptions(
+        name=PurePosixPath(kernel.files[-1]).name,
+        std="c++17",
+        arch=f"sm_{arch}a" if int(arch) >= 90 else f"sm_{arch}",  # "a": with wgmma
+        define_macro=list(kernel.macros) or None,
+    )
 
 
 def _compiled(program: Program) -> Any:
