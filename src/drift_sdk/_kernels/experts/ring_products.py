@@ -28,7 +28,7 @@ from drift_sdk._kernels.experts.routing import ExpertRows
 
 __all__ = ["CAPABILITY", "RING_ROWS", "RingTiles", "has_ring"]
 
-RING_ROWS = range(0)
+RING_ROWS = range(1, 129)
 """Numbers of rows for which the ring is used. None, until it has been measured."""
 
 CAPABILITY = (9, 0)
