@@ -29,6 +29,8 @@ from perf.peers import vllm
 __all__ = ["PrefillOptions", "main", "measure"]
 
 NUM_WARM_UPS = 2
+PEER_WEIGHTS = None, "fp8"
+"""Forms of weights that vLLM quantises to."""
 
 
 class PrefillOptions(Struct, frozen=True, kw_only=True):
@@ -131,8 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add_weights(arguments_parser)
     given = arguments_parser.parse_args(arguments)
-    if (given.weights or given.kv_dtype) and given.peer:
-        arguments_parser.error("--peer: expected no --weights and no --kv-dtype, as peers do not quantise")
+    if given.peer and (given.weights not in PEER_WEIGHTS or given.kv_dtype):
+        arguments_parser.error(
+            "--peer: expected no --kv-dtype, and --weights fp8 or none, as the peer has them"
+        )
     options = PrefillOptions(
         device=given.device,
         dtype=given.dtype,

@@ -129,7 +129,12 @@ def measure_prompts(
     model: Model, lengths: Sequence[int], repeats: int, peak_tflop_s: float
 ) -> Iterator[PrefillRun]:
     """Measure single prompts that are not cached, under the same conditions."""
-    job = Job(folder=str(model.path), repeats=repeats, prompt_lengths=list(lengths))
+    job = Job(
+        folder=str(model.path),
+        repeats=repeats,
+        prompt_lengths=list(lengths),
+        quantization=model.weights,
+    )
     with _prepared(model, job) as prepared:
         for times in _process_times(prepared):
             num_tokens = int(times.scenario)

@@ -9,10 +9,12 @@ the worker after it has been captured: graphs read them from the same memory.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from perf.peers.vllm_routing import copying, counted_passes, counting, distinct_
 __all__ = ["ANSWERS_MARK", "EXPERTS_MARK", "MARK", "Experts", "Job", "Times", "kernels_of"]
 
 MARK, ANSWERS_MARK, EXPERTS_MARK = "times: ", "answers: ", "experts: "
-NUM_WARM_UP_PROMPTS = 2
+NUM_WARM_UP_PROMPTS, NUM_WARM_UPS = 2, 1
+"""Prompts, and rounds of a scenario after its answers, that are not recorded."""
 NUM_COUNTED_TOKENS = 64
 """Tokens of each sequence while experts are counted."""
 MAX_MODEL_LEN = 34_816
@@ -72,7 +75,7 @@ class Times(Struct, frozen=True):
     """Times of a scenario or prompt.
 
     scenario:  name of the scenario, or length of the prompt.
-    seconds:   for each repeat, the time of a decode step (by the difference of two lengths) or of the prompt.
+    seconds:   for each repeat, the time of a decode step of all sequences, or of the prompt.
     num_distinct_tokens:  mean number of distinct tokens of all sequences at the same place of their answers,
                           in the part that is timed; None of a prompt.
     """
@@ -173,6 +176,7 @@ class Running:
 
         settings = settings_of(job)
         self.version = vllm.__version__
+        self.numbers = itertools.count()
         self.llm = vllm.LLM(model=job.folder, **settings)
         if job.weights is not None:
             missing = {name for names in self.llm.apply_model(copying(job.weights)) for name in names}
@@ -205,11 +209,41 @@ class Running:
 
         return found
 
-    def seconds(self, prompts: list[dict[str, list[int]]], num_tokens: int) -> float:
-        """The time of `answers`."""
+    def seconds(self, prompts: list[dict[str, list[int]]]) -> float:
+        """The time to the first tokens."""
         started_at = time.perf_counter()
-        self.answers(prompts, num_tokens)
+        self.answers(prompts, 1)
         return time.perf_counter() - started_at
+
+    def round_seconds(self, prompts: list[dict[str, list[int]]], short: int, long: int) -> float:
+        """The time in which all sequences get a token, between the steps after which each has `short` tokens
+        and each has `long`. Steps of prompts are not in it: vLLM compiles kernels in some of them."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=long,
+            min_tokens=long,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine = self.llm.llm_engine
+        for prompt in prompts:
+            engine.add_request(f"timed-{next(self.numbers)}", {"type": "token", **prompt}, params)
+
+        counts: Counter[str] = Counter()
+        began_at, num_before = 0.0, 0
+        while engine.has_unfinished_requests():
+            counts.update({each.request_id: len(each.outputs[0].token_ids) for each in engine.step()})
+            if not num_before and len(counts) == len(prompts) and min(counts.values()) >= short:
+                began_at, num_before = time.perf_counter(), counts.total()
+        taken = time.perf_counter() - began_at
+        if not num_before or counts.total() != long * len(prompts):
+            raise RuntimeError(f"completions of {sorted(set(counts.values()))} tokens: expected {long} each")
+
+        return taken * len(prompts) / (counts.total() - num_before)
 
     def times(self, scenario: str | int, seconds: list[float], num_distinct: float | None = None) -> Times:
         return Times(scenario, seconds, self.version, self.description, num_distinct)
@@ -230,16 +264,9 @@ def time_scenarios(running: Running, job: Job) -> None:
     short, long = LENGTHS
     for scenario in map(Scenario.parse, job.scenarios):
         prompts = scenario_prompts(job, scenario)
-        for num_tokens in (short, long):
-            running.answers(prompts, num_tokens)
         num_distinct = distinct_tokens(running.answers(prompts, long), short)
-
-        rounds_s = []
-        for _ in range(job.repeats):
-            short_s = running.seconds(prompts, short)
-            rounds_s.append((running.seconds(prompts, long) - short_s) / (long - short))
-
-        write(MARK, running.times(scenario.name, rounds_s, num_distinct))
+        rounds_s = [running.round_seconds(prompts, short, long) for _ in range(NUM_WARM_UPS + job.repeats)]
+        write(MARK, running.times(scenario.name, rounds_s[NUM_WARM_UPS:], num_distinct))
 
 
 def time_prompts(running: Running, job: Job) -> None:
@@ -247,7 +274,7 @@ def time_prompts(running: Running, job: Job) -> None:
     numbers = random.Random(0)
     for length in job.prompt_lengths:
         times = [
-            running.seconds(given_prompts([numbers.choices(PROMPT_IDS, k=length)]), 1)
+            running.seconds(given_prompts([numbers.choices(PROMPT_IDS, k=length)]))
             for _ in range(NUM_WARM_UP_PROMPTS + job.repeats)
         ]
         write(MARK, running.times(length, times[NUM_WARM_UP_PROMPTS:]))

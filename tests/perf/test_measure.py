@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,6 +18,7 @@ from drift_sdk.errors import ConfigError
 from perf import measure
 from perf.gating.gate import load_gates
 from perf.harness.gpu_queue import Job, Outcome, run_jobs
+from perf.harness.recording import Recording
 from perf.measure import Measurement, load_measurements
 
 GPU_TOPICS = {gate.topic for gate in load_gates().gates}
@@ -41,15 +42,14 @@ def waits_for(name: str) -> str:
 
 @pytest.mark.parametrize("name", load_measurements())
 def test_scripts_accept_their_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
-
-    def parsed(*arguments: Any, **named: Any) -> None:
-        parse(*arguments, **named)
+    def parsed(*_: Any, **__: Any) -> None:
         raise ParsedError
 
     measurement = load_measurements()[name]
     module = importlib.import_module(measurement.module)
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", parsed)
+    monkeypatch.setattr(Recording, "__init__", parsed)
+    monkeypatch.setattr("perf.harness.recording.default_device", lambda: "cuda")
     with pytest.raises(ParsedError):
         module.main(measurement.line(tmp_path)[3:])
 

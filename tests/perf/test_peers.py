@@ -31,11 +31,36 @@ assert not foreign, foreign
 now = [0.0]
 time.perf_counter = lambda: now[0]
 
+sys.modules["vllm.sampling_params"] = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+
 class SamplingParams:
     def __init__(self, *, max_tokens, min_tokens, ignore_eos, **others):
-        self.max_tokens = max_tokens
+        self.max_tokens, self.output_kind = max_tokens, others.get("output_kind")
+
+class Engine:  # prompts, one a step, take a second; a step takes 1e-4 s for each running request
+    def __init__(self):
+        self.waiting, self.running = [], {}
+
+    def add_request(self, request_id, prompt, params):
+        assert prompt["type"] == "token" and prompt["prompt_token_ids"] and params.output_kind == "delta"
+        self.waiting.append((request_id, params.max_tokens - MISSING))
+
+    def has_unfinished_requests(self):
+        return bool(self.waiting or self.running)
+
+    def step(self):
+        if self.waiting:
+            now[0] += 1.0
+            self.running.update([self.waiting.pop(0)])
+        now[0] += 1e-4 * len(self.running)
+        token = SimpleNamespace(token_ids=[1])
+        outputs = [SimpleNamespace(request_id=one, outputs=[token]) for one in self.running]
+        self.running = {one: count - 1 for one, count in self.running.items() if count > 1}
+        return outputs
 
 class LLM:
+    llm_engine = Engine()
+
     def __init__(self, *, model, load_format, **settings):
         assert load_format == "dummy"
         assert settings["max_model_len"] == 1024  # what the model allows
@@ -273,7 +298,7 @@ def test_vllm_counts_experts_before_it_is_timed(tmp_path: Path, monkeypatch: pyt
     """The process that is timed has neither hooks nor the settings of the one that counts."""
     model, scenario = prepare("tiny-experts", tmp_path / "tiny-experts"), Scenario.parse("batch4-16")
     fake_vllm(tmp_path / "site", monkeypatch, missing=0)
-    (tmp_path / "site" / "vllm.py").write_text(f"FAILS = False\n{VLLM}\n{COUNTING}")
+    (tmp_path / "site" / "vllm.py").write_text(f"FAILS, MISSING = False, 0\n{VLLM}\n{COUNTING}")
     (plain,) = PEERS["vllm"](model, [scenario], 1, 0.01)
     assert (plain.num_experts, plain.num_distinct_tokens) == (5.5, 2.0)
     assert plain.bytes_per_round == model.decode_bytes(4, scenario.mean_context(), 2, 5.5)
@@ -297,7 +322,7 @@ def test_vllm_is_timed_if_it_cannot_count(
 ) -> None:
     model = prepare("tiny-experts", tmp_path / "tiny-experts")
     fake_vllm(tmp_path / "site", monkeypatch, missing=0)
-    (tmp_path / "site" / "vllm.py").write_text(f"FAILS = True\n{VLLM}\n{COUNTING}")
+    (tmp_path / "site" / "vllm.py").write_text(f"FAILS, MISSING = True, 0\n{VLLM}\n{COUNTING}")
     scenarios = [Scenario.parse("batch4-16")]
     (plain,) = PEERS["vllm"](model, scenarios, 1, 0.01)
     assert (plain.num_experts, plain.num_distinct_tokens) == (None, 2.0)
