@@ -41,8 +41,8 @@ FEW_TILES = ((2, 1, 2, 1), (2, 1, 1, 1), (2, 1, 2, 4), (2, 1, 3, 1), (1, 1, 3, 1
 MANY_TILES = ((2, 2, 1, 1), (2, 2, 2, 1), (4, 2, 1, 4), (4, 2, 1, 1), (2, 4, 1, 1))
 MANY_ROWS = 128
 """Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
-RINGS = ((4, 2), (3, 2), (8, 1))
-"""Arguments of RingTiles, below MANY_ROWS rows."""
+RINGS = ((4, 2), (3, 2))
+"""Arguments of RingTiles."""
 OWN = "own"
 
 Tiles = ExpertGemmConfig | CudaTiles | RingTiles
@@ -64,7 +64,7 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
     yield None
     if experts.is_quantised:
         yield from itertools.starmap(CudaTiles, MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES)
-        if num_rows < MANY_ROWS and gpu_limits().capability == CAPABILITY:
+        if gpu_limits().capability == CAPABILITY:
             yield from itertools.starmap(RingTiles, RINGS)
         return
 

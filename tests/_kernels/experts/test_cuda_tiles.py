@@ -8,7 +8,7 @@ import torch
 from drift_sdk._kernels.experts.cuda_products import MAX_SCALE, CudaTiles, cuda_tiles, has_cuda_product
 from drift_sdk._kernels.experts.cuda_routing import has_cuda_route
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
-from drift_sdk._kernels.experts.ring_products import MAX_INNER, RING_ROWS, RingTiles, has_ring
+from drift_sdk._kernels.experts.ring_products import MAX_INNER, RingTiles, has_ring
 from drift_sdk._kernels.experts.routing import ExpertRows
 
 
@@ -51,21 +51,21 @@ def test_there_are_never_more_items_than_counted(
         assert int(num_row_tiles.sum()) * 3 <= most
 
 
-def test_many_rows_of_an_expert_have_larger_tiles() -> None:
+def test_many_rows_of_an_expert_have_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
     few, many = (cuda_tiles(rows_of(num_rows, 128, 4), quantised_matrix(64)) for num_rows in (64, 256))
     assert isinstance(few, CudaTiles) and few.row_tiles == 1
     assert isinstance(many, CudaTiles) and many.row_tiles == 2
 
 
-def test_ring_is_used_for_the_rows_of_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, matrix = rows_of(8, 128, 4), quantised_matrix(64)
+def test_ring_is_used_until_experts_have_more_pairs_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = quantised_matrix(64)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    assert len(RING_ROWS) == 0 and isinstance(cuda_tiles(rows, matrix), CudaTiles)
-    monkeypatch.setattr("drift_sdk._kernels.experts.cuda_products.RING_ROWS", range(8, 9))
-    assert cuda_tiles(rows, matrix) == RingTiles()
-    assert isinstance(cuda_tiles(rows_of(9, 128, 4), matrix), CudaTiles)
+    assert cuda_tiles(rows_of(1, 128, 4), matrix) == RingTiles(num_stages=3)
+    assert cuda_tiles(rows_of(256, 128, 4), matrix) == cuda_tiles(rows_of(64, 32, 4), matrix) == RingTiles()
+    assert isinstance(cuda_tiles(rows_of(257, 128, 4), matrix), CudaTiles)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (10, 0))
-    assert isinstance(cuda_tiles(rows, matrix), CudaTiles)
+    assert isinstance(cuda_tiles(rows_of(8, 128, 4), matrix), CudaTiles)
 
 
 def test_ring_needs_whole_tiles_and_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:

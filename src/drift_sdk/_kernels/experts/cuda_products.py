@@ -33,7 +33,7 @@ from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
-from drift_sdk._kernels.experts.ring_products import RING_ROWS, RingTiles, has_ring
+from drift_sdk._kernels.experts.ring_products import RingTiles, ring_tiles
 from drift_sdk._kernels.experts.routing import ExpertRows
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class CudaTiles(Struct, frozen=True):
 
 def cuda_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> CudaTiles | RingTiles:
     """Return the tiles for a product of rows with a matrix."""
-    if rows.num_rows in RING_ROWS and has_ring(matrix, ring := RingTiles()):
+    ring = ring_tiles(rows, matrix)
+    if ring is not None:
         return ring
 
     rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts

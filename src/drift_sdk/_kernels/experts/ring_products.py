@@ -5,8 +5,6 @@ ahead and across experts (ring_products.cu). So many bytes are under way that me
 warps that multiply. These do the same as those of expert_products.cu in the same order, and have the rows of
 x in registers, which they seldom change.
 
-Not used by default: RING_ROWS.
-
 Order of summation: that of cuda_products.py, with the same bits.
 
 Grid: as many CTAs as the GPU holds at once. Each has tiles that follow each other, of one expert or a few.
@@ -26,10 +24,13 @@ from msgspec import Struct
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows
 
-__all__ = ["CAPABILITY", "RING_ROWS", "RingTiles", "has_ring"]
+__all__ = ["CAPABILITY", "MAX_PAIRS", "RingTiles", "has_ring", "ring_tiles"]
 
-RING_ROWS = range(1, 129)
-"""Numbers of rows for which the ring is used. None, until it has been measured."""
+MAX_PAIRS = 8
+"""The most pairs of an expert, on average, for which the ring is used: the weight of an expert with more than
+8 is converted for each 8 of them anew, and that takes three quarters of the time of reading it."""
+FEW_ROWS = 4
+"""Up to so many rows, three stages are faster than four: a CTA has few items."""
 
 CAPABILITY = (9, 0)
 """The compute capability that the ring is made for."""
@@ -71,6 +72,15 @@ class RingTiles(Struct, frozen=True):
         num_pairs = rows.num_rows * rows.num_active
         num_used = min(rows.num_experts, num_pairs)
         return (num_used + (num_pairs - num_used) // PAIR_TILE) * (num_weight_rows // ROW_TILE)
+
+
+def ring_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> RingTiles | None:
+    """Return the tiles for a product of rows with a matrix; None if another kernel computes it."""
+    if rows.num_rows * rows.num_active > MAX_PAIRS * rows.num_experts:
+        return None
+
+    tiles = RingTiles(num_stages=3 if rows.num_rows <= FEW_ROWS else 4)
+    return tiles if has_ring(matrix, tiles) else None
 
 
 def has_ring(matrix: ExpertMatrix, tiles: RingTiles) -> bool:
