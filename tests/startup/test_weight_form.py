@@ -40,7 +40,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if not kind.startswith("nvfp4")])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_weights_that_kernels_multiply_by_stay_quantised(kind: str) -> None:
     model = quantised(kind)
     assert form_of(model) == "stored"
@@ -55,8 +55,6 @@ def test_weights_that_kernels_multiply_by_stay_quantised(kind: str) -> None:
 def test_other_weights_are_expanded() -> None:
     assert form_of(PLAIN) == "expanded"
     assert form_of(structs.replace(PLAIN, quantisation=BLOCK_SCHEME)) == "expanded"
-    for kind in ("nvfp4", "nvfp4, modelopt"):
-        assert form_of(quantised(kind)) == "expanded"
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
     names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     experts = DecoderConfig.from_hf(tiny_llama(**names, **sizes)).experts

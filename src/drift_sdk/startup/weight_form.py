@@ -13,7 +13,9 @@ from drift_sdk.quantised.scheme import Scheme, Storage
 
 __all__ = ["choose_weight_form", "is_quantised", "stored_scheme", "with_weight_form"]
 
-MULTIPLIED: frozenset[Storage] = frozenset({"fp8", "awq", "gptq", "packed"})
+MULTIPLIED: frozenset[Storage] = frozenset(
+    {"fp8", "awq", "gptq", "packed", "compressed_nvfp4", "modelopt_nvfp4"}
+)
 """Storages that kernels of products convert in registers."""
 
 
