@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensors
+from drift_sdk._kernels.common.sizes import next_power_of_2
 
 __all__ = ["MIN_PADDED_SEQUENCES", "PlannedRows", "sequences_of_rows"]
 
@@ -54,7 +55,7 @@ class PlannedRows(Struct, frozen=True):
     @property
     def padded_sequences(self) -> int:
         """The sequences that kernels are compiled for, a power of two."""
-        return max(MIN_PADDED_SEQUENCES, int(triton.next_power_of_2(self.num_sequences)))
+        return max(MIN_PADDED_SEQUENCES, next_power_of_2(self.num_sequences))
 
 
 @triton.jit
