@@ -92,7 +92,10 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def of_rows(self, rows: slice) -> LayerAttention:
-        """The attention of some of the rows."""
+        """The attention of some of the rows, or all."""
+        if rows == slice(0, self.query.shape[0]):
+            return self
+
         return replace(self, query=self.query[rows], out=self.out[rows])
 
     def check(self, *, max_first_key: int, has_strides: bool = False) -> None:

@@ -36,7 +36,10 @@ class PlannedRows(Struct, frozen=True):
         return self.slot.shape[0] // self.rows_per_sequence
 
     def of_rows(self, rows: slice) -> PlannedRows:
-        """Some of the rows, those of whole sequences."""
+        """Some of the rows, those of whole sequences, or all."""
+        if rows == slice(0, self.slot.shape[0]):
+            return self
+
         return replace(self, slot=self.slot[rows], position=self.position[rows])
 
     def check(self, num_rows: int) -> None:
