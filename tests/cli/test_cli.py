@@ -119,6 +119,16 @@ def test_doctor_needs_packages_for_gpus_only_where_there_is_a_gpu(monkeypatch: p
     assert examine().problems == ["triton is not installed", "cuda-core is not installed"]
 
 
+def test_doctor_notes_that_torch_has_no_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.__spec__, "cached", str(tmp_path / "torch.pyc"))
+    (note,) = (note for note in examine().notes if "bytecode" in note)
+    assert f"python -m compileall -q {Path(torch.__file__).parents[1]} writes it" in note
+    (tmp_path / "torch.pyc").touch()
+    assert not any("bytecode" in note for note in examine().notes)
+    monkeypatch.setattr(torch.__spec__, "cached", None)  # not imported from a file of source
+    assert not any("bytecode" in note for note in examine().notes)
+
+
 def test_progress_of_a_download_shows_files_and_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,45 @@ def test_disabled_collector_stays_disabled() -> None:
     with without_collection(), without_collection():
         assert not gc.isenabled()
     assert not gc.isenabled()
+
+
+def is_young(found: object) -> bool:
+    return any(each is found for generation in (0, 1) for each in gc.get_objects(generation))
+
+
+def test_objects_made_in_a_block_count_as_old() -> None:
+    with without_collection():
+        made: list[object] = [[]]
+        with without_collection():
+            made.append([])
+        assert all(map(is_young, made))
+    assert not any(map(is_young, made))
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_of_a_block_is_collected() -> None:
+    class Made:
+        pass
+
+    with without_collection():
+        made = Made()
+        made.itself = made  # type: ignore[attr-defined]
+        found = weakref.ref(made)
+        del made
+    gc.collect()
+    assert found() is None
+
+
+def test_frozen_objects_of_the_process_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        num_frozen = gc.get_freeze_count()
+        with without_collection():
+            made: list[object] = []
+        assert num_frozen - 100 < gc.get_freeze_count() <= num_frozen  # some may have been freed
+        assert is_young(made)
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

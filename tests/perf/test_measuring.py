@@ -21,6 +21,7 @@ from perf.harness.host import LoopLag, percentile, thread_seconds
 from perf.harness.record import read
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare
+from perf.harness.startup_process import Job, Startup
 from perf.harness.table import prefill_table
 from perf.prefill import first_token_seconds
 from perf.prefill import main as prefill_main
@@ -216,6 +217,24 @@ def test_startup_measures_a_cold_and_a_warm_run(tiny: Model) -> None:
         assert run.start_s < run.first_token_s < run.process_s
         assert run.gpu_memory_gib is None and 0.05 < run.process_memory_gib < 20
         assert to_builtins(run)["scenario"] == "startup"
+
+
+def test_startup_keeps_bytecode(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm start compiles no modules, even in an environment that keeps none of the compiled ones."""
+    environments = []
+
+    def failing_start(job: Job, environment: dict[str, str]) -> Startup:
+        environments.append(environment)
+        raise InterruptedError
+
+    monkeypatch.setattr(startup, "start_up", failing_start)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
+    with pytest.raises(InterruptedError):
+        startup.measure(tiny, device="cpu", dtype="float32", executor="auto", repeats=1)
+    assert [each["PYTHONDONTWRITEBYTECODE"] for each in environments] == [""]
+    compiled = {file.name.partition(".")[0] for file in tmp_path.rglob("drift_sdk/*.pyc")}
+    assert {"engine", "stream"} <= compiled
 
 
 async def test_lag_equals_the_time_that_the_loop_was_blocked() -> None:

@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -124,6 +125,11 @@ def examine() -> Diagnosis:
         torch_cuda = torch.version.cuda
         if release(torch.__version__) < MIN_TORCH:
             problems.append(f"torch {torch.__version__}: expected at least {'.'.join(map(str, MIN_TORCH))}")
+        if not keeps_bytecode(torch):
+            notes.append(
+                "there is no bytecode of torch here, so every start compiles torch's modules, which takes "
+                f"seconds: python -m compileall -q {Path(torch.__file__).parents[1]} writes it"
+            )
         try:
             devices = gpus(torch)
         except Exception as error:
@@ -169,6 +175,13 @@ def run_doctor(*, as_json: bool) -> int:
         print(diagnosis.text())
 
     return 0 if diagnosis.is_usable else 1
+
+
+def keeps_bytecode(module: ModuleType) -> bool:
+    """Whether the bytecode of an imported module is kept: by the installer, or by Python when it was
+    imported."""
+    cached = None if module.__spec__ is None else module.__spec__.cached
+    return cached is None or Path(cached).is_file()
 
 
 def version_of(package: str) -> str | None:

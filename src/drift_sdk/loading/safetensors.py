@@ -159,21 +159,28 @@ def _text_names(stored_names: Collection[str], folder: Path) -> dict[str, str]:
 def _read_tensor(stored: FileIO, dtype: torch.dtype, place: torch.Tensor) -> None:
     """Fill `place` [N] with the next N numbers of a file, which are stored as `dtype`."""
     if place.device.type == "cpu" and place.dtype == dtype:
-        _read_bytes(stored, place)
+        _read_bytes(stored, _memory(place))
         return
 
     # Through a buffer, pinned for a GPU so that it reads the memory itself, and converted on the device.
     is_pinned = place.device.type == "cuda"
     buffer = torch.empty(CHUNK_BYTES // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=is_pinned)
+    memory, is_converted = _memory(buffer), place.dtype != dtype
+    # The other readers wait for the interpreter's lock while this one has it: it does little for each part.
     for part in torch.split(place, len(buffer)):
-        piece = buffer[: len(part)]
-        _read_bytes(stored, piece)
-        part.copy_(piece if part.dtype == dtype else piece.to(part.device))
+        if len(part) < len(buffer):  # the last one
+            buffer, memory = buffer[: len(part)], memory[: len(part) * dtype.itemsize]
+        _read_bytes(stored, memory)
+        part.copy_(buffer.to(part.device) if is_converted else buffer)
 
 
-def _read_bytes(stored: FileIO, place: torch.Tensor) -> None:
-    """Fill a CPU tensor with the next bytes of a file; OSError if it ends before."""
-    rest = place.view(torch.uint8).numpy().data
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return tensor.view(torch.uint8).numpy().data
+
+
+def _read_bytes(stored: FileIO, rest: memoryview) -> None:
+    """Fill `rest` with the next bytes of a file; OSError if it ends before."""
     while rest:
         num_read = stored.readinto(rest)
         if not num_read:

@@ -187,6 +187,45 @@ def test_kernels_of_cuda_programs_are_checked() -> None:
     note_kernel("k3", READER, {"x": other, "out": None})  # nothing is checked any more
 
 
+class CompiledForSteps:
+    """A kernel that is compiled for each number of steps, and for any number of rows."""
+
+    __name__ = "compiled_for_steps"
+    arg_names = ("a", "b", "num_rows", "NUM_STEPS")
+
+    def __init__(self) -> None:
+        self.scanned: list[str] = []
+
+    def warmup(self, *values: object, grid: tuple[int], **options: object) -> CompiledForSteps.Compiled:
+        return self.Compiled(f"{id(self)} {values[-1]}", self.scanned)
+
+    class Compiled:
+        def __init__(self, hash_: str, scanned: list[str]) -> None:
+            self.hash, self._scanned = hash_, scanned
+
+        @property
+        def asm(self) -> dict[str, str]:
+            self._scanned.append(self.hash)
+            body = (LOAD_A, WAIT, STORE_B) if self.hash.endswith(" 1") else (WAIT, LOAD_A, STORE_B)
+            return {"ttir": f"{HEAD}{''.join(body)}{TAIL}"}
+
+
+def test_compiled_kernel_is_scanned_once() -> None:
+    """Steps of other sizes launch the same compiled kernels."""
+    kernel, (plan, other) = CompiledForSteps(), torch.zeros(2, 8)
+    for num_rows in (1, 2, 16, 1):
+        note(Launches(), kernel, plan, other, num_rows, 1)
+        note(Launches(), kernel, plan, other, num_rows, 2)
+    assert kernel.scanned == [f"{id(kernel)} 1", f"{id(kernel)} 2"]
+    launches = Launches()
+    launches.add("writer", WRITER, {"out": plan})
+    note(launches, kernel, plan, other, 4, 2)  # waits before it reads
+    launches = Launches()
+    launches.add("writer", WRITER, {"out": plan})
+    with pytest.raises(LaunchOrderError, match="compiled_for_steps reads a before it waits"):
+        note(launches, kernel, plan, other, 4, 1)
+
+
 def test_early_triggers_keep_earlier_writers_in_the_check() -> None:
     plan, other = torch.zeros(2, 8)
     with pytest.raises(LaunchOrderError, match="k3 reads x before it waits: k0 may still be writing it"):

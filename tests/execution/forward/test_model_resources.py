@@ -10,6 +10,7 @@ from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.first_runs import first_run
+from drift_sdk.execution.forward import model_resources
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources, layout
 from drift_sdk.models.decoder import Decoder
@@ -58,6 +59,16 @@ def test_layers_of_one_kind_are_run_once_after_each_other_and_at_the_end() -> No
 def test_layers_whose_stream_is_kept_are_of_another_kind() -> None:
     """Layers 2 and 5 end at a boundary that the drafter reads, between layers of the same kinds."""
     assert indices(model(num_hidden_layers=12), (3, 6)) == [0, 1, 2, 3, 10, 11]
+
+
+def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step that is captured has a first run."""
+    resources = model(num_hidden_layers=12)
+    indices(resources)
+    indices(resources, (3, 6))
+    monkeypatch.setattr(model_resources, "layout", None)
+    assert indices(resources) == [0, 1, 10, 11]
+    assert indices(resources, (3, 6)) == [0, 1, 2, 3, 10, 11]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
@@ -19,6 +18,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensor,
     check_tensors,
 )
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.quantised.e4m3 import E4M3
 
 __all__ = ["MIN_DOT_SIZE", "LayerAttention", "LayerKV", "padded_size"]
@@ -92,7 +92,10 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def of_rows(self, rows: slice) -> LayerAttention:
-        """The attention of some of the rows."""
+        """The attention of some of the rows, or all."""
+        if rows == slice(0, self.query.shape[0]):
+            return self
+
         return replace(self, query=self.query[rows], out=self.out[rows])
 
     def check(self, *, max_first_key: int, has_strides: bool = False) -> None:
@@ -142,4 +145,4 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
 
 def padded_size(size: int) -> int:
     """Return the least size of a tile in a product, a power of two, that holds `size` rows or columns."""
-    return max(MIN_DOT_SIZE, int(triton.next_power_of_2(size)))
+    return max(MIN_DOT_SIZE, next_power_of_2(size))

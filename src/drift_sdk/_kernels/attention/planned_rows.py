@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensors
+from drift_sdk._kernels.common.sizes import next_power_of_2
 
 __all__ = ["MIN_PADDED_SEQUENCES", "PlannedRows", "sequences_of_rows"]
 
@@ -35,7 +36,10 @@ class PlannedRows(Struct, frozen=True):
         return self.slot.shape[0] // self.rows_per_sequence
 
     def of_rows(self, rows: slice) -> PlannedRows:
-        """Some of the rows, those of whole sequences."""
+        """Some of the rows, those of whole sequences, or all."""
+        if rows == slice(0, self.slot.shape[0]):
+            return self
+
         return replace(self, slot=self.slot[rows], position=self.position[rows])
 
     def check(self, num_rows: int) -> None:
@@ -54,7 +58,7 @@ class PlannedRows(Struct, frozen=True):
     @property
     def padded_sequences(self) -> int:
         """The sequences that kernels are compiled for, a power of two."""
-        return max(MIN_PADDED_SEQUENCES, int(triton.next_power_of_2(self.num_sequences)))
+        return max(MIN_PADDED_SEQUENCES, next_power_of_2(self.num_sequences))
 
 
 @triton.jit

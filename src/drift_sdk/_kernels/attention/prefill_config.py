@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from msgspec import Struct
 
 from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
+from drift_sdk._kernels.common.sizes import next_power_of_2
 
 __all__ = ["PrefillAttentionConfig", "prefill_attention_config", "shared_bytes"]
 
@@ -51,6 +51,6 @@ def shared_bytes(config: PrefillAttentionConfig, head_dim: int, limits: GpuLimit
     """Return at least the shared memory that a program takes: queries, and keys and values of the tiles that
     are under way. Triton keeps one tile more with wgmma, which reads them from there."""
     num_tiles = config.num_stages // 2 + (limits.capability[0] == 9)
-    padded_dim = int(triton.next_power_of_2(head_dim))
+    padded_dim = next_power_of_2(head_dim)
     reserve = SHARED_RESERVE if padded_dim <= 128 else WIDE_SHARED_RESERVE
     return (config.tile_rows + 2 * config.tile_keys * num_tiles) * padded_dim * 2 + reserve

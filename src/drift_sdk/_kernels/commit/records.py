@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
 from drift_sdk._kernels.slots.slot_columns import SlotFlag
 
@@ -42,7 +43,7 @@ ROW_RECORD_WORDS = 2 + 2 * MAX_TOP
 STOP, LENGTH = tl.constexpr(FINISHED_STOP), tl.constexpr(FINISHED_LENGTH)
 HEADER_SIZE, ROW_SIZE = tl.constexpr(RECORD_HEADER_WORDS), tl.constexpr(ROW_RECORD_WORDS)
 TOP = tl.constexpr(MAX_TOP)
-PADDED_TOP = tl.constexpr(triton.next_power_of_2(MAX_TOP))
+PADDED_TOP = tl.constexpr(next_power_of_2(MAX_TOP))
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 
 

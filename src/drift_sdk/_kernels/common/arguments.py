@@ -25,11 +25,11 @@ __all__ = [
 
 def check_rows(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Check shape, type, and that the last dimension is contiguous. Other dimensions may have any stride."""
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+    if tensor.dtype != dtype or tensor.shape != tuple(shape):
         found = f"{list(tensor.shape)} {tensor.dtype}"
         raise ValueError(f"{name}: {found}: expected {list(shape)} {dtype}")
 
-    if tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
         raise ValueError(f"{name}: strides {tensor.stride()}: expected 1 along the last dimension")
 
 

@@ -249,6 +249,9 @@ def note_kernel(name: str, access: KernelAccess, arguments: Mapping[str, object]
 
 _current = threading.local()
 _accesses: dict[tuple[Any, ...], KernelAccess] = {}
+"""By a kernel and the settings of a launch."""
+_accesses_of_compiled: dict[str, KernelAccess] = {}
+"""By the hash of a compiled kernel, which many settings share: numbers like that of rows are not in it."""
 
 
 def note(launches: Launches, kernel: Any, *values: Any, **options: Any) -> None:
@@ -271,5 +274,8 @@ def note(launches: Launches, kernel: Any, *values: Any, **options: Any) -> None:
         warmup: Callable[..., Any] = kernel.warmup
         compiled = warmup(*values, grid=(1,), **options)
         launches.is_compiling = False
-        access = _accesses[key] = access_of(compiled.asm["ttir"])
+        access = _accesses_of_compiled.get(compiled.hash)
+        if access is None:
+            access = _accesses_of_compiled[compiled.hash] = access_of(compiled.asm["ttir"])
+        _accesses[key] = access
     launches.add(kernel.__name__, access, arguments)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max, gumbel_from_bits
 from drift_sdk._kernels.sampling.noise import gumbel_noise
 
@@ -197,7 +198,7 @@ def choose_drafts(
         num_chunks,
         depth,
         rows_per_slot,
-        PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
+        PADDED_CHUNKS=next_power_of_2(num_chunks),
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm_reference, weigh
 
 __all__ = ["draft_inputs", "draft_inputs_reference"]
@@ -189,7 +190,7 @@ def draft_inputs(
         features.stride(0) if features.dim() == 3 else 0,
         block_table.stride(0),
         SIZE=size,
-        PADDED_COLUMNS=triton.next_power_of_2(size),
+        PADDED_COLUMNS=next_power_of_2(size),
         BLOCK_SIZE=block_size,
         NUM_SLICES=num_slices,
         IS_RESIDUAL_NORMED=is_residual_normed,

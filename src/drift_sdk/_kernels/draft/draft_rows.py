@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv
 
 __all__ = ["chunk_rows", "chunk_rows_reference", "round_rows", "round_rows_reference"]
 
@@ -114,7 +115,7 @@ def round_rows(
 
     check_tensor("emitted", emitted, (num_slots,), torch.int32)
     _check_out(out, num_rows)
-    _round_rows[(triton.cdiv(num_rows, TILE_ROWS),)](
+    _round_rows[(cdiv(num_rows, TILE_ROWS),)](
         row_slot,
         row_position,
         chosen,
@@ -157,7 +158,7 @@ def chunk_rows(
     check_tensor("hits", hits, (num_hits,), torch.int32)
     check_tensor("last_token", last_token, last_token.shape, torch.int32)
     _check_out(out, num_rows + num_hits)
-    _chunk_rows[(triton.cdiv(num_rows + num_hits, TILE_ROWS),)](
+    _chunk_rows[(cdiv(num_rows + num_hits, TILE_ROWS),)](
         row_slot,
         row_token,
         row_position,

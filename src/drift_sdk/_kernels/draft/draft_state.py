@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import norm_warps
 
 __all__ = ["keep_last_rows", "keep_last_rows_reference"]
@@ -60,7 +61,7 @@ def keep_last_rows(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
         state,
         num_rows,
         SIZE=size,
-        PADDED_COLUMNS=triton.next_power_of_2(size),
+        PADDED_COLUMNS=next_power_of_2(size),
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),

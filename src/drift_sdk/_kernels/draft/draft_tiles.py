@@ -23,6 +23,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv
 
 __all__ = ["draft_tiles", "draft_tiles_reference", "num_draft_tiles"]
 
@@ -121,7 +122,7 @@ def draft_tiles(
     check_tensor("row_slot", row_slot, (num_rows + num_single,), torch.int32)
     check_tensor("row_position", row_position, (num_rows + num_single,), torch.int32)
     check_tensor("tiles", tiles, (num_tiles, TILE_FIELDS), torch.int32)
-    _draft_tiles[(triton.cdiv(num_rows, tile_rows) + 1,)](
+    _draft_tiles[(cdiv(num_rows, tile_rows) + 1,)](
         row_slot,
         row_position,
         tiles,

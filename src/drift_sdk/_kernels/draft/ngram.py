@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "append_history",
@@ -263,9 +264,9 @@ def propose_ngrams(
         found,
         history.stride(0),
         NUM_SEARCHERS=searchers,
-        PADDED_SEARCHERS=triton.next_power_of_2(searchers),
+        PADDED_SEARCHERS=next_power_of_2(searchers),
         ROWS_PER_SLOT=rows_per_slot,
-        PADDED_ROWS=triton.next_power_of_2(rows_per_slot),
+        PADDED_ROWS=next_power_of_2(rows_per_slot),
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),
@@ -293,7 +294,7 @@ def append_history(
 
     if emitted is not None:
         check_tensor("emitted", emitted, (num_slots,), torch.int32)
-    _append[(triton.cdiv(num_rows, APPEND_ROWS),)](
+    _append[(cdiv(num_rows, APPEND_ROWS),)](
         row_slot,
         row_position,
         row_token,

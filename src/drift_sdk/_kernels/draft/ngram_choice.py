@@ -22,6 +22,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.draft.ngram import found_tokens, num_searchers
 
 __all__ = ["score_ngrams", "take_ngrams"]
@@ -157,9 +158,9 @@ def take_ngrams(
         is_ngram,
         history.stride(0),
         NUM_SEARCHERS=searchers,
-        PADDED_SEARCHERS=triton.next_power_of_2(searchers),
+        PADDED_SEARCHERS=next_power_of_2(searchers),
         ROWS_PER_SLOT=rows_per_slot,
-        PADDED_ROWS=triton.next_power_of_2(rows_per_slot),
+        PADDED_ROWS=next_power_of_2(rows_per_slot),
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),
@@ -198,7 +199,7 @@ def score_ngrams(
         UNIT=unit,
         SHIFT=shift,
         ROWS_PER_SLOT=rows_per_slot,
-        PADDED_ROWS=triton.next_power_of_2(rows_per_slot),
+        PADDED_ROWS=next_power_of_2(rows_per_slot),
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),

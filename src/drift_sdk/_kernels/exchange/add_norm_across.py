@@ -33,6 +33,7 @@ from triton.language.extra.cuda import globaltimer
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerSums, is_compiled, peer_pointer
 from drift_sdk._kernels.layers.residual_norm import add_norm_reference, add_total, normalise
 from drift_sdk._kernels.layers.rms_norm import NormKind, norm_warps
@@ -221,7 +222,7 @@ def add_norm_across(
         flag=delta.flag,
         rank=memory.rank,
         SIZE=size,
-        PADDED_SIZE=triton.next_power_of_2(size),
+        PADDED_SIZE=next_power_of_2(size),
         NUM_RANKS=memory.num_ranks,
         NUM_SLICES=num_slices,
         DELTA_MULTIPLIER=delta_multiplier,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.exchange.peer_memory import (
     PeerTensor,
     await_flag,
@@ -88,7 +89,7 @@ def gather_logits(part: PeerTensor, logits: Tensor) -> None:
     check_tensor("part", part.own, (num_rows, num_columns), torch.float32)
     check_peer_tensor("part", part)
     check_tensor("logits", logits, (num_rows, memory.num_ranks * num_columns), torch.float32)
-    _gather_logits[(num_rows, memory.num_ranks * triton.cdiv(num_columns, BLOCK_COLUMNS))](
+    _gather_logits[(num_rows, memory.num_ranks * cdiv(num_columns, BLOCK_COLUMNS))](
         logits_ptr=logits,
         bases=memory.bases,
         flags_ptr=memory.flags,

@@ -32,6 +32,7 @@ from drift_sdk._kernels.common.launching import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.experts.expert_tiles import (
     ExpertGemmConfig,
     ExpertMatrix,
@@ -123,7 +124,7 @@ def expert_multiply(
     check_matrix(matrix, (rows.num_experts, num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
     num_tiles_m = config.num_row_tiles(rows)
-    _expert_multiply[(num_tiles_m * triton.cdiv(num_columns, config.tile_n),)](
+    _expert_multiply[(num_tiles_m * cdiv(num_columns, config.tile_n),)](
         x_ptr=x,
         values_ptr=matrix.values,
         scales_ptr=matrix.scales,
@@ -135,7 +136,7 @@ def expert_multiply(
         num_tiles_m=num_tiles_m,
         num_rows=rows.num_rows,
         NUM_EXPERTS=rows.num_experts,
-        PADDED_EXPERTS=triton.next_power_of_2(rows.num_experts),
+        PADDED_EXPERTS=next_power_of_2(rows.num_experts),
         NUM_ACTIVE=rows.num_active,
         N=num_columns,
         K=matrix.inner,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.experts.expert_tiles import (
     ExpertGemmConfig,
     ExpertMatrix,
@@ -146,7 +147,7 @@ def gated_expert_multiply(
     check_matrix(matrix, (rows.num_experts, 2 * num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
     num_tiles_m = config.num_row_tiles(rows)
-    _gated_expert_multiply[(num_tiles_m * triton.cdiv(num_columns, config.tile_n),)](
+    _gated_expert_multiply[(num_tiles_m * cdiv(num_columns, config.tile_n),)](
         x_ptr=x,
         values_ptr=matrix.values,
         scales_ptr=matrix.scales,
@@ -159,7 +160,7 @@ def gated_expert_multiply(
         alpha=0.0 if activation is None else activation.alpha,
         limit=0.0 if activation is None else activation.limit,
         NUM_EXPERTS=rows.num_experts,
-        PADDED_EXPERTS=triton.next_power_of_2(rows.num_experts),
+        PADDED_EXPERTS=next_power_of_2(rows.num_experts),
         NUM_ACTIVE=rows.num_active,
         N=num_columns,
         K=matrix.inner,

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 
 __all__ = [
     "ExpertRows",
@@ -209,9 +210,9 @@ def choose_experts(
         slice_stride=logits.stride(0),
         NUM_SLICES=num_slices,
         NUM_EXPERTS=num_experts,
-        PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        PADDED_EXPERTS=next_power_of_2(num_experts),
         NUM_ACTIVE=num_active,
-        PADDED_ACTIVE=triton.next_power_of_2(num_active),
+        PADDED_ACTIVE=next_power_of_2(num_active),
         IS_NORMALISED=is_normalised,
         DTYPE=TRITON_DTYPES[dtype],
         PDL=uses_pdl(),

@@ -34,6 +34,7 @@ from drift_sdk._kernels.common.launching import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.gemm.slices import slice_size
 from drift_sdk._kernels.layers.activation import Activation, activate, activate_reference
 
@@ -295,7 +296,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> None
     check_tensor("x", x, (num_rows, inner), weight.dtype)
     check_tensor("weight", weight, (num_columns, inner), x.dtype)
     check_tensor("out", out, (config.num_partials, num_rows, num_columns), torch.float32)
-    num_tiles = triton.cdiv(num_columns, config.tile_n) * triton.cdiv(num_rows, config.tile_m)
+    num_tiles = cdiv(num_columns, config.tile_n) * cdiv(num_rows, config.tile_m)
     _multiply[(num_tiles, config.num_partials)](
         x_ptr=x,
         weight_ptr=weight,
@@ -328,7 +329,7 @@ def gated_multiply(
     check_tensor("x", x, (num_rows, inner), weight.dtype)
     check_tensor("weight", weight, (2 * num_columns, inner), x.dtype)
     check_tensor("out", out, (num_rows, num_columns), x.dtype)
-    num_tiles = triton.cdiv(num_columns, config.tile_n) * triton.cdiv(num_rows, config.tile_m)
+    num_tiles = cdiv(num_columns, config.tile_n) * cdiv(num_rows, config.tile_m)
     _gated_multiply[(num_tiles,)](
         x_ptr=x,
         weight_ptr=weight,

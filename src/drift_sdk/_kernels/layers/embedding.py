@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
 
 __all__ = ["embed_norm", "embed_norm_reference"]
@@ -103,7 +104,7 @@ def embed_norm(
         hidden_stride=hidden.stride(0),
         normed_stride=normed.stride(0),
         SIZE=size,
-        PADDED_SIZE=triton.next_power_of_2(size),
+        PADDED_SIZE=next_power_of_2(size),
         MULTIPLIER=multiplier,
         NORMED_MULTIPLIER=normed_multiplier,
         NORM_KIND=norm_kind,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.layers.activation import Activation, activate, activate_reference
 
 __all__ = ["glu", "glu_reference"]
@@ -62,7 +63,7 @@ def glu(gate_up: Tensor, output: Tensor, activation: Activation = "silu") -> Non
     num_rows, size = output.shape
     check_rows("output", output, (num_rows, size), output.dtype)
     check_rows("gate_up", gate_up, (num_rows, 2 * size), output.dtype)
-    _glu[(num_rows, triton.cdiv(size, BLOCK_COLUMNS))](
+    _glu[(num_rows, cdiv(size, BLOCK_COLUMNS))](
         gate_up_ptr=gate_up,
         output_ptr=output,
         gate_up_stride=gate_up.stride(0),

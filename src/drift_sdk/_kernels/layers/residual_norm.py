@@ -34,6 +34,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensors,
 )
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
 
 __all__ = ["add_norm", "add_norm_reference", "add_total", "normalise"]
@@ -204,7 +205,7 @@ def add_norm(
         normed_stride=normed.stride(0),
         aux_hidden_stride=0 if aux_hidden is None else aux_hidden.stride(0),
         SIZE=size,
-        PADDED_SIZE=triton.next_power_of_2(size),
+        PADDED_SIZE=next_power_of_2(size),
         NUM_SLICES=slices.num_slices,
         DELTA_MULTIPLIER=delta_multiplier,
         NORMED_MULTIPLIER=normed_multiplier,

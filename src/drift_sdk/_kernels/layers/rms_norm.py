@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.common.sizes import next_power_of_2
+
 __all__ = ["NormKind", "inverse_rms", "norm_warps", "rms_norm_reference", "weigh"]
 
 NormKind = Literal["rounded", "wide", "offset"]
@@ -60,7 +62,7 @@ def norm_warps(size: int) -> int:
     are reached at 4,096 values, are half of the 32 that a CTA may have. The result depends on the size alone,
     since the order of the sum of squares, and so its bits, depend on the number of warps.
     """
-    return min(max(int(triton.next_power_of_2(size)) // 256, 1), 16)
+    return min(max(next_power_of_2(size) // 256, 1), 16)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, norm_kind: NormKind = "rounded") -> Tensor:

@@ -44,6 +44,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensors,
 )
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, weigh
 from drift_sdk.quantised.e4m3 import E4M3
 
@@ -283,12 +284,12 @@ def rotate_and_store(
     check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
     is_e4m3, num_kv_heads = kv.keys.dtype == E4M3, kv.num_heads
     half = head_dim // 2 if cos is None else cos.shape[1]
-    padded_half, rest = int(triton.next_power_of_2(half)), head_dim - 2 * half
-    padded_rest = int(triton.next_power_of_2(rest)) if rest else 0
+    padded_half, rest = next_power_of_2(half), head_dim - 2 * half
+    padded_rest = next_power_of_2(rest) if rest else 0
     most_heads = PROGRAM_ELEMENTS // (2 * padded_half + padded_rest)
     # A power of two, as is the largest number of heads that fit.
-    tile_heads = min(max(1 << most_heads.bit_length() - 1, 1), int(triton.next_power_of_2(num_heads)))
-    num_tiles = triton.cdiv(num_heads, tile_heads) + 2 * triton.cdiv(num_kv_heads, tile_heads)
+    tile_heads = min(max(1 << most_heads.bit_length() - 1, 1), next_power_of_2(num_heads))
+    num_tiles = cdiv(num_heads, tile_heads) + 2 * cdiv(num_kv_heads, tile_heads)
     _rotate_and_store[(num_rows, num_tiles)](
         qkv_ptr=qkv,
         bias_ptr=bias,

@@ -27,6 +27,7 @@ from drift_sdk._kernels.common.launching import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.quantised.packing import (
     BYTE_CODES,
     CODE_UNIT,
@@ -193,7 +194,7 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
         _launch(weight, out)
         return
 
-    grid = triton.cdiv(weight.num_columns, TILE_N), triton.cdiv(weight.inner, TILE_K)
+    grid = cdiv(weight.num_columns, TILE_N), cdiv(weight.inner, TILE_K)
     _dequantise[grid](
         codes_ptr=weight.codes,
         scales_ptr=weight.scales,
@@ -219,10 +220,10 @@ def dequantise(weight: PackedWeight, out: Tensor) -> None:
 def _launch(weight: PackedWeight, out: Tensor) -> None:
     is_gated = "true" if weight.is_gated else "false"
     kernel = program(weight, ("quantised/dequantise.cu",), "numbers", "DEQUANTISE", is_gated, THREADS=THREADS)
-    num_units = triton.cdiv(weight.inner, UNIT)
+    num_units = cdiv(weight.inner, UNIT)
     launch_kernel(
         compile_kernel(kernel, out.device.index or 0, 0),
-        (triton.cdiv(num_units, THREADS // 32 * WARP_UNITS), triton.cdiv(weight.num_columns, TILE)),
+        (cdiv(num_units, THREADS // 32 * WARP_UNITS), cdiv(weight.num_columns, TILE)),
         THREADS,
         0,
         weight.codes,

@@ -21,6 +21,7 @@ from drift_sdk._kernels.common.launching import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.layers.activation import Activation
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.quantised.dequantise import (
@@ -121,7 +122,7 @@ def twin_gated_multiply(
 
 def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
     num_rows, num_columns = x.shape[0], weight.num_columns
-    num_tiles = triton.cdiv(num_columns, TILE_N) * triton.cdiv(num_rows, TILE_M)
+    num_tiles = cdiv(num_columns, TILE_N) * cdiv(num_rows, TILE_M)
     _twin_multiply[(num_tiles, weight.num_slices)](
         x_ptr=x,
         codes_ptr=weight.codes,

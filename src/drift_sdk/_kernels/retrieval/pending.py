@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.retrieval.view import Retrieval
 from drift_sdk.partial_verification import ViewLayout
 
@@ -140,7 +141,7 @@ def refresh_rows(
         *out,
         ROUND_ROWS=round_rows_each,
         ROWS=rows_each,
-        PADDED_ROWS=triton.next_power_of_2(rows_each),
+        PADDED_ROWS=next_power_of_2(rows_each),
         MOST_PENDING=layout.refresh_tokens,
         PDL=uses_pdl(),
         num_warps=1,
@@ -175,7 +176,7 @@ def note_round(
         retrieval.dropped,
         IS_REFRESH=is_refresh,
         ROUND_ROWS=rows_per_slot,
-        PADDED_ROWS=triton.next_power_of_2(rows_per_slot),
+        PADDED_ROWS=next_power_of_2(rows_per_slot),
         MOST_PENDING=layout.refresh_tokens,
         WINDOW_TOKENS=layout.window_tokens,
         BLOCK_SIZE=layout.block_size,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.partial_verification import ViewLayout
 
 __all__ = ["select_blocks", "select_blocks_reference"]
@@ -93,7 +94,7 @@ def select_blocks(
     check_tensor("shares", shares, shares.shape, torch.float32)
     check_tensors((num_sequences * rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_tensor("selected", selected, (selected.shape[0], layout.num_retrieved), torch.int32)
-    padded_blocks = triton.next_power_of_2(max_blocks)
+    padded_blocks = next_power_of_2(max_blocks)
     _select_blocks[(num_sequences,)](
         shares,
         row_slot,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.partial_verification import ViewLayout
 
 __all__ = ["Retrieval", "view_blocks", "view_blocks_reference"]
@@ -133,12 +134,12 @@ def view_blocks(
         num_slots,
         max_blocks,
         ROWS_PER_SEQUENCE=rows_per_sequence,
-        PADDED_ROWS=triton.next_power_of_2(rows_per_sequence),
+        PADDED_ROWS=next_power_of_2(rows_per_sequence),
         BLOCK_SIZE=layout.block_size,
         NUM_SINKS=layout.num_sinks,
         NUM_RETRIEVED=layout.num_retrieved,
         NUM_BLOCKS=num_blocks,
-        PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+        PADDED_BLOCKS=next_power_of_2(num_blocks),
         PDL=uses_pdl(),
         num_warps=2,
         **launch_options(),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns
 
@@ -78,7 +78,7 @@ class RowsToSample:
     @property
     def padded_chunks(self) -> int:
         """The number of chunks as a power of two."""
-        return int(triton.next_power_of_2(self.num_chunks))
+        return next_power_of_2(self.num_chunks)
 
     @property
     def chunk_grid(self) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class RowsToSample:
     def part_grid(self) -> tuple[int, int]:
         """Programs that share a row's chunks: program p of P takes chunks p, p + P, and so on. Each chunk is
         computed by itself, so results do not depend on P."""
-        return self.num_rows, min(self.num_chunks, triton.cdiv(MAX_PROGRAMS, max(self.num_rows, 1)))
+        return self.num_rows, min(self.num_chunks, cdiv(MAX_PROGRAMS, max(self.num_rows, 1)))
 
     @property
     def row_grid(self) -> tuple[int]:

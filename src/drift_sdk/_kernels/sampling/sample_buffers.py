@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.sampling.filter_settings import BRACKET_FIELDS, LEVELS, PASSES
 
 __all__ = ["CHUNK_TOKENS", "MAX_CANDIDATES", "MAX_TOP", "SampleBuffers"]
@@ -90,7 +90,7 @@ class SampleBuffers:
         if most_rows < num_rows:
             raise ValueError(f"buffers: {most_rows} rows: expected at least {num_rows}")
 
-        expected = triton.cdiv(vocab_size, CHUNK_TOKENS)
+        expected = cdiv(vocab_size, CHUNK_TOKENS)
         if num_chunks != expected:
             raise ValueError(f"buffers: {num_chunks} chunks: expected {expected}")
 
@@ -100,7 +100,7 @@ class SampleBuffers:
 
 def _shapes(num_rows: int, vocab_size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of every field."""
-    by_row, by_chunk = (num_rows,), (num_rows, triton.cdiv(vocab_size, CHUNK_TOKENS))
+    by_row, by_chunk = (num_rows,), (num_rows, cdiv(vocab_size, CHUNK_TOKENS))
     return {
         "chunk_value": (by_chunk, torch.float32),
         "chunk_token": (by_chunk, torch.int32),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag
 
 __all__ = ["count_tokens"]
@@ -73,7 +74,7 @@ def count_tokens(row_slot: Tensor, row_token: Tensor, row_position: Tensor, slot
         check_tensor(name, column, (num_rows,), torch.int32)
 
     slots.check()
-    _count_tokens[(triton.cdiv(num_rows, TILE_ROWS),)](
+    _count_tokens[(cdiv(num_rows, TILE_ROWS),)](
         row_slot,
         row_token,
         row_position,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max
 from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
 from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS, MAX_TOP
@@ -188,8 +189,8 @@ def pick_tokens(rows: RowsToSample) -> None:
         rows.num_chunks,
         MAX_TOP=MAX_TOP,
         PADDED_CHUNKS=rows.padded_chunks,
-        PADDED_CHUNK_TOPS=triton.next_power_of_2(rows.num_chunks * MAX_TOP),
-        PADDED_TOP=triton.next_power_of_2(MAX_TOP),
+        PADDED_CHUNK_TOPS=next_power_of_2(rows.num_chunks * MAX_TOP),
+        PADDED_TOP=next_power_of_2(MAX_TOP),
         PDL=uses_pdl(),
         **launch_options(),
     )

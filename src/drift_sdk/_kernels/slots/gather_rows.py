@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotState
 
 __all__ = ["gather_rows", "gather_rows_reference"]
@@ -103,7 +104,7 @@ def gather_rows(
         row_position,
         num_rows,
         num_rows // num_slots,
-        PADDED_ROWS=max(MIN_PADDED_ROWS, triton.next_power_of_2(num_rows)),
+        PADDED_ROWS=max(MIN_PADDED_ROWS, next_power_of_2(num_rows)),
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),

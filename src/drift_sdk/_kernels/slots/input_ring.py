@@ -30,6 +30,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotFlag
 
 __all__ = [
@@ -188,7 +189,7 @@ def enter(
     if num_words > room:
         raise ValueError(f"payload: {num_words} words: expected at most the entry's {room}")
 
-    _enter[(1 + triton.cdiv(num_words, COPY_WORDS),)](
+    _enter[(1 + cdiv(num_words, COPY_WORDS),)](
         input_ring,
         next_entry,
         current_entry,
@@ -198,7 +199,7 @@ def enter(
         num_words,
         HEADER_WORDS=HEADER_WORDS,
         MAX_UPDATES=max_updates,
-        PADDED_UPDATES=triton.next_power_of_2(max_updates),
+        PADDED_UPDATES=next_power_of_2(max_updates),
         TILE_WORDS=COPY_WORDS,
         PDL=uses_pdl(),
         num_warps=4,
@@ -287,7 +288,7 @@ def show_drafts(
         num_rows,
         num_entries,
         entry_words,
-        PADDED_ROWS=max(MIN_PADDED_ROWS, triton.next_power_of_2(num_rows)),
+        PADDED_ROWS=max(MIN_PADDED_ROWS, next_power_of_2(num_rows)),
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),

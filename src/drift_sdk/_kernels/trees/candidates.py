@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.draft.draft_choose import CHUNK_TOKENS, _noise, num_draft_chunks
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max
 from drift_sdk._kernels.sampling.noise import gumbel_noise
@@ -207,8 +208,8 @@ def rank_candidates(
         buffers.logprob,
         num_chunks,
         NUM_CANDIDATES=num_candidates,
-        PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
-        PADDED_ENTRIES=triton.next_power_of_2(num_chunks * num_candidates),
+        PADDED_CHUNKS=next_power_of_2(num_chunks),
+        PADDED_ENTRIES=next_power_of_2(num_chunks * num_candidates),
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),

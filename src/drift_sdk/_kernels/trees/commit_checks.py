@@ -19,6 +19,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.e4m3 import cache_words
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.round_checks import NOTHING, check_rows, set_flag
 from drift_sdk._kernels.trees.tree_roots import RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -179,7 +180,7 @@ def check_acceptance(
     check_tensors((num_trees,), torch.int32, emitted=emitted)
     _check_acceptance[(num_trees,)](
         rows.slot, rows.parent, rows.token, rows.position, chosen, path, emitted, *state, flags,
-        NUM_NODES=nodes, PADDED_NODES=triton.next_power_of_2(nodes), NUM_PATH_ENTRIES=PATH_ENTRIES,
+        NUM_NODES=nodes, PADDED_NODES=next_power_of_2(nodes), NUM_PATH_ENTRIES=PATH_ENTRIES,
         PDL=uses_pdl(), num_warps=2, **launch_options(),
     )  # fmt: skip
 
@@ -205,6 +206,6 @@ def check_cache(
         keys, values, block_table, rows.slot, rows.position, kv_slot, path, flags,
         keys.stride(0), block_table.shape[1],
         NUM_NODES=nodes, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim), KV_BLOCK_SIZE=block_size,
+        PADDED_DIM=next_power_of_2(head_dim), KV_BLOCK_SIZE=block_size,
         NUM_PATH_ENTRIES=PATH_ENTRIES, PDL=uses_pdl(), num_warps=1, **launch_options(),
     )  # fmt: skip

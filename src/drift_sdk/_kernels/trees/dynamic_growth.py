@@ -30,6 +30,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.trees.candidates import CandidateBuffers
 from drift_sdk._kernels.trees.frontier import PADDED_PATH, Frontier, extend_path
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors
@@ -263,7 +264,7 @@ def expand_dynamic(
         NUM_SOURCES=num_sources,
         NUM_FRONTIER=num_frontier,
         NUM_CANDIDATES=num_candidates,
-        PADDED_CANDIDATES=triton.next_power_of_2(num_sources * num_candidates),
+        PADDED_CANDIDATES=next_power_of_2(num_sources * num_candidates),
         LIMIT_WORDS=LIMIT_WORDS,
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         PADDED_PATH=PADDED_PATH,
@@ -282,7 +283,7 @@ def keep_best(pool: CandidatePool, rows: RootTensors) -> None:
     pool_size = pool.check(num_trees)
     check_tensors((num_rows,), torch.int32, slot=rows.slot, token=rows.token, parent=rows.parent)
     check_tensor("limits", rows.limits, (num_trees, LIMIT_WORDS), torch.int32)
-    _keep_best[(num_trees, triton.cdiv(pool_size, TILE_CANDIDATES))](
+    _keep_best[(num_trees, cdiv(pool_size, TILE_CANDIDATES))](
         pool.cost,
         pool.token,
         pool.parent,

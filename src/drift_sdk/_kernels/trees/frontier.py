@@ -9,11 +9,12 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["PADDED_PATH", "Frontier", "extend_path"]
 
-PADDED_PATH = triton.next_power_of_2(PATH_ENTRIES)
+PADDED_PATH = next_power_of_2(PATH_ENTRIES)
 
 
 class Frontier(Struct, frozen=True):

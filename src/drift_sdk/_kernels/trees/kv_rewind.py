@@ -23,6 +23,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.e4m3 import cache_words
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["kv_rewind", "kv_rewind_reference"]
@@ -120,10 +121,10 @@ def kv_rewind(
         NUM_NODES=nodes_per_tree,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
+        PADDED_DIM=next_power_of_2(head_dim),
         KV_BLOCK_SIZE=block_size,
         NUM_PATH_ENTRIES=PATH_ENTRIES,
-        PADDED_ENTRIES=triton.next_power_of_2(PATH_ENTRIES),
+        PADDED_ENTRIES=next_power_of_2(PATH_ENTRIES),
         PDL=uses_pdl(),
         num_warps=4,
         **launch_options(),

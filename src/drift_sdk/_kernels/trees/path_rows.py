@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_rows, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import norm_warps
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
@@ -120,7 +121,7 @@ def path_rows(
         *out,
         NUM_NODES=nodes_per_tree,
         NUM_ROWS=num_rows,
-        PADDED_ROWS=triton.next_power_of_2(num_rows),
+        PADDED_ROWS=next_power_of_2(num_rows),
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         PDL=uses_pdl(),
         num_warps=1,
@@ -145,7 +146,7 @@ def gather_hidden(source: Tensor, hidden: Tensor, out: Tensor) -> None:
         hidden.stride(0),
         out.stride(0),
         SIZE=size,
-        PADDED_COLUMNS=triton.next_power_of_2(size),
+        PADDED_COLUMNS=next_power_of_2(size),
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),

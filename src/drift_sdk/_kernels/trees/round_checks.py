@@ -26,6 +26,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
@@ -252,7 +253,7 @@ def check_drafts(
     _check_drafts[(num_trees,)](
         rows.slot, rows.token, rows.parent, rows.position, rows.limits, block_table, flags,
         block_table.shape[1], num_blocks, vocab_size,
-        NUM_NODES=nodes, PADDED_NODES=triton.next_power_of_2(nodes), NUM_PATH_ENTRIES=PATH_ENTRIES,
+        NUM_NODES=nodes, PADDED_NODES=next_power_of_2(nodes), NUM_PATH_ENTRIES=PATH_ENTRIES,
         KV_BLOCK_SIZE=block_size, TILE_BLOCKS=TILE_BLOCKS, LIMIT_WORDS=LIMIT_WORDS, PDL=uses_pdl(),
         num_warps=4, **launch_options(),
     )  # fmt: skip
@@ -265,7 +266,7 @@ def check_paths(rows: RootTensors, path: Tensor, length: Tensor, flags: Tensor) 
     check_tensor("length", length, length.shape, torch.int32)
     _check_paths[(num_trees,)](
         rows.slot, rows.parent, rows.position, path, length, flags,
-        NUM_NODES=nodes, PADDED_NODES=triton.next_power_of_2(nodes), NUM_PATH_ENTRIES=PATH_ENTRIES,
+        NUM_NODES=nodes, PADDED_NODES=next_power_of_2(nodes), NUM_PATH_ENTRIES=PATH_ENTRIES,
         PDL=uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip
 
@@ -276,7 +277,7 @@ def check_hidden(rows: RootTensors, hidden: Tensor, flags: Tensor) -> None:
     num_rows, size = hidden.shape
     check_tensor("hidden", hidden, (rows.slot.shape[0], size), hidden.dtype)
     _check_hidden[(num_rows,)](
-        rows.slot, hidden, flags, NUM_NODES=nodes, SIZE=size, PADDED_COLUMNS=triton.next_power_of_2(size),
+        rows.slot, hidden, flags, NUM_NODES=nodes, SIZE=size, PADDED_COLUMNS=next_power_of_2(size),
         PDL=uses_pdl(), num_warps=4, **launch_options(),
     )  # fmt: skip
 
@@ -295,7 +296,7 @@ def report_flags(flags: Tensor, output_ring: Tensor, current_entry: Tensor, *, f
 
     _report_flags[(1,)](
         flags, output_ring, current_entry, num_trees, entry_words, first_word,
-        PADDED_TREES=triton.next_power_of_2(num_trees), PDL=uses_pdl(), num_warps=1, **launch_options(),
+        PADDED_TREES=next_power_of_2(num_trees), PDL=uses_pdl(), num_warps=1, **launch_options(),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["simulate_choices", "simulate_choices_reference"]
@@ -107,7 +108,7 @@ def simulate_choices(
         rounds.trace.shape[0],
         rounds.stride,
         NUM_NODES=nodes_per_tree,
-        PADDED_NODES=triton.next_power_of_2(nodes_per_tree),
+        PADDED_NODES=next_power_of_2(nodes_per_tree),
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         PDL=uses_pdl(),
         num_warps=1,

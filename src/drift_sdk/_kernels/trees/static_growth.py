@@ -22,6 +22,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.candidates import CandidateBuffers
 from drift_sdk._kernels.trees.frontier import PADDED_PATH, Frontier, extend_path
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors
@@ -187,7 +188,7 @@ def grow_static(
         depth,
         first_node,
         NUM_NODES=num_nodes,
-        PADDED_NODES=triton.next_power_of_2(num_nodes),
+        PADDED_NODES=next_power_of_2(num_nodes),
         NUM_SOURCES=num_sources,
         NUM_FRONTIER=num_frontier,
         NUM_CANDIDATES=num_candidates,

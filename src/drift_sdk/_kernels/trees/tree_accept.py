@@ -39,6 +39,7 @@ from drift_sdk._kernels.commit.records import (
 )
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.input_ring import entry_after
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
@@ -241,9 +242,9 @@ def tree_accept(
         slots.vocab_size,
         slots.stop_bits.shape[1],
         NUM_NODES=nodes_per_tree,
-        PADDED_NODES=triton.next_power_of_2(nodes_per_tree),
+        PADDED_NODES=next_power_of_2(nodes_per_tree),
         NUM_PATH_ENTRIES=PATH_ENTRIES,
-        PADDED_ENTRIES=triton.next_power_of_2(PATH_ENTRIES),
+        PADDED_ENTRIES=next_power_of_2(PATH_ENTRIES),
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),

@@ -40,6 +40,7 @@ from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.trees.path_attention import attend_paths
 from drift_sdk._kernels.trees.prefix_attention import attend_prefix
 from drift_sdk._kernels.trees.tree_paths import TreePaths
@@ -154,8 +155,8 @@ def tree_attention(
     are_many = num_rows * num_kv_heads > config.num_programs
     tile_nodes = min(path_rows // group, nodes_per_tree) if are_many else 1
     tile_rows = min(padded_size(nodes_per_tree * group), MAX_TILE_ROWS)
-    num_row_tiles = triton.cdiv(nodes_per_tree * group, tile_rows)
-    num_path_programs = num_trees * triton.cdiv(nodes_per_tree, tile_nodes) * num_kv_heads
+    num_row_tiles = cdiv(nodes_per_tree * group, tile_rows)
+    num_path_programs = num_trees * cdiv(nodes_per_tree, tile_nodes) * num_kv_heads
     room = max(config.num_programs - num_path_programs, config.num_programs // 2)
     num_shares = max(1, room // (num_kv_heads * num_row_tiles))
     _attend_trees[(num_path_programs + num_shares * num_kv_heads * num_row_tiles,)](
@@ -171,7 +172,7 @@ def tree_attention(
         NUM_TREE_NODES=paths.kv_slot.shape[0] // num_trees,
         ROOT_STRIDE=paths.root_position.shape[0] // num_trees,
         NUM_PATH_ENTRIES=PATH_ENTRIES,
-        NUM_PATH_TILES=triton.cdiv(plan.partitions.tile - 1 + PATH_ENTRIES, plan.partitions.tile),
+        NUM_PATH_TILES=cdiv(plan.partitions.tile - 1 + PATH_ENTRIES, plan.partitions.tile),
         TILE_NODES=tile_nodes,
         PATH_ROWS=path_rows,
         TILE_ROWS=tile_rows,

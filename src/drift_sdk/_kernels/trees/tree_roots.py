@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
 
 __all__ = ["LIMIT_WORDS", "RootTensors", "tree_roots", "tree_roots_reference"]
@@ -171,9 +172,9 @@ def tree_roots(
         first_draft_slot,
         max_depth,
         NUM_NODES=nodes,
-        PADDED_NODES=triton.next_power_of_2(nodes),
+        PADDED_NODES=next_power_of_2(nodes),
         NUM_DRAFT_NODES=draft_nodes,
-        PADDED_DRAFT_NODES=triton.next_power_of_2(draft_nodes),
+        PADDED_DRAFT_NODES=next_power_of_2(draft_nodes),
         KV_BLOCK_SIZE=block_size,
         LIMIT_WORDS=LIMIT_WORDS,
         PDL=uses_pdl(),

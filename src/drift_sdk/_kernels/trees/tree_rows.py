@@ -28,6 +28,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.trees.limits import MAX_PATH_LENGTH, MAX_TREE_NODES
 
 __all__ = ["PATH_ENTRIES", "TreeRowTensors", "tree_rows", "tree_rows_reference"]
@@ -148,7 +149,7 @@ def tree_rows(
         first_tree_slot,
         KV_BLOCK_SIZE=block_size,
         NUM_NODES=nodes_per_tree,
-        PADDED_NODES=triton.next_power_of_2(nodes_per_tree),
+        PADDED_NODES=next_power_of_2(nodes_per_tree),
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         PDL=uses_pdl(),
         num_warps=2,

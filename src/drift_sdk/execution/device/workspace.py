@@ -25,15 +25,25 @@ class Workspace:
         self._device = device
         self._buffers: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # captured graphs still write there
+        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}  # of the present buffers
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised view of the beginning of a buffer, of this shape and type."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < num_bytes:
-            if buffer is not None:
-                self._outgrown.append(buffer)
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._buffers[name] = buffer
+        """An uninitialised view of the beginning of a buffer, of this shape and type. Each layer of a step
+        takes the same ones."""
+        key = name, shape, dtype
+        view = self._views.get(key)
+        if view is None:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.numel() < num_bytes:
+                buffer = self._replace(name, num_bytes)
+            view = self._views[key] = buffer[:num_bytes].view(dtype).view(shape)
+        return view
 
-        return buffer[:num_bytes].view(dtype).view(shape)
+    def _replace(self, name: str, num_bytes: int) -> Tensor:
+        """Make a buffer, or a larger one in its place."""
+        if name in self._buffers:
+            self._outgrown.append(self._buffers[name])
+            self._views = {key: view for key, view in self._views.items() if key[0] != name}
+        self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[name]

@@ -112,6 +112,7 @@ class DecodeForward:
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
         self._num_rows = rows.slot.shape[0]
+        self._configs: dict[tuple[torch.Size, bool], GemmConfig] = {}  # of products, by the weight's shape
         self._buffers = LayerBuffers.take(workspace, model.decoder, self._num_rows)
         self._stream = ResidualStream(model.decoder, hidden_states, self._buffers.normed)
         self.hidden_states = hidden_states
@@ -239,8 +240,12 @@ class DecodeForward:
 
     def _config(self, weight: Tensor, *, is_gated: bool = False) -> GemmConfig:
         """The configuration of a product with a weight whose rows GPUs divide, if there are several."""
-        num_columns, inner = weight.shape
-        slices = None
-        if self._exchange is not None and not is_gated:
-            slices = self._exchange.shard.row_slices(num_columns, inner)
-        return self._tuned.gemm(num_columns, inner, is_gated=is_gated, slices=slices).config(self._num_rows)
+        key = weight.shape, is_gated
+        if key not in self._configs:
+            num_columns, inner = weight.shape
+            slices = None
+            if self._exchange is not None and not is_gated:
+                slices = self._exchange.shard.row_slices(num_columns, inner)
+            gemm = self._tuned.gemm(num_columns, inner, is_gated=is_gated, slices=slices)
+            self._configs[key] = gemm.config(self._num_rows)
+        return self._configs[key]

@@ -28,6 +28,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     tuned:   launch configurations of the matrix products.
     limits:  most sequences, tokens and blocks.
     exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
+    chosen:  indices of the layers of a first run, by the aux_layers of `layers`; filled by it.
     """
 
     decoder: Decoder
@@ -35,6 +36,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     tuned: TunedTable
     limits: ExecutorLimits
     exchange: Exchange | None = None
+    chosen: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def layers(self, aux_layers: Sequence[int] = ()) -> Iterator[tuple[int, LayerWeights]]:
         """Yield the layers to compute, with their indices: all in order; in a first run only those without
@@ -42,10 +44,20 @@ class ModelResources(Struct, frozen=True, kw_only=True):
 
         aux_layers: boundaries whose stream is kept; a layer that ends at one runs another kernel.
         """
-        config, layers = self.decoder.config, self.decoder.weights.layers
+        layers = self.decoder.weights.layers
         if not is_first_run():
             yield from enumerate(layers)
             return
+
+        key = tuple(aux_layers)
+        if key not in self.chosen:
+            self.chosen[key] = self._choose_layers(key)
+        for index in self.chosen[key]:
+            yield index, layers[index]
+
+    def _choose_layers(self, aux_layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Indices of the layers of a first run, in order."""
+        config, layers = self.decoder.config, self.decoder.weights.layers
 
         def kind(index: int) -> object:
             place = index + 1 in aux_layers, index + 1 == len(layers)
@@ -57,8 +69,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
             if pair not in seen:
                 seen.add(pair)
                 chosen |= {index - 1, index}
-        for index in sorted(chosen):
-            yield index, layers[index]
+        return tuple(sorted(chosen))
 
 
 def layout(value: object) -> object:
