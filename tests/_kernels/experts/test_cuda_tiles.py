@@ -58,12 +58,12 @@ def test_many_rows_of_an_expert_have_larger_tiles(monkeypatch: pytest.MonkeyPatc
     assert isinstance(many, CudaTiles) and many.row_tiles == 2
 
 
-def test_ring_is_used_until_experts_have_more_pairs_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_is_used_until_experts_have_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = quantised_matrix(64)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     assert cuda_tiles(rows_of(1, 128, 4), matrix) == RingTiles(num_stages=3)
-    assert cuda_tiles(rows_of(256, 128, 4), matrix) == cuda_tiles(rows_of(64, 32, 4), matrix) == RingTiles()
-    assert isinstance(cuda_tiles(rows_of(257, 128, 4), matrix), CudaTiles)
+    assert cuda_tiles(rows_of(512, 128, 4), matrix) == cuda_tiles(rows_of(128, 32, 4), matrix) == RingTiles()
+    assert isinstance(cuda_tiles(rows_of(513, 128, 4), matrix), CudaTiles)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (10, 0))
     assert isinstance(cuda_tiles(rows_of(8, 128, 4), matrix), CudaTiles)
 
