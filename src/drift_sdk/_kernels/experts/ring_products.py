@@ -29,8 +29,8 @@ __all__ = ["CAPABILITY", "MAX_PAIRS", "RingTiles", "has_ring", "ring_tiles"]
 MAX_PAIRS = 16
 """The most pairs of an expert, on average, for which the ring is used. The weight of an expert with more than
 8 pairs is converted for each 8 anew, which takes three quarters of the time of reading it from memory. Up to
-2 pairs it has been measured; from there on it follows from a count of instructions, by which the tiles of cuda_products.py take
-longer up to 16."""
+2 pairs this has been measured; from there on it follows from a count of instructions, by which the tiles of
+cuda_products.py take longer."""
 FEW_ROWS = 4
 """Up to so many rows, three stages are faster than four: a CTA has few items."""
 
