@@ -15,13 +15,14 @@ from drift_sdk._kernels.experts.cuda_products import CudaTiles
 from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig
 from drift_sdk._kernels.experts.ring_products import RingTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
+from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
 from drift_sdk.quantised.e4m3 import E4M3
 from perf.cases import ngrams
 from perf.cases.attention import attention_cases, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
 from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
-from perf.cases.quantised import quantised_cases
+from perf.cases.quantised import FORMS, Form, quantised_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.cases.trees import choice_case, rewind_case
 from perf.harness.shapes import prepare
@@ -182,10 +183,18 @@ def test_attention_cases_cover_all_contexts_and_batches(tmp_path: Path) -> None:
 def test_quantised_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
     cases = list(quantised_cases(prepare("tiny", tmp_path), (3,), TunedTable(), "cpu"))
-    # The inner dimension of the down projection, 96, is no multiple of 64.
-    assert [case.kernel for case in cases] == ["fp8"] * 3 + ["int4"] * 3
-    for case in cases[2:4]:
+    # The inner dimension of the down projection, 96, is no multiple of 64, and none is one of 256.
+    names = ("fp8", "int4", "nvfp4", "Q4_0", "Q4_1", "Q8_0", "Q5_1")
+    assert [case.kernel for case in cases] == [name for name in names for _ in range(3)]
+    for case in cases[2::3]:
         filled(case)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_bytes_of_forms_are_those_of_the_arranged_weights(form: Form) -> None:
+    arranged = arrange_matrix(form.draw(64, 512, torch.float32, "cpu"), torch.float32)
+    assert isinstance(arranged, KernelWeight)
+    assert form.num_bytes(64, 512) == pytest.approx(arranged.nbytes, rel=0.02)
 
 
 def test_quantised_cases_count_bytes_of_codes_and_scales(tmp_path: Path) -> None:
