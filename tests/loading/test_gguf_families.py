@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from decoder_parity import inner_terms, poisoned_cache, random_tokens, shuffled_blocks
+from expert_zoo import make_expert_model
 from family_zoo import draw_model, own_decoder
+from gguf import GGMLQuantizationType as Q
 from gguf_files import write_gguf
 from msgspec import structs
 from tolerances import assert_near
 
+from drift_sdk import Engine, EngineConfig
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.source import resolve
@@ -87,6 +90,54 @@ def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
         token_ids = random_tokens(config, NUM_TOKENS, seed=seed)
         inner, depth = inner_terms(config), config.num_layers + 1
         assert_near(_logits(decoder, token_ids), _logits(expected, token_ids), inner=inner, depth=depth)
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Any:
+    return make_expert_model("qwen3_moe", tmp_path / "experts")
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0, Q.Q4_0])
+def test_experts_are_those_of_the_model(kind: Q, experts: Any, tmp_path: Path) -> None:
+    """Matrices of 24 columns have no blocks and stay float32, beside others that have."""
+    stored = write_gguf(experts, tmp_path / "model.gguf", kind)
+    stored.save_pretrained(tmp_path / "stored")
+    source, expected = resolve(tmp_path / "model.gguf"), resolve(tmp_path / "stored")
+    assert set(source.tensors().names()) == set(expected.tensors().names())
+    for name in expected.tensors().names():
+        assert torch.equal(source.tensors().get(name), expected.tensors().get(name)), name
+    config, own = DecoderConfig.from_hf(source.config), DecoderConfig.from_hf(expected.config)
+    assert config.experts == own.experts and config.experts is not None
+    decoder, other = (
+        Decoder.load(shapes, each.tensors(), device="cpu", dtype=torch.float32)
+        for shapes, each in ((config, source), (own, expected))
+    )
+    token_ids = random_tokens(config, NUM_TOKENS, seed=1)
+    assert torch.equal(_logits(decoder, token_ids), _logits(other, token_ids))
+
+
+async def test_experts_stay_blocks_with_the_tokens_of_their_numbers(experts: Any, tmp_path: Path) -> None:
+    write_gguf(experts, tmp_path / "model.gguf", Q.Q8_0)
+    answers = []
+    for form in ("stored", "expanded"):
+        config = EngineConfig(device="cpu", weights=form, max_model_len=64)  # type: ignore[arg-type]
+        async with Engine(tmp_path / "model.gguf", config) as engine:
+            answers.append(await engine.generate([5, 6, 7], max_tokens=12, ignore_eos=True, logprobs=1))
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].logprobs == answers[1].logprobs
+
+
+@pytest.mark.parametrize("num_experts", [0, 1025])
+def test_number_of_experts_is_bounded(num_experts: int, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")
+    writer.add_block_count(1)
+    writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((num_experts, 2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match="1 to 1024|whole"):
+        GGUFFile(tmp_path / "model.gguf")
 
 
 def _decoder_config(model: Any, file: Path) -> DecoderConfig:

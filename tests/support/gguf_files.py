@@ -18,7 +18,7 @@ from drift_sdk.models.rope import inverse_frequencies
 
 __all__ = ["write_gguf"]
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 """Architectures of files, where they differ from the model_type."""
 PERMUTED = ("llama", "smollm3", "granite")
 K_SCALES = {Q.Q4_K: {0: 4e-4, 2: 3e-3}, Q.Q5_K: {0: 2e-4, 2: 3e-3}, Q.Q6_K: {208: 3e-5}}
@@ -40,6 +40,10 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 GEMMA_NAMES = NAMES | {
     "post_attention_layernorm": "post_attention_norm",
@@ -61,11 +65,11 @@ def write_gguf(
     writer = gguf.GGUFWriter(file, architecture)
     _add_settings(writer, model)
     stored = copy.deepcopy(model)
-    parameters = dict(stored.named_parameters())
+    parameters = _parameters(stored)
     offset = np.float32(1.0 if architecture == "gemma3" else 0.0)
     for name, parameter in parameters.items():
         module, _, suffix = name.rpartition(".")
-        array = parameter.detach().numpy().copy()
+        array = parameter.numpy().copy()
         num_heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
             module.rpartition(".")[2]
         )
@@ -75,7 +79,9 @@ def write_gguf(
             array = array + offset
         wanted = quantisation if isinstance(quantisation, Q) else quantisation(name)
         block_size, _ = gguf.GGML_QUANT_SIZES[wanted]
-        kind = wanted if array.ndim == 2 and array.shape[1] % block_size == 0 else Q.F32
+        is_router = module.endswith("mlp.gate")
+        is_matrix = array.ndim > 1 and array.shape[-1] % block_size == 0 and not is_router
+        kind = wanted if is_matrix else Q.F32
         is_drawn = kind in K_SCALES
         raw = _random_blocks(name, array.shape, kind) if is_drawn else gguf.quants.quantize(array, kind)
         writer.add_tensor(_gguf_name(architecture, module, suffix), raw, raw_dtype=kind)
@@ -98,14 +104,28 @@ def write_gguf(
     return stored
 
 
+def _parameters(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters, with gate and up projections of experts apart, as files have them."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(".mlp.experts.gate_up_proj"):
+            gate, up = parameter.detach().chunk(2, dim=1)
+            prefix = name.removesuffix("gate_up_proj")
+            found |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        else:
+            found[name if name.endswith(("weight", "bias")) else f"{name}.weight"] = parameter.detach()
+    return found
+
+
 def _random_blocks(name: str, shape: tuple[int, ...], kind: Q) -> npt.NDArray[np.uint8]:
     block_size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    *rows, columns = shape
     blocks = np.random.default_rng(crc32(name.encode())).integers(
-        0, 256, (shape[0], shape[1] // block_size, num_bytes), dtype=np.uint8
+        0, 256, (*rows, columns // block_size, num_bytes), dtype=np.uint8
     )
     for place, scale in K_SCALES[kind].items():
-        blocks[:, :, place : place + 2] = np.array([scale], np.float16).view(np.uint8)
-    return blocks.reshape(shape[0], -1)
+        blocks[..., place : place + 2] = np.array([scale], np.float16).view(np.uint8)
+    return blocks.reshape(*rows, -1)
 
 
 def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
@@ -138,6 +158,10 @@ def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
             writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
             writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+        case "qwen3_moe":
+            writer.add_expert_count(config.num_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         case "granite":
             writer.add_attention_scale(config.attention_multiplier)
             writer.add_embedding_scale(config.embedding_multiplier)

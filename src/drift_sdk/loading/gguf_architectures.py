@@ -27,6 +27,12 @@ LAYER_MODULES = {
     "ffn_down": "mlp.down_proj",
 }
 FUSED_MODULES = LAYER_MODULES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+EXPERT_MODULES = LAYER_MODULES | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 POST_NORM_MODULES = LAYER_MODULES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -38,7 +44,8 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     """An architecture of GGUF files.
 
     model_type, architecture:  as in a config.json of its models.
-    layer_modules:             Hugging Face names of a layer's modules, by their names in the file.
+    layer_modules:             Hugging Face names of a layer's modules, by their names in the file; "{}" is an
+                               expert's number.
     is_permuted:               the rows of query and key projections are interleaved, see `GGUFFile.get`.
     norm_offset:               what files add to the weights of norms.
     keys:                      metadata that changes the arithmetic and is read for this architecture.
@@ -53,10 +60,13 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
 
     def tensor_name(self, name: str) -> str:
         """The Hugging Face name of a tensor; its name in the file if models have no such tensor."""
-        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)", name):
-            layer, module, suffix = match.groups()
+        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?\.(weight|bias)", name):
+            layer, module, expert, suffix = match.groups()
             known = self.layer_modules.get(module)
-            return name if known is None else f"model.layers.{layer}.{known}.{suffix}"
+            if known is None or (expert is None) == ("{}" in known):
+                return name
+
+            return f"model.layers.{layer}.{known.format(expert)}.{suffix}"
 
         module, _, suffix = name.rpartition(".")
         return f"{MODULES[module]}.{suffix}" if module in MODULES else name
@@ -76,6 +86,12 @@ ARCHITECTURES = {
     ),
     "qwen3": GGUFArchitecture(
         model_type="qwen3", architecture="Qwen3ForCausalLM", layer_modules=LAYER_MODULES
+    ),
+    "qwen3moe": GGUFArchitecture(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        layer_modules=EXPERT_MODULES,
+        keys=("expert_count",),
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",

@@ -110,6 +110,14 @@ class _ConfigReader:
         """Settings of one family."""
         settings = self._settings
         match self._architecture.model_type:
+            case "qwen3_moe":
+                return {
+                    "num_experts": settings.get("expert_count"),
+                    "num_experts_per_tok": settings.get("expert_used_count"),
+                    "moe_intermediate_size": settings.get("expert_feed_forward_length"),
+                    "decoder_sparse_step": 1,
+                    "norm_topk_prob": True,  # not in files: llama.cpp does it for this architecture
+                }
             case "phi3":
                 return self._phi3_settings(config)
             case "gemma3_text":
