@@ -143,7 +143,7 @@ def test_the_page_of_models_lists_the_architectures() -> None:
     text = (ROOT / "docs/models.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(ARCHITECTURES.values())
     (line,) = [line for line in text.splitlines() if line.startswith("GGUF files of these architectures")]
-    assert re.findall(r"`(\w+)`", line) == list(GGUF_ARCHITECTURES)
+    assert re.findall(r"`([\w-]+)`", line) == list(GGUF_ARCHITECTURES)
 
 
 def test_names_of_the_migration_page_exist() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -10,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 from decoder_parity import inner_terms, poisoned_cache, random_tokens, shuffled_blocks
-from expert_zoo import make_expert_model
+from expert_zoo import EXPERT_MODELS, YARN, make_expert_model, quantise_folder
 from family_zoo import draw_model, own_decoder
 from gguf import GGMLQuantizationType as Q
-from gguf_files import write_gguf
+from gguf_files import write_gguf, write_gpt_oss
 from msgspec import structs
 from tolerances import assert_near
 
-from drift_sdk import Engine, EngineConfig
+from drift_sdk import Engine, EngineConfig, inspect
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf import GGUFFile
+from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
@@ -125,6 +127,67 @@ async def test_experts_stay_blocks_with_the_tokens_of_their_numbers(experts: Any
             answers.append(await engine.generate([5, 6, 7], max_tokens=12, ignore_eos=True, logprobs=1))
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].logprobs == answers[1].logprobs
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The folder and the GGUF file of a model with MXFP4 experts, whose rotation GGUF files can say."""
+    yarn = YARN | {"beta_fast": 32.0, "truncate": False}
+    monkeypatch.setitem(EXPERT_MODELS["gpt_oss"][2], "rope_parameters", yarn)
+    model = make_expert_model("gpt_oss", tmp_path / "numbers")
+    quantise_folder(model, tmp_path / "numbers", tmp_path / "mxfp4")
+    write_gpt_oss(model, tmp_path / "mxfp4", tmp_path / "model.gguf")
+    return tmp_path / "mxfp4", tmp_path / "model.gguf"
+
+
+def test_gpt_oss_is_that_of_the_folder(gpt_oss: tuple[Path, Path]) -> None:
+    expected, source = map(resolve, gpt_oss)
+    tensors, stored = expected.tensors(), source.tensors()
+    assert set(stored.names()) == set(tensors.names())
+    for name in tensors.names():
+        assert torch.equal(stored.get(name), tensors.get(name)), name
+        assert stored.shape(name) == tensors.shape(name) and stored.file(name) == str(gpt_oss[1])
+    config, own = (DecoderConfig.from_hf(each.config, max_model_len=512) for each in (source, expected))
+    for field in config.__struct_fields__:
+        _assert_same(_flat(getattr(config, field)), _flat(getattr(own, field)))
+    decoder, other = (
+        Decoder.load(config, each.tensors(), device="cpu", dtype=torch.float32) for each in (source, expected)
+    )
+    token_ids = random_tokens(config, NUM_TOKENS, seed=1)
+    assert torch.equal(_logits(decoder, token_ids), _logits(other, token_ids))
+
+
+async def test_engine_serves_gpt_oss_of_either_form(gpt_oss: tuple[Path, Path]) -> None:
+    config = EngineConfig(device="cpu", dtype="float32", max_model_len=128)
+    answers = []
+    for path in gpt_oss:
+        info = inspect(path, config)
+        assert info.reasons == ()
+        async with Engine(path, config) as engine:
+            answer = await engine.generate([5, 6, 7] * 9, max_tokens=24, ignore_eos=True, logprobs=1)
+        assert answer.logprobs is not None
+        answers.append((answer.token_ids, [each.logprob for each in answer.logprobs], info.weight_bytes))
+    assert answers[0] == answers[1]
+
+
+def test_blocks_of_gpt_oss_have_the_numbers_of_the_gguf_package(gpt_oss: tuple[Path, Path]) -> None:
+    source = resolve(gpt_oss[1])
+    prefix = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks, scales = (source.tensors().get(f"{prefix}_{kind}") for kind in ("blocks", "scales"))
+    reader = gguf.GGUFReader(gpt_oss[1])
+    for first, name in enumerate(("gate", "up")):
+        (tensor,) = [each for each in reader.tensors if each.name == f"blk.1.ffn_{name}_exps.weight"]
+        expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, Q.MXFP4).copy())
+        assert torch.equal(dequantise(blocks, scales, torch.float32)[:, first::2], expected)
+
+
+def test_experts_of_gpt_oss_in_other_formats_are_refused(
+    gpt_oss: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve(gpt_oss[1])
+    monkeypatch.setattr("drift_sdk.loading.gguf.GGMLQuantizationType", SimpleNamespace(MXFP4=Q.Q4_0))
+    with pytest.raises(ModelLoadError, match=r"ffn_gate_exps.weight is MXFP4, expected Q4_0"):
+        source.tensors().get("model.layers.0.mlp.experts.gate_up_proj_blocks")
 
 
 @pytest.mark.parametrize("num_experts", [0, 1025])

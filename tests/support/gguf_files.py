@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Q
+from safetensors.torch import load_file
 
 from drift_sdk.models.rope import inverse_frequencies
 
-__all__ = ["write_gguf"]
+__all__ = ["write_gguf", "write_gpt_oss"]
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 """Architectures of files, where they differ from the model_type."""
@@ -50,6 +51,7 @@ GEMMA_NAMES = NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GPT_OSS_NAMES = NAMES | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 
 
 def write_gguf(
@@ -104,6 +106,56 @@ def write_gguf(
     return stored
 
 
+def write_gpt_oss(model: Any, folder: Path, file: Path) -> None:
+    """Write a gpt-oss model whose folder has MXFP4 experts."""
+    writer = gguf.GGUFWriter(file, "gpt-oss")
+    _add_settings(writer, model)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith("_scales"):
+            continue
+
+        if ".experts." not in name:
+            writer.add_tensor(_gpt_oss_name(name), tensor.numpy())
+            continue
+
+        place, _, projection = name.partition(".mlp.experts.")
+        layer = place.rpartition(".")[2]
+        parts = {"down": tensor}
+        if projection.startswith("gate_up"):
+            parts = {"gate": tensor[:, 0::2], "up": tensor[:, 1::2]}
+        if name.endswith("_bias"):
+            for part, bias in parts.items():
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.bias", bias.numpy().copy())
+            continue
+
+        scales = load_file(folder / "model.safetensors")[name.removesuffix("blocks") + "scales"]
+        rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}
+        for part, blocks in parts.items():
+            raw = _mxfp4_blocks(blocks.numpy(), scales[:, rows[part]].numpy())
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", raw, raw_dtype=Q.MXFP4)
+
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _mxfp4_blocks(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Blocks as files have them, [experts, rows, bytes], of codes [experts, rows, blocks, 16] whose bytes
+    have neighbours."""
+    numbers = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], 32)
+    halves = numbers[..., :16] | (numbers[..., 16:] << 4)
+    return np.concatenate((scales[..., None], halves), axis=-1).reshape(*scales.shape[:2], -1)
+
+
+def _gpt_oss_name(name: str) -> str:
+    module, _, suffix = name.rpartition(".")
+    if suffix == "sinks":
+        return f"blk.{module.split('.')[2]}.attn_sinks.weight"
+
+    return _gguf_name("gpt-oss", module, suffix)
+
+
 def _parameters(model: Any) -> dict[str, torch.Tensor]:
     """The parameters, with gate and up projections of experts apart, as files have them."""
     found = {}
@@ -146,6 +198,10 @@ def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
     ropes = config.rope_parameters
     rope = ropes.get("full_attention", ropes)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -158,6 +214,11 @@ def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
             writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
             writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+        case "gpt_oss":
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_expert_count(config.num_local_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.intermediate_size)
         case "qwen3_moe":
             writer.add_expert_count(config.num_experts)
             writer.add_expert_used_count(config.num_experts_per_tok)
@@ -207,5 +268,5 @@ def _gguf_name(architecture: str, module: str, suffix: str) -> str:
         return f"{NAMES[module]}.{suffix}"
 
     _, _, layer, rest = module.split(".", 3)
-    names = GEMMA_NAMES if architecture == "gemma3" else NAMES
+    names = {"gemma3": GEMMA_NAMES, "gpt-oss": GPT_OSS_NAMES}.get(architecture, NAMES)
     return f"blk.{layer}.{names[rest]}.{suffix}"

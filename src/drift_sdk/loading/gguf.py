@@ -13,11 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from msgspec import structs
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf_config import ROPE_FACTORS, find_architecture, read_gguf_config
+from drift_sdk.loading.gguf_experts import GptOssTensors, cut_by_expert
 from drift_sdk.loading.gguf_header import is_block_matrix
 from drift_sdk.loading.gguf_parts import GGUFParts
+from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 __all__ = ["GGUFFile"]
@@ -43,10 +46,13 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.location = str(path)
         self._parts = GGUFParts(path)
-        self._header = self._parts.header
+        header = self._parts.header
         self.files = self._parts.files
-        self.metadata = self._header.metadata
+        self.metadata = header.metadata
         self._architecture = find_architecture(self.metadata, self.location)
+        if self._architecture.has_expert_matrices:
+            header = structs.replace(header, tensors=cut_by_expert(header.tensors, self.location))
+        self._header = header
         self.config = read_gguf_config(
             self._header, self.location, lambda name: self._dequantise(name).tolist()
         )
@@ -58,6 +64,10 @@ class GGUFFile:
 
         for name in ROPE_FACTORS:
             self._stored_names.pop(name, None)
+
+    def tensors(self) -> TensorSource:
+        """The model's weights: this source, but of gpt-oss with experts as Hugging Face has them."""
+        return GptOssTensors(self) if self._architecture.model_type == "gpt_oss" else self
 
     def names(self) -> Collection[str]:
         return self._stored_names.keys()
@@ -92,6 +102,21 @@ class GGUFFile:
         blocks = self._parts.raw(tensor).reshape(tensor.shape[0], tensor.shape[1] // columns, num_bytes)
         copy = torch.from_numpy(np.array(self._in_order(name, blocks), order="C"))
         return BlockWeight(copy.to(device), block_format)
+
+    def mxfp4(self, name: str) -> torch.Tensor:
+        """The blocks of a tensor in MXFP4, [..., columns / 32, 17] uint8: a scale and the codes of each.
+        Raises ModelLoadError for a tensor in another format."""
+        tensor = self._header.tensors[self._stored_names[name]]
+        found, expected = tensor.quantization, GGMLQuantizationType.MXFP4
+        if found != expected:
+            raise ModelLoadError(
+                f"{self.file(name)}: tensor {name} is {found.name}, expected {expected.name}"
+            )
+
+        columns, num_bytes = GGML_QUANT_SIZES[expected]
+        *rows, inner = tensor.shape
+        blocks = self._parts.raw(tensor).reshape(*rows, inner // columns, num_bytes)
+        return torch.from_numpy(blocks.copy())
 
     def _in_order(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
         """The rows of a tensor in the order of Hugging Face."""

@@ -33,6 +33,10 @@ EXPERT_MODULES = LAYER_MODULES | {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+GPT_OSS_MODULES = LAYER_MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
 POST_NORM_MODULES = LAYER_MODULES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -46,6 +50,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     model_type, architecture:  as in a config.json of its models.
     layer_modules:             Hugging Face names of a layer's modules, by their names in the file; "{}" is an
                                expert's number.
+    layer_tensors:             Hugging Face names of a layer's tensors that belong to no module, likewise.
     is_permuted:               the rows of query and key projections are interleaved, see `GGUFFile.get`.
     norm_offset:               what files add to the weights of norms.
     keys:                      metadata that changes the arithmetic and is read for this architecture.
@@ -54,14 +59,24 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     model_type: str
     architecture: str
     layer_modules: Mapping[str, str]
+    layer_tensors: Mapping[str, str] = {}
     is_permuted: bool = False
     norm_offset: float = 0.0
     keys: tuple[str, ...] = ()
+
+    @property
+    def has_expert_matrices(self) -> bool:
+        """Whether models have a tensor for each matrix of an expert."""
+        return any("{}" in name for name in self.layer_modules.values())
 
     def tensor_name(self, name: str) -> str:
         """The Hugging Face name of a tensor; its name in the file if models have no such tensor."""
         if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?\.(weight|bias)", name):
             layer, module, expert, suffix = match.groups()
+            own = self.layer_tensors.get(f"{module}.{suffix}")
+            if own is not None and expert is None:
+                return f"model.layers.{layer}.{own}"
+
             known = self.layer_modules.get(module)
             if known is None or (expert is None) == ("{}" in known):
                 return name
@@ -92,6 +107,13 @@ ARCHITECTURES = {
         architecture="Qwen3MoeForCausalLM",
         layer_modules=EXPERT_MODULES,
         keys=("expert_count",),
+    ),
+    "gpt-oss": GGUFArchitecture(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        layer_modules=GPT_OSS_MODULES,
+        layer_tensors={"attn_sinks.weight": "self_attn.sinks"},
+        keys=("attention.sliding_window", "expert_count"),
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",

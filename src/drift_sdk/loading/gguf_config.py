@@ -32,6 +32,8 @@ ARITHMETIC_KEYS = (
 # llama.cpp's loader knows the largest Gemma 3, whose scale is that of another width of heads, by its layers.
 GEMMA3_27B_LAYERS = 62
 GEMMA3_LOCAL_THETA = 10_000.0
+GPT_OSS_YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+"""What files of gpt-oss do not say of their rotation."""
 SMOLLM3_PERIOD = 4  # every fourth layer has no rotation: files do not say so, and neither do they differ
 
 
@@ -118,6 +120,13 @@ class _ConfigReader:
                     "decoder_sparse_step": 1,
                     "norm_topk_prob": True,  # not in files: llama.cpp does it for this architecture
                 }
+            case "gpt_oss":
+                return {
+                    "intermediate_size": settings.get("expert_feed_forward_length"),
+                    "num_local_experts": settings.get("expert_count"),
+                    "num_experts_per_tok": settings.get("expert_used_count"),
+                    "quantization_config": {"quant_method": "mxfp4"},
+                }
             case "phi3":
                 return self._phi3_settings(config)
             case "gemma3_text":
@@ -194,10 +203,14 @@ class _ConfigReader:
         factor = settings.get("rope.scaling.factor", settings.get("rope.scale_linear"))
         if "rope.scaling.type" not in settings and factor not in (None, 0.0, 1.0):
             rope_type = "linear"
+        parameters = {"rope_theta": settings.get("rope.freq_base", 10_000.0)}
+        if rope_type == "yarn" and self._architecture.model_type == "gpt_oss":
+            context = settings.get("rope.scaling.original_context_length")
+            return parameters | GPT_OSS_YARN | {"factor": factor, "original_max_position_embeddings": context}
+
         if rope_type == "yarn":  # llama.cpp has other defaults and one more factor than transformers
             raise ModelLoadError(f"{self._location}: rope_type='yarn' is not implemented for GGUF files")
 
-        parameters = {"rope_theta": settings.get("rope.freq_base", 10_000.0)}
         freqs, short, long = (self._factors(name, rope_type, rotary_dim) for name in ROPE_FACTORS)
         if freqs is not None:
             return parameters | {"rope_type": "factors", "factors": freqs}

@@ -1,13 +1,11 @@
 """A model in one GGUF file or in the parts of a split one, read as a whole.
 
-Each part has a header for its own tensors; the first has the model's metadata. A tensor of all experts of a
-layer is read as a matrix of each.
+Each part has a header for its own tensors; the first has the model's metadata.
 """
 
 from __future__ import annotations
 
 import mmap
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,11 @@ from drift_sdk.loading.gguf_names import part_of
 
 __all__ = ["GGUFParts"]
 
-EXPERTS = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down)_exps)\.weight")
-"""Names of the tensors that hold a matrix of each expert of a layer."""
-MAX_EXPERTS = 1024
-
 
 class GGUFParts:
     """The header of a model, with the tensors of all its parts, and the bytes of each tensor.
 
     path: the file, or any one part.
-
-    The matrix of expert 3 in "blk.0.ffn_up_exps.weight" is the tensor "blk.0.ffn_up_exps.3.weight".
 
     Opening reads only the headers. Raises ModelLoadError naming the part that is missing, or a file that is
     not whole or does not belong to the others.
@@ -52,8 +44,7 @@ class GGUFParts:
         headers = [header for _, header in opened]
         for index, header in enumerate(headers):
             self._check_split(index, header.metadata)
-        tensors = self._by_expert(self._joined(headers))
-        self.header = GGUFHeader(metadata=headers[0].metadata, tensors=tensors)
+        self.header = GGUFHeader(metadata=headers[0].metadata, tensors=self._joined(headers))
 
     def file(self, tensor: GGUFTensor) -> str:
         """The file that holds a tensor."""
@@ -96,30 +87,6 @@ class GGUFParts:
             )
 
         return tensors
-
-    def _by_expert(self, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
-        """The tensors, with those of all experts cut into one for each."""
-        found: dict[str, GGUFTensor] = {}
-        for name, tensor in tensors.items():
-            match = EXPERTS.fullmatch(name)
-            if match is None or len(tensor.shape) != 3:
-                found[name] = tensor
-                continue
-
-            num_experts, *shape = tensor.shape
-            if not 1 <= num_experts <= MAX_EXPERTS:
-                found_experts = f"tensor {name} has {num_experts} experts, expected 1 to {MAX_EXPERTS}"
-                raise ModelLoadError(f"{self.file(tensor)}: {found_experts}")
-
-            num_bytes = tensor.num_bytes // num_experts  # an expert has whole rows, and a row whole blocks
-            for expert in range(num_experts):
-                found[f"{match[1]}.{expert}.weight"] = structs.replace(
-                    tensor,
-                    shape=tuple(shape),
-                    offset=tensor.offset + expert * num_bytes,
-                    num_bytes=num_bytes,
-                )
-        return found
 
 
 def open_part(path: Path) -> tuple[mmap.mmap, GGUFHeader]:

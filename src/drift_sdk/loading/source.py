@@ -134,7 +134,7 @@ class Source:
     def tensors(self) -> TensorSource:
         """The model's weights; ModelLoadError naming a file that is missing or broken."""
         if self._gguf is not None:
-            return self._gguf
+            return self._gguf.tensors()
 
         folder = SafetensorsFolder(self.path)
         settings = self._settings

@@ -46,10 +46,11 @@ def fill_places(
         readers.shutdown(cancel_futures=True)
 
 
-def read_tensor(tensors: TensorSource, name: str) -> torch.Tensor:
-    """A tensor of numbers. Raises ModelLoadError for one of another kind."""
+def read_tensor(tensors: TensorSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor for a place of `dtype`: numbers for numbers, bytes for bytes. Raises ModelLoadError for one of
+    another kind."""
     tensor = tensors.get(name)
-    check_dtype(tensors, name, tensor.dtype)
+    check_dtype(tensors, name, tensor.dtype, dtype)
     return tensor
 
 
@@ -70,4 +71,4 @@ def _fill(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
     if isinstance(tensors, InPlaceSource) and place.is_contiguous():
         tensors.read_into(name, place)
     else:
-        place.copy_(read_tensor(tensors, name))
+        place.copy_(read_tensor(tensors, name, place.dtype))

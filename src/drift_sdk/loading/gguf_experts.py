@@ -1,0 +1,118 @@
+"""Experts in GGUF files, which have one tensor for a projection of all experts of a layer: as a matrix of
+each for Qwen3-MoE, and as Hugging Face's tensors of MXFP4 for gpt-oss.
+
+A block of MXFP4 in these files is a scale and 16 bytes, with the first half of the 32 numbers in their low
+bits, the second half in their high ones. Gate and up projections are apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from msgspec import structs
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.gguf_header import GGUFTensor
+from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from drift_sdk.loading.gguf import GGUFFile
+
+__all__ = ["GptOssTensors", "cut_by_expert"]
+
+STACKED = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down)_exps)\.weight")
+MAX_EXPERTS = 1024
+
+PROJECTIONS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+"""Of Hugging Face, whose rows alternate between those of the file's."""
+KINDS = {"blocks": "weight", "scales": "weight", "bias": "bias"}
+OWN_NAME = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.(gate_up_proj|down_proj)_(blocks|scales|bias)")
+STORED_NAME = re.compile(r"blk\.([0-9]+)\.ffn_(?:gate|up|down)_exps\.(?:weight|bias)")
+
+
+def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str, GGUFTensor]:
+    """The tensors, with those of all experts cut into one for each: that of expert 3 in
+    "blk.0.ffn_up_exps.weight" is "blk.0.ffn_up_exps.3.weight". Raises ModelLoadError with the location for
+    none or too many."""
+    found: dict[str, GGUFTensor] = {}
+    for name, tensor in tensors.items():
+        match = STACKED.fullmatch(name)
+        if match is None or len(tensor.shape) != 3:
+            found[name] = tensor
+            continue
+
+        num_experts, *shape = tensor.shape
+        if not 1 <= num_experts <= MAX_EXPERTS:
+            raise ModelLoadError(
+                f"{location}: tensor {name} has {num_experts} experts, expected 1 to {MAX_EXPERTS}"
+            )
+
+        num_bytes = tensor.num_bytes // num_experts  # an expert has whole rows, and a row whole blocks
+        for expert in range(num_experts):
+            found[f"{match[1]}.{expert}.weight"] = structs.replace(
+                tensor,
+                shape=tuple(shape),
+                offset=tensor.offset + expert * num_bytes,
+                num_bytes=num_bytes,
+            )
+    return found
+
+
+class GptOssTensors:
+    """The TensorSource of a GGUF file of gpt-oss. Experts are MXFP4, other weights numbers."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.location = file.location
+        self._file = file
+        self._names = {name for name in file.names() if not STORED_NAME.fullmatch(name)}
+        for match in filter(None, map(STORED_NAME.fullmatch, file.names())):
+            prefix = f"model.layers.{match[1]}.mlp.experts"
+            self._names |= {f"{prefix}.{projection}_{kind}" for projection in PROJECTIONS for kind in KINDS}
+
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        match = OWN_NAME.fullmatch(name)
+        if match is None:
+            return self._file.shape(name)
+
+        parts = self._stored_names(name)
+        num_experts, rows, *inner = self._file.shape(parts[0])
+        shape = num_experts, rows * len(parts), *(columns // BLOCK_SIZE for columns in inner)
+        return (*shape, BLOCK_BYTES) if match[3] == "blocks" else shape
+
+    def file(self, name: str) -> str:
+        return self._file.file(self._stored_names(name)[0])
+
+    def get(self, name: str) -> torch.Tensor:
+        match = OWN_NAME.fullmatch(name)
+        if match is None:
+            return self._file.get(name)
+
+        parts = [self._part(stored, match[3]) for stored in self._stored_names(name)]
+        return parts[0] if len(parts) == 1 else torch.stack(parts, dim=2).flatten(1, 2)
+
+    def _stored_names(self, name: str) -> list[str]:
+        """The file's names of the parts of a tensor; the name itself if it is no expert's."""
+        match = OWN_NAME.fullmatch(name)
+        if match is None:
+            return [name]
+
+        layer, projection, kind = match.groups()
+        return [f"blk.{layer}.ffn_{part}_exps.{KINDS[kind]}" for part in PROJECTIONS[projection]]
+
+    def _part(self, stored: str, kind: str) -> torch.Tensor:
+        """The numbers of a bias, or the blocks or scales of a matrix, of all experts."""
+        if kind == "bias":
+            return self._file.get(stored)
+
+        raw = self._file.mxfp4(stored)
+        if kind == "scales":
+            return raw[..., 0].contiguous()
+
+        codes = torch.cat((raw[..., 1:] & 15, raw[..., 1:] >> 4), dim=-1)  # of the 32 numbers in order
+        return codes[..., 0::2] | (codes[..., 1::2] << 4)
