@@ -190,6 +190,29 @@ def test_experts_of_gpt_oss_in_other_formats_are_refused(
         source.tensors().get("model.layers.0.mlp.experts.gate_up_proj_blocks")
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"gate_exps.weight": (2, 3, 4)},
+        {"gate_exps.weight": (2, 3, 4), "up_exps.weight": (2, 5, 4)},
+        {"down_exps.weight": (3, 4)},
+        {"down_exps.bias": (2, 3, 4)},
+    ],
+)
+def test_experts_of_gpt_oss_that_do_not_fit_are_refused(
+    tensors: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gpt-oss")
+    for name, shape in tensors.items():
+        writer.add_tensor(f"blk.0.ffn_{name}", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"blk\.0\.ffn_.*: shapes \[.*, expected one"):
+        resolve(tmp_path / "model.gguf").tensors()
+
+
 @pytest.mark.parametrize("num_experts", [0, 1025])
 def test_number_of_experts_is_bounded(num_experts: int, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")

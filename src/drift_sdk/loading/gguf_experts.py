@@ -7,6 +7,7 @@ bits, the second half in their high ones. Gate and up projections are apart.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
@@ -62,15 +63,34 @@ def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str,
 
 
 class GptOssTensors:
-    """The TensorSource of a GGUF file of gpt-oss. Experts are MXFP4, other weights numbers."""
+    """The TensorSource of a GGUF file of gpt-oss. Experts are MXFP4, other weights numbers.
+
+    Raises ModelLoadError for gate and up projections of different shapes, or without the other.
+    """
 
     def __init__(self, file: GGUFFile) -> None:
         self.location = file.location
         self._file = file
         self._names = {name for name in file.names() if not STORED_NAME.fullmatch(name)}
-        for match in filter(None, map(STORED_NAME.fullmatch, file.names())):
-            prefix = f"model.layers.{match[1]}.mlp.experts"
-            self._names |= {f"{prefix}.{projection}_{kind}" for projection in PROJECTIONS for kind in KINDS}
+        layers = {match[1] for match in map(STORED_NAME.fullmatch, file.names()) if match is not None}
+        for layer, projection, kind in itertools.product(layers, PROJECTIONS, KINDS):
+            name = f"model.layers.{layer}.mlp.experts.{projection}_{kind}"
+            if self._has(name):
+                self._names.add(name)
+
+    def _has(self, name: str) -> bool:
+        """Whether the file has all parts of an expert's tensor, which are alike; False if it has none."""
+        parts = self._stored_names(name)
+        shapes = {self._file.shape(part) if part in self._file.names() else () for part in parts}
+        if shapes == {()}:
+            return False
+
+        num_dimensions = {len(shape) for shape in shapes}
+        if len(shapes) > 1 or num_dimensions != {2 if name.endswith("bias") else 3}:
+            found = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            raise ModelLoadError(f"{self.location}: {', '.join(parts)}: shapes {found}, expected one")
+
+        return True
 
     def names(self) -> Collection[str]:
         return self._names
