@@ -23,7 +23,7 @@ RINGS = (RingTiles(), RingTiles(3, 2), RingTiles(8, 1), RingTiles(1, 1), RingTil
 # Experts, experts of a row, columns of the output, inner dimension. The last ones have fewer items than a GPU
 # has CTAs, a band that is not whole, and chunks of 128 columns that are not.
 SHAPES = ((32, 4, 2880, 2880), (128, 8, 768, 2048), (5, 2, 336, 96), (3, 1, 16, 160), (2, 2, 16, 32))
-NUM_ROWS = (1, 2, 3, 7, 8, 9, 16, 31, 64)
+NUM_ROWS = (1, 2, 3, 7, 8, 9, 16, 31, 64, 129, 512)
 
 
 @pytest.fixture(autouse=True)
