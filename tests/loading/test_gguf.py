@@ -45,6 +45,7 @@ def test_decoder_equals_transformers_on_dequantised_weights(
         assert tensors.get(name).dtype == torch.float32
         assert tensors.shape(name) == tuple(parameter.shape)
         assert torch.equal(tensors.get(name), parameter), name
+        assert_read_in_place(tensors, name, parameter)
 
     decoder = load_decoder(tmp_path / "model.gguf")
     assert_parity(decoder, stored, random_tokens(decoder.config, 24), (20, 1, 3))
@@ -69,6 +70,17 @@ def test_k_quants(quantisation: Q, num_rows: int, tmp_path: Path) -> None:
     assert tensors.shape(name) == expected.shape == (num_rows, 2 * block_size)
     assert np.isfinite(expected).all() and np.abs(expected).max() > 0
     assert torch.equal(tensors.get(name), torch.from_numpy(expected))
+    assert_read_in_place(tensors, name, torch.from_numpy(expected))
+
+
+def assert_read_in_place(tensors: GGUFFile, name: str, expected: torch.Tensor) -> None:
+    """A tensor is rounded once, from float32, to the dtype of its place; bytes are no place for it."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        place = torch.full(expected.shape, torch.nan, dtype=dtype)
+        tensors.read_into(name, place)
+        assert torch.equal(place, expected.to(dtype))
+    with pytest.raises(ModelLoadError, match=f"tensor {name} is stored as torch.float32, expected uint8"):
+        tensors.read_into(name, torch.empty(expected.shape, dtype=torch.uint8))
 
 
 def test_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.loading.source import resolve
+from drift_sdk.loading.tensors import InPlaceSource
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -143,10 +144,14 @@ def gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_gpt_oss_is_that_of_the_folder(gpt_oss: tuple[Path, Path]) -> None:
     expected, source = map(resolve, gpt_oss)
     tensors, stored = expected.tensors(), source.tensors()
+    assert isinstance(stored, InPlaceSource)
     assert set(stored.names()) == set(tensors.names())
     for name in tensors.names():
         assert torch.equal(stored.get(name), tensors.get(name)), name
         assert stored.shape(name) == tensors.shape(name) and stored.file(name) == str(gpt_oss[1])
+        place = torch.empty_like(tensors.get(name))
+        stored.read_into(name, place)
+        assert torch.equal(place, tensors.get(name)), name
     config, own = (DecoderConfig.from_hf(each.config, max_model_len=512) for each in (source, expected))
     for field in config.__struct_fields__:
         _assert_same(_flat(getattr(config, field)), _flat(getattr(own, field)))

@@ -20,7 +20,7 @@ from drift_sdk.loading.gguf_config import ROPE_FACTORS, find_architecture, read_
 from drift_sdk.loading.gguf_experts import GptOssTensors, cut_by_expert
 from drift_sdk.loading.gguf_header import is_block_matrix
 from drift_sdk.loading.gguf_parts import GGUFParts
-from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.loading.tensors import InPlaceSource, check_dtype
 from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 __all__ = ["GGUFFile"]
@@ -39,9 +39,12 @@ class GGUFFile:
     metadata:  the file's key/value metadata, as plain Python values.
     config:    the settings that a config.json of the model would have.
 
-    Opening reads only the header; `get` dequantises a tensor to float32. Raises ModelLoadError naming the
-    file if it is not whole, or holds a model that is not implemented.
+    Opening reads only the header; `get` dequantises a tensor to float32, `read_into` on the device of its
+    place. Raises ModelLoadError naming the file if it is not whole, or holds a model that is not implemented.
     """
+
+    num_readers = 1
+    """Numbers that are dequantised take memory for a while."""
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
@@ -65,7 +68,7 @@ class GGUFFile:
         for name in ROPE_FACTORS:
             self._stored_names.pop(name, None)
 
-    def tensors(self) -> TensorSource:
+    def tensors(self) -> InPlaceSource:
         """The model's weights: this source, but of gpt-oss with experts as Hugging Face has them."""
         return GptOssTensors(self) if self._architecture.model_type == "gpt_oss" else self
 
@@ -85,6 +88,12 @@ class GGUFFile:
             array = array - np.float32(self._architecture.norm_offset)
 
         return torch.from_numpy(array)
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """Fill `place`, as in InPlaceSource."""
+        check_dtype(self, name, torch.float32, place.dtype)
+        weight = self.quantised(name, place.device)
+        place.copy_(self.get(name) if weight is None else weight.dequantise(place.dtype))
 
     def quantised_bytes(self, name: str) -> int | None:
         """Bytes of a matrix of blocks; None for other tensors."""

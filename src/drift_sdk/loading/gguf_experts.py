@@ -18,6 +18,7 @@ from msgspec import structs
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf_header import GGUFTensor
 from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE
+from drift_sdk.loading.tensors import check_dtype
 
 if TYPE_CHECKING:
     from drift_sdk.loading.gguf import GGUFFile
@@ -63,13 +64,14 @@ def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str,
 
 
 class GptOssTensors:
-    """The TensorSource of a GGUF file of gpt-oss. Experts are MXFP4, other weights numbers.
+    """The InPlaceSource of a GGUF file of gpt-oss. Experts are MXFP4, other weights numbers.
 
     Raises ModelLoadError for gate and up projections of different shapes, or without the other.
     """
 
     def __init__(self, file: GGUFFile) -> None:
         self.location = file.location
+        self.num_readers = file.num_readers
         self._file = file
         self._names = {name for name in file.names() if not STORED_NAME.fullmatch(name)}
         layers = {match[1] for match in map(STORED_NAME.fullmatch, file.names()) if match is not None}
@@ -109,11 +111,24 @@ class GptOssTensors:
         return self._file.file(self._stored_names(name)[0])
 
     def get(self, name: str) -> torch.Tensor:
-        match = OWN_NAME.fullmatch(name)
-        if match is None:
-            return self._file.get(name)
+        if OWN_NAME.fullmatch(name):
+            return self._arranged(name, torch.device("cpu"))
 
-        parts = [self._part(stored, match[3]) for stored in self._stored_names(name)]
+        return self._file.get(name)
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        """Fill `place`, as in InPlaceSource."""
+        if OWN_NAME.fullmatch(name):
+            tensor = self._arranged(name, place.device)
+            check_dtype(self, name, tensor.dtype, place.dtype)
+            place.copy_(tensor)
+        else:
+            self._file.read_into(name, place)
+
+    def _arranged(self, name: str, device: torch.device) -> torch.Tensor:
+        """A tensor of experts, on a device."""
+        kind = name.rpartition("_")[2]
+        parts = [self._part(stored, kind, device) for stored in self._stored_names(name)]
         return parts[0] if len(parts) == 1 else torch.stack(parts, dim=2).flatten(1, 2)
 
     def _stored_names(self, name: str) -> list[str]:
@@ -125,12 +140,12 @@ class GptOssTensors:
         layer, projection, kind = match.groups()
         return [f"blk.{layer}.ffn_{part}_exps.{KINDS[kind]}" for part in PROJECTIONS[projection]]
 
-    def _part(self, stored: str, kind: str) -> torch.Tensor:
+    def _part(self, stored: str, kind: str, device: torch.device) -> torch.Tensor:
         """The numbers of a bias, or the blocks or scales of a matrix, of all experts."""
         if kind == "bias":
-            return self._file.get(stored)
+            return self._file.get(stored).to(device)
 
-        raw = self._file.mxfp4(stored)
+        raw = self._file.mxfp4(stored).to(device)
         if kind == "scales":
             return raw[..., 0].contiguous()
 

@@ -26,8 +26,9 @@ __all__ = ["BLOCK_FORMATS", "BlockFormat", "BlockWeight", "join_blocks"]
 
 BlockFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
-CHUNK_NUMBERS = 1 << 18
-"""Numbers that are converted at a time, so that the intermediate results stay in a CPU's cache."""
+CHUNK_NUMBERS, GPU_CHUNK_NUMBERS = 1 << 18, 1 << 26
+"""Numbers that are converted at a time: so few that the intermediate results stay in a CPU's cache, and take
+no more than a GiB of a GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ class BlockWeight(QuantisedWeight):
     def _flat(self) -> tuple[torch.Tensor, int]:
         """All blocks, [blocks, bytes], and how many are converted at a time."""
         flat = self.blocks.view(-1, self.blocks.shape[2])
-        few = CHUNK_NUMBERS // BLOCK_FORMATS[self.format][0]
-        return flat, few if flat.device.type == "cpu" else max(len(flat), 1)
+        num_numbers = CHUNK_NUMBERS if flat.device.type == "cpu" else GPU_CHUNK_NUMBERS
+        return flat, num_numbers // BLOCK_FORMATS[self.format][0]
 
     def rows(self, index: torch.Tensor) -> BlockWeight:
         return BlockWeight(self.blocks[index], self.format)
