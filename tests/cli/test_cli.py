@@ -125,8 +125,7 @@ def test_doctor_notes_that_torch_has_no_bytecode(monkeypatch: pytest.MonkeyPatch
     assert f"python -m compileall -q {Path(torch.__file__).parents[1]} writes it" in note
     (tmp_path / "torch.pyc").touch()
     assert not any("bytecode" in note for note in examine().notes)
-    monkeypatch.setattr(torch.__spec__, "cached", None)  # not imported from a file of source
-    assert not any("bytecode" in note for note in examine().notes)
+    assert doctor.keeps_bytecode(sys)  # built in: nothing to compile
 
 
 def test_progress_of_a_download_shows_files_and_bytes(
@@ -144,6 +143,7 @@ def test_progress_of_a_download_shows_files_and_bytes(
 
 def test_doctor_names_the_extra_of_an_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "llguidance" else "1.0")
+    monkeypatch.setattr(doctor, "keeps_bytecode", lambda module: True)
     diagnosis = examine()
     assert diagnosis.notes == ['without llguidance: pip install "drift-engine[grammar]" adds it']
     assert diagnosis.is_usable
