@@ -92,8 +92,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files
                               have them), "expanded" (all weights are numbers of `dtype`), "fp8", "int4" or
                               "nvfp4" (the projections of the layers are quantised when they are loaded, from
-                              files that are not quantised). None = "stored" for FP8, NVFP4 and groups of
-                              4 bits where kernels multiply by them (CUDA graphs, compute capability 9.0,
+                              files that are not quantised). None = "stored" for quantised files where
+                              kernels multiply by their weights (CUDA graphs, compute capability 9.0,
                               bfloat16, one GPU, no experts), else "expanded". Quantised weights take less
                               memory. Quantised experts need the eager executor, which dequantises a weight
                               at each use: that costs speed.

@@ -9,29 +9,22 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
-from drift_sdk.quantised.scheme import Scheme, Storage
+from drift_sdk.quantised.scheme import Scheme
 
 __all__ = ["choose_weight_form", "is_quantised", "stored_scheme", "with_weight_form"]
-
-MULTIPLIED: frozenset[Storage] = frozenset(
-    {"fp8", "awq", "gptq", "packed", "compressed_nvfp4", "modelopt_nvfp4"}
-)
-"""Storages that kernels of products convert in registers."""
 
 
 def with_weight_form(
     config: EngineConfig, model: DecoderConfig, executor: str, device: torch.device, dtype: torch.dtype
 ) -> EngineConfig:
     """The config with the form of the weights that `EngineConfig.weights` = None stands for: "stored" if
-    kernels multiply by all quantised weights of the files, which takes the least time and memory; else
+    kernels multiply by the quantised weights of the files, which takes the least time and memory; else
     "expanded", because dequantising a weight at each use takes longer than a step of decoding does."""
     if config.weights is not None:
         return config
 
-    scheme = stored_scheme(config, model)
     is_multiplied = (
-        scheme is not None
-        and MULTIPLIED.issuperset(scheme.storages)
+        stored_scheme(config, model) is not None
         and model.experts is None
         and config.tensor_parallel == 1
         and executor == "graph"
