@@ -43,6 +43,8 @@ MANY_ROWS = 128
 """Arguments of CudaTiles, below MANY_ROWS rows and from there on."""
 RINGS = ((4, 2), (3, 2))
 """Arguments of RingTiles."""
+WEIGHT_TILES = ((64, 4), (128, 4), (128, 8))
+"""Rows of the weight and warps of ExpertGemmConfig: 64 rows of a warpgroup, so that the bits are the same."""
 OWN = "own"
 
 Tiles = ExpertGemmConfig | CudaTiles | RingTiles
@@ -71,9 +73,9 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
     sizes = num_rows, experts.num_experts, experts.num_active
     rows = ExpertRows.take(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), *sizes)
     tile_m = expert_gemm_config(rows, torch.bfloat16).tile_m
-    for tile_n, tile_k, stages in itertools.product((64, 128), (64, 128), (3, 4, 5)):
+    for (tile_n, num_warps), tile_k, stages in itertools.product(WEIGHT_TILES, (64, 128, 256), (2, 3, 4, 6)):
         if (2 * tile_n + tile_m) * tile_k * 2 * stages < gpu_limits().shared_bytes:
-            yield ExpertGemmConfig(tile_n, tile_m, tile_k, stages, 4)
+            yield ExpertGemmConfig(tile_n, tile_m, tile_k, stages, num_warps)
 
 
 def compile_one(job: Job) -> None:
