@@ -18,6 +18,7 @@ from drift_sdk._kernels.common import cuda_programs, launch_order
 from drift_sdk._kernels.common.cuda_programs import CudaKernel
 from drift_sdk._kernels.common.gpu_limits import HOPPER
 from drift_sdk._kernels.common.launch_order import KernelAccess, LaunchOrderError
+from drift_sdk._kernels.experts import packed_products
 from drift_sdk._kernels.experts.cuda_products import (
     CudaTiles,
     cuda_expert_multiply,
@@ -121,12 +122,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     def launch(kernel: CudaKernel, grid: object, threads: int, shared: int, *values: Any, **_: Any) -> None:
         made.append((kernel, values))
 
-    for module in (cuda_programs, quantised_gemm, dequantise):
+    for module in (cuda_programs, quantised_gemm, dequantise, packed_products):
         monkeypatch.setattr(module, "compile_kernel", lambda kernel, *_: kernel)
         monkeypatch.setattr(module, "launch_kernel", launch)
     for module in (quantised_gemm, dequantise):
         monkeypatch.setattr(module, "has_programs", lambda *_: True)
-    monkeypatch.setattr(quantised_gemm, "map_boxes", lambda matrix, *_: matrix)
+    for module in (quantised_gemm, packed_products):
+        monkeypatch.setattr(module, "map_boxes", lambda matrix, *_: matrix)
     if not torch.cuda.is_available():
         properties = SimpleNamespace(multi_processor_count=HOPPER.num_multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -162,6 +164,7 @@ def test_every_program_is_compared() -> None:
         "few_rows.cu",
         "expert_products.cu",
         "ring_products.cu",
+        "packed_products.cu",
         "route_rows.cu",
     }
 
@@ -212,6 +215,27 @@ def test_products_of_experts_wait_as_they_declare(
     x = drawn(num_rows * 2, 64, dtype=BF16, device=device)
     out = poisoned(2, num_rows, 64, dtype=torch.float32, device=device)
     cuda_expert_multiply(x, matrix, rows, out, tiles)
+    assert_declared(launches)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_products_of_quantised_experts_wait_as_they_declare(
+    kind: QuantisedFormat, num_rows: int, launches: list[Launch], device: str
+) -> None:
+    rows = routed(num_rows, 4, 2, device)
+    for is_gated in (True, False):
+        parts = [draw(kind, 64, 192, device, is_gated=is_gated, is_whole=True)[0]] * 4
+        experts = packed_products.stack_experts(parts)
+        assert experts is not None
+        x = drawn(num_rows * (1 if is_gated else 2), 192, dtype=BF16, device=device)
+        if is_gated:
+            gated = poisoned(num_rows * 2, 32, dtype=BF16, device=device)
+            packed_products.packed_gated_expert_multiply(x, experts, rows, gated)
+        else:
+            out = poisoned(2, num_rows, 64, dtype=torch.float32, device=device)
+            packed_products.packed_expert_multiply(x, experts, rows, out)
     assert_declared(launches)
 
 

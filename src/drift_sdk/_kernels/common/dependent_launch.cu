@@ -13,3 +13,10 @@ __device__ __forceinline__ void start_dependents() {
 #endif
 }
 
+// A load past the L1 cache, for what is read before earlier kernels have ended.
+__device__ __forceinline__ int load_past_l1(const int* from) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+

@@ -16,13 +16,6 @@ __device__ __forceinline__ uint4 load_weights(const u8* from) {
   return v;
 }
 
-// A load past the L1 cache, for what is read before earlier kernels have ended.
-__device__ __forceinline__ int load_past_l1(const int* from) {
-  int v;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(from));
-  return v;
-}
-
 __device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -65,7 +65,7 @@ FEW_ROWS_PER_EXPERT = 5
 
 FILES = ("common/dependent_launch.cu", "experts/common.cu")
 """What the programs of experts begin with."""
-PRODUCT_FILES = ("experts/mxfp4.cu", "experts/expert_tiles.cu")
+PRODUCT_FILES = ("experts/expert_rows.cu", "experts/mxfp4.cu", "experts/expert_arguments.cu")
 """What the programs of products have after these."""
 ROW_TILE = 16
 """Rows of a tile of the weight."""

@@ -123,7 +123,7 @@ def kernel_of(weight: PackedWeight, tiles: Tiles, epilogue: str) -> CudaKernel:
     """The kernel for a weight's format. epilogue: one of those of multiply.cu."""
     return program(
         weight,
-        ("quantised/epilogue.cu", "quantised/multiply.cu"),
+        ("quantised/tile_sums.cu", "quantised/epilogue.cu", "quantised/multiply.cu"),
         "product",
         "MULTIPLY",
         f"{epilogue}, {tiles.template(weight)}",

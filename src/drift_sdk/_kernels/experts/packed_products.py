@@ -1,0 +1,259 @@
+"""Products of experts with quantised weights that stay quantised in memory, on compute capability 9.0.
+
+    packed_gated_expert_multiply:  activated[p] = silu(x[p // K] . gate[e]) * (x[p // K] . up[e])
+    packed_expert_multiply:        partials[p % K, p // K] = share[p] * (x[p] . weight[e])
+
+for each pair p = row * K + rank of an expert e (routing.py), as gated_expert_gemm.py and expert_gemm.py do
+with numbers. The weights of all experts, in one format, lie one after the other as quantised/packing.py
+arranges them; packed_products.cu converts them in registers, exactly.
+
+Order of summation: that of quantised_gemm.py with one slice and one warpgroup for all columns. A row's bits
+depend neither on the other rows nor on how many of them its expert has.
+
+Grid: (tiles of rows of all experts, groups of panels of an expert). CTAs behind the last tile of rows end.
+
+Bytes: the codes of the experts that rows have, once for each tile of their rows. CTAs with the same weights
+run together, so that these come from memory once.
+
+Dependent launch: the rows of experts are listed right before the gated product, so it waits first. The other
+one finds its rows, and copies the first steps of its weights, before it waits. Both permit dependents to
+start when all copies have been started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+from torch import Tensor
+
+from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.common.sizes import cdiv
+from drift_sdk._kernels.experts.expert_tiles import check_expert_rows
+from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk._kernels.quantised.packing import PANEL, UNIT, PackedWeight
+from drift_sdk._kernels.quantised.programs import program
+from drift_sdk._kernels.quantised.tiles import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles
+
+__all__ = [
+    "PackedExperts",
+    "PairTiles",
+    "choose_pair_tiles",
+    "packed_expert_multiply",
+    "packed_gated_expert_multiply",
+    "stack_experts",
+]
+
+FILES = (
+    *("quantised/tile_sums.cu", "quantised/epilogue.cu"),
+    *("experts/expert_rows.cu", "experts/packed_products.cu"),
+)
+GATED_ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+DOWN_ACCESS = KernelAccess(frozenset({"codes", "scales", "shifts", "counts"}), frozenset({"out"}), False)
+
+RESERVED_BYTES = 1024
+"""Shared memory that each CTA takes besides its own."""
+MAX_STAGES = 12
+ROWS = ((4, 8), (12, 16), (24, 32))
+"""Pairs (most pairs of an expert on average, rows of a tile): most experts have one tile."""
+MANY_ROWS = 64
+FEW_ROWS = 16
+"""Up to so many rows of a tile, two CTAs with a panel each share a multiprocessor: one multiplies while the
+other begins or ends."""
+MANY_PANELS, OFFSET_PANELS = 4, 2
+"""Panels of a CTA with more rows; fewer with offsets, whose sums of x take registers too."""
+
+
+class PackedExperts(Struct, frozen=True):
+    """A quantised matrix of each expert.
+
+    weight: the rows of all experts, one after the other; of a gated weight arranged expert by expert.
+    num_experts: how many there are. Each has whole panels.
+    """
+
+    weight: PackedWeight
+    num_experts: int
+
+    @property
+    def num_columns(self) -> int:
+        """Rows of an expert's weight."""
+        return self.weight.num_columns // self.num_experts
+
+
+class PairTiles(Struct, frozen=True):
+    """Work of a CTA of packed_products.cu. No result depends on it.
+
+    num_panels: panels of 64 weight rows, each with a warpgroup. num_rows: rows of x, 8, 16, 32 or 64.
+    num_stages: steps in shared memory. num_ctas: CTAs of a multiprocessor.
+    """
+
+    num_panels: int
+    num_rows: int
+    num_stages: int
+    num_ctas: int
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the warpgroups, and of the warps that copy."""
+        return 128 * self.num_panels + 64
+
+    def shared_bytes(self, weight: PackedWeight) -> int:
+        """Bytes of shared memory: stages with two barriers each."""
+        return self.num_stages * (self._dense.stage_bytes(weight) + 2 * BARRIER_BYTES)
+
+    def fits(self, weight: PackedWeight) -> bool:
+        """Whether a multiprocessor holds `num_ctas` CTAs."""
+        available = (MAX_SHARED_BYTES + RESERVED_BYTES) // self.num_ctas - RESERVED_BYTES
+        return self.shared_bytes(weight) <= available
+
+    def num_row_tiles(self, rows: ExpertRows) -> int:
+        """The most tiles of rows that there can be, whatever the experts of the rows are."""
+        num_pairs = rows.num_rows * rows.num_active
+        num_used = min(rows.num_experts, num_pairs)
+        return num_used + (num_pairs - num_used) // self.num_rows
+
+    @property
+    def _dense(self) -> Tiles:
+        return Tiles(self.num_panels, self.num_rows, self.num_stages)
+
+
+def choose_pair_tiles(experts: PackedExperts, rows: ExpertRows) -> PairTiles:
+    """Return the tiles for a product of rows with experts, with as many stages as fit."""
+    average = rows.num_rows * rows.num_active / rows.num_experts
+    num_rows = next((size for most, size in ROWS if average <= most), MANY_ROWS)
+    if num_rows <= FEW_ROWS:
+        tiles = PairTiles(1, num_rows, 1, num_ctas=2)
+    else:
+        most = MANY_PANELS if experts.weight.offsets is None else OFFSET_PANELS
+        tiles = PairTiles(min(most, experts.num_columns // PANEL), num_rows, 1, num_ctas=1)
+    stages = [replace(tiles, num_stages=number) for number in range(2, MAX_STAGES + 1)]
+    return max((each for each in stages if each.fits(experts.weight)), key=lambda each: each.num_stages)
+
+
+def stack_experts(parts: Sequence[PackedWeight]) -> PackedExperts | None:
+    """Return the weights of experts as one; None if they differ in format or shape, or an expert's last panel
+    is not whole. parts: one for each expert, of one slice."""
+    first = parts[0]
+    formats = {
+        (
+            *(part.code_type, part.num_columns, part.inner, part.group_size, part.is_gated, part.num_slices),
+            *(
+                None if tensor is None else tensor.dtype
+                for tensor in (part.scales, part.zeros, part.offsets, part.row_scales)
+            ),
+        )
+        for part in parts
+    }
+    if len(formats) > 1 or first.num_slices > 1 or first.num_columns % PANEL:
+        return None
+
+    def stacked(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    stacked_weight = replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=stacked("scales"),
+        zeros=stacked("zeros"),
+        offsets=stacked("offsets"),
+        row_scales=stacked("row_scales"),
+        num_columns=first.num_columns * len(parts),
+    )
+    return PackedExperts(stacked_weight, len(parts))
+
+
+def packed_gated_expert_multiply(
+    x: Tensor, experts: PackedExperts, rows: ExpertRows, out: Tensor, tiles: PairTiles | None = None
+) -> None:
+    """The activation of the gate and up projections of each pair's expert, in out [R * K', N / 2] bfloat16.
+
+    x [R, inner] bfloat16, gated experts of N rows, and `rows` with K' experts for each row, after
+    `list_rows`. Rows of `out` whose row is padding are not written. tiles: None: those of
+    `choose_pair_tiles`. Raises ValueError for another shape, type or layout.
+    """
+    num_pairs = rows.num_rows * rows.num_active
+    check_tensor("x", x, (rows.num_rows, experts.weight.inner), torch.bfloat16)
+    check_tensor("out", out, (num_pairs, experts.num_columns // 2), torch.bfloat16)
+    check_expert_rows(rows)
+    _check_experts(experts, rows, is_gated=True)
+    _launch(x, experts, rows, out, tiles, is_gated=True)
+    note_kernel("gate and up of quantised experts", GATED_ACCESS, {"out": out})
+
+
+def packed_expert_multiply(
+    x: Tensor, experts: PackedExperts, rows: ExpertRows, out: Tensor, tiles: PairTiles | None = None
+) -> None:
+    """Each pair's share of its expert's product, as partial sums out [K', R, N] float32.
+
+    x [R * K', inner] bfloat16. The other arguments are those of `packed_gated_expert_multiply`, for experts
+    that are not gated. A product is rounded to bfloat16 before it is weighted. Raises ValueError likewise.
+    """
+    num_pairs = rows.num_rows * rows.num_active
+    check_tensor("x", x, (num_pairs, experts.weight.inner), torch.bfloat16)
+    check_tensor("out", out, (rows.num_active, rows.num_rows, experts.num_columns), torch.float32)
+    check_expert_rows(rows)
+    _check_experts(experts, rows, is_gated=False)
+    _launch(x, experts, rows, out, tiles, is_gated=False)
+    weight = experts.weight
+    arguments = {"codes": weight.codes, "scales": weight.scales, "shifts": weight.shifts}
+    note_kernel("down of quantised experts", DOWN_ACCESS, {**arguments, "counts": rows.counts, "out": out})
+
+
+def _check_experts(experts: PackedExperts, rows: ExpertRows, *, is_gated: bool) -> None:
+    if experts.num_experts != rows.num_experts:
+        raise ValueError(f"experts: {experts.num_experts}: expected {rows.num_experts}, those of the rows")
+
+    if experts.weight.is_gated != is_gated:
+        raise ValueError(f"experts: is_gated={not is_gated}: expected {is_gated}")
+
+
+def _launch(
+    x: Tensor,
+    experts: PackedExperts,
+    rows: ExpertRows,
+    out: Tensor,
+    tiles: PairTiles | None,
+    *,
+    is_gated: bool,
+) -> None:
+    if tiles is None:
+        tiles = choose_pair_tiles(experts, rows)
+    weight, shared_bytes = experts.weight, tiles.shared_bytes(experts.weight)
+    kernel = kernel_of(experts, rows, tiles, is_gated=is_gated)
+    launch_kernel(
+        compile_kernel(kernel, x.device.index or 0, shared_bytes),
+        (tiles.num_row_tiles(rows), cdiv(experts.num_columns // PANEL, tiles.num_panels)),
+        tiles.num_threads,
+        shared_bytes,
+        weight.codes,
+        weight.scales,
+        weight.shifts,
+        weight.row_scales,
+        map_boxes(x, 1, UNIT),
+        rows.counts,
+        rows.pairs,
+        rows.shares,
+        out,
+        rows.num_rows,
+        experts.num_columns,
+        weight.inner,
+    )
+
+
+def kernel_of(experts: PackedExperts, rows: ExpertRows, tiles: PairTiles, *, is_gated: bool) -> CudaKernel:
+    """The kernel for the format of experts."""
+    sizes = tiles.num_panels, tiles.num_rows // 8, tiles.num_stages, experts.num_experts, rows.num_active
+    return program(
+        experts.weight,
+        FILES,
+        "packed_product",
+        "MULTIPLY_PAIRS",
+        ", ".join(map(str, (str(is_gated).lower(), *sizes))),
+        THREADS=tiles.num_threads,
+        CTAS=tiles.num_ctas,
+    )
