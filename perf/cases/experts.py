@@ -27,7 +27,15 @@ from perf.cases.case import Case, Prepared
 from perf.cases.gemm import ITEMSIZE
 from perf.harness.shapes import MXFP4_BYTES, Model
 
-__all__ = ["DOWN", "GATE_UP", "expert_cases", "prepare_product", "product_bytes", "routed"]
+__all__ = [
+    "DOWN",
+    "GATE_UP",
+    "expert_cases",
+    "matrix_shape",
+    "prepare_product",
+    "product_bytes",
+    "routed",
+]
 
 NUM_ROUTES = 12
 """Different choices of experts in a step. Most of their weights are in no cache, as those of other layers."""

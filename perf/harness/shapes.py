@@ -19,7 +19,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
-from drift_sdk.models.matrix_reader import WeightForm, quantised_bytes
+from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm, quantised_bytes
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
@@ -109,6 +109,11 @@ class Model(Struct, frozen=True, kw_only=True):
     def expert_bytes(self, itemsize: int) -> float:
         """Bytes of one expert of a layer. itemsize: bytes of a number that is not quantised."""
         experts, hidden = self.config.experts, self.config.hidden_size
+        if experts is not None and not experts.is_quantised and self.weights in QUANTISERS:
+            size = experts.intermediate_size
+            shapes = (size, hidden), (size, hidden), (hidden, size)
+            return float(sum(quantised_bytes(*shape, self.weights) for shape in shapes))
+
         if experts is None or not experts.is_quantised:
             return float(itemsize * self._num_expert_parameters)
 
@@ -148,11 +153,19 @@ class Model(Struct, frozen=True, kw_only=True):
         shared = itemsize * self._num_shared_parameters - self._saved_bytes(itemsize)
         return shared + active + batch * self.kv_bytes(mean_context, itemsize)
 
-    def _saved_bytes(self, itemsize: int) -> int:
-        """Bytes that the weights take less than in numbers of `itemsize` bytes."""
+    def _saved_bytes(self, itemsize: int) -> float:
+        """Bytes that all weights but those of experts take less than in numbers of `itemsize` bytes."""
         dtype = DTYPES[itemsize]
-        form = self.weights or "expanded"
-        return weight_bytes(self.config, dtype) - weight_bytes(self.config, dtype, form)
+        if self.weights not in QUANTISERS:
+            return 0.0
+
+        experts = self.config.experts
+        saved = weight_bytes(self.config, dtype) - weight_bytes(self.config, dtype, self.weights)
+        if experts is None or experts.is_quantised:
+            return saved
+
+        of_expert = itemsize * self._num_expert_parameters - self.expert_bytes(itemsize)
+        return saved - experts.num_experts * self.num_expert_layers * of_expert
 
     def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
         """Bytes that a round must read for the drafts of this model in addition to the target's: for each

@@ -95,8 +95,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               files that are not quantised). None = "stored" for quantised files where
                               kernels multiply by their weights (CUDA graphs, compute capability 9.0,
                               bfloat16, one GPU, no experts), else "expanded". Quantised weights take less
-                              memory. Quantised experts need the eager executor, which dequantises a weight
-                              at each use: that costs speed.
+                              memory. Where kernels do not multiply by them, a weight is dequantised at each
+                              use: that costs speed.
     kv_dtype:                 numbers of the KV cache: None (those of `dtype`) or "fp8" (e4m3, a byte each,
                               with the scales of the files, else 1). The cache holds twice the tokens of
                               bfloat16 and attention reads half of the bytes; what is stored is rounded to

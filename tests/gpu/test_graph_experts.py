@@ -104,8 +104,42 @@ def test_tokens_equal_transformers_in_float32(name: str, exact_prefill: bool, tm
     anyio.run(main)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_bits_do_not_depend_on_other_requests_or_drafts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["fp8", "int4", "nvfp4"])
+def test_quantised_experts_have_the_tokens_of_their_numbers(weights: Any, tmp_path: Path) -> None:
+    """In float32, those of the eager executor, which multiplies by the numbers."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3_moe"] | sizes))
+    save_tokenizer(tmp_path, VOCAB_SIZE)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 70)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)
+
+    async def answers(executor: Any) -> list[Completion]:
+        config = EngineConfig(
+            device="cuda",
+            executor=executor,
+            dtype="float32",
+            weights=weights,
+            load="random",
+            max_model_len=256,
+        )
+        async with Engine(tmp_path, config) as engine:
+            streams = [engine.generate(prompt, params) for prompt in prompts]
+            return [await stream for stream in streams]
+
+    async def main() -> None:
+        for found, expected in zip(await answers("graph"), await answers("eager"), strict=True):
+            assert found.token_ids == expected.token_ids
+            for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+                assert abs(one.logprob - other.logprob) < LOGPROB_BOUND
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [*((name, None) for name in SHAPES), ("qwen3_moe", "fp8"), ("qwen3_moe", "int4")]
+)
+def test_bits_do_not_depend_on_other_requests_or_drafts(name: str, weights: Any, tmp_path: Path) -> None:
     """With the shapes of gpt-oss-20b and Qwen3-30B-A3B, and prompts longer than the window of gpt-oss."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
     save_tokenizer(tmp_path, VOCAB_SIZE)
@@ -125,6 +159,7 @@ def test_bits_do_not_depend_on_other_requests_or_drafts(name: str, tmp_path: Pat
             max_model_len=512,
             kv_cache_tokens=32_768,
             exact_prefill=True,
+            weights=weights,
             **fields,
         )
         async with Engine(tmp_path, config) as engine:

@@ -23,6 +23,7 @@ from perf.cases.case import Case, Prepared
 from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
 from perf.cases.quantised import FORMS, Form, quantised_cases
+from perf.cases.quantised_experts import quantised_expert_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.cases.trees import choice_case, rewind_case
 from perf.harness.shapes import prepare
@@ -230,6 +231,27 @@ def test_expert_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.Monk
         prepared.step()
         assert prepared.num_calls == 2
         assert all(output.isfinite().all() for output in prepared.outputs)
+
+
+@pytest.mark.kernel
+def test_quantised_expert_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter multiplies float32 only.
+    monkeypatch.setattr("perf.cases.experts.torch.bfloat16", torch.float32)
+    monkeypatch.setattr("perf.cases.experts.NUM_ROUTES", 2)
+    model = prepare("tiny-experts", tmp_path)
+    assert not list(quantised_expert_cases(model, (3,), TunedTable(), "cpu"))  # in MXFP4
+    assert model.config.experts is not None
+    experts = replace(model.config.experts, storage="qwen3_moe", intermediate_size=64)
+    model = replace(model, config=replace(model.config, experts=experts))
+    found = list(quantised_expert_cases(model, (3,), TunedTable(), "cpu"))
+    names = ("fp8", "int4", "nvfp4", "Q4_0", "Q4_1", "Q8_0", "Q5_1")
+    assert [case.kernel for case in found] == [
+        f"{name} {kernel}" for name in names for kernel in (GATE_UP, DOWN)
+    ]
+    assert found[0].num_bytes == pytest.approx(model.spread_experts(3) * (128 * 64 + 4 * 128))
+    for case in found[:6]:
+        prepared = filled(case)
+        assert prepared.num_calls == 2
 
 
 def test_candidates_for_experts_begin_with_the_engines_own(

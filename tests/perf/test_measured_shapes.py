@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.experts import QuantisedMatrices
+from drift_sdk.models.matrix_reader import WeightForm
+from drift_sdk.models.weights import weight_bytes
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import prepare, prepare_draft
@@ -160,6 +163,21 @@ def test_bytes_of_quantised_weights_are_those_of_their_tensors(tmp_path: Path) -
         sizes[form] = sum(tensor.nbytes for tensor in read)
         assert model.decode_bytes(0, 0, 2) == sizes[form]
     assert sizes["int4"] < sizes["fp8"] < plain.decode_bytes(0, 0, 2)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4"])
+def test_bytes_of_quantised_experts_are_those_of_their_tensors(form: WeightForm, tmp_path: Path) -> None:
+    plain = prepare("tiny-experts", tmp_path)
+    assert plain.config.experts is not None
+    experts = structs.replace(plain.config.experts, storage="qwen3_moe", has_bias=False, clamped_gate=None)
+    config = structs.replace(plain.config, experts=experts)
+    model = structs.replace(plain, config=config, weights=form)
+    weights = Decoder.random(config, device=torch.device("cpu"), dtype=torch.bfloat16, form=form).weights
+    layer = weights.layers[0].experts
+    assert layer is not None and isinstance(layer.gate_up, tuple) and isinstance(layer.down, tuple)
+    assert model.expert_bytes(2) == layer.gate_up[0].nbytes + layer.down[0].nbytes
+    all_experts = weight_bytes(config, torch.bfloat16, form) - config.vocab_size * config.hidden_size * 2
+    assert model.decode_bytes(0, 0, 2, experts.num_experts) == all_experts
 
 
 def test_bytes_of_a_quantised_draft(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from quantised_files import FORMATS
 from tiny_llama import tiny_llama
 
 from drift_sdk.config import EngineConfig
+from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.quantised.scheme import BLOCK_SCHEME, config_scheme
 from drift_sdk.startup import weight_form
-from drift_sdk.startup.weight_form import with_weight_form
+from drift_sdk.startup.weight_form import choose_weight_form, with_weight_form
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 PLAIN = DecoderConfig.from_hf(tiny_llama())
@@ -73,3 +74,10 @@ def test_weights_are_expanded_without_kernels_for_them(monkeypatch: pytest.Monke
     assert asked == [(GPU, torch.bfloat16)]
     assert form_of(quantised("awq"), executor="eager", device=CPU) == "expanded"
     assert len(asked) == 1  # on a machine without a GPU, the packages for one are not imported
+
+
+def test_quantised_files_are_not_quantised_again() -> None:
+    model = structs.replace(PLAIN, quantisation=BLOCK_SCHEME)
+    assert choose_weight_form(EngineConfig(weights="fp8", load="random"), model) == "fp8"
+    with pytest.raises(ConfigError, match="weights='fp8': expected None, .* the files are quantised .gguf"):
+        choose_weight_form(EngineConfig(weights="fp8"), model)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.models.experts_config import ClampedGate, ExpertsConfig
 from drift_sdk.models.linear import linear
-from drift_sdk.quantised.weight import Matrix
+from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
 __all__ = [
     "ExpertMatrices",
@@ -37,8 +37,9 @@ class QuantisedMatrices:
     scales: torch.Tensor
 
 
-ExpertMatrices = torch.Tensor | QuantisedMatrices | tuple[Matrix, ...]
-"""A matrix of each expert: [num_experts, out, in], the same in MXFP4, or one by one, quantised otherwise."""
+ExpertMatrices = torch.Tensor | QuantisedMatrices | tuple[Matrix, ...] | QuantisedWeight
+"""A matrix of each expert: [num_experts, out, in], the same in MXFP4, or one by one, quantised otherwise; or
+the rows of all experts as one quantised weight, which kernels take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ def _multiply(
     """The product [M, out] of x [M, in] with one expert's transposed matrix, plus its bias."""
     if isinstance(matrices, QuantisedMatrices):
         matrix: Matrix = dequantise(matrices.blocks[expert], matrices.scales[expert], x.dtype)
+    elif isinstance(matrices, QuantisedWeight):
+        raise NotImplementedError("experts that are one weight are multiplied by kernels")
     else:
         matrix = matrices[expert]
 

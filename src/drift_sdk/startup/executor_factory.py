@@ -23,7 +23,6 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
-from drift_sdk.startup.graph_support import options_without_graphs
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.startup.tensor_parallel import shards_of
@@ -73,20 +72,16 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
 
 
-def choose_executor(
-    config: EngineConfig, device: torch.device, model: DecoderConfig | None = None
-) -> tuple[str, str | None]:
+def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, str | None]:
     """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
 
-    model: the model to run; None: any that graphs support.
-
-    Raises ConfigError for an executor that cannot run the model on the device, and for settings that need the
-    graph executor where it cannot run.
+    Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
+    need the graph executor where it cannot run.
     """
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _device_obstacle(device) or _model_obstacle(model, config)
+        obstacle = _device_obstacle(device) or _config_obstacle(config)
         if obstacle is None:
             return "graph", None
 
@@ -283,10 +278,9 @@ def _device_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _model_obstacle(model: DecoderConfig | None, config: EngineConfig) -> str | None:
-    """Why the graph executor cannot run a model; None if it can."""
-    lacking = () if model is None else options_without_graphs(model, config)
-    return f"CUDA graphs do not support {', '.join(lacking)} of this model" if lacking else None
+def _config_obstacle(config: EngineConfig) -> str | None:
+    """Why the graph executor cannot run with a config; None if it can."""
+    return "CUDA graphs do not support a KV cache in NVFP4" if config.kv_dtype == "nvfp4" else None
 
 
 def _is_installed(package: str) -> bool:

@@ -91,7 +91,7 @@ def open_model(
         has_weights=config.load == "auto",
     )
     decoder_config = read_config(source, config)
-    executor_name, fallback = choose_executor(config, device, decoder_config)
+    executor_name, fallback = choose_executor(config, device)
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)
@@ -251,7 +251,7 @@ def hub_settings(config: EngineConfig) -> dict[str, Any]:
 def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
     decoder_config = read_config(source, config)
-    executor_name, _ = choose_executor(config, device, decoder_config)
+    executor_name, _ = choose_executor(config, device)
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)

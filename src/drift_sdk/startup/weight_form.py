@@ -11,7 +11,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.quantised.scheme import Scheme
 
-__all__ = ["choose_weight_form", "is_quantised", "stored_scheme", "with_weight_form"]
+__all__ = ["choose_weight_form", "stored_scheme", "with_weight_form"]
 
 
 def with_weight_form(
@@ -53,12 +53,6 @@ def choose_weight_form(config: EngineConfig, model: DecoderConfig) -> WeightForm
         raise ConfigError.of("weights", form, allowed)
 
     return form
-
-
-def is_quantised(config: EngineConfig, model: DecoderConfig) -> bool:
-    """Whether matrices other than MXFP4 experts remain quantised in memory."""
-    form = choose_weight_form(config, model)
-    return form in QUANTISERS or (form == "stored" and stored_scheme(config, model) is not None)
 
 
 def stored_scheme(config: EngineConfig, model: DecoderConfig) -> Scheme | None:

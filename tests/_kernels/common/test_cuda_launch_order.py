@@ -125,7 +125,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     for module in (cuda_programs, quantised_gemm, dequantise, packed_products):
         monkeypatch.setattr(module, "compile_kernel", lambda kernel, *_: kernel)
         monkeypatch.setattr(module, "launch_kernel", launch)
-    for module in (quantised_gemm, dequantise):
+    for module in (quantised_gemm, dequantise, packed_products):
         monkeypatch.setattr(module, "has_programs", lambda *_: True)
     for module in (quantised_gemm, packed_products):
         monkeypatch.setattr(module, "map_boxes", lambda matrix, *_: matrix)

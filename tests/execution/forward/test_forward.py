@@ -20,7 +20,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward import prefill
 from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
-from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
+from drift_sdk.execution.forward.kernel_weights import KernelExperts, KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.prefill import PrefillForward
@@ -262,3 +262,19 @@ def test_passes_with_quantised_weights_equal_those_of_the_eager_decoder(
         passes.compare(PROMPT_STEPS[0], None)
         passes.is_exact = True
         passes.compare(PROMPT_STEPS[1], None)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4"])
+def test_passes_with_quantised_experts_equal_those_of_the_eager_decoder(form: WeightForm) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2}
+    passes = Passes(tiny("qwen3_moe", **sizes), form, is_exact=False)
+    for layer in passes.decoder.weights.layers:
+        assert layer.experts is not None
+        assert isinstance(layer.experts.gate_up, KernelExperts)
+        assert isinstance(layer.experts.down, KernelExperts)
+        assert layer.experts.gate_up.shape == (5 * 128, 64)
+    with torch.inference_mode():
+        for spans in PROMPT_STEPS:
+            passes.compare(spans, None)
+
+        passes.compare(VERIFIED, 3)

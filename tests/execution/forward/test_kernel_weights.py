@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
+from msgspec import structs
 from quantised_files import random_blocks
 
-from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
+from drift_sdk.execution.forward.kernel_weights import (
+    KernelExperts,
+    KernelWeight,
+    arrange_experts,
+    arrange_matrix,
+)
 from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
 from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.int4 import quantise_int4
 from drift_sdk.quantised.nvfp4 import quantise_nvfp4
 from drift_sdk.quantised.stacking import stack_rows
-from drift_sdk.quantised.weight import QuantisedWeight
+from drift_sdk.quantised.weight import QuantisedWeight, dequantised
 
 pytestmark = pytest.mark.kernel
 
@@ -79,3 +87,54 @@ def test_other_parts_and_shapes_are_expanded() -> None:
     for narrow in (finite_blocks("Q8_0", 16, 96), quantise_nvfp4(matrix[:, :72])):
         assert isinstance(arrange_matrix(narrow, torch.float32), torch.Tensor)
     assert isinstance(arrange_matrix(finite_blocks("Q8_0", 24), torch.float32, is_gated=True), torch.Tensor)
+
+
+def expert_numbers(experts: KernelExperts) -> torch.Tensor:
+    """The numbers [E, N, K] of arranged experts, each by itself."""
+    weight, num_experts = experts.packed.weight, experts.packed.num_experts
+
+    def part(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+        return None if tensor is None else tensor.chunk(num_experts)[index].contiguous()
+
+    names = ("codes", "scales", "zeros", "offsets", "row_scales")
+    parts = [
+        KernelWeight(
+            structs.replace(
+                weight,
+                num_columns=experts.packed.num_columns,
+                **{name: part(getattr(weight, name), index) for name in names},
+            )
+        )
+        for index in range(num_experts)
+    ]
+    return torch.stack([each.dequantise(torch.float32) for each in parts]).cpu()
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "int4", "nvfp4", "Q4_K", "Q5_K"])
+def test_experts_keep_their_numbers(name: str, is_gated: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    quantise = {"fp8": quantise_fp8, "int4": quantise_int4, "nvfp4": quantise_nvfp4}.get(name)
+    matrices = tuple(
+        finite_blocks(cast(BlockFormat, name), rows=128)
+        if quantise is None
+        else quantise(torch.randn(128, 192, generator=generator))
+        for _ in range(3)
+    )
+    arranged = arrange_experts(tuple(each.to(DEVICE) for each in matrices), torch.float32, is_gated=is_gated)
+    assert isinstance(arranged, KernelExperts)
+    expected = torch.stack([each.dequantise(torch.float32) for each in matrices])
+    assert torch.equal(expert_numbers(arranged), expected)
+
+
+def test_experts_of_several_formats_are_expanded() -> None:
+    matrix = torch.linspace(-1.0, 1.0, 64 * 128, device=DEVICE).view(64, 128)
+    fp8, int4 = quantise_fp8(matrix), quantise_int4(matrix)
+    for parts in ((fp8, int4), (fp8, matrix)):
+        arranged = arrange_experts(parts, torch.float32)
+        assert isinstance(arranged, torch.Tensor)
+        for found, part in zip(arranged, parts, strict=True):
+            assert torch.equal(found, dequantised(part, torch.float32))
+    ragged = quantise_fp8(matrix[:, :100].contiguous())
+    assert isinstance(arrange_experts((ragged, ragged), torch.float32), torch.Tensor)
+    assert arrange_experts(matrix, torch.float32) is matrix

@@ -1,4 +1,4 @@
-"""Products of experts with quantised weights that stay quantised in memory, on compute capability 9.0.
+"""Products of experts with quantised weights that stay quantised in memory.
 
     packed_gated_expert_multiply:  activated[p] = silu(x[p // K] . gate[e]) * (x[p // K] . up[e])
     packed_expert_multiply:        partials[p % K, p // K] = share[p] * (x[p] . weight[e])
@@ -18,6 +18,9 @@ run together, so that these come from memory once.
 Dependent launch: the rows of experts are listed right before the gated product, so it waits first. The other
 one finds its rows, and copies the first steps of its weights, before it waits. Both permit dependents to
 start when all copies have been started.
+
+The CUDA program needs a GPU of compute capability 9.0, and x in bfloat16. Elsewhere, the kernel of
+packed_twin.py does the same from the same bytes. Its sums have another order, so other bits.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, 
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.experts.expert_tiles import check_expert_rows
+from drift_sdk._kernels.experts.packed_twin import twin_expert_multiply
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk._kernels.quantised.packing import PANEL, UNIT, PackedWeight
-from drift_sdk._kernels.quantised.programs import program
+from drift_sdk._kernels.quantised.programs import has_programs, program
 from drift_sdk._kernels.quantised.tiles import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles
 
 __all__ = [
@@ -170,17 +174,21 @@ def stack_experts(parts: Sequence[PackedWeight]) -> PackedExperts | None:
 def packed_gated_expert_multiply(
     x: Tensor, experts: PackedExperts, rows: ExpertRows, out: Tensor, tiles: PairTiles | None = None
 ) -> None:
-    """The activation of the gate and up projections of each pair's expert, in out [R * K', N / 2] bfloat16.
+    """The activation of the gate and up projections of each pair's expert, in out [R * K', N / 2].
 
-    x [R, inner] bfloat16, gated experts of N rows, and `rows` with K' experts for each row, after
+    x [R, inner], out of its type, gated experts of N rows, and `rows` with K' experts for each row, after
     `list_rows`. Rows of `out` whose row is padding are not written. tiles: None: those of
     `choose_pair_tiles`. Raises ValueError for another shape, type or layout.
     """
     num_pairs = rows.num_rows * rows.num_active
-    check_tensor("x", x, (rows.num_rows, experts.weight.inner), torch.bfloat16)
-    check_tensor("out", out, (num_pairs, experts.num_columns // 2), torch.bfloat16)
+    check_tensor("x", x, (rows.num_rows, experts.weight.inner), x.dtype)
+    check_tensor("out", out, (num_pairs, experts.num_columns // 2), x.dtype)
     check_expert_rows(rows)
     _check_experts(experts, rows, is_gated=True)
+    if not has_programs(experts.weight, x.dtype):
+        twin_expert_multiply(x, experts.weight, rows, out)
+        return
+
     _launch(x, experts, rows, out, tiles, is_gated=True)
     note_kernel("gate and up of quantised experts", GATED_ACCESS, {"out": out})
 
@@ -190,16 +198,20 @@ def packed_expert_multiply(
 ) -> None:
     """Each pair's share of its expert's product, as partial sums out [K', R, N] float32.
 
-    x [R * K', inner] bfloat16. The other arguments are those of `packed_gated_expert_multiply`, for experts
-    that are not gated. A product is rounded to bfloat16 before it is weighted. Raises ValueError likewise.
+    x [R * K', inner]. The other arguments are those of `packed_gated_expert_multiply`, for experts that are
+    not gated. A product is rounded to x's type before it is weighted. Raises ValueError likewise.
     """
     num_pairs = rows.num_rows * rows.num_active
-    check_tensor("x", x, (num_pairs, experts.weight.inner), torch.bfloat16)
+    check_tensor("x", x, (num_pairs, experts.weight.inner), x.dtype)
     check_tensor("out", out, (rows.num_active, rows.num_rows, experts.num_columns), torch.float32)
     check_expert_rows(rows)
     _check_experts(experts, rows, is_gated=False)
-    _launch(x, experts, rows, out, tiles, is_gated=False)
     weight = experts.weight
+    if not has_programs(weight, x.dtype):
+        twin_expert_multiply(x, weight, rows, out)
+        return
+
+    _launch(x, experts, rows, out, tiles, is_gated=False)
     arguments = {"codes": weight.codes, "scales": weight.scales, "shifts": weight.shifts}
     note_kernel("down of quantised experts", DOWN_ACCESS, {**arguments, "counts": rows.counts, "out": out})
 

@@ -33,11 +33,57 @@ from drift_sdk._kernels.quantised.dequantise import (
 )
 from drift_sdk._kernels.quantised.packing import PackedWeight
 
-__all__ = ["twin_gated_multiply", "twin_multiply"]
+__all__ = ["packed_sums", "twin_gated_multiply", "twin_multiply"]
 
 TILE_N = 64
 TILE_M = 16
 NUM_WARPS = 4
+
+
+@triton.jit
+def packed_sums(
+    x_ptrs,  # [TILE_M, 1]: rows of x
+    is_row,  # [TILE_M]
+    codes_ptr,  # uint8, as packing.py arranges them
+    scales_ptr,  # [panels, groups, 4, 8, 2], or None
+    zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
+    offsets_ptr,  # [panels, groups, 4, 8, 2], or None
+    row_scales_ptr,  # fp32 [N], in the order of packed rows, or None
+    packed_row,  # [TILE_N]
+    is_column,  # [TILE_N]
+    first_inner,
+    end_inner,
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
+    """Return the sums [TILE_N, TILE_M] fp32 of some packed rows times rows of x, from first_inner on."""
+    NUM_UNITS: tl.constexpr = (K + 63) // 64
+    dtype = x_ptrs.dtype.element_ty
+    total = tl.zeros((TILE_N, TILE_M), tl.float32)
+    for k in range(first_inner, end_inner, GROUP_SIZE):
+        inner = k + tl.arange(0, GROUP_SIZE)
+        is_inner = inner < end_inner
+        is_code = is_column[:, None] & is_inner[None, :]
+        codes = packed_codes(codes_ptr, packed_row[:, None], inner[None, :], is_code, NUM_UNITS, CODES)
+        place = scale_place(packed_row, k // GROUP_SIZE, NUM_UNITS * 64 // GROUP_SIZE)
+        zeros = packed_zeros(zeros_ptr, place, is_column, ZERO_POINT)[:, None]
+        weights = tl.where(is_code, packed_numbers(codes, zeros, dtype, CODES), 0.0).to(dtype)
+        x = tl.load(x_ptrs + inner[None, :], mask=is_row[:, None] & is_inner[None, :], other=0.0)
+        part = tl.dot(weights, x.T, input_precision="ieee")
+        if scales_ptr is not None:
+            part *= tl.load(scales_ptr + place, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if offsets_ptr is not None:
+            offsets = tl.load(offsets_ptr + place, mask=is_column, other=0.0).to(tl.float32)
+            part += offsets[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
+        total += part
+
+    if row_scales_ptr is not None:
+        total *= tl.load(row_scales_ptr + packed_row, mask=is_column, other=0.0)[:, None]
+    return total
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -63,37 +109,32 @@ def _twin_multiply(
     PDL: tl.constexpr,
 ):
     """Program (t, s): tile t of the output, slice s. Longer than other kernels by its signature."""
-    NUM_UNITS: tl.constexpr = (K + 63) // 64
     num_tiles_m = tl.cdiv(M, TILE_M)
     packed_row = tl.program_id(0) // num_tiles_m * TILE_N + tl.arange(0, TILE_N)
     row = (tl.program_id(0) % num_tiles_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
     is_row, is_column = row < M, packed_row < N
     wait_for_producers(PDL)
-    dtype = x_ptr.dtype.element_ty
     first_inner = tl.program_id(1) * SLICE_SIZE
-    end_inner = tl.minimum(first_inner + SLICE_SIZE, K)
-    total = tl.zeros((TILE_N, TILE_M), tl.float32)
-    for k in range(first_inner, end_inner, GROUP_SIZE):
-        inner = k + tl.arange(0, GROUP_SIZE)
-        is_inner = inner < end_inner
-        is_code = is_column[:, None] & is_inner[None, :]
-        codes = packed_codes(codes_ptr, packed_row[:, None], inner[None, :], is_code, NUM_UNITS, CODES)
-        place = scale_place(packed_row, k // GROUP_SIZE, NUM_UNITS * 64 // GROUP_SIZE)
-        zeros = packed_zeros(zeros_ptr, place, is_column, ZERO_POINT)[:, None]
-        weights = tl.where(is_code, packed_numbers(codes, zeros, dtype, CODES), 0.0).to(dtype)
-        x_mask = is_row[:, None] & is_inner[None, :]
-        x = tl.load(x_ptr + row[:, None] * K + inner[None, :], mask=x_mask, other=0.0)
-        part = tl.dot(weights, x.T, input_precision="ieee")
-        if scales_ptr is not None:
-            part *= tl.load(scales_ptr + place, mask=is_column, other=0.0).to(tl.float32)[:, None]
-        if offsets_ptr is not None:
-            offsets = tl.load(offsets_ptr + place, mask=is_column, other=0.0).to(tl.float32)
-            part += offsets[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
-        total += part
-
+    total = packed_sums(
+        x_ptr + row[:, None] * K,
+        is_row,
+        codes_ptr,
+        scales_ptr,
+        zeros_ptr,
+        offsets_ptr,
+        row_scales_ptr,
+        packed_row,
+        is_column,
+        first_inner,
+        tl.minimum(first_inner + SLICE_SIZE, K),
+        K,
+        GROUP_SIZE,
+        CODES,
+        ZERO_POINT,
+        TILE_N,
+        TILE_M,
+    )
     start_dependents(PDL)
-    if row_scales_ptr is not None:
-        total *= tl.load(row_scales_ptr + packed_row, mask=is_column, other=0.0)[:, None]
     column = natural_column(packed_row, N, IS_GATED)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[:, None]

@@ -15,10 +15,12 @@ from drift_sdk._kernels.experts.cuda_routing import cuda_route, has_cuda_route
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, expert_gemm_config
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
+from drift_sdk._kernels.experts.packed_products import packed_expert_multiply, packed_gated_expert_multiply
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.gemm import multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.kernel_weights import KernelExperts
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
 from drift_sdk.models.experts_config import ExpertsConfig
@@ -101,19 +103,33 @@ class ExpertForward:
         """
         rows = structs.replace(self._rows, counts=self._counts[index])
         self._route(weights, rows)
-        normed, activated, partials = self._normed, self._activated, self._partials
+        self._multiply_gated(weights, rows)
+        self._multiply_down(weights, rows)
+        return self._partials
+
+    def _multiply_gated(self, weights: ExpertWeights, rows: ExpertRows) -> None:
+        normed, activated, activation = self._normed, self._activated, self._activation
+        if isinstance(weights.gate_up, KernelExperts):
+            packed_gated_expert_multiply(normed, weights.gate_up.packed, rows, activated)
+            return
+
         gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
-        activation = self._activation
         if activation is not None and self._has_cuda_product(gate_up):
             cuda_gated_expert_multiply(normed, gate_up, rows, activated, activation)
         else:
             gated_expert_multiply(normed, gate_up, rows, activated, self._gemm, activation)
+
+    def _multiply_down(self, weights: ExpertWeights, rows: ExpertRows) -> None:
+        activated, partials = self._activated, self._partials
+        if isinstance(weights.down, KernelExperts):
+            packed_expert_multiply(activated, weights.down.packed, rows, partials)
+            return
+
         down = _matrix(weights.down, weights.down_bias)
         if self._has_cuda_product(down):
             cuda_expert_multiply(activated, down, rows, partials)
         else:
             expert_multiply(activated, down, rows, partials, self._gemm)
-        return partials
 
     def _has_cuda_product(self, matrix: ExpertMatrix) -> bool:
         return self._max_scale is not None and has_cuda_product(matrix, self._normed.dtype, self._max_scale)

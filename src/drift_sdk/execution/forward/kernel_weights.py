@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.experts.packed_products import PackedExperts, stack_experts
 from drift_sdk._kernels.quantised.dequantise import dequantise
 from drift_sdk._kernels.quantised.packing import (
     INT4_ZERO,
@@ -17,6 +18,7 @@ from drift_sdk._kernels.quantised.packing import (
 )
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.experts import ExpertMatrices, ExpertWeights
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
@@ -24,7 +26,7 @@ from drift_sdk.quantised.integers import GroupedIntegers
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight, dequantised
 
-__all__ = ["KernelWeight", "arrange_decoder", "arrange_matrix"]
+__all__ = ["KernelExperts", "KernelWeight", "arrange_decoder", "arrange_experts", "arrange_matrix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,35 @@ class KernelWeight(QuantisedWeight):
     def to(self, device: torch.device) -> KernelWeight:
         if device != self.device:
             raise NotImplementedError("arranged weights stay on their device")
+
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class KernelExperts(QuantisedWeight):
+    """A quantised matrix of each expert as the kernels take them.
+
+    packed: on a GPU.
+    """
+
+    packed: PackedExperts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.weight.num_columns, self.packed.weight.inner
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.packed.weight.tensors()
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError("arranged experts are not expanded")
+
+    def rows(self, index: Tensor) -> QuantisedWeight:
+        raise NotImplementedError("rows of arranged experts are not looked up")
+
+    def to(self, device: torch.device) -> KernelExperts:
+        if device != self.device:
+            raise NotImplementedError("arranged experts stay on their device")
 
         return self
 
@@ -102,7 +133,33 @@ def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
         output=arrange_matrix(layer.output, dtype),
         gate_up=arrange_matrix(layer.gate_up, dtype, is_gated=True),
         down=arrange_matrix(layer.down, dtype),
+        experts=None if layer.experts is None else _arrange_experts(layer.experts, dtype),
     )
+
+
+def _arrange_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    return replace(
+        experts,
+        gate_up=arrange_experts(experts.gate_up, dtype, is_gated=True),
+        down=arrange_experts(experts.down, dtype),
+    )
+
+
+def arrange_experts(
+    matrices: ExpertMatrices, dtype: torch.dtype, *, is_gated: bool = False
+) -> ExpertMatrices:
+    """The matrices of experts as the kernels take them: those that are quantised one by one as one weight, or
+    expanded to `dtype` if the kernels do not have their format, or experts have several."""
+    if not isinstance(matrices, tuple):
+        return matrices
+
+    arranged = [arrange_matrix(matrix, dtype, is_gated=is_gated, is_whole=True) for matrix in matrices]
+    packed = [matrix.packed for matrix in arranged if isinstance(matrix, KernelWeight)]
+    experts = stack_experts(packed) if len(packed) == len(arranged) else None
+    if experts is not None:
+        return KernelExperts(experts)
+
+    return torch.stack([dequantised(matrix, dtype) for matrix in matrices])
 
 
 def arrange_matrix(
