@@ -18,7 +18,8 @@ MANY_ROWS = 128
 """Rows of x that a CTA may have of large products, with few panels: more registers."""
 MAX_PANELS = 4
 MAX_OFFSET_WARPGROUPS = 2
-"""Most warpgroups with offsets, whose sums of x take registers too."""
+"""Most warpgroups with offsets, whose sums of x take registers too, for more than FEW_ROWS rows."""
+FEW_ROWS = 16
 MAX_STAGES = 16
 
 
@@ -28,7 +29,9 @@ def choose_tiles(weight: PackedWeight, num_rows: int) -> Tiles:
     rows = next((rows for rows in ROWS if rows >= num_rows), None)
     num_panels = min(-(-num_items(weight) // FEW_ITEMS), MAX_PANELS)
     if weight.offsets is not None:
-        rows, num_panels = rows or ROWS[-1], min(num_panels, MAX_OFFSET_WARPGROUPS // splits)
+        rows = rows or ROWS[-1]
+        if rows > FEW_ROWS:
+            num_panels = min(num_panels, MAX_OFFSET_WARPGROUPS // splits)
     if rows is None:
         # Steps of codes of a byte are so large that four stages fit beside 128 rows, two for each of two
         # warpgroups.
