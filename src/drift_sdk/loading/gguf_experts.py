@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from msgspec import structs
@@ -18,10 +18,7 @@ from msgspec import structs
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf_header import GGUFTensor
 from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE
-from drift_sdk.loading.tensors import check_dtype
-
-if TYPE_CHECKING:
-    from drift_sdk.loading.gguf import GGUFFile
+from drift_sdk.loading.tensors import InPlaceSource, check_dtype
 
 __all__ = ["GptOssTensors", "cut_by_expert"]
 
@@ -63,13 +60,21 @@ def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str,
     return found
 
 
+class ExpertBlocks(InPlaceSource, Protocol):
+    """A GGUF file that may have experts in MXFP4."""
+
+    def mxfp4(self, name: str) -> torch.Tensor:
+        """The blocks of a tensor, [..., columns / 32, 17] uint8: a scale and the codes of each. Raises
+        ModelLoadError for a tensor in another format."""
+
+
 class GptOssTensors:
     """The InPlaceSource of a GGUF file of gpt-oss. Experts are MXFP4, other weights numbers.
 
     Raises ModelLoadError for gate and up projections of different shapes, or without the other.
     """
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: ExpertBlocks) -> None:
         self.location = file.location
         self.num_readers = file.num_readers
         self._file = file
