@@ -105,24 +105,28 @@ class PairTiles(Struct, frozen=True):
         """Threads of the warpgroups, and of the warps that copy."""
         return 128 * self.num_panels + 64
 
+    def stage_bytes(self, weight: PackedWeight) -> int:
+        """Bytes of shared memory of a step: of x and of the weight, and two barriers."""
+        return Tiles(self.num_panels, self.num_rows, 1).stage_bytes(weight) + 2 * BARRIER_BYTES
+
     def shared_bytes(self, weight: PackedWeight) -> int:
-        """Bytes of shared memory: stages with two barriers each."""
-        return self.num_stages * (self._dense.stage_bytes(weight) + 2 * BARRIER_BYTES)
+        """Bytes of shared memory of a CTA."""
+        return self.num_stages * self.stage_bytes(weight)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of shared memory that a CTA may have, for a multiprocessor to hold `num_ctas`."""
+        return (MAX_SHARED_BYTES + RESERVED_BYTES) // self.num_ctas - RESERVED_BYTES
 
     def fits(self, weight: PackedWeight) -> bool:
         """Whether a multiprocessor holds `num_ctas` CTAs."""
-        available = (MAX_SHARED_BYTES + RESERVED_BYTES) // self.num_ctas - RESERVED_BYTES
-        return self.shared_bytes(weight) <= available
+        return self.shared_bytes(weight) <= self.most_bytes
 
     def num_row_tiles(self, rows: ExpertRows) -> int:
         """The most tiles of rows that there can be, whatever the experts of the rows are."""
         num_pairs = rows.num_rows * rows.num_active
         num_used = min(rows.num_experts, num_pairs)
         return num_used + (num_pairs - num_used) // self.num_rows
-
-    @property
-    def _dense(self) -> Tiles:
-        return Tiles(self.num_panels, self.num_rows, self.num_stages)
 
 
 def choose_pair_tiles(experts: PackedExperts, rows: ExpertRows) -> PairTiles:
@@ -134,8 +138,8 @@ def choose_pair_tiles(experts: PackedExperts, rows: ExpertRows) -> PairTiles:
     else:
         most = MANY_PANELS if experts.weight.offsets is None else OFFSET_PANELS
         tiles = PairTiles(min(most, experts.num_columns // PANEL), num_rows, 1, num_ctas=1)
-    stages = [replace(tiles, num_stages=number) for number in range(2, MAX_STAGES + 1)]
-    return max((each for each in stages if each.fits(experts.weight)), key=lambda each: each.num_stages)
+    num_stages = min(tiles.most_bytes // tiles.stage_bytes(experts.weight), MAX_STAGES)
+    return replace(tiles, num_stages=num_stages)
 
 
 def stack_experts(parts: Sequence[PackedWeight]) -> PackedExperts | None:
