@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,7 @@ def test_k_quants(quantisation: Q, num_rows: int, tmp_path: Path) -> None:
     raw = np.random.default_rng(0).integers(0, 255, (num_rows, 2 * block_bytes), dtype=np.uint8)
     raw = raw & 0x3F  # a float16 without the top bit of its exponent is finite
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
+    writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=quantisation)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -117,6 +120,7 @@ def _small(
     file: Path, architecture: str = "llama", tensor: str = "output_norm.weight", **metadata: Any
 ) -> None:
     writer = gguf.GGUFWriter(file, architecture)
+    writer.add_layer_norm_rms_eps(1e-6)
     for key, value in metadata.items():
         add = {
             int: writer.add_uint32,
@@ -254,7 +258,7 @@ def _tensor(name: bytes = b"a", shape: tuple[int, ...] = (8,), kind: int = 0, of
     return _string(name) + sizes + struct.pack("<IQ", kind, offset)
 
 
-UINT32, STRING, ARRAY = 4, 8, 9
+UINT32, FLOAT32, STRING, ARRAY = 4, 6, 8, 9
 NESTED = struct.pack("<IQ", ARRAY, 1) * 100_000
 HEADERS = {
     "2^60 keys": (_header(num_keys=2**60), "truncated"),
@@ -268,7 +272,7 @@ HEADERS = {
     "2^60 bytes": (_header(_key(b"k", ARRAY, struct.pack("<IQ", 0, 2**60)), num_keys=1), "an array ends at"),
     "2^25 bytes": (
         _header(_key(b"k", ARRAY, struct.pack("<IQ", 0, 2**25) + b"\0" * 2**25), num_keys=1),
-        "array of 33554432 items, expected at most 16777216",
+        "arrays of 33554432 items, expected at most 4194304",
     ),
     "nested arrays": (_header(_key(b"k", ARRAY, NESTED), num_keys=1), "array of arrays"),
     "unknown kind": (_header(_key(b"k", 99, b""), num_keys=1), "unknown kind of value 99"),
@@ -343,11 +347,12 @@ def test_misshapen_frequency_factors(head_dim: Any, tmp_path: Path) -> None:
 def test_two_names_of_one_tensor(tmp_path: Path) -> None:
     data = _header(
         _key(b"general.architecture", STRING, _string(b"llama")),
+        _key(b"llama.attention.layer_norm_rms_epsilon", FLOAT32, struct.pack("<f", 1e-6)),
         _tensor(b"output_norm.weight"),
         _tensor(b"model.norm.weight", offset=32),
         b"\0" * 128,
         num_tensors=2,
-        num_keys=1,
+        num_keys=2,
     )
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(ModelLoadError, match="output_norm.weight and model.norm.weight are the same"):
@@ -358,6 +363,7 @@ def test_scales_that_are_not_finite_are_read_without_warning(tmp_path: Path) -> 
     """The code that loads weights rejects them."""
     raw = np.full((1, 34), 0xFF, np.uint8)  # Q8_0: a scale of NaN
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tensor("output_norm.weight", raw, raw_dtype=Q.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -370,3 +376,75 @@ def test_named_chat_templates(tmp_path: Path) -> None:
     key = "tokenizer.chat_template"
     _small(tmp_path / "m.gguf", **{key: "d", f"{key}s": ["tool_use", "lost"], f"{key}.tool_use": "t"})
     assert resolve(tmp_path / "m.gguf").chat_templates == {"default": "d", "tool_use": "t"}
+
+
+def test_file_truncated_after_opening_is_named(tmp_path: Path) -> None:
+    _small(tmp_path / "m.gguf")
+    tensors = GGUFFile(tmp_path / "m.gguf")
+    with (tmp_path / "m.gguf").open("r+b") as stored:
+        stored.truncate(64)
+    with pytest.raises(ModelLoadError, match=r"m\.gguf: cannot be read: the file has become shorter"):
+        tensors.get("model.norm.weight")
+
+
+def test_files_are_closed_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small(tmp_path / "m.gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    opened: list[int] = []
+    open_file = os.open
+
+    def noting(path: Path, flags: int) -> int:
+        opened.append(open_file(path, flags))
+        return opened[-1]
+
+    monkeypatch.setattr("drift_sdk.loading.gguf_parts.os.open", noting)
+    tensors = GGUFFile(tmp_path / "m.gguf")
+    os.fstat(opened[0])
+    del tensors
+    with pytest.raises(ModelLoadError):
+        GGUFFile(tmp_path / "bad.gguf")
+    gc.collect()
+    for descriptor in opened:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
+
+
+def test_arrays_are_bounded_together(tmp_path: Path) -> None:
+    half = struct.pack("<IQ", 0, 2**21 + 1) + b"\0" * (2**21 + 1)
+    keys = [_key(name, ARRAY, half) for name in (b"a", b"b")]
+    (tmp_path / "m.gguf").write_bytes(_header(*keys, num_keys=2))
+    with pytest.raises(ModelLoadError, match="arrays of 4194306 items, expected at most 4194304"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+def test_missing_metadata_is_named(tmp_path: Path) -> None:
+    """A default would give another model."""
+    data = _header(
+        _key(b"general.architecture", STRING, _string(b"llama")), _tensor(), num_tensors=1, num_keys=1
+    )
+    (tmp_path / "m.gguf").write_bytes(data + b"\0" * 128)
+    with pytest.raises(ModelLoadError, match=r"llama\.attention\.layer_norm_rms_epsilon is missing"):
+        GGUFFile(tmp_path / "m.gguf")
+    for architecture, key in (("qwen3moe", "expert_count"), ("gpt-oss", "expert_count")):
+        _small(tmp_path / "m.gguf", architecture)
+        with pytest.raises(ModelLoadError, match=rf"{architecture}\.{key} is missing"):
+            GGUFFile(tmp_path / "m.gguf")
+    experts = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    _small(tmp_path / "m.gguf", "gpt-oss", **{f"gpt-oss.{key}": value for key, value in experts.items()})
+    with pytest.raises(ModelLoadError, match=r"gpt-oss\.attention\.sliding_window is missing"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+def test_factor_of_attention_is_1_or_rejected(tmp_path: Path) -> None:
+    _small(tmp_path / "m.gguf", **{"llama.rope.scaling.attn_factor": 1.0})
+    assert GGUFFile(tmp_path / "m.gguf").config["rope_parameters"]["rope_type"] == "default"
+    _small(tmp_path / "m.gguf", **{"llama.rope.scaling.attn_factor": 2.0})
+    with pytest.raises(ModelLoadError, match=r"llama\.rope\.scaling\.attn_factor=2\.0 is not implemented"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("scale", [-1.0, 1e-30, float("inf")])
+def test_scale_of_attention_is_bounded(scale: float, tmp_path: Path) -> None:
+    _small(tmp_path / "m.gguf", "gemma3", **{"gemma3.attention.scale": scale})
+    with pytest.raises(ModelLoadError, match=r"gemma3\.attention\.scale=.*, expected 1e-06 to 1e\+06"):
+        GGUFFile(tmp_path / "m.gguf")

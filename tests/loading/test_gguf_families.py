@@ -19,7 +19,7 @@ from msgspec import structs
 from tolerances import assert_near
 
 from drift_sdk import Engine, EngineConfig, inspect
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.loading.source import resolve
@@ -208,6 +208,11 @@ def test_experts_of_gpt_oss_that_do_not_fit_are_refused(
     tensors: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gpt-oss")
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_sliding_window(8)
+    writer.add_expert_count(2)
+    writer.add_expert_used_count(1)
+    writer.add_expert_feed_forward_length(32)
     for name, shape in tensors.items():
         writer.add_tensor(f"blk.0.ffn_{name}", np.zeros(shape, np.float32))
     writer.write_header_to_file()
@@ -229,6 +234,58 @@ def test_number_of_experts_is_bounded(num_experts: int, tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelLoadError, match="1 to 1024|whole"):
         GGUFFile(tmp_path / "model.gguf")
+
+
+def test_experts_that_are_cut_already_are_refused(experts: Any, tmp_path: Path) -> None:
+    cut = {"blk.0.ffn_up_exps.1.weight": np.ones((2, 2), np.float32)}
+    write_gguf(experts, tmp_path / "model.gguf", **cut)
+    with pytest.raises(ModelLoadError, match=r"tensor blk\.0\.ffn_up_exps\.1\.weight, expected one of all"):
+        GGUFFile(tmp_path / "model.gguf")
+
+
+def test_matrices_of_experts_are_bounded(
+    experts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(experts, tmp_path / "model.gguf")
+    monkeypatch.setattr("drift_sdk.loading.gguf_experts.MAX_TENSORS", 20)
+    with pytest.raises(ModelLoadError, match="more than 20 matrices of experts"):
+        GGUFFile(tmp_path / "model.gguf")
+
+
+def test_names_of_hugging_face_in_files_of_gpt_oss_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "model.layers.0.mlp.experts.down_proj_bias"
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gpt-oss")
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_sliding_window(8)
+    writer.add_expert_count(2)
+    writer.add_expert_used_count(1)
+    writer.add_expert_feed_forward_length(32)
+    writer.add_tensor(name, np.zeros((2, 3), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=f"tensor {name}, expected the names of GGUF files"):
+        resolve(tmp_path / "model.gguf").tensors()
+
+
+async def test_attention_of_gpt_oss_stays_blocks(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
+    """Beside experts in MXFP4, with the tokens of its numbers. It is not quantised again."""
+    file = tmp_path / "blocks.gguf"
+    write_gpt_oss(make_expert_model("gpt_oss", tmp_path / "again"), gpt_oss[0], file, Q.Q8_0)
+    answers, sizes = [], []
+    for form in ("stored", "expanded"):
+        config = EngineConfig(device="cpu", dtype="float32", weights=form, max_model_len=64)  # type: ignore[arg-type]
+        sizes.append(inspect(file, config).weight_bytes)
+        async with Engine(file, config) as engine:
+            answer = await engine.generate([5, 6, 7], max_tokens=12, ignore_eos=True, logprobs=1)
+        answers.append((answer.token_ids, answer.logprobs))
+    assert answers[0] == answers[1]
+    assert sizes[0] is not None and sizes[1] is not None and sizes[0] < sizes[1]
+    with pytest.raises(ConfigError, match="the files are quantised"):
+        await Engine(file, EngineConfig(device="cpu", weights="int4", max_model_len=64)).start()
 
 
 def _decoder_config(model: Any, file: Path) -> DecoderConfig:
@@ -296,6 +353,7 @@ def test_factors_of_long_rope_that_do_not_fit(
     tensor: str, metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "phi3")
+    writer.add_layer_norm_rms_eps(1e-6)
     settings = {
         "context_length": 512,
         "embedding_length": 32,

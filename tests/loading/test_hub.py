@@ -228,6 +228,30 @@ def test_settings_stored_as_a_tensor_are_part_of_the_header(
     assert found.missing and found.source.config["rope_parameters"]["factors"] == factors.tolist()
 
 
+def test_other_tensors_are_not_fetched_with_the_header(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub_gguf, "FIRST_BYTES", 64)
+    monkeypatch.setattr(hub_gguf, "MAX_SETTING_BYTES", 256)
+    qwen3 = make_model(18, tmp_path / "model")
+    (tmp_path / "many").mkdir()
+    others = {name: np.ones(4096, np.float32) for name in ("rope_other.weight", "rope_freqs.weight")}
+    write_gguf(qwen3, tmp_path / "many" / "m-F32.gguf", tensors=others)
+    hub.folders["org/many"] = tmp_path / "many"
+    fetched = []
+    fetch = hub_gguf.fetch_range
+
+    def noting(url: str, start: int, num_bytes: int) -> tuple[bytes, int]:
+        fetched.append(start)
+        return fetch(url, start, num_bytes)
+
+    monkeypatch.setattr(hub_gguf, "fetch_range", noting)
+    found = find("org/many:F32")
+    with pytest.raises(ModelLoadError, match="rope_freqs.weight has shape"):
+        _ = found.source.config
+    assert set(fetched) == {0}
+
+
 NAMES = [
     *("a/model-Q4_K_M.gguf", "b/model-q8_0.gguf", "model.IQ4_XS.gguf", "UD-Q4_K_XL/m-UD-Q4_K_XL.gguf"),
     *("mmproj-F16.gguf", "m-F16-00001-of-00002.gguf", "m-F16-00002-of-00002.gguf", "README.md"),

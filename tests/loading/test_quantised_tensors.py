@@ -260,6 +260,43 @@ def test_groups_of_two_sizes_that_both_fit_are_rejected(
         open_folder(tmp_path).get(f"{DOWN}.weight")
 
 
+BLOCKS = {"type": "float", "num_bits": 8, "strategy": "block"}
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_blocks_of_two_sizes_are_told_apart(is_reversed: bool, tmp_path: Path) -> None:
+    sizes = ([16, 16], [24, 24])[:: -1 if is_reversed else 1]
+    groups = {str(size): {"weights": BLOCKS | {"block_structure": size}} for size in sizes}
+    settings = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    values = torch.ones(96, 40).to(torch.float8_e4m3fn)
+    scales = {"a": torch.arange(1.0, 19.0).view(6, 3), "b": torch.arange(1.0, 9.0).view(4, 2)}
+    tensors = {f"{name}.weight_scale": each for name, each in scales.items()}
+    save_file(tensors | {f"{name}.weight": values.clone() for name in "ab"}, tmp_path / "model.safetensors")
+    source = open_folder(tmp_path)
+    for name, size in (("a", 16), ("b", 24)):
+        each = scales[name].repeat_interleave(size, dim=0).repeat_interleave(size, dim=1)
+        assert torch.equal(source.get(f"{name}.weight"), each[:96, :40])
+    both = {"c.weight": values[:30, :30].contiguous(), "c.weight_scale": torch.ones(2, 2)}
+    save_file(both, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"weight_scale fits blocks of \d+x\d+ and of \d+x\d+"):
+        open_folder(tmp_path).get("c.weight")
+
+
+def test_scales_under_two_names_are_rejected(tmp_path: Path) -> None:
+    parts = {part: torch.ones(1) for part in ("a.weight_scale", "a.weight_scale_inv")}
+    save_file(parts | {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ModelLoadError, match="a.weight_scale_inv is beside weight_scale, expected one"):
+        open_folder(tmp_path).get("a.weight")
+
+
+def test_quantisation_of_gguf_files_in_a_folder_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gguf"}}))
+    with pytest.raises(ModelLoadError, match=r"config\.json: quant_method='gguf' in quantization_config"):
+        _ = Source(tmp_path).config
+
+
 def write_mixed(folder: Path, settings: dict[str, object], kinds: dict[str, str]) -> dict[str, torch.Tensor]:
     """A folder with a weight of each kind, by module; returns their numbers."""
     rng = np.random.default_rng(0)
@@ -313,6 +350,24 @@ def test_settings_of_modelopt_are_read_from_their_own_file(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"hf_quant_config.json: not a JSON object"):
         _ = Source(tmp_path).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"),
+    [
+        ("packed, zero points", 8, 64),
+        ("packed, zero points", 3, 64),
+        ("gptq", 8, 8),
+        ("gptq, version 2", 24, 8),
+    ],
+)
+def test_weights_of_one_word_are_read(tmp_path: Path, kind: str, rows: int, columns: int) -> None:
+    """In one dimension, or in that of the zero points."""
+    stored = FORMATS[kind].draw(rows, columns, np.random.default_rng(0))
+    parts = {f"a.{part}": tensor.clone().contiguous() for part, tensor in stored.tensors.items()}
+    save_file(parts, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMATS[kind].config}))
+    assert torch.equal(open_folder(tmp_path).get("a.weight"), torch.from_numpy(stored.numbers))
 
 
 @pytest.mark.parametrize("columns", [42, 44, 46])

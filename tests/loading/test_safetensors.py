@@ -15,6 +15,9 @@ from safetensors.torch import save_file
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading import safetensors
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from drift_sdk.loading.source import Source
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
 
 SHARDED, SINGLE = 0, 1
 
@@ -110,6 +113,18 @@ def test_file_truncated_after_opening_is_named(tmp_path: Path) -> None:
         stored.truncate(file.stat().st_size - 8)
     with pytest.raises(ModelLoadError, match=r"model\.safetensors: tensor a cannot be read: .*shorter"):
         tensors.read_into("a", torch.empty(4096))
+
+
+@pytest.mark.parametrize("form", ["expanded", "int4", "fp8"])
+def test_file_truncated_while_it_is_loaded_kills_nothing(form: Any, tmp_path: Path) -> None:
+    """A read through a mapping would: the file is replaced in place, by a download for example."""
+    make_model(SINGLE, tmp_path)
+    source = Source(tmp_path)
+    tensors, config = source.tensors(), DecoderConfig.from_hf(source.config)
+    with (tmp_path / SINGLE_FILE).open("r+b") as stored:
+        stored.truncate(4096)
+    with pytest.raises(ModelLoadError, match="cannot be read: the file has become shorter"):
+        Decoder.load(config, tensors, device="cpu", dtype=torch.float32, form=form)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much of a file is in a process's memory")

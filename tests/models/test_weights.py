@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tolerances import assert_near
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.random import RandomTensors
+from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.source import resolve
 from drift_sdk.loading.tensors import InPlaceSource
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -239,3 +241,21 @@ def test_no_memory_for_weights(folder: Path) -> None:
     shapes = resolve(folder).config | {"hidden_size": 2**22, "vocab_size": 2**24}
     with pytest.raises(ModelLoadError, match=r"not enough memory on cpu for \d+\.\d GiB of weights"):
         Decoder.random(DecoderConfig.from_hf(shapes), device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_no_memory_while_weights_are_read(
+    error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(found: Exception) -> Callable[..., None]:
+        def read_into(*_: object) -> None:
+            raise found
+
+        return read_into
+
+    monkeypatch.setattr(SafetensorsFolder, "read_into", failing(error))
+    with pytest.raises(ModelLoadError, match="not enough memory on cpu for .* of weights"):
+        load_decoder(folder)
+    monkeypatch.setattr(SafetensorsFolder, "read_into", failing(RuntimeError("another")))
+    with pytest.raises(RuntimeError, match="another"):
+        load_decoder(folder)

@@ -106,8 +106,9 @@ def write_gguf(
     return stored
 
 
-def write_gpt_oss(model: Any, folder: Path, file: Path) -> None:
-    """Write a gpt-oss model whose folder has MXFP4 experts."""
+def write_gpt_oss(model: Any, folder: Path, file: Path, kind: Q = Q.F32) -> None:
+    """Write a gpt-oss model whose folder has MXFP4 experts. kind: of the matrices of attention whose rows
+    have whole blocks."""
     writer = gguf.GGUFWriter(file, "gpt-oss")
     _add_settings(writer, model)
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -115,7 +116,10 @@ def write_gpt_oss(model: Any, folder: Path, file: Path) -> None:
             continue
 
         if ".experts." not in name:
-            writer.add_tensor(_gpt_oss_name(name), tensor.numpy())
+            array = tensor.numpy()
+            has_blocks = "_proj.weight" in name and array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+            stored = kind if has_blocks else Q.F32
+            writer.add_tensor(_gpt_oss_name(name), gguf.quants.quantize(array, stored), raw_dtype=stored)
             continue
 
         place, _, projection = name.partition(".mlp.experts.")

@@ -109,8 +109,8 @@ class GGUFFile:
         block_format = cast(BlockFormat, tensor.quantization.name)
         columns, num_bytes = BLOCK_FORMATS[block_format]
         blocks = self._parts.raw(tensor).reshape(tensor.shape[0], tensor.shape[1] // columns, num_bytes)
-        copy = torch.from_numpy(np.array(self._in_order(name, blocks), order="C"))
-        return BlockWeight(copy.to(device), block_format)
+        ordered = torch.from_numpy(np.ascontiguousarray(self._in_order(name, blocks)))
+        return BlockWeight(ordered.to(device), block_format)
 
     def mxfp4(self, name: str) -> torch.Tensor:
         """The blocks of a tensor in MXFP4, [..., columns / 32, 17] uint8: a scale and the codes of each.
@@ -125,7 +125,7 @@ class GGUFFile:
         columns, num_bytes = GGML_QUANT_SIZES[expected]
         *rows, inner = tensor.shape
         blocks = self._parts.raw(tensor).reshape(*rows, inner // columns, num_bytes)
-        return torch.from_numpy(blocks.copy())
+        return torch.from_numpy(blocks)
 
     def _in_order(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
         """The rows of a tensor in the order of Hugging Face."""
@@ -143,16 +143,21 @@ class GGUFFile:
         _, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
         row_bytes = ROW_BYTES // block_bytes * block_bytes
         num_whole = raw.size // row_bytes * row_bytes
-        parts = [part for part in (raw[:num_whole].reshape(-1, row_bytes), raw[num_whole:]) if part.size]
+        found = np.empty(tensor.shape, np.float32)
+        flat, num_done = found.reshape(-1), 0
         try:
-            return np.concatenate([_to_float32(part, tensor.quantization) for part in parts]).reshape(
-                tensor.shape
-            )
+            for part in (raw[:num_whole].reshape(-1, row_bytes), raw[num_whole:]):
+                if part.size:
+                    numbers = _to_float32(part, tensor.quantization)
+                    flat[num_done : num_done + len(numbers)] = numbers
+                    num_done += len(numbers)
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"{self._parts.file(tensor)}: tensor {stored_name} is stored as {tensor.quantization.name}, "
                 "which cannot be dequantised"
             ) from error
+
+        return found
 
 
 def _unpermute(array: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:

@@ -43,6 +43,9 @@ POST_NORM_MODULES = LAYER_MODULES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+"""Metadata of files with experts."""
+
 
 class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     """An architecture of GGUF files.
@@ -54,6 +57,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     is_permuted:               the rows of query and key projections are interleaved, see `GGUFFile.get`.
     norm_offset:               what files add to the weights of norms.
     keys:                      metadata that changes the arithmetic and is read for this architecture.
+    required:                  metadata that files of this architecture have.
     """
 
     model_type: str
@@ -63,6 +67,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     is_permuted: bool = False
     norm_offset: float = 0.0
     keys: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
 
     @property
     def has_expert_matrices(self) -> bool:
@@ -107,6 +112,7 @@ ARCHITECTURES = {
         architecture="Qwen3MoeForCausalLM",
         layer_modules=EXPERT_MODULES,
         keys=("expert_count",),
+        required=EXPERT_KEYS,
     ),
     "gpt-oss": GGUFArchitecture(
         model_type="gpt_oss",
@@ -114,12 +120,13 @@ ARCHITECTURES = {
         layer_modules=GPT_OSS_MODULES,
         layer_tensors={"attn_sinks.weight": "self_attn.sinks"},
         keys=("attention.sliding_window", "expert_count"),
+        required=(*EXPERT_KEYS, "attention.sliding_window"),
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
         layer_modules=FUSED_MODULES,
-        keys=("attention.sliding_window",),
+        keys=("attention.sliding_window", "rope.scaling.attn_factor"),
     ),
     "gemma3": GGUFArchitecture(
         model_type="gemma3_text",

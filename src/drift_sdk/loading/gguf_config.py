@@ -27,11 +27,18 @@ ARITHMETIC_KEYS = (
     "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
+    "rope.scaling.attn_factor",
     "use_parallel_residual",
 )
+NEUTRAL = {"rope.scaling.attn_factor": 1.0}
+"""Of that metadata, what changes nothing; else 0, "" and what is missing."""
+REQUIRED = ("attention.layer_norm_rms_epsilon",)
+"""Metadata that every file has, and whose absence would not be found elsewhere. Architectures have others."""
 # llama.cpp's loader knows the largest Gemma 3, whose scale is that of another width of heads, by its layers.
 GEMMA3_27B_LAYERS = 62
 GEMMA3_LOCAL_THETA = 10_000.0
+MIN_SCALE = 1e-6
+"""The least scale of attention."""
 GPT_OSS_YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 """What files of gpt-oss do not say of their rotation."""
 SMOLLM3_PERIOD = 4  # every fourth layer has no rotation: files do not say so, and neither do they differ
@@ -77,7 +84,8 @@ class _ConfigReader:
     def config(self) -> dict[str, Any]:
         settings, tensors = self._settings, self._header.tensors
         for key in ARITHMETIC_KEYS:
-            if settings.get(key) and key not in self._architecture.keys:
+            is_neutral = not settings.get(key) or settings[key] == NEUTRAL.get(key)
+            if not is_neutral and key not in self._architecture.keys:
                 found = f"{self._prefix}{key}={short_repr(settings[key])}"
                 raise ModelLoadError(f"{self._location}: {found} is not implemented")
 
@@ -106,6 +114,10 @@ class _ConfigReader:
         }
         if any(is_block_matrix(tensor) for tensor in tensors.values()):
             config["quantization_config"] = {"quant_method": "gguf"}
+        for key in (*REQUIRED, *self._architecture.required):
+            if key not in settings:
+                raise ModelLoadError(f"{self._location}: {self._prefix}{key} is missing")
+
         return config | self._own_settings(config)
 
     def _own_settings(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +129,7 @@ class _ConfigReader:
                     "num_experts": settings.get("expert_count"),
                     "num_experts_per_tok": settings.get("expert_used_count"),
                     "moe_intermediate_size": settings.get("expert_feed_forward_length"),
+                    "intermediate_size": settings.get("expert_feed_forward_length"),  # no layer has an MLP
                     "decoder_sparse_step": 1,
                     "norm_topk_prob": True,  # not in files: llama.cpp does it for this architecture
                 }
@@ -125,7 +138,7 @@ class _ConfigReader:
                     "intermediate_size": settings.get("expert_feed_forward_length"),
                     "num_local_experts": settings.get("expert_count"),
                     "num_experts_per_tok": settings.get("expert_used_count"),
-                    "quantization_config": {"quant_method": "mxfp4"},
+                    "quantization_config": config.get("quantization_config", {"quant_method": "mxfp4"}),
                 }
             case "phi3":
                 return self._phi3_settings(config)
@@ -159,7 +172,11 @@ class _ConfigReader:
     def _gemma3_settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """Rotations of both kinds of layers, their pattern, and the scale of attention."""
         settings, rope = self._settings, config["rope_parameters"]
-        head_dim, scale = config["head_dim"], settings.get("attention.scale")
+        head_dim, scale = config["head_dim"], settings.get("attention.scale") or None
+        if scale is not None and not (isinstance(scale, float) and MIN_SCALE <= scale <= 1 / MIN_SCALE):
+            found = f"{self._prefix}attention.scale={short_repr(scale)}"
+            raise ModelLoadError(f"{self._location}: {found}, expected {MIN_SCALE} to {1 / MIN_SCALE:g}")
+
         if settings.get("block_count") == GEMMA3_27B_LAYERS:
             head_dim = _quotient(config["hidden_size"], config["num_attention_heads"])
 
@@ -170,7 +187,7 @@ class _ConfigReader:
             kinds = {"layer_types": [("full_attention", "sliding_attention")[bool(flag)] for flag in pattern]}
 
         return kinds | {
-            "query_pre_attn_scalar": scale**-2 if isinstance(scale, float) and scale else scale or head_dim,
+            "query_pre_attn_scalar": head_dim if scale is None else scale**-2,
             "rope_parameters": {
                 "full_attention": rope,
                 "sliding_attention": {"rope_theta": settings.get("rope.freq_base_swa", GEMMA3_LOCAL_THETA)},

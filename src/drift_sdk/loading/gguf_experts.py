@@ -18,12 +18,15 @@ from msgspec import structs
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.gguf_header import GGUFTensor
 from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE
+from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
+from drift_sdk.quantised.weight import QuantisedWeight
 
 __all__ = ["GptOssTensors", "cut_by_expert"]
 
 STACKED = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down)_exps)\.weight")
-MAX_EXPERTS = 1024
+CUT = re.compile(r"blk\.[0-9]+\.ffn_(?:gate|up|down)_exps\.[0-9]+\.weight")
+MAX_EXPERTS, MAX_TENSORS = 1024, 2**18
 
 PROJECTIONS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 """Of Hugging Face, whose rows alternate between those of the file's."""
@@ -35,8 +38,11 @@ STORED_NAME = re.compile(r"blk\.([0-9]+)\.ffn_(?:gate|up|down)_exps\.(?:weight|b
 def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str, GGUFTensor]:
     """The tensors, with those of all experts cut into one for each: that of expert 3 in
     "blk.0.ffn_up_exps.weight" is "blk.0.ffn_up_exps.3.weight". Raises ModelLoadError with the location for
-    none or too many."""
+    none or too many, and for a tensor that is of one expert already."""
     found: dict[str, GGUFTensor] = {}
+    for name in filter(CUT.fullmatch, tensors):
+        raise ModelLoadError(f"{location}: tensor {name}, expected one of all experts")
+
     for name, tensor in tensors.items():
         match = STACKED.fullmatch(name)
         if match is None or len(tensor.shape) != 3:
@@ -49,6 +55,9 @@ def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str,
                 f"{location}: tensor {name} has {num_experts} experts, expected 1 to {MAX_EXPERTS}"
             )
 
+        if len(found) + num_experts > MAX_TENSORS:
+            raise ModelLoadError(f"{location}: more than {MAX_TENSORS} matrices of experts")
+
         num_bytes = tensor.num_bytes // num_experts  # an expert has whole rows, and a row whole blocks
         for expert in range(num_experts):
             found[f"{match[1]}.{expert}.weight"] = structs.replace(
@@ -60,7 +69,7 @@ def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str,
     return found
 
 
-class ExpertBlocks(InPlaceSource, Protocol):
+class ExpertBlocks(InPlaceSource, QuantisedSource, Protocol):
     """A GGUF file that may have experts in MXFP4."""
 
     def mxfp4(self, name: str) -> torch.Tensor:
@@ -69,7 +78,8 @@ class ExpertBlocks(InPlaceSource, Protocol):
 
 
 class GptOssTensors:
-    """The InPlaceSource of a GGUF file of gpt-oss. Experts are MXFP4, other weights numbers.
+    """The QuantisedSource of a GGUF file of gpt-oss. Experts are MXFP4, as they are in memory; other weights
+    numbers or blocks.
 
     Raises ModelLoadError for gate and up projections of different shapes, or without the other.
     """
@@ -79,6 +89,9 @@ class GptOssTensors:
         self.num_readers = file.num_readers
         self._file = file
         self._names = {name for name in file.names() if not STORED_NAME.fullmatch(name)}
+        for name in filter(OWN_NAME.fullmatch, self._names):
+            raise ModelLoadError(f"{self.location}: tensor {name}, expected the names of GGUF files")
+
         layers = {match[1] for match in map(STORED_NAME.fullmatch, file.names()) if match is not None}
         for layer, projection, kind in itertools.product(layers, PROJECTIONS, KINDS):
             name = f"model.layers.{layer}.mlp.experts.{projection}_{kind}"
@@ -129,6 +142,12 @@ class GptOssTensors:
             place.copy_(tensor)
         else:
             self._file.read_into(name, place)
+
+    def quantised_bytes(self, name: str) -> int | None:
+        return None if OWN_NAME.fullmatch(name) else self._file.quantised_bytes(name)
+
+    def quantised(self, name: str, device: torch.device) -> QuantisedWeight | None:
+        return None if OWN_NAME.fullmatch(name) else self._file.quantised(name, device)
 
     def _arranged(self, name: str, device: torch.device) -> torch.Tensor:
         """A tensor of experts, on a device."""

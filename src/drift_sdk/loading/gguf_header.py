@@ -24,8 +24,8 @@ __all__ = ["GGUFHeader", "GGUFTensor", "is_block_matrix", "read_header"]
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
-MAX_ITEMS = 2**24
-"""Most items of an array, such as the vocabulary."""
+MAX_ITEMS = 2**22
+"""Most items of all arrays, such as the vocabulary: three times what the largest ones need."""
 SCALARS = {
     GGUFValueType.UINT8: struct.Struct("<B"),
     GGUFValueType.INT8: struct.Struct("<b"),
@@ -153,6 +153,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
+        self._num_items = 0  # of arrays
         self.offset = 0
 
     def scalar(self, layout: struct.Struct) -> Any:
@@ -195,8 +196,9 @@ class _Cursor:
         if end > len(self._data):
             raise ValueError(f"truncated at byte {len(self._data)}: an array ends at {end}")
 
-        if num_items > MAX_ITEMS:
-            raise ValueError(f"an array of {num_items} items, expected at most {MAX_ITEMS}")
+        self._num_items += num_items
+        if self._num_items > MAX_ITEMS:
+            raise ValueError(f"arrays of {self._num_items} items, expected at most {MAX_ITEMS}")
 
         if is_strings:
             return [self.string() for _ in range(num_items)]

@@ -6,6 +6,8 @@ Each part has a header for its own tensors; the first has the model's metadata.
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,8 @@ class GGUFParts:
                 if not has_file(file):
                     raise ModelLoadError(f"{file}: is missing, {path.name} is one of {part.num_parts} parts")
 
-        opened = [open_part(file) for file in self.files]
-        self._data = [data for data, _ in opened]
+        opened = [self._open(file) for file in self.files]
+        self._descriptors = [descriptor for descriptor, _ in opened]
         headers = [header for _, header in opened]
         for index, header in enumerate(headers):
             self._check_split(index, header.metadata)
@@ -51,8 +53,34 @@ class GGUFParts:
         return str(self.files[tensor.part])
 
     def raw(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor as stored, a view of the file."""
-        return np.frombuffer(self._data[tensor.part], np.uint8, tensor.num_bytes, tensor.offset)
+        """A copy of the bytes of a tensor as stored. Raises ModelLoadError if the file cannot be read.
+
+        Not a view of a mapping: the process would be killed where the file has become shorter.
+        """
+        found = np.empty(tensor.num_bytes, np.uint8)
+        rest, offset = found.data, tensor.offset
+        try:
+            while rest:
+                num_read = os.preadv(self._descriptors[tensor.part], [rest], offset)
+                if not num_read:
+                    raise OSError("the file has become shorter")
+
+                rest, offset = rest[num_read:], offset + num_read
+        except OSError as error:
+            raise ModelLoadError(f"{self.file(tensor)}: cannot be read: {error}") from error
+
+        return found
+
+    def _open(self, path: Path) -> tuple[int, GGUFHeader]:
+        """A descriptor of a file, which this object closes when it is deleted, and the file's header. Raises
+        ModelLoadError naming a file that is not whole."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+                return descriptor, read_header(data)
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error
 
     def _check_split(self, index: int, metadata: dict[str, Any]) -> None:
         """Raise ModelLoadError unless the metadata of a part agree with its place among the files."""
@@ -87,14 +115,3 @@ class GGUFParts:
             )
 
         return tensors
-
-
-def open_part(path: Path) -> tuple[mmap.mmap, GGUFHeader]:
-    """A file mapped into memory, and its header. Raises ModelLoadError naming it if it is not whole."""
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-        return data, read_header(data)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error

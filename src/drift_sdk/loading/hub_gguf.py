@@ -13,6 +13,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not marked 
 )
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.gguf_config import ROPE_FACTORS
 from drift_sdk.loading.gguf_header import GGUFHeader, read_header
 
 __all__ = ["copy_headers"]
@@ -20,8 +21,8 @@ __all__ = ["copy_headers"]
 FIRST_BYTES = 1 << 23
 """Bytes of a file that are fetched first. A header takes 2 to 8 MiB, nearly all of it the vocabulary."""
 MAX_HEADER_BYTES = 1 << 28
-SETTINGS_PREFIX = "rope_"
-"""Tensors that are settings, whose contents a config is made of, begin with this."""
+MAX_SETTING_BYTES = 1 << 20
+"""The most bytes of a tensor that is a setting: factors of a rotation take some hundreds."""
 TIMEOUT_S = 30.0
 
 
@@ -40,7 +41,7 @@ def copy_headers(repo_id: str, revision: str | None, names: Iterable[str], folde
             copy.write(data)
             copy.truncate(num_bytes)
             for stored, tensor in header.tensors.items():
-                if stored.startswith(SETTINGS_PREFIX):
+                if stored in ROPE_FACTORS and tensor.num_bytes <= MAX_SETTING_BYTES:
                     copy.seek(tensor.offset)
                     copy.write(fetch_range(url, tensor.offset, tensor.num_bytes)[0])
 

@@ -77,7 +77,7 @@ def read_gptq(stored: StoredTensors, scheme: Scheme) -> Int4Weight:
                 f"{stored.place('g_idx')} reorders the columns (desc_act), which is not implemented"
             )
 
-    codes = stored.read("qweight", (words, rows), (torch.int32,)).T.contiguous().view(torch.uint8)
+    codes = _transposed(stored.read("qweight", (words, rows), (torch.int32,))).view(torch.uint8)
     return _weight(codes, scales, zeros.T, group_size)
 
 
@@ -101,7 +101,7 @@ def read_packed(stored: StoredTensors, scheme: Scheme) -> Int4Weight:
         if stored.dtype("weight_zero_point") == torch.int32:
             shape = -(-rows // CODES_OF_WORD), num_groups
             packed = stored.read("weight_zero_point", shape, (torch.int32,))
-            zeros = _unpack(packed.T.contiguous())[:, :rows].T
+            zeros = _unpack(_transposed(packed))[:, :rows].T
         else:
             zeros = stored.read("weight_zero_point", (rows, num_groups), (torch.int8,)) + MIDDLE
             if ((zeros < 0) | (zeros >= 2 * MIDDLE)).any():
@@ -171,6 +171,12 @@ def _group_size(stored: StoredTensors, part: str, scales: torch.Tensor, columns:
         raise ModelLoadError(f"{stored.place(part)} fits groups of {fitting[0]} and of {fitting[1]} columns")
 
     return fitting[0]
+
+
+def _transposed(words: torch.Tensor) -> torch.Tensor:
+    """The transpose of a matrix, row-major also where it has one column: `contiguous` then leaves strides
+    with which it cannot be viewed as bytes."""
+    return words.T.clone(memory_format=torch.contiguous_format)
 
 
 def _unpack(words: torch.Tensor, places: tuple[int, ...] = tuple(range(CODES_OF_WORD))) -> torch.Tensor:

@@ -23,8 +23,8 @@ from drift_sdk.loading.nvfp4_tensors import (
     read_compressed_nvfp4,
     read_modelopt_nvfp4,
 )
-from drift_sdk.loading.stored_tensors import StoredTensors
-from drift_sdk.loading.tensors import InPlaceSource, TensorSource
+from drift_sdk.loading.stored_tensors import StoredSource, StoredTensors
+from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.scheme import Scheme, Storage
 from drift_sdk.quantised.weight import QuantisedWeight
@@ -89,7 +89,7 @@ class QuantisedTensors:
     scales are missing or misshapen.
     """
 
-    def __init__(self, tensors: InPlaceSource, scheme: Scheme) -> None:
+    def __init__(self, tensors: StoredSource, scheme: Scheme) -> None:
         self.location = tensors.location
         self.num_readers = 1  # numbers that are dequantised take memory for a while
         self._tensors = tensors
@@ -238,7 +238,10 @@ def _read_fp8(stored: StoredTensors, scheme: Scheme) -> Fp8Weight:
     """A weight of e4m3 numbers with scales for the tensor, for each row or for each block."""
     rows, columns = stored.shape("weight")
     values = stored.read("weight", (rows, columns), (torch.float8_e4m3fn,))
-    part = next(part for part in FP8_SCALES if stored.has(part))
+    part, *others = [part for part in FP8_SCALES if stored.has(part)]
+    if others:
+        raise ModelLoadError(f"{stored.place(part)} is beside {others[0]}, expected one of them")
+
     found = stored.shape(part)
     scales = stored.read(part, found, SCALE_DTYPES).to(torch.float32)
     if scales.numel() == 1:
@@ -247,14 +250,19 @@ def _read_fp8(stored: StoredTensors, scheme: Scheme) -> Fp8Weight:
     if found in ((rows,), (rows, 1)):
         return Fp8Weight(values, scales.reshape(rows, 1), (1, columns))
 
-    expected = [[1], [rows, 1]]
-    if scheme.block is not None:
-        height, width = scheme.block
-        expected.append([-(-rows // height), -(-columns // width)])
-        if list(found) == expected[-1]:
-            return Fp8Weight(values, scales, (height, min(width, columns)))
+    counts = {
+        (height, min(width, columns)): (-(-rows // height), -(-columns // width))
+        for height, width in scheme.blocks
+    }
+    fitting = [block for block, count in counts.items() if count == found]
+    if len({(min(height, rows), width) for height, width in fitting}) > 1:
+        sizes = " and of ".join(f"{height}x{width}" for height, width in fitting)
+        raise ModelLoadError(f"{stored.place(part)} fits blocks of {sizes}")
 
-    lists = " or ".join(map(str, expected))
+    if fitting:
+        return Fp8Weight(values, scales, fitting[0])
+
+    lists = " or ".join(map(str, ([1], [rows, 1], *map(list, counts.values()))))
     raise ModelLoadError(f"{stored.place(part)} has shape {list(found)}, expected {lists}")
 
 

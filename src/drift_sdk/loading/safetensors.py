@@ -36,6 +36,21 @@ NUM_READERS = 8
 CHUNK_BYTES = 1 << 20
 """Size of the buffer for reading: small enough to be still in the CPU's cache when it is copied on."""
 
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes of tensors, by their names in headers."""
+
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
@@ -44,6 +59,7 @@ class _Index(msgspec.Struct):
 class _Entry(msgspec.Struct):
     """A tensor's entry in a file's header. Offsets are in bytes from the end of the header."""
 
+    dtype: str
     data_offsets: tuple[int, int]
 
 
@@ -72,7 +88,7 @@ class SafetensorsFolder:
             raise ModelLoadError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
         self._folder = folder
-        self._starts = {file: _starts(folder / file) for file in self._handles}
+        self._entries = {file: _entries(folder / file) for file in self._handles}
         self._check_places(files)
         self._stored_names = _text_names(files, folder)
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
@@ -80,13 +96,13 @@ class SafetensorsFolder:
     def _check_places(self, files: dict[str, str]) -> None:
         """Raise ModelLoadError unless each tensor is in the file that the index names, and in no other."""
         for name, file in files.items():
-            if name not in self._starts[file]:
+            if name not in self._entries[file]:
                 raise ModelLoadError(
                     f"{self._folder / file}: tensor {name} is missing, {INDEX_FILE} places it there"
                 )
 
-        for file, starts in self._starts.items():
-            for name in starts:
+        for file, entries in self._entries.items():
+            for name in entries:
                 other = files.get(name, file)
                 if other != file:
                     raise ModelLoadError(
@@ -103,6 +119,13 @@ class SafetensorsFolder:
     def file(self, name: str) -> str:
         return str(self._folder / self._files[name])
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored dtype of a tensor. Of a rare one, safetensors knows it, by a view of the mapping."""
+        return DTYPES.get(self._entry(name).dtype) or self.get(name).dtype
+
+    def _entry(self, name: str) -> _Entry:
+        return self._entries[self._files[name]][self._stored_names[name]]
+
     def get(self, name: str) -> torch.Tensor:
         try:
             handle = self._handles[self._files[name]]
@@ -118,13 +141,12 @@ class SafetensorsFolder:
         Does not read through the memory mapping that `get` returns views of: its pages would stay in memory
         beside the copies.
         """
-        dtype = self.get(name).dtype
+        dtype = self.dtype(name)
         if dtype != place.dtype:
             check_dtype(self, name, dtype, place.dtype)
-        file = self._files[name]
         try:
-            with FileIO(self._folder / file) as stored:
-                stored.seek(self._starts[file][self._stored_names[name]])
+            with FileIO(self._folder / self._files[name]) as stored:
+                stored.seek(self._entry(name).data_offsets[0])
                 _read_tensor(stored, dtype, place.view(-1))
         except OSError as error:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
@@ -207,20 +229,23 @@ def read_index(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def _starts(path: Path) -> dict[str, int]:
-    """The offset of each tensor in bytes from the start of a file that is known to be whole."""
+def _entries(path: Path) -> dict[str, _Entry]:
+    """The entry of each tensor of a file that is known to be whole, with offsets from the file's start."""
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = file.read(num_bytes)
 
     try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        offsets = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: not a safetensors header: {error}") from error
 
-    return {name: LENGTH_BYTES + num_bytes + entry.data_offsets[0] for name, entry in offsets.items()}
+    for entry in entries.values():
+        first, end = (LENGTH_BYTES + num_bytes + offset for offset in entry.data_offsets)
+        entry.data_offsets = first, end
+    return entries
 
 
 def _open(path: Path) -> Any:

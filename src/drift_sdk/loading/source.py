@@ -181,6 +181,13 @@ class Source:
         modelopt = {} if settings.get("quantization_config") else self._json(MODELOPT_FILE)
         if modelopt:
             settings["quantization_config"] = modelopt | {"quant_method": "modelopt"}
+        quantisation = settings.get("quantization_config")
+        if isinstance(quantisation, dict) and quantisation.get("quant_method") == "gguf":
+            raise ModelLoadError(
+                f"{self.path / 'config.json'}: quant_method='gguf' in quantization_config, which GGUF files "
+                "alone have: expected the path of one"
+            )
+
         return settings
 
     def _text(self, file: str) -> str:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import InPlaceSource
 
-__all__ = ["StoredTensors"]
+__all__ = ["StoredSource", "StoredTensors"]
+
+
+class StoredSource(InPlaceSource, Protocol):
+    """An InPlaceSource that knows how tensors are stored."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored dtype of a tensor."""
 
 
 class StoredTensors(Struct, frozen=True):
@@ -20,7 +29,7 @@ class StoredTensors(Struct, frozen=True):
     All methods take the last part of a name. Errors name tensor and file.
     """
 
-    tensors: InPlaceSource
+    tensors: StoredSource
     prefix: str
     device: torch.device
 
@@ -48,7 +57,7 @@ class StoredTensors(Struct, frozen=True):
         return found[0], found[1]
 
     def dtype(self, part: str) -> torch.dtype:
-        return self.tensors.get(f"{self.prefix}.{part}").dtype
+        return self.tensors.dtype(f"{self.prefix}.{part}")
 
     def read(self, part: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
         """A copy of a tensor as stored. Raises ModelLoadError if it is missing, or has another shape or

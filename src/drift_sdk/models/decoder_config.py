@@ -251,10 +251,12 @@ def _check_options(config: Mapping[str, Any]) -> None:
 
 
 def _quantisation(config: Mapping[str, Any], family: str) -> Scheme | None:
-    """The scheme of quantised weights other than MXFP4 experts, which only gpt-oss has, and no others."""
+    """The scheme of quantised weights other than MXFP4 experts, which only gpt-oss has; beside them, only
+    blocks of GGUF are known."""
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    if settings and (method == "mxfp4") != (family == "gpt_oss"):
+    is_known = method in ("mxfp4", "gguf") if family == "gpt_oss" else method != "mxfp4"
+    if settings and not is_known:
         found = f"quantization_config with quant_method={short_repr(method)}"
         raise ModelLoadError(f"config: {found} is not implemented for this architecture")
 

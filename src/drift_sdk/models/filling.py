@@ -10,7 +10,7 @@ import torch
 
 from drift_sdk.loading.tensors import InPlaceSource, TensorSource, check_dtype
 
-__all__ = ["fill_places", "read_tensor"]
+__all__ = ["fill_place", "fill_places", "read_tensor"]
 
 AHEAD = 2
 """Tensors that are read or wait for it, for each thread: the end of a process waits for these."""
@@ -27,7 +27,7 @@ def fill_places(
     num_readers = tensors.num_readers if isinstance(tensors, InPlaceSource) else 1
     if num_readers == 1 or not places:
         for name, place in places.items():
-            _fill(place, tensors, name)
+            fill_place(place, tensors, name)
             yield name, place
         return
 
@@ -64,10 +64,11 @@ def _first(waiting: deque[tuple[str, torch.Tensor, Future[None]]]) -> tuple[str,
 def _fill_in(stream: torch.cuda.Stream | None, place: torch.Tensor, tensors: TensorSource, name: str) -> None:
     """Fill a place in the caller's stream, after what used its memory before."""
     with torch.cuda.stream(stream):
-        _fill(place, tensors, name)
+        fill_place(place, tensors, name)
 
 
-def _fill(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
+def fill_place(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
+    """Fill a place. Raises ModelLoadError as the source does, and for a tensor of another kind."""
     if isinstance(tensors, InPlaceSource) and place.is_contiguous():
         tensors.read_into(name, place)
     else:

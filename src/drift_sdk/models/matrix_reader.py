@@ -9,7 +9,8 @@ import torch
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.quantised_tensors import QuantisedSource
-from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
+from drift_sdk.loading.tensors import FiniteCheck, TensorSource
+from drift_sdk.models.filling import fill_place
 from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.int4 import QUANTISED_GROUP, quantise_int4
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, quantise_nvfp4
@@ -74,9 +75,9 @@ class MatrixReader:
                 f'for weights="{self._form}"'
             )
 
-        matrix = self._tensors.get(name)
-        check_dtype(self._tensors, name, matrix.dtype)
-        return QUANTISERS[self._form](matrix.to(self._device))
+        matrix = torch.empty(self._tensors.shape(name), dtype=torch.float32, device=self._device)
+        fill_place(matrix, self._tensors, name)
+        return QUANTISERS[self._form](matrix)
 
 
 def quantised_bytes(rows: int, columns: int, form: WeightForm) -> int:

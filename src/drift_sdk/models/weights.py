@@ -154,29 +154,37 @@ def load_weights(
             on_tensor(num_loaded, num_tensors)
 
     reader = MatrixReader(tensors, form, device=device, dtype=dtype, on_read=count)
+    finite, scales = reader.finite, ScaleCheck(tensors)
     try:
         weights, places = _allocate(config, device, dtype, reader.read)
-    except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError
+        for name, place in fill_places(places, tensors):
+            if place.dtype != torch.uint8:
+                finite.add(name, place)
+            elif name.endswith("_scales"):
+                scales.add(name, place)
+            count()
+
+        finite.finish()
+        scales.finish()
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+
         size = f"{weight_bytes(config, dtype, form, tensors) / 2**30:.1f} GiB"
         raise ModelLoadError(
             f"{tensors.location}: not enough memory on {device} for {size} of weights: {error}"
         ) from error
 
-    finite, scales = reader.finite, ScaleCheck(tensors)
-    for name, place in fill_places(places, tensors):
-        if place.dtype != torch.uint8:
-            finite.add(name, place)
-        elif name.endswith("_scales"):
-            scales.add(name, place)
-        count()
-
-    finite.finish()
-    scales.finish()
     if kv_form is None:
         return weights
 
     kv_scales = load_kv_scales(tensors, kv_form, config.num_layers, config.num_kv_heads, device)
     return replace(weights, kv_scales=kv_scales)
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether an error says that memory is short. On the CPU, torch says so with a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error)
 
 
 def check_tensors(config: DecoderConfig, tensors: TensorSource) -> None:

@@ -44,7 +44,8 @@ class Scheme(Struct, frozen=True, kw_only=True):
                    "modelopt_nvfp4": NVFP4, as these tools store it. "blocks": those of GGUF.
     group_sizes:   columns that share a scale, for 4-bit codes; None: all columns of a row. A checkpoint of
                    compressed-tensors may have several.
-    block:         rows and columns that share a scale in blocks of FP8.
+    blocks:        rows and columns that share a scale in blocks of FP8, of which a checkpoint of
+                   compressed-tensors may have several, too.
     kv_obstacle:   why scales of the KV cache beside the weights are not those of e4m3; "" if they are.
     stored_offset: what is added to stored zero points: 1 for the first format of GPTQ.
     """
@@ -52,7 +53,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     name: str
     storages: tuple[Storage, ...]
     group_sizes: tuple[int | None, ...] = ()
-    block: tuple[int, int] | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
     stored_offset: int = 0
     kv_obstacle: str = ""
 
@@ -95,7 +96,7 @@ def config_scheme(config: Mapping[str, Any]) -> Scheme | None:
 def _read_fp8(settings: Mapping[str, Any]) -> Scheme:
     _require(settings, "fmt", (None, "e4m3", "float8_e4m3fn"))
     block = settings.get("weight_block_size")
-    return Scheme(name="fp8", storages=("fp8",), block=None if block is None else _read_block(block))
+    return Scheme(name="fp8", storages=("fp8",), blocks=() if block is None else (_read_block(block),))
 
 
 def _read_awq(settings: Mapping[str, Any]) -> Scheme:
@@ -138,7 +139,7 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
 
     storages: dict[Storage, None] = {}
     group_sizes: dict[int | None, None] = {}
-    block = None
+    blocks: dict[tuple[int, int], None] = {}
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
@@ -151,14 +152,14 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
             is_grouped = weights["strategy"] == "group"
             group_sizes[_read_group(weights.get("group_size")) if is_grouped else None] = None
         elif weights["strategy"] == "block":
-            block = _read_block(weights.get("block_structure"))
+            blocks[_read_block(weights.get("block_structure"))] = None
 
     name = "compressed-tensors" if outer is None else f"compressed-tensors, {outer}"
     return Scheme(
         name=name,
         storages=tuple(storages),
         group_sizes=tuple(group_sizes),
-        block=block,
+        blocks=tuple(blocks),
         kv_obstacle=_kv_obstacle(kv_cache),
     )
 
