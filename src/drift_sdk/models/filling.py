@@ -24,10 +24,11 @@ def fill_places(
     Tensors are read on threads where the source permits it. Raises ModelLoadError as the source does, for the
     first tensor in order that cannot be read. If the caller stops, nothing that has not begun is read.
     """
-    num_readers = tensors.num_readers if isinstance(tensors, InPlaceSource) else 1
+    in_place = tensors if isinstance(tensors, InPlaceSource) else None
+    num_readers = 1 if in_place is None else in_place.num_readers
     if num_readers == 1 or not places:
         for name, place in places.items():
-            fill_place(place, tensors, name)
+            _fill(place, tensors, in_place, name)
             yield name, place
         return
 
@@ -37,7 +38,7 @@ def fill_places(
     readers = ThreadPoolExecutor(num_readers, thread_name_prefix="drift-load")
     try:
         for name, place in places.items():
-            waiting.append((name, place, readers.submit(_fill_in, stream, place, tensors, name)))
+            waiting.append((name, place, readers.submit(_fill_in, stream, place, tensors, in_place, name)))
             if len(waiting) == AHEAD * num_readers:
                 yield _first(waiting)
         while waiting:
@@ -61,15 +62,26 @@ def _first(waiting: deque[tuple[str, torch.Tensor, Future[None]]]) -> tuple[str,
 
 
 @torch.inference_mode()
-def _fill_in(stream: torch.cuda.Stream | None, place: torch.Tensor, tensors: TensorSource, name: str) -> None:
+def _fill_in(
+    stream: torch.cuda.Stream | None,
+    place: torch.Tensor,
+    tensors: TensorSource,
+    in_place: InPlaceSource | None,
+    name: str,
+) -> None:
     """Fill a place in the caller's stream, after what used its memory before."""
     with torch.cuda.stream(stream):
-        fill_place(place, tensors, name)
+        _fill(place, tensors, in_place, name)
 
 
 def fill_place(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
     """Fill a place. Raises ModelLoadError as the source does, and for a tensor of another kind."""
-    if isinstance(tensors, InPlaceSource) and place.is_contiguous():
-        tensors.read_into(name, place)
+    _fill(place, tensors, tensors if isinstance(tensors, InPlaceSource) else None, name)
+
+
+def _fill(place: torch.Tensor, tensors: TensorSource, in_place: InPlaceSource | None, name: str) -> None:
+    """in_place: the source, if it is one; asked once, because the check takes long."""
+    if in_place is not None and place.is_contiguous():
+        in_place.read_into(name, place)
     else:
         place.copy_(read_tensor(tensors, name, place.dtype))

@@ -48,6 +48,9 @@ class MatrixReader:
     ) -> None:
         self.finite = FiniteCheck(tensors)
         self._tensors = tensors
+        self._quantised: QuantisedSource | None = None
+        if form == "stored" and isinstance(tensors, QuantisedSource):  # asked once: the check takes long
+            self._quantised = tensors
         self._form = form
         self._device = device
         self._dtype = dtype
@@ -57,8 +60,8 @@ class MatrixReader:
         """A matrix; None if it is to be numbers of the model's dtype. is_projection: of a layer, and so
         quantised by the QUANTISERS."""
         weight: QuantisedWeight | None = None
-        if self._form == "stored" and isinstance(self._tensors, QuantisedSource):
-            weight = self._tensors.quantised(name, self._device)
+        if self._quantised is not None:
+            weight = self._quantised.quantised(name, self._device)
         elif self._form in QUANTISERS and is_projection:
             weight = self._quantise(name)
 
