@@ -169,9 +169,10 @@ class GptOssTensors:
         if kind == "bias":
             return self._file.get(stored).to(device)
 
-        raw = self._file.mxfp4(stored).to(device)
+        raw = self._file.mxfp4(stored)
         if kind == "scales":
-            return raw[..., 0].contiguous()
+            return raw[..., 0].contiguous().to(device)
 
+        raw = raw.to(device)
         codes = torch.cat((raw[..., 1:] & 15, raw[..., 1:] >> 4), dim=-1)  # of the 32 numbers in order
         return codes[..., 0::2] | (codes[..., 1::2] << 4)

@@ -29,6 +29,7 @@ from drift_sdk.execution.forward.row_attention import ChunkAttention, RowAttenti
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.experts import QuantisedMatrices
 from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.steps import ExecutorLimits
 
@@ -273,6 +274,21 @@ def test_passes_with_quantised_experts_equal_those_of_the_eager_decoder(form: We
         assert isinstance(layer.experts.gate_up, KernelExperts)
         assert isinstance(layer.experts.down, KernelExperts)
         assert layer.experts.gate_up.shape == (5 * 128, 64)
+    with torch.inference_mode():
+        for spans in PROMPT_STEPS:
+            passes.compare(spans, None)
+
+        passes.compare(VERIFIED, 3)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_passes_with_quantised_attention_beside_experts_in_mxfp4(form: WeightForm) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
+    passes = Passes(tiny("gpt_oss", **sizes, **mxfp4, **GPT_OSS), form, is_exact=False)
+    (layer,) = passes.decoder.weights.layers
+    assert isinstance(layer.qkv, KernelWeight) and layer.experts is not None
+    assert isinstance(layer.experts.gate_up, QuantisedMatrices)
     with torch.inference_mode():
         for spans in PROMPT_STEPS:
             passes.compare(spans, None)
