@@ -142,7 +142,8 @@ def _small(
     [
         ({"architecture": "gemma2"}, "architecture 'gemma2'"),
         ({"architecture": "granitemoe"}, "architecture 'granitemoe'"),
-        ({"llama.expert_count": 8}, "llama.expert_count=8"),
+        ({"architecture": "qwen2", "qwen2.expert_count": 8}, "qwen2.expert_count=8"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
         ({"architecture": "qwen3", "qwen3.attention.sliding_window": 128}, "sliding_window=128"),
         ({"architecture": "gemma3", "gemma3.final_logit_softcapping": 30.0}, "softcapping=30.0"),
         ({"architecture": "smollm3", "smollm3.attention.scale": 0.5}, "smollm3.attention.scale=0.5"),

@@ -21,6 +21,7 @@ from tolerances import assert_near
 from drift_sdk import Engine, EngineConfig, inspect
 from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.gguf import GGUFFile
+from drift_sdk.loading.gguf_architectures import MIXTRAL
 from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.loading.source import resolve
 from drift_sdk.loading.tensors import InPlaceSource
@@ -95,9 +96,9 @@ def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
         assert_near(_logits(decoder, token_ids), _logits(expected, token_ids), inner=inner, depth=depth)
 
 
-@pytest.fixture
-def experts(tmp_path: Path) -> Any:
-    return make_expert_model("qwen3_moe", tmp_path / "experts")
+@pytest.fixture(params=["qwen3_moe", "mixtral"])
+def experts(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    return make_expert_model(request.param, tmp_path / "experts")
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0, Q.Q4_0])
@@ -234,6 +235,12 @@ def test_number_of_experts_is_bounded(num_experts: int, tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelLoadError, match="1 to 1024|whole"):
         GGUFFile(tmp_path / "model.gguf")
+
+
+def test_experts_in_old_files_of_mixtral_have_tensors_of_their_own() -> None:
+    for name in ("blk.3.ffn_up.7.weight", "blk.3.ffn_up_exps.7.weight"):
+        assert MIXTRAL.tensor_name(name) == "model.layers.3.block_sparse_moe.experts.7.w3.weight"
+    assert MIXTRAL.tensor_name("blk.3.ffn_up.weight") == "blk.3.ffn_up.weight"
 
 
 def test_experts_that_are_cut_already_are_refused(experts: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from drift_sdk.models.rope import inverse_frequencies
 
 __all__ = ["write_gguf", "write_gpt_oss"]
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
 """Architectures of files, where they differ from the model_type."""
 PERMUTED = ("llama", "smollm3", "granite")
 K_SCALES = {Q.Q4_K: {0: 4e-4, 2: 3e-3}, Q.Q5_K: {0: 2e-4, 2: 3e-3}, Q.Q6_K: {208: 3e-5}}
@@ -223,6 +223,10 @@ def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
             writer.add_expert_count(config.num_local_experts)
             writer.add_expert_used_count(config.num_experts_per_tok)
             writer.add_expert_feed_forward_length(config.intermediate_size)
+        case "mixtral":
+            writer.add_sliding_window(config.sliding_window or 0)
+            writer.add_expert_count(config.num_local_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
         case "qwen3_moe":
             writer.add_expert_count(config.num_experts)
             writer.add_expert_used_count(config.num_experts_per_tok)

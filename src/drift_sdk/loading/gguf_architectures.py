@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-__all__ = ["ARCHITECTURES", "GGUFArchitecture"]
+__all__ = ["ARCHITECTURES", "MIXTRAL", "GGUFArchitecture"]
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_MODULES = {
@@ -33,6 +33,17 @@ EXPERT_MODULES = LAYER_MODULES | {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+MIXTRAL_EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
+# Old files have a tensor for each expert, like "blk.0.ffn_gate.7.weight".
+MIXTRAL_MODULES = (
+    LAYER_MODULES
+    | {"ffn_gate_inp": "block_sparse_moe.gate"}
+    | {
+        f"ffn_{name}{suffix}": f"block_sparse_moe.experts.{{}}.{own}"
+        for name, own in MIXTRAL_EXPERTS.items()
+        for suffix in ("", "_exps")
+    }
+)
 GPT_OSS_MODULES = LAYER_MODULES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
@@ -149,3 +160,12 @@ ARCHITECTURES = {
         keys=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     ),
 }
+MIXTRAL = GGUFArchitecture(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    layer_modules=MIXTRAL_MODULES,
+    is_permuted=True,
+    keys=("attention.sliding_window", "expert_count"),
+    required=EXPERT_KEYS[:2],
+)
+"""Of files of the architecture "llama" with experts."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.loading.gguf_architectures import ARCHITECTURES, GGUFArchitecture
+from drift_sdk.loading.gguf_architectures import ARCHITECTURES, MIXTRAL, GGUFArchitecture
 from drift_sdk.loading.gguf_header import GGUFHeader, is_block_matrix
 
 __all__ = ["ROPE_FACTORS", "find_architecture", "read_gguf_config"]
@@ -51,7 +51,7 @@ def find_architecture(metadata: Mapping[str, Any], location: str) -> GGUFArchite
         known = ", ".join(ARCHITECTURES)
         raise ModelLoadError(f"{location}: architecture {short_repr(name)}, expected one of {known}")
 
-    return ARCHITECTURES[name]
+    return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES[name]
 
 
 def read_gguf_config(
@@ -132,6 +132,11 @@ class _ConfigReader:
                     "intermediate_size": settings.get("expert_feed_forward_length"),  # no layer has an MLP
                     "decoder_sparse_step": 1,
                     "norm_topk_prob": True,  # not in files: llama.cpp does it for this architecture
+                }
+            case "mixtral":
+                return {
+                    "num_local_experts": settings.get("expert_count"),
+                    "num_experts_per_tok": settings.get("expert_used_count"),
                 }
             case "gpt_oss":
                 return {

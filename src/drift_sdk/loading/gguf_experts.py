@@ -1,5 +1,5 @@
 """Experts in GGUF files, which have one tensor for a projection of all experts of a layer: as a matrix of
-each for Qwen3-MoE, and as Hugging Face's tensors of MXFP4 for gpt-oss.
+each for Qwen3-MoE and Mixtral, and as Hugging Face's tensors of MXFP4 for gpt-oss.
 
 A block of MXFP4 in these files is a scale and 16 bytes, with the first half of the 32 numbers in their low
 bits, the second half in their high ones. Gate and up projections are apart.
