@@ -39,9 +39,9 @@ class Scheduler:
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
-    may be the sequence itself. So the first sequence in the order always advances. A preempted sequence
-    computes all its tokens again after its next admission; results of its steps in flight still count, and it
-    is not admitted before the last of them is committed.
+    may be the sequence itself. So the first sequence in the order always advances, but for a step that
+    refreshes others (round_planner.py). A preempted sequence computes all its tokens again once admitted;
+    results of its steps in flight still count, and it is not admitted before the last of them is committed.
 
     watcher: told of admissions and preemptions; None = nobody.
     """
