@@ -72,7 +72,7 @@ def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
 
     sizes = num_rows, experts.num_experts, experts.num_active
     rows = ExpertRows.take(lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), *sizes)
-    tile_m = expert_gemm_config(rows, torch.bfloat16).tile_m
+    tile_m = expert_gemm_config(rows, torch.bfloat16, is_gated=True).tile_m  # both products have the same
     for (tile_n, num_warps), tile_k, stages in itertools.product(WEIGHT_TILES, (64, 128, 256), (2, 3, 4, 6)):
         if (2 * tile_n + tile_m) * tile_k * 2 * stages < gpu_limits().shared_bytes:
             yield ExpertGemmConfig(tile_n, tile_m, tile_k, stages, num_warps)

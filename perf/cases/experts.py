@@ -167,7 +167,7 @@ def prepare_product(
     columns, inner = matrix_shape(model.config, experts, kernel)
     matrix = random_matrix(experts, columns, inner, device)
     if tiles is None:
-        tiles = default_tiles(made[0][0], matrix)
+        tiles = default_tiles(made[0][0], matrix, is_gated=kernel == GATE_UP)
     num_pairs = num_rows * experts.num_active
     if kernel == GATE_UP:
         x = torch.randn(num_rows, inner, device=device).to(torch.bfloat16)
@@ -197,12 +197,14 @@ def prepare_product(
     return Prepared(step, len(made), (out,))
 
 
-def default_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> ExpertGemmConfig | CudaTiles | RingTiles:
+def default_tiles(
+    rows: ExpertRows, matrix: ExpertMatrix, *, is_gated: bool
+) -> ExpertGemmConfig | CudaTiles | RingTiles:
     """Return the tiles that the engine takes for decoding these rows."""
     if has_cuda_product(matrix, torch.bfloat16, SCALES.stop):
         return cuda_tiles(rows, matrix)
 
-    return expert_gemm_config(rows, torch.bfloat16)
+    return expert_gemm_config(rows, torch.bfloat16, is_gated=is_gated)
 
 
 def random_matrix(experts: ExpertsConfig, columns: int, inner: int, device: str) -> ExpertMatrix:

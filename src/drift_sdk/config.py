@@ -94,7 +94,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               "nvfp4" (the projections of the layers are quantised when they are loaded, from
                               files that are not quantised). None = "stored" for quantised files where
                               kernels multiply by their weights (CUDA graphs, compute capability 9.0,
-                              bfloat16, one GPU, no experts), else "expanded". Quantised weights take less
+                              bfloat16, one GPU), else "expanded". Quantised weights take less
                               memory. Where kernels do not multiply by them, a weight is dequantised at each
                               use: that costs speed.
     kv_dtype:                 numbers of the KV cache: None (those of `dtype`) or "fp8" (e4m3, a byte each,

@@ -106,13 +106,14 @@ def test_tokens_equal_transformers_in_float32(name: str, exact_prefill: bool, tm
 
 @pytest.mark.parametrize("weights", ["fp8", "int4", "nvfp4"])
 def test_quantised_experts_have_the_tokens_of_their_numbers(weights: Any, tmp_path: Path) -> None:
-    """In float32, those of the eager executor, which multiplies by the numbers."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+    """In float32, those of the eager executor, which multiplies by the numbers, up to a near tie of tokens.
+    A row has all experts, so that their choice has none."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 8}
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3_moe"] | sizes))
     save_tokenizer(tmp_path, VOCAB_SIZE)
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 9, 70)]
-    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2)
 
     async def answers(executor: Any) -> list[Completion]:
         config = EngineConfig(
@@ -128,10 +129,16 @@ def test_quantised_experts_have_the_tokens_of_their_numbers(weights: Any, tmp_pa
             return [await stream for stream in streams]
 
     async def main() -> None:
+        num_compared = 0
         for found, expected in zip(await answers("graph"), await answers("eager"), strict=True):
-            assert found.token_ids == expected.token_ids
             for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+                (_, best), (_, second) = other.top
+                if best - second < 2 * LOGPROB_BOUND:
+                    break
+                assert one.token_id == other.token_id
                 assert abs(one.logprob - other.logprob) < LOGPROB_BOUND
+                num_compared += 1
+        assert num_compared > 24
 
     anyio.run(main)
 

@@ -53,13 +53,18 @@ def test_weights_that_kernels_multiply_by_stay_quantised(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("products")
-def test_other_weights_are_expanded() -> None:
-    assert form_of(PLAIN) == "expanded"
+def test_experts_stay_quantised_too() -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
     names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     experts = DecoderConfig.from_hf(tiny_llama(**names, **sizes)).experts
     assert experts is not None
-    assert form_of(structs.replace(quantised("awq"), experts=experts)) == "expanded"
+    assert form_of(structs.replace(quantised("awq"), experts=experts)) == "stored"
+    assert form_of(structs.replace(PLAIN, experts=experts)) == "expanded"
+
+
+@pytest.mark.usefixtures("products")
+def test_weights_that_are_not_quantised_are_expanded() -> None:
+    assert form_of(PLAIN) == "expanded"
 
 
 def test_weights_are_expanded_without_kernels_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ def with_weight_form(
 
     is_multiplied = (
         stored_scheme(config, model) is not None
-        and model.experts is None
         and config.tensor_parallel == 1
         and executor == "graph"
         and _has_products(device, dtype)

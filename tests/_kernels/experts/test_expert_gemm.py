@@ -218,9 +218,16 @@ def test_the_configuration_follows_the_rows_of_an_expert() -> None:
             lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), num_rows, 32, 4
         )
 
-    for dtype, expected in ((torch.bfloat16, [16, 16, 64, 64, 128]), (torch.float32, [16, 16, 64, 64, 64])):
-        found = [expert_gemm_config(rows(num_rows), dtype).tile_m for num_rows in (1, 64, 65, 512, 8192)]
-        assert found == expected
+    for is_gated in (True, False):
+        for dtype, expected in (
+            (torch.bfloat16, [16, 16, 64, 64, 128]),
+            (torch.float32, [16, 16, 64, 64, 64]),
+        ):
+            found = [
+                expert_gemm_config(rows(num_rows), dtype, is_gated=is_gated).tile_m
+                for num_rows in (1, 64, 65, 512, 8192)
+            ]
+            assert found == expected
 
 
 def test_errors_name_the_argument(device: str) -> None:

@@ -1,9 +1,10 @@
 // Products of the rows of experts with the experts' quantised weights: packed_products.py describes them. Follows
 // dependent_launch.cu, expert_rows.cu, formats.cu, hopper.cu, tile_sums.cu and epilogue.cu.
 //
-// A CTA has up to 8 * NT pairs of an expert, and WM panels of its weight. As in multiply.cu, one thread copies the
-// steps of the weight to shared memory. A warp copies those of x, row by row, because the rows of an expert lie
-// anywhere. Warpgroups multiply, a panel each.
+// A CTA goes through tasks: up to 8 * NT pairs of an expert, and WM panels of its weight. As in multiply.cu, one thread
+// copies the steps of the weight to shared memory. A warp copies those of x, row by row, because the rows of an expert
+// lie anywhere. Warpgroups multiply, a panel each. What copies is up to STAGES steps ahead, so in the next tasks while
+// warpgroups end one.
 //
 // Order of summation: that of multiply.cu, with one warpgroup for all columns.
 
@@ -26,7 +27,8 @@ struct PackedArguments {
 // pair are left as they are: they change no other row.
 template <bool IS_GATED, int NUM_ACTIVE, int NT, class StagesOfCta>
 __device__ __forceinline__ void copy_pairs(const PackedArguments& a, const TensorMap* x_map, const ExpertTile& tile,
-                                           const StagesOfCta& stages, int num_whole, int num_steps) {
+                                           const StagesOfCta& stages, Turn<StagesOfCta::NUM>& turn, int num_whole,
+                                           int num_steps) {
   constexpr int ROWS = NT * 8, EACH = (ROWS + 31) / 32, ROW_BYTES = UNIT * 2;
   const int lane = threadIdx.x & 31;
   const int* pairs = a.pairs + static_cast<u64>(tile.expert) * a.num_rows + tile.first;
@@ -36,45 +38,66 @@ __device__ __forceinline__ void copy_pairs(const PackedArguments& a, const Tenso
     const int place = i * 32 + lane, pair = place < tile.num_rows ? load_past_l1(pairs + place) : -1;
     row[i] = pair < 0 ? -1 : IS_GATED ? pair / NUM_ACTIVE : pair;
   }
-  int column = 0, stage = 0, parity = 1;  // the phase before the first one counts as ended
+  int column = 0;
   for (int step = 0; step < num_steps; step++) {
     const int num_units = step < num_whole ? 2 : 1;
-    u64* const barrier = stages.full(stage);
-    wait_for_phase(stages.empty(stage), parity);
+    u64* const barrier = stages.full(turn.stage);
+    wait_for_phase(stages.empty(turn.stage), turn.parity);
     if (lane == 0) arrive_expecting(barrier, num_units * tile.num_rows * ROW_BYTES);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       if (row[i] < 0) continue;
-      u8* const to = stages.x(stage) + (i * 32 + lane) * ROW_BYTES;
+      u8* const to = stages.x(turn.stage) + (i * 32 + lane) * ROW_BYTES;
       copy_rows(to, x_map, column, row[i], barrier);
       if (num_units == 2) copy_rows(to + ROWS * ROW_BYTES, x_map, column + UNIT, row[i], barrier);
     }
     column += STEP;
-    if (++stage == StagesOfCta::NUM) stage = 0, parity ^= 1;
+    turn.advance(1);
   }
 }
+
+// What a warp stores the sums of its tile of the weight by: the pairs of this lane's columns, -1 where there is none,
+// and the scales of its rows g and g + 8.
+template <int CODES, int SCALES, int NT> struct Places {
+  int pair[NT][2];
+  float scale[2];
+
+  // weight_tile: the tile's number in its expert, which may be behind the last one.
+  __device__ __forceinline__ void load(const PackedArguments& a, const ExpertTile& tile, int weight_tile) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int* pairs = a.pairs + static_cast<u64>(tile.expert) * a.num_rows + tile.first;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int place = n * 8 + t * 2 + e;
+        pair[n][e] = place < tile.num_rows ? load_past_l1(pairs + place) : -1;
+      }
+    if (SCALES == CHANNEL)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int row = min(weight_tile * TILE + g + 8 * h, a.N - 1);
+        scale[h] = a.channel_scale[static_cast<u64>(tile.expert) * a.N + row];
+      }
+  }
+};
 
 // Writes the sums of a warp's tile of the weight, number `weight_tile` of its expert.
 template <int CODES, int SCALES, bool IS_GATED, int NUM_ACTIVE, int NT>
 __device__ __forceinline__ void store_pairs(const PackedArguments& a, const float (&total)[NT][4],
-                                            const ExpertTile& tile, int weight_tile) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, column = weight_tile * TILE + g;
-  const int* pairs = a.pairs + static_cast<u64>(tile.expert) * a.num_rows + tile.first;
-  float scale[2] = {1.f, 1.f};
-  if (SCALES == CHANNEL)
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      scale[h] = a.channel_scale[static_cast<u64>(tile.expert) * a.N + column + 8 * h] * code_unit<CODES>;
+                                            const Places<CODES, SCALES, NT>& places, int weight_tile) {
+  const int g = (threadIdx.x & 31) >> 2, column = weight_tile * TILE + g;
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int place = n * 8 + t * 2 + e;
-      if (place >= tile.num_rows) continue;
-      const int pair = load_past_l1(pairs + place);
+      const int pair = places.pair[n][e];
+      if (pair < 0) continue;
       float value[2] = {total[n][e], total[n][e + 2]};  // of rows g and g + 8
-      if (SCALES == CHANNEL) value[0] = __fmul_rn(value[0], scale[0]), value[1] = __fmul_rn(value[1], scale[1]);
+      if (SCALES == CHANNEL)
+#pragma unroll
+        for (int h = 0; h < 2; h++) value[h] = __fmul_rn(value[h], places.scale[h] * code_unit<CODES>);
       if (IS_GATED) {
         u16* const out = static_cast<u16*>(a.out) + static_cast<u64>(pair) * (a.N / 2);
         out[weight_tile * 8 + g] = gated<SILU>(value[0], value[1]);
@@ -87,10 +110,30 @@ __device__ __forceinline__ void store_pairs(const PackedArguments& a, const floa
     }
 }
 
-// WM panels of an expert's weight times up to 8 * NT of its rows, by WM warpgroups, a warp that copies the weight and
-// one that copies x, up to STAGES steps ahead. The rows of a gated product are listed by the kernel before this one,
-// those of the other product earlier.
-// Grid: (tiles of rows of all experts, or more; groups of WM panels of an expert).
+// The tasks of a CTA. Those of CTAs that run together follow each other: tiles of rows with the same panels of their
+// experts, then with the next ones. All lanes of a warp have the same.
+template <int NUM_EXPERTS, int TILE_M, int WM> struct Tasks {
+  ExpertTiles<NUM_EXPERTS, TILE_M> tiles;
+  int following, end;  // of all tasks
+  ExpertTile tile;     // of the task, and its first panel
+  int panel;
+
+  __device__ __forceinline__ Tasks(const int* counts, int num_panels) : tiles(counts) {
+    following = blockIdx.x, end = tiles.num_tiles * ((num_panels + WM - 1) / WM);
+  }
+
+  // Goes to the next task. Returns whether there is one.
+  __device__ __forceinline__ bool advance() {
+    if (following >= end) return false;
+    tile = tiles.find(following % tiles.num_tiles), panel = following / tiles.num_tiles * WM;
+    following += gridDim.x;
+    return true;
+  }
+};
+
+// Tasks of WM panels of an expert's weight times up to 8 * NT of its rows, by WM warpgroups, a warp that copies
+// weights and one that copies x. The rows of a gated product are listed by the kernel before this one, those of the
+// other product earlier. Grid: any number of CTAs.
 template <int CODES, int SCALES, int SHIFTS, int GROUPS, bool IS_GATED, int WM, int NT, int STAGES, int NUM_EXPERTS,
           int NUM_ACTIVE>
 __device__ __forceinline__ void multiply_pairs(const PackedArguments& a, const TensorMap* x_map) {
@@ -106,35 +149,40 @@ __device__ __forceinline__ void multiply_pairs(const PackedArguments& a, const T
     fence_barriers();
   }
   if (IS_GATED) wait_for_producers();
-  const ExpertTiles<NUM_EXPERTS, NT * 8> tiles(a.counts);
+  const int num_panels = a.N / PANEL, num_whole = a.K / STEP, num_steps = (a.K + STEP - 1) / STEP;
+  Tasks<NUM_EXPERTS, NT * 8, WM> tasks(a.counts, num_panels);
   __syncthreads();
-  if (static_cast<int>(blockIdx.x) >= tiles.num_tiles) {
-    if (!IS_GATED) wait_for_producers();  // as every thread does before it ends
-    return;
-  }
 
-  const ExpertTile tile = tiles.find(blockIdx.x);
-  const int num_whole = a.K / STEP, num_steps = (a.K + STEP - 1) / STEP;
   if (warp == WARPS) {
-    const int num_panels = a.N / PANEL, before = tile.expert * num_panels;
     const Weight weight{a.codes, a.scales, a.shifts, a.K};
-    if (lane == 0)
-      copy_weights(weight, before + blockIdx.y * WM, before + num_panels - 1, 0, stages, num_whole, num_steps);
-    if (!IS_GATED) wait_for_producers();
+    Turn<STAGES> turn{0, 1};
+    while (tasks.advance()) {
+      const int before = tasks.tile.expert * num_panels, last = before + num_panels - 1;
+      if (lane == 0) copy_weights(weight, before + tasks.panel, last, 0, stages, turn, num_whole, num_steps);
+    }
+    if (!IS_GATED) wait_for_producers();  // as every thread does before it ends
     return;
   }
   if (!IS_GATED) wait_for_producers();
   if (warp == WARPS + 1) {
-    copy_pairs<IS_GATED, NUM_ACTIVE, NT>(a, x_map, tile, stages, num_whole, num_steps);
+    Turn<STAGES> turn{0, 1};
+    while (tasks.advance())
+      copy_pairs<IS_GATED, NUM_ACTIVE, NT>(a, x_map, tasks.tile, stages, turn, num_whole, num_steps);
     start_dependents();  // all copies have been started
     return;
   }
 
-  TileSums<CODES, SCALES, SHIFTS, GROUPS, NT> sums;
-  sum_steps<1>(sums, stages, warp / 4, 0, num_whole, num_steps);
-  const int weight_tile = blockIdx.y * WARPS + warp;
-  if (weight_tile < a.N / TILE)
-    store_pairs<CODES, SCALES, IS_GATED, NUM_ACTIVE, NT>(a, sums.total, tile, weight_tile);
+  Turn<STAGES> turn{0, 0};
+  while (tasks.advance()) {
+    const int weight_tile = tasks.panel * 4 + warp;
+    TileSums<CODES, SCALES, SHIFTS, GROUPS, NT> sums;
+    Places<CODES, SCALES, NT> places;
+    if (NT <= 2) places.load(a, tasks.tile, weight_tile);  // before they are needed, if they are few
+    sum_steps<1>(sums, stages, turn, warp / 4, 0, num_whole, num_steps);
+    if (weight_tile >= a.N / TILE) continue;
+    if (NT > 2) places.load(a, tasks.tile, weight_tile);
+    store_pairs<CODES, SCALES, IS_GATED, NUM_ACTIVE>(a, sums.total, places, weight_tile);
+  }
 }
 
 // The kernel that a program is compiled for: MULTIPLY_PAIRS is the function above with its template arguments, CTAS

@@ -10,10 +10,11 @@ arranges them; packed_products.cu converts them in registers, exactly.
 Order of summation: that of quantised_gemm.py with one slice and one warpgroup for all columns. A row's bits
 depend neither on the other rows nor on how many of them its expert has.
 
-Grid: (tiles of rows of all experts, groups of panels of an expert). CTAs behind the last tile of rows end.
+Grid: as many CTAs as the GPU holds at once. Each goes through tasks, tiles of rows and groups of panels, and
+copies the weights of the next ones while it ends one: a CTA for each task would wait longer than it works.
 
-Bytes: the codes of the experts that rows have, once for each tile of their rows. CTAs with the same weights
-run together, so that these come from memory once.
+Bytes: the codes of the experts that rows have, once for each tile of their rows. CTAs that run together have
+the same weights, so that these come from memory once.
 
 Dependent launch: the rows of experts are listed right before the gated product, so it waits first. The other
 one finds its rows, and copies the first steps of its weights, before it waits. Both permit dependents to
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.experts.expert_tiles import check_expert_rows
@@ -66,10 +68,10 @@ ROWS = ((4, 8), (12, 16), (24, 32))
 """Pairs (most pairs of an expert on average, rows of a tile): most experts have one tile."""
 MANY_ROWS = 64
 FEW_ROWS = 16
-"""Up to so many rows of a tile, two CTAs with a panel each share a multiprocessor: one multiplies while the
-other begins or ends."""
-MANY_PANELS, OFFSET_PANELS = 4, 2
-"""Panels of a CTA with more rows; fewer with offsets, whose sums of x take registers too."""
+"""Up to so many rows of a tile, two CTAs share a multiprocessor: one multiplies while the other stores."""
+FEW_PANELS, SOME_PANELS, MANY_ROWS_PANELS, OFFSET_PANELS = 2, 4, 3, 2
+"""Panels of a CTA: with up to FEW_ROWS rows, with more, with MANY_ROWS, and with more than FEW_ROWS and
+offsets, whose sums of x take registers too."""
 
 
 class PackedExperts(Struct, frozen=True):
@@ -134,10 +136,12 @@ def choose_pair_tiles(experts: PackedExperts, rows: ExpertRows) -> PairTiles:
     average = rows.num_rows * rows.num_active / rows.num_experts
     num_rows = next((size for most, size in ROWS if average <= most), MANY_ROWS)
     if num_rows <= FEW_ROWS:
-        tiles = PairTiles(1, num_rows, 1, num_ctas=2)
+        most, num_ctas = FEW_PANELS, 2
+    elif experts.weight.offsets is not None:
+        most, num_ctas = OFFSET_PANELS, 1
     else:
-        most = MANY_PANELS if experts.weight.offsets is None else OFFSET_PANELS
-        tiles = PairTiles(min(most, experts.num_columns // PANEL), num_rows, 1, num_ctas=1)
+        most, num_ctas = SOME_PANELS if num_rows < MANY_ROWS else MANY_ROWS_PANELS, 1
+    tiles = PairTiles(min(most, experts.num_columns // PANEL), num_rows, 1, num_ctas)
     num_stages = min(tiles.most_bytes // tiles.stage_bytes(experts.weight), MAX_STAGES)
     return replace(tiles, num_stages=num_stages)
 
@@ -241,9 +245,10 @@ def _launch(
         tiles = choose_pair_tiles(experts, rows)
     weight, shared_bytes = experts.weight, tiles.shared_bytes(experts.weight)
     kernel = kernel_of(experts, rows, tiles, is_gated=is_gated)
+    num_tasks = tiles.num_row_tiles(rows) * cdiv(experts.num_columns // PANEL, tiles.num_panels)
     launch_kernel(
         compile_kernel(kernel, x.device.index or 0, shared_bytes),
-        (tiles.num_row_tiles(rows), cdiv(experts.num_columns // PANEL, tiles.num_panels)),
+        (min(num_tasks, tiles.num_ctas * gpu_limits().num_multiprocessors),),
         tiles.num_threads,
         shared_bytes,
         weight.codes,

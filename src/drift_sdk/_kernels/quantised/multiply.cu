@@ -24,16 +24,17 @@ __device__ __forceinline__ void copy_x(const Arguments& a, const TensorMap* x_ma
   constexpr int ROWS = NT * 8;
   const int first_row = blockIdx.x * ROWS;
   const u32 unit_bytes_ = min(ROWS, a.M) * UNIT * 2;  // rows beyond are left as they are: they change no other row
-  int column = blockIdx.z * a.slice_size, stage = 0, parity = 1;
+  int column = blockIdx.z * a.slice_size;
+  Turn<STAGES> turn{0, 1};
   for (int step = 0; step < num_steps; step++) {
     const int num_units = step < num_whole ? 2 : 1;
-    u64* const barrier = stages.full(stage);
-    wait_for_phase(stages.empty(stage), parity);
+    u64* const barrier = stages.full(turn.stage);
+    wait_for_phase(stages.empty(turn.stage), turn.parity);
     arrive_expecting(barrier, num_units * unit_bytes_);
-    copy_rows(stages.x(stage), x_map, column, first_row, barrier);
-    if (num_units == 2) copy_rows(stages.x(stage) + ROWS * UNIT * 2, x_map, column + UNIT, first_row, barrier);
+    copy_rows(stages.x(turn.stage), x_map, column, first_row, barrier);
+    if (num_units == 2) copy_rows(stages.x(turn.stage) + ROWS * UNIT * 2, x_map, column + UNIT, first_row, barrier);
     column += STEP;
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    turn.advance(1);
   }
 }
 
@@ -87,7 +88,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, const TensorMap* x_
   if (warp == WARPS * SPLIT) {
     const int first = blockIdx.y * WM, last = (a.N + PANEL - 1) / PANEL - 1;
     const Weight weight{a.codes, a.scales, a.shifts, a.K};
-    if (lane == 0) copy_weights(weight, first, last, blockIdx.z * a.slice_size, stages, num_whole, num_steps);
+    Turn<STAGES> turn{0, 1};
+    if (lane == 0) copy_weights(weight, first, last, blockIdx.z * a.slice_size, stages, turn, num_whole, num_steps);
     wait_for_producers();  // as every thread does before it ends
     return;
   }
@@ -102,7 +104,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, const TensorMap* x_
   wait_for_producers();  // they may read `out`
   TileSums<CODES, SCALES, SHIFTS, GROUPS, NT> sums;
   const int part = SPLIT == 1 ? 0 : warp / WARPS, panel = warp % WARPS / 4;
-  sum_steps<SPLIT>(sums, stages, panel, part, num_whole, num_steps);
+  Turn<STAGES> turn{part, 0};
+  sum_steps<SPLIT>(sums, stages, turn, panel, part, num_whole, num_steps);
   if (SPLIT > 1) {
     add_splits<WM, SPLIT, NT>(sums.total, reinterpret_cast<float4*>(shared), part);
     if (part > 0) return;

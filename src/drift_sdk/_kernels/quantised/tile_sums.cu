@@ -183,33 +183,48 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int WM, int NT, int STA
   __device__ __forceinline__ u64* empty(int stage) const { return full(STAGES + stage); }
 };
 
-// The sums of a warp's tile over every SPLIT-th step from `part` on. panel: the warpgroup's one of the stages. After
-// each step, each warp arrives at the barrier of a stage that it has read.
+// The next stage of a warp, and the parity of the phase that it waits for. What copies begins with parity 1: the
+// phase before the first one counts as ended.
+template <int STAGES> struct Turn {
+  int stage, parity;
+
+  __device__ __forceinline__ void advance(int steps) {
+    stage += steps;
+    if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+  }
+};
+
+// The sums of a warp's tile over every SPLIT-th step from `part` on. panel: the warpgroup's one of the stages. Each
+// warp arrives at the barrier of a stage that it has read: of one before the next step's products, of the last ones if
+// no other warpgroup takes turns.
 template <int SPLIT, class Sums, class StagesOfCta>
-__device__ __forceinline__ void sum_steps(Sums& sums, const StagesOfCta& stages, int panel, int part, int num_whole,
-                                          int num_steps) {
-  constexpr int STAGES = StagesOfCta::NUM;
+__device__ __forceinline__ void sum_steps(Sums& sums, const StagesOfCta& stages, Turn<StagesOfCta::NUM>& turn,
+                                          int panel, int part, int num_whole, int num_steps) {
   sums.clear();
-  int step = part, stage = part, parity = 0, before = 0;
+  int step = part, last = 0;
   auto release = [&] {
-    if ((threadIdx.x & 31) == 0) arrive(stages.empty(before));
+    if ((threadIdx.x & 31) == 0) arrive(stages.empty(last));
   };
-  for (; step < num_whole; step += SPLIT) {
-    wait_for_phase(stages.full(stage), parity);
-    sums.template start_step<4>(stages.panel(stage, panel), stages.x(stage), step == part, release);
-    before = stage;
+  auto end_step = [&] {
+    last = turn.stage;
     if (!Sums::IS_ASYNC) {
       __syncwarp();
       release();
     }
-    stage += SPLIT;
-    if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+    turn.advance(SPLIT);
+  };
+  for (; step < num_whole; step += SPLIT) {
+    wait_for_phase(stages.full(turn.stage), turn.parity);
+    sums.template start_step<4>(stages.panel(turn.stage, panel), stages.x(turn.stage), step == part, release);
+    end_step();
   }
   if (step < num_steps) {  // half a step
-    wait_for_phase(stages.full(stage), parity);
-    sums.template start_step<2>(stages.panel(stage, panel), stages.x(stage), step == part, release);
+    wait_for_phase(stages.full(turn.stage), turn.parity);
+    sums.template start_step<2>(stages.panel(turn.stage, panel), stages.x(turn.stage), step == part, release);
+    end_step();
   }
   sums.finish();
+  if (SPLIT == 1 && Sums::IS_ASYNC) release();
 }
 
 // Where a weight lies. K: its columns.
@@ -223,7 +238,7 @@ struct Weight {
 template <int CODES, int SCALES, int SHIFTS, int GROUPS, int WM, int NT, int STAGES>
 __device__ __forceinline__ void copy_weights(const Weight& weight, int first_panel, int last_panel, int column,
                                              Stages<CODES, SCALES, SHIFTS, GROUPS, WM, NT, STAGES> stages,
-                                             int num_whole, int num_steps) {
+                                             Turn<STAGES>& turn, int num_whole, int num_steps) {
   constexpr u32 CODE_BYTES = 8 * unit_bytes<CODES>, SCALE_BYTES = GROUPS * PANEL * scale_bytes<SCALES>;
   constexpr u32 SHIFT_BYTES = GROUPS * PANEL * shift_bytes<SCALES, SHIFTS>;
   const u8 *codes[WM], *scales[WM], *shifts[WM];
@@ -235,20 +250,19 @@ __device__ __forceinline__ void copy_weights(const Weight& weight, int first_pan
     scales[i] = weight.scales + group * (SCALE_BYTES / GROUPS);
     shifts[i] = weight.shifts + group * (SHIFT_BYTES / GROUPS);
   }
-  int stage = 0, parity = 1;  // the phase before the first one counts as ended
   for (int step = 0; step < num_steps; step++) {
     const u32 half = step < num_whole ? 0 : 1;
-    u64* const barrier = stages.full(stage);
-    wait_for_phase(stages.empty(stage), parity);
+    u64* const barrier = stages.full(turn.stage);
+    wait_for_phase(stages.empty(turn.stage), turn.parity);
     arrive_expecting(barrier, WM * (CODE_BYTES + SCALE_BYTES + SHIFT_BYTES) >> half);
 #pragma unroll
     for (int i = 0; i < WM; i++) {
-      u8* const to = stages.panel(stage, i);
+      u8* const to = stages.panel(turn.stage, i);
       copy_bytes(to, codes[i], CODE_BYTES >> half, barrier);
       if (SCALES != CHANNEL) copy_bytes(to + CODE_BYTES, scales[i], SCALE_BYTES >> half, barrier);
       if (SHIFTS != NO_SHIFTS) copy_bytes(to + CODE_BYTES + SCALE_BYTES, shifts[i], SHIFT_BYTES >> half, barrier);
       codes[i] += CODE_BYTES, scales[i] += SCALE_BYTES, shifts[i] += SHIFT_BYTES;
     }
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    turn.advance(1);
   }
 }

@@ -58,7 +58,8 @@ class ExpertForward:
         self._workspace, self._max_scale = workspace, max_scale
         self._rows = ExpertRows.take(workspace.take, num_rows, config.num_experts, config.num_active)
         self._counts = take_counts(workspace, num_layers, config.num_experts)
-        self._gemm = expert_gemm_config(self._rows, normed.dtype)
+        self._gated_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=True)
+        self._down_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=False)
         gate = config.clamped_gate
         self._activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
         num_pairs = num_rows * config.num_active
@@ -117,7 +118,7 @@ class ExpertForward:
         if activation is not None and self._has_cuda_product(gate_up):
             cuda_gated_expert_multiply(normed, gate_up, rows, activated, activation)
         else:
-            gated_expert_multiply(normed, gate_up, rows, activated, self._gemm, activation)
+            gated_expert_multiply(normed, gate_up, rows, activated, self._gated_gemm, activation)
 
     def _multiply_down(self, weights: ExpertWeights, rows: ExpertRows) -> None:
         activated, partials = self._activated, self._partials
@@ -129,7 +130,7 @@ class ExpertForward:
         if self._has_cuda_product(down):
             cuda_expert_multiply(activated, down, rows, partials)
         else:
-            expert_multiply(activated, down, rows, partials, self._gemm)
+            expert_multiply(activated, down, rows, partials, self._down_gemm)
 
     def _has_cuda_product(self, matrix: ExpertMatrix) -> bool:
         return self._max_scale is not None and has_cuda_product(matrix, self._normed.dtype, self._max_scale)
