@@ -86,7 +86,7 @@ def test_products_are_near_the_reference_with_any_tiles(
         expected = expert_multiply_reference(activated, down_numbers, None, rows.experts, rows.shares)
         first = both_products(x, activated, gate_up, down, rows, None)
         assert_rows_near(first[0], expected_gated, inner)
-        assert_rows_near(first[1], expected, inner)
+        assert_rows_near(first[1].to(dtype), expected.to(dtype), inner)  # rounded so before they are weighted
         for tiles in TILES if has_programs(gate_up.weight, dtype) else ():
             if tiles.fits(gate_up.weight):
                 found = both_products(x, activated, gate_up, down, rows, tiles)
