@@ -109,7 +109,20 @@ def test_budget_goes_to_prompts_in_order_beside_decode_rows() -> None:
     plan = rig.launch()
     assert (spans(plan), rows(plan)) == ([(1, 0, 6), (2, 0, 2)], [0])
     plan = rig.launch()
-    assert (spans(plan), rows(plan)) == ([(2, 2, 5), (3, 0, 3)], [0, 1])
+    assert (spans(plan), rows(plan)) == ([(2, 2, 4), (3, 0, 4)], [0, 1])  # the shorter one goes first
+
+
+def test_first_prompt_keeps_half_of_the_budget() -> None:
+    """A prompt that takes several steps lets shorter ones pass, and takes no longer than twice."""
+    rig = Rig(max_num_seqs=8, prefill_token_budget=8)
+    rig.add(40)
+    rig.launch()
+    found: list[list[tuple[int, int, int]]] = []
+    for _ in range(6):
+        rig.add(4)
+        found.append(spans(rig.launch()))
+    starts = [8 + 4 * index for index in range(6)]
+    assert found == [[(0, start, 4), (1 + index, 0, 4)] for index, start in enumerate(starts)]
 
 
 def test_number_of_chunks_of_a_step_is_bounded() -> None:
@@ -137,8 +150,8 @@ def test_budget_of_mixed_steps_holds_the_waiting_prompts() -> None:
     rig.turn()
     for length in (40, 7, 3):
         rig.add(length)
-    assert spans(rig.launch()) == [(1, 0, 32)]  # the largest size
-    assert spans(rig.launch()) == [(1, 32, 8), (2, 0, 7), (3, 0, 3)]
+    assert spans(rig.launch()) == [(1, 0, 22), (2, 0, 7), (3, 0, 3)]  # the largest size
+    assert spans(rig.launch()) == [(1, 22, 18)]
 
 
 def test_waiting_tokens_are_those_of_prompts_that_can_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
 
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.block_manager import BlockManager
 from drift_sdk.scheduling.budget import TokenBudget
 from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.prompt_shares import share_tokens
 from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
 from drift_sdk.scheduling.round_planner import RoundPlanner
-from drift_sdk.scheduling.sequence import Delta, Sequence
+from drift_sdk.scheduling.sequence import Delta, Sequence, SequenceWatcher
 from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
 
-__all__ = ["Scheduler", "SequenceWatcher"]
-
-
-class SequenceWatcher(Protocol):
-    """An observer of sequences that get and lose their slots, called while a step is planned."""
-
-    def admitted(self, sequence: Sequence) -> None:
-        """The sequence has got a slot."""
-
-    def preempted(self, sequence: Sequence) -> None:
-        """The sequence has given up its slot and KV."""
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
     """Plans steps, and commits their results.
 
     A plan may be made before earlier ones are committed, to any depth; results are committed in the order of
-    their plans. A plan has decode rows first, then prefill chunks of running sequences, then chunks of newly
-    admitted ones, while slots, blocks and the token budget last, and up to MAX_CHUNKS; each group in order of
-    (priority, arrival), the lowest first. If the first sequence of the queue cannot be admitted, no other is.
+    their plans. A plan has decode rows first, then prefill chunks of running and of newly admitted sequences,
+    while slots, blocks and the token budget last, and up to MAX_CHUNKS. Sequences are in order of (priority,
+    arrival), the lowest first; prompts share the budget (prompt_shares.py). If the first sequence of the
+    queue cannot be admitted, no other is.
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
@@ -251,22 +242,26 @@ class Scheduler:
         return DecodeRow(slot=sequence.slot, num_draft_tokens=num_drafts, max_depth=max(depth, 0))
 
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
-        """Add chunks of running sequences, then, with `may_admit`, of newly admitted ones, within the
-        budget."""
+        """Add chunks of running and, with `may_admit`, of newly admitted sequences, within the budget."""
         # The tokens of the prompts that could be admitted now; prefix hits are not known yet and count too.
         num_waiting = self._queue.num_tokens(min(self._running.num_free_slots, MAX_CHUNKS))
-        num_waiting += sum([seq.num_prefill_tokens - seq.num_launched_tokens for seq in prefilling])
+        num_waiting += sum([sequence.num_unlaunched_tokens for sequence in prefilling])
         budget = self._budget.num_tokens(len(step.decode), num_waiting, step.num_mixed_drafts)
-        for sequence in prefilling[:MAX_CHUNKS]:
-            if budget > 0:
-                budget -= step.add_chunk(sequence, budget)
-
+        running = prefilling[:MAX_CHUNKS]
+        prompts = list(running)
         # Without `may_admit`: a new sequence would take the blocks that a running one is waiting for.
-        while budget > 0 and may_admit and len(step.prefill) < MAX_CHUNKS:
+        while may_admit and self._queue and len(prompts) < MAX_CHUNKS:
+            # A new sequence gets tokens at once, and keeps them if others are admitted after it.
+            if 0 in share_tokens(budget, [*prompts, self._queue.peek()])[len(running) :]:
+                break
             admitted = self._admit(step)
             if admitted is None:
                 break
-            budget -= step.add_chunk(admitted, budget)
+            prompts.append(admitted)
+
+        for sequence, share in zip(prompts, share_tokens(budget, prompts), strict=True):
+            if share:
+                step.add_chunk(sequence, share)
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
         """Lengthen a running sequence's table to `num_blocks` entries, preempting sequences if necessary.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from msgspec import Struct
 
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
 
-__all__ = ["Delta", "Sequence"]
+__all__ = ["Delta", "Sequence", "SequenceWatcher"]
 
 
 class Sequence:
@@ -122,6 +124,14 @@ class Sequence:
         return self.num_launched_tokens < self.num_prefill_tokens
 
     @property
+    def num_unlaunched_tokens(self) -> int:
+        """Tokens that are neither in launched chunks nor cached: of a waiting sequence, all."""
+        if not self.is_running:
+            return len(self.token_ids)
+
+        return self.num_prefill_tokens - self.num_launched_tokens
+
+    @property
     def can_share_prefix(self) -> bool:
         """Whether the sequence may use cached blocks: not if its prompt's log-probabilities are still to be
         computed, which need every position."""
@@ -178,6 +188,16 @@ class Sequence:
         self.num_in_flight -= 1
         self.min_in_flight_tokens -= least
         self.max_in_flight_tokens -= most
+
+
+class SequenceWatcher(Protocol):
+    """An observer of sequences that get and lose their slots, called while a step is planned."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence has got a slot."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """The sequence has given up its slot and KV."""
 
 
 class Delta(Struct, frozen=True, gc=False):

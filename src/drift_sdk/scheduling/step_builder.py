@@ -72,10 +72,10 @@ class StepBuilder:
         self.decode.append(sequence)
         self._rows.append(row)
 
-    def add_chunk(self, sequence: Sequence, max_tokens: int) -> int:
-        """Add the sequence's next prefill chunk, of at most `max_tokens` tokens; returns its length."""
+    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add the sequence's next prefill chunk, of `num_tokens` tokens."""
         start = sequence.num_launched_tokens
-        end = min(start + max_tokens, sequence.num_prefill_tokens)
+        end = start + num_tokens
         is_last = end == sequence.num_prefill_tokens
         sequence.num_launched_tokens = end
         sequence.launch(is_last, is_last)
@@ -88,7 +88,6 @@ class StepBuilder:
                 next_token_id=None if is_last else sequence.token_ids[end],
             )
         )
-        return end - start
 
     def build(self, step_id: int) -> LaunchedStep:
         """The plan of everything added so far."""

@@ -1,0 +1,58 @@
+"""How the prompts of a step share its tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drift_sdk.scheduling.prompt_shares import share_tokens
+
+
+def shares(num_tokens: int, *prompts: tuple[int, int]) -> list[int]:
+    """prompts: (priority, tokens)."""
+    made: list[Any] = [
+        SimpleNamespace(priority=priority, num_unlaunched_tokens=size) for priority, size in prompts
+    ]
+    return share_tokens(num_tokens, made)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "prompts", "expected"),
+    [
+        (8, [], []),
+        (8, [(0, 20)], [8]),
+        (8, [(0, 3)], [3]),
+        (7, [(0, 20), (0, 9)], [4, 3]),  # half, rounded up
+        (8, [(0, 20), (0, 9), (0, 2)], [4, 2, 2]),
+        (8, [(0, 5), (0, 9)], [5, 3]),
+        (8, [(0, 20), (1, 1), (0, 9)], [4, 0, 4]),  # priority comes before length
+        (1, [(0, 20), (0, 1)], [1, 0]),
+        (0, [(0, 20), (0, 1)], [0, 0]),
+    ],
+)
+def test_examples(num_tokens: int, prompts: list[tuple[int, int]], expected: list[int]) -> None:
+    assert shares(num_tokens, *prompts) == expected
+
+
+@given(
+    st.integers(0, 50),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), max_size=8),
+)
+def test_all_tokens_are_given_within_what_prompts_need(
+    num_tokens: int, prompts: list[tuple[int, int]]
+) -> None:
+    found = shares(num_tokens, *prompts)
+    sizes = [size for _, size in prompts]
+    assert all(0 <= share <= size for share, size in zip(found, sizes, strict=True))
+    assert sum(found) == min(num_tokens, sum(sizes))
+    if prompts:
+        assert found[0] >= min(sizes[0], num_tokens / 2)
+    for (prompt, share), (other, other_share) in zip(
+        zip(prompts[1:], found[1:], strict=True), zip(prompts[2:], found[2:], strict=True), strict=False
+    ):
+        if prompt < other and other_share:
+            assert share == prompt[1]
