@@ -30,14 +30,16 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
         (96, 9, (96, 32)),
         (448, 33, (448, 64)),
         (448, 64, (448, 64)),
-        (449, 64, None),
-        (504, 8, (504, 8)),
+        (449, 64, (576, 64)),
+        (577, 64, None),
+        (632, 8, (632, 8)),
         (256, 65, (256, 128)),
         (256, 200, (256, 256)),
-        (257, 256, None),
+        (384, 256, (384, 256)),
+        (385, 256, None),
     ],
 )
-def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
+def test_mixed_steps_have_at_most_640_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
     """A step of more rows is computed in two passes."""
     assert buckets(256, 2048).mixed_bucket(tokens, 1, rows) == (bucket and (*bucket, 0))
 
@@ -85,7 +87,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
         found = buckets(max_num_seqs, budget)
         assert found.mixed and found.mixed[-1].num_slots == max_num_seqs
         for bucket in found.mixed:
-            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 512
+            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 640
             layout = found.mixed_layout(bucket)
             assert layout.num_words <= found.payload_words
             places = [place.indices(layout.num_words) for place in layout]
@@ -97,7 +99,8 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
     [
         (1, 1, 3, (96, 8, 3)),
         (480, 8, 3, (480, 8, 3)),
-        (481, 8, 3, None),
+        (481, 8, 3, (608, 8, 3)),
+        (609, 8, 3, None),
         (640, 32, 3, (640, 32, 3)),
         (64, 9, 3, (64, 32, 3)),
         (100, 9, 3, (128, 32, 3)),
@@ -113,7 +116,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
 def test_mixed_steps_with_drafts_have_at_most_1024_rows(
     tokens: int, rows: int, drafts: int, bucket: tuple[int, int, int] | None
 ) -> None:
-    """Twice the round's rows are added to 512. A round is padded to the most drafts, but not where most of
+    """Twice the round's rows are added to 640. A round is padded to the most drafts, but not where most of
     its rows would be padding."""
     assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, 1, rows, drafts) == bucket
     far = buckets(256, 2048, draft_choices=(1, 3, 5, 8))
@@ -123,7 +126,7 @@ def test_mixed_steps_with_drafts_have_at_most_1024_rows(
 def test_mixed_tokens_are_the_sizes_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
     assert [num_slots for num_slots, _ in found[0]] == [8, 32, 64, 100]
-    assert found[0][2] == (64, (64, 128, 192, 320, 448))
+    assert found[0][2] == (64, (64, 128, 192, 320, 448, 576))
     assert found[1] == found[3] and found[3][2] == (64, (128, 256, 384, 512, 768))
 
 

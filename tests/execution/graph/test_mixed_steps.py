@@ -56,8 +56,8 @@ DRAFTERS = {
 }
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
 BUDGET, NUM_DRAFTS = 16, 2
-CONSTRAINTS = {index: FixedMask(np.roll(np.array([-1, 0, 0], dtype=np.int32), index)) for index in (0, 4)}
-"""By index of the requests: of the first, token ids below 32 are allowed, of the other one 32 to 63."""
+CONSTRAINTS = {index: FixedMask(np.roll(np.array([-1, 0, 0], dtype=np.int32), index)) for index in (0, 4, 7)}
+"""By index of the requests: of the first, token ids below 32 are allowed, of the others 32 to 63."""
 
 Proposals = list[dict[int, list[int]]]
 """Of each round with drafts, the drafted tokens by slot."""
@@ -79,6 +79,8 @@ def requests_of() -> list[tuple[list[int], SlotSampling]]:
         request(shared, 4),
         request([8, 9] * 5, 3, num_prompt_logprobs=1, presence_penalty=0.4, logit_bias=((17, 0.5),)),
         request([*shared, 27], 4, repetition_penalty=4.0, frequency_penalty=0.5),
+        request([8, 9] * 5, 8),
+        request(drawn(16), 2),
     ]
 
 

@@ -35,7 +35,7 @@ MIXED_ROWS = (128, 192, 256, 384, 512, 640, 768, 1024)
 CHUNK_ROWS, LEAST_CHUNKS = 8, 8
 """Rows of chunks for each chunk that a mixed step has room for, and the least room: tiles of attention take
 time even where they are not used."""
-MAX_PLAIN_ROWS = 512
+MAX_PLAIN_ROWS = 640
 """Most rows of a mixed step without drafts: beside more rows of chunks, those of the round are few. With
 drafts a round emits more tokens, so it may take longer: twice its rows are added."""
 MAX_DRAFT_PADDING = 2
