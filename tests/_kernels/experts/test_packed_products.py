@@ -28,7 +28,7 @@ DTYPES = (torch.float32, BF16) if torch.cuda.is_available() else (torch.float32,
 """Types that can be tested. The interpreter multiplies bfloat16 as if its bits were integers."""
 # Rows, experts, experts of a row, columns of the output, inner dimension: whole steps and half ones.
 SHAPES = ((7, 5, 2, 64, 448), (40, 4, 2, 64, 64))
-LARGE_SHAPES = ((1, 128, 8, 768, 2048), (64, 16, 4, 192, 64), (300, 3, 1, 128, 320))
+LARGE_SHAPES = ((1, 128, 8, 768, 2048), (40, 32, 8, 192, 128), (64, 16, 4, 192, 64), (300, 3, 1, 128, 320))
 TILES = (
     PairTiles(1, 8, 2, 2),
     PairTiles(1, 16, 5, 2),

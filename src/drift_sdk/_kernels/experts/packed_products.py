@@ -64,14 +64,15 @@ DOWN_ACCESS = KernelAccess(frozenset({"codes", "scales", "shifts", "counts"}), f
 RESERVED_BYTES = 1024
 """Shared memory that each CTA takes besides its own."""
 MAX_STAGES = 12
-ROWS = ((4, 8), (12, 16), (24, 32))
+ROWS = ((4, 8), (12, 16))
 """Pairs (most pairs of an expert on average, rows of a tile): most experts have one tile."""
-MANY_ROWS = 64
-FEW_ROWS = 16
-"""Up to so many rows of a tile, two CTAs share a multiprocessor: one multiplies while the other stores."""
-FEW_PANELS, SOME_PANELS, MANY_ROWS_PANELS, OFFSET_PANELS = 2, 4, 3, 2
-"""Panels of a CTA: with up to FEW_ROWS rows, with more, with MANY_ROWS, and with more than FEW_ROWS and
-offsets, whose sums of x take registers too."""
+MANY_ROWS, MANY_OFFSET_ROWS = 32, 16
+"""Rows of a tile beyond ROWS, and with offsets, whose sums of x take registers too."""
+MAX_PANELS = 2
+"""Panels of a CTA."""
+FEW_ROWS, FEW_CTAS, MANY_CTAS = 8, 2, 3
+"""CTAs of a multiprocessor, with up to FEW_ROWS rows of a tile and with more: one multiplies while another
+one stores."""
 
 
 class PackedExperts(Struct, frozen=True):
@@ -134,14 +135,10 @@ class PairTiles(Struct, frozen=True):
 def choose_pair_tiles(experts: PackedExperts, rows: ExpertRows) -> PairTiles:
     """Return the tiles for a product of rows with experts, with as many stages as fit."""
     average = rows.num_rows * rows.num_active / rows.num_experts
-    num_rows = next((size for most, size in ROWS if average <= most), MANY_ROWS)
-    if num_rows <= FEW_ROWS:
-        most, num_ctas = FEW_PANELS, 2
-    elif experts.weight.offsets is not None:
-        most, num_ctas = OFFSET_PANELS, 1
-    else:
-        most, num_ctas = SOME_PANELS if num_rows < MANY_ROWS else MANY_ROWS_PANELS, 1
-    tiles = PairTiles(min(most, experts.num_columns // PANEL), num_rows, 1, num_ctas)
+    most_rows = MANY_ROWS if experts.weight.offsets is None else MANY_OFFSET_ROWS
+    num_rows = next((size for most, size in ROWS if average <= most), most_rows)
+    num_ctas = FEW_CTAS if num_rows <= FEW_ROWS else MANY_CTAS
+    tiles = PairTiles(min(MAX_PANELS, experts.num_columns // PANEL), num_rows, 1, num_ctas)
     num_stages = min(tiles.most_bytes // tiles.stage_bytes(experts.weight), MAX_STAGES)
     return replace(tiles, num_stages=num_stages)
 
