@@ -26,15 +26,16 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
     [
         (1, 1, (120, 8)),
         (120, 8, (120, 8)),
-        (121, 8, (184, 8)),
+        (121, 8, (248, 8)),
         (96, 9, (96, 32)),
-        (448, 33, (448, 64)),
-        (448, 64, (448, 64)),
-        (449, 64, (576, 64)),
+        (320, 33, (320, 64)),
+        (320, 64, (320, 64)),
+        (321, 64, (576, 64)),
         (577, 64, None),
         (632, 8, (632, 8)),
         (256, 65, (256, 128)),
-        (256, 200, (256, 256)),
+        (128, 200, (128, 256)),
+        (129, 200, (384, 256)),
         (384, 256, (384, 256)),
         (385, 256, None),
     ],
@@ -46,7 +47,7 @@ def test_mixed_steps_have_at_most_640_rows(tokens: int, rows: int, bucket: tuple
 
 @pytest.mark.parametrize(
     ("chunks", "bucket"),
-    [(8, (64, 64)), (9, (128, 64)), (16, (128, 64)), (17, (192, 64)), (32, (320, 64)), (33, None)],
+    [(8, (64, 64)), (9, (192, 64)), (24, (192, 64)), (25, (320, 64)), (32, (320, 64)), (33, None)],
 )
 def test_many_chunks_take_a_larger_mixed_step(chunks: int, bucket: tuple[int, int] | None) -> None:
     """Chunks have few rows each; room for more chunks would take time in every step."""
@@ -67,7 +68,7 @@ def test_tiles_of_a_step_with_many_chunks_fit() -> None:
         decode=(DecodeRow(slot=20, num_draft_tokens=0),),
     )
     bucket = StepLauncher(unused, graphs, found, unused)._mixed_bucket(plan)
-    assert bucket == (160, 32, 0)
+    assert bucket == (224, 32, 0)
     layout = found.mixed_layout(bucket)
     payload = np.zeros(layout.num_words, np.int32)
     fill_mixed(found, plan, (), bucket, payload)
@@ -79,7 +80,7 @@ def test_few_chunk_rows_have_smaller_tiles() -> None:
     """Smaller tiles give programs for most multiprocessors."""
     found = buckets(256, 2048)
     tiles = {bucket.num_rows: found.mixed_attention(bucket).tile_rows for bucket in found.mixed}
-    assert tiles[64] == tiles[192] == 64 and tiles[256] == tiles[448] == 128
+    assert tiles[64] == tiles[192] == 64 and tiles[320] == tiles[576] == 128
 
 
 def test_every_mixed_bucket_fits_the_payload() -> None:
@@ -98,12 +99,12 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
     ("tokens", "rows", "drafts", "bucket"),
     [
         (1, 1, 3, (96, 8, 3)),
-        (480, 8, 3, (480, 8, 3)),
-        (481, 8, 3, (608, 8, 3)),
+        (352, 8, 3, (352, 8, 3)),
+        (353, 8, 3, (608, 8, 3)),
         (609, 8, 3, None),
         (640, 32, 3, (640, 32, 3)),
-        (64, 9, 3, (64, 32, 3)),
         (100, 9, 3, (128, 32, 3)),
+        (129, 9, 3, (256, 32, 3)),
         (100, 33, 3, (128, 64, 3)),
         (512, 64, 3, (512, 64, 3)),
         (513, 64, 3, (768, 64, 3)),
@@ -111,6 +112,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
         (100, 129, 3, None),  # the round alone has 1,024 rows
         (100, 33, 1, (128, 64, 3)),
         (129, 33, 0, (192, 64, 0)),
+        (193, 33, 0, (320, 64, 0)),
     ],
 )
 def test_mixed_steps_with_drafts_have_at_most_1024_rows(
@@ -126,8 +128,8 @@ def test_mixed_steps_with_drafts_have_at_most_1024_rows(
 def test_mixed_tokens_are_the_sizes_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
     assert [num_slots for num_slots, _ in found[0]] == [8, 32, 64, 100]
-    assert found[0][2] == (64, (64, 128, 192, 320, 448, 576))
-    assert found[1] == found[3] and found[3][2] == (64, (128, 256, 384, 512, 768))
+    assert found[0][2] == (64, (64, 192, 320, 576))
+    assert found[1] == found[3] and found[3][2] == (64, (128, 384, 512, 768))
 
 
 def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:

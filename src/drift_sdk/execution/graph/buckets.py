@@ -29,9 +29,9 @@ FLAT_PREFILL_ROWS = 256
 each bucket has twice the rows of the one before."""
 MIXED_SLOTS = (8, 32, 64, 128, 256)
 """Slots of mixed steps."""
-MIXED_ROWS = (128, 192, 256, 384, 512, 640, 768, 1024)
-"""Rows of mixed steps, of chunks and round together: those for which the library has fast kernels on an H200
-(448 rows take longer than 512), and 128 for short prompts."""
+MIXED_ROWS = (128, 256, 384, 640, 768, 1024)
+"""Rows of mixed steps, of chunks and round together: multiples of the rows of the library's tiles. More sizes
+would pad steps less, but each takes time at start; the scheduler fills most steps up to a size."""
 CHUNK_ROWS, LEAST_CHUNKS = 8, 8
 """Rows of chunks for each chunk that a mixed step has room for, and the least room: tiles of attention take
 time even where they are not used."""
