@@ -23,6 +23,7 @@ Both rules are checked when a step is captured, see launch_order.py.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import triton
@@ -42,8 +43,9 @@ __all__ = [
 ]
 
 
+@cache
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
+    """Whether kernels run in Triton's interpreter, on the CPU. Decided when kernels are decorated."""
     return bool(triton.knobs.runtime.interpret)
 
 
