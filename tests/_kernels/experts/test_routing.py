@@ -97,7 +97,7 @@ def test_numbers_that_are_not_finite_leave_valid_experts(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "num_active"), [(1, 128, 4), (9, 8, 2), (700, 6, 3), (2, 4, 4)]
+    ("num_rows", "num_experts", "num_active"), [(1, 128, 4), (9, 8, 2), (100, 6, 4), (700, 6, 3), (2, 4, 4)]
 )
 def test_lists_equal_the_reference(num_rows: int, num_experts: int, num_active: int, device: str) -> None:
     """Also for more pairs than a program reads at a time, and with an expert that no row has."""

@@ -39,8 +39,8 @@ __all__ = [
     "list_rows_reference",
 ]
 
-BLOCK_PAIRS = 1_024
-"""Pairs that a program of `_list_rows` reads at a time: 8 for each of the 128 threads of four warps."""
+MAX_BLOCK_PAIRS, WARP_PAIRS = 1_024, 256
+"""The most pairs that a program of `_list_rows` reads at a time, and those of a warp: 8 for each thread."""
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -228,15 +228,16 @@ def list_rows(rows: ExpertRows) -> None:
     """
     check_rows(rows)
     num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
+    block_pairs = min(max(next_power_of_2(num_rows * num_active), WARP_PAIRS), MAX_BLOCK_PAIRS)
     _list_rows[(num_experts,)](
         experts_ptr=rows.experts,
         pairs_ptr=rows.pairs,
         counts_ptr=rows.counts,
         num_pairs=num_rows * num_active,
         num_rows=num_rows,
-        BLOCK_PAIRS=BLOCK_PAIRS,
+        BLOCK_PAIRS=block_pairs,
         PDL=uses_pdl(),
-        num_warps=4,
+        num_warps=block_pairs // WARP_PAIRS,
         **launch_options(),
     )
 
