@@ -28,7 +28,9 @@ COLOURS = {
     "transformers": "tab:green",
 }
 PEERS = ("vllm", "transformers")
-BAR_WIDTH = 0.22  # of the distance between two scenarios
+NUM_COLUMNS = 2  # of charts
+MIN_SCENARIOS = 3  # that a chart has room for
+BAR_WIDTH = 0.3  # of the distance between two scenarios
 
 
 class Bar(Struct, frozen=True):
@@ -78,16 +80,18 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = bars(results)
-    models = list(dict.fromkeys(bar.model for bar in shown))
-    figure = Figure(figsize=(10, 1 + 3.5 * len(models)), layout="constrained")
-    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
+    models = sorted({bar.model for bar in shown})
+    num_rows = -(-len(models) // NUM_COLUMNS)
+    figure = Figure(figsize=(6.5 * NUM_COLUMNS, 0.6 + 2.4 * num_rows), layout="constrained")
+    for nth, model in enumerate(models):
+        axes = figure.add_subplot(num_rows, NUM_COLUMNS, nth + 1)
         _draw_model(axes, [bar for bar in shown if bar.model == model])
-        axes.set_title(model)
+        axes.set_title(model, fontsize=10)
 
     bandwidth = f"{results.read_bandwidth_tb_s:.2f} TB/s"
     figure.suptitle(f"Decoding on {results.gpu}, reads at {bandwidth}; labels: tokens/s")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def _draw_model(axes: Axes, shown: Sequence[Bar]) -> None:
@@ -113,8 +117,10 @@ def _draw_model(axes: Axes, shown: Sequence[Bar]) -> None:
             axes.bar_label(drawn, [f"{bar.tokens_per_s:,.0f}"], fontsize=7, padding=2)
 
     axes.set_xticks(range(len(scenarios)), labels=scenarios, fontsize=8)
-    axes.set(ylabel="share of the roofline", xlim=(-0.5, len(scenarios) - 0.5), ylim=(0, 1.2))
+    axes.set_ylabel("share of the roofline", fontsize=8)
+    axes.set(xlim=(-0.5, max(len(scenarios), MIN_SCENARIOS) - 0.5), ylim=(0, 1.2))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.tick_params(labelsize=8)
     axes.axhline(1.0, color="black", linewidth=1, alpha=0.5)
     axes.legend(fontsize=8, ncols=4, loc="upper left")
 
