@@ -27,6 +27,7 @@ GROUPS = {
         "Routing",
         "BaseEngine",
         "EngineConfig",
+        "EngineOptions",
         "Speculation",
         "Chain",
         "StaticTree",

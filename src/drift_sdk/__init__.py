@@ -8,7 +8,7 @@ async with Engine("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
 from __future__ import annotations
 
 from drift_sdk.base_engine import BaseEngine
-from drift_sdk.config import EngineConfig
+from drift_sdk.config import EngineConfig, EngineOptions
 from drift_sdk.engine import Engine
 from drift_sdk.errors import (
     ConfigError,
@@ -61,6 +61,7 @@ __all__ = [
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EngineOptions",
     "EnginePool",
     "EngineStats",
     "ExecutorError",

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from msgspec import Struct
 
@@ -25,7 +25,7 @@ from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
 from drift_sdk.speculation import Speculation
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "EngineOptions"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
@@ -38,6 +38,43 @@ TOOL_FORMATS = (
     *("phi4_mini", "harmony"),
 )
 REASONING_FORMATS = ("auto", "think", "mistral", "granite", "harmony")
+
+
+class EngineOptions(TypedDict, total=False):
+    """Fields of `EngineConfig` as keyword arguments, for the annotation `**options:
+    Unpack[EngineOptions]`."""
+
+    device: str
+    tensor_parallel: int
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    max_num_seqs: int
+    max_model_len: int | None
+    block_size: int | None
+    kv_cache_tokens: int | None
+    gpu_memory_fraction: float
+    prefill_token_budget: int
+    max_queued_requests: int | None
+    target_latency_ms_p50: float | None
+    target_latency_ms_p95: float | None
+    prefer_high_throughput: bool
+    executor: Literal["auto", "eager", "graph"]
+    strict_performance: bool
+    step_timeout_s: float | None
+    tuning: Literal["off", "short", "full"]
+    shape_log: str | Path | None
+    exact_prefill: bool
+    num_threads: int | None
+    weights: Literal["stored", "expanded", "fp8", "int4", "nvfp4"] | None
+    kv_dtype: Literal["fp8", "nvfp4"] | None
+    load: Literal["auto", "random"]
+    revision: str | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    tokenizer: str | Path | None
+    chat_template: str | None
+    tool_format: str | None
+    reasoning_format: str | None
+    speculation: Speculation | None
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -284,7 +321,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"{variable}: {error}", field=variable, value=error.value, allowed=error.allowed
             ) from error
 
-    def replace(self, **changes: object) -> EngineConfig:
+    def replace(self, **changes: Unpack[EngineOptions]) -> EngineConfig:
         """A copy with some fields changed, checked like a new one: ConfigError for a wrong value, and for an
         unknown field, with the name of the most similar one."""
         return replace_fields(ConfigError, self, changes)

@@ -16,6 +16,7 @@ from drift_sdk import (
     Engine,
     EngineClosed,
     EngineConfig,
+    EngineOptions,
     ExecutorError,
     PromptTooLong,
     QueueFull,
@@ -106,6 +107,11 @@ def test_options_name_the_fields_of_sampling_params() -> None:
     lists = {"stop": list[str], "stop_token_ids": list[int], "allowed_token_ids": list[int]}
     for name, kind in fields.items():
         assert options[name] == (kind | lists[name] if name in lists else kind), name
+
+
+def test_options_name_the_fields_of_engine_config() -> None:
+    assert get_type_hints(EngineOptions) == get_type_hints(EngineConfig)
+    assert not EngineOptions.__required_keys__
 
 
 async def test_keywords_replace_fields_of_params_and_of_the_models_defaults() -> None:
