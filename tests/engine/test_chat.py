@@ -225,7 +225,7 @@ async def test_answer_with_a_grammar_and_tools_is_either(name: str) -> None:
         for ask, value in ((asks[1], {"a": "b"}), (asks[2], json.loads(inner))):
             answered = await engine.chat([ask], params, tools=TOOLS)
             assert (answered.parsed, answered.tool_calls) == (value, ())
-        with pytest.raises(RequestError, match="expected a token that continues the text"):
+        with pytest.raises(RequestError, match="does not continue the text"):
             await engine.chat([asks[3]], params, tools=TOOLS)
 
 
@@ -253,7 +253,7 @@ async def test_grammar_describes_the_final_message_of_harmony() -> None:
         called = await engine.chat(asks[2], params, tools=TOOLS)
         assert (called.parsed, called.reasoning, len(called.tool_calls)) == (None, "Hm.", 1)
         for ask, tools in ((asks[2], None), (asks[3], None), (asks[4], TOOLS)):
-            with pytest.raises(RequestError, match="expected a token that continues the text"):
+            with pytest.raises(RequestError, match="does not continue the text"):
                 await engine.chat(ask, params, tools=tools)
         begun = [*asks[3], {"role": "assistant", "content": "It is "}]
         assert (await engine.chat(begun, params, continue_final=True)).parsed == {"a": "b"}
@@ -299,7 +299,7 @@ async def test_forced_call_rejects_every_other_answer() -> None:
     """A scripted model goes its own way: the grammar then fails its request."""
     for reply, choice in (("I look.", "required"), (CALL, "get_weather"), (f"{CALL} Done.", "required")):
         async with family_engine("hermes", reply) as engine:
-            with pytest.raises(RequestError, match="expected a token that continues the text"):
+            with pytest.raises(RequestError, match="does not continue the text"):
                 await engine.chat([USER], tools=TOOLS, tool_choice=choice)
 
 
@@ -321,6 +321,14 @@ async def test_wrong_tool_choice_is_rejected_at_the_call(choice: Any, tools: Any
         with pytest.raises(RequestError, match=allowed) as caught:
             engine.chat([USER], tools=tools, tool_choice=choice)
         assert (caught.value.field, caught.value.value) == ("tool_choice", choice)
+
+
+@pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"type": "function", "function": {"name": ""}}])
+async def test_function_without_a_name_is_rejected_at_the_call(tool: Any) -> None:
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match=r"tools\[1\]=.*: expected \{\"type\": \"function\""):
+            engine.chat([USER], tools=[*TOOLS[:1], tool])
+        assert (await engine.chat([USER], tools=[{"type": "web_search"}])).text == "fine"
 
 
 async def test_forced_call_has_no_other_grammar_and_needs_a_format() -> None:

@@ -578,7 +578,10 @@ async def test_events_of_all_replicas_come_one_at_a_time() -> None:
         ([], r"replicas=\[\]: expected 1 to 1024 engines"),
         (["ab"], r"replicas\[0\]='ab': expected an engine"),
         ([Engine("a"), Engine("b")], r"replicas\[1\].model='b': expected that of the others, 'a'"),
-        ([Engine("a"), Engine("a", EngineConfig(max_num_seqs=2))], r"replicas\[1\].config="),
+        (
+            [Engine("a"), Engine("a", EngineConfig(max_num_seqs=2))],
+            r"replicas\[1\].config.max_num_seqs=2: expected 256",
+        ),
     ],
 )
 def test_wrong_replicas_are_refused(replicas: Any, message: str) -> None:

@@ -155,6 +155,7 @@ def as_chat_prompt(
         tool_choice=plain_scalar(tool_choice),
         continue_final=continue_final,
     )
+    check_tools(prompt.tools)
     check_tool_choice(prompt)
     return prompt
 
@@ -172,6 +173,15 @@ def check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
         is_other = role not in TEXT_ROLES or (role == "assistant" and content is None)
         if is_binary or not (is_text_or_parts or is_other):
             raise RequestError.of(f"messages[{index}].content", content, "a string or a list of parts")
+
+
+def check_tools(tools: object) -> None:
+    """RequestError for a function without a name. Descriptions of other kinds are left to the template."""
+    for index, tool in enumerate(tools if isinstance(tools, Sequence) else ()):
+        is_function = isinstance(tool, Mapping) and (not tool or tool.get("type") == "function")
+        if is_function and not ToolSet.of([tool]):
+            allowed = '{"type": "function", "function": {"name": ..., ...}}'
+            raise RequestError.of(f"tools[{index}]", tool, allowed)
 
 
 def check_tool_choice(prompt: ChatPrompt) -> None:

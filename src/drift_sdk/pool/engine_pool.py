@@ -333,8 +333,10 @@ def check_replicas(replicas: Sequence[BaseEngine]) -> None:
         if engine.model != first.model:
             raise ConfigError.of(f"{name}.model", engine.model, f"that of the others, {first.model!r}")
 
-        if engine.config.replace(device="auto") != first.config.replace(device="auto"):
-            raise ConfigError.of(f"{name}.config", engine.config, "that of the others but for device")
+        for field in EngineConfig.__struct_fields__:
+            value, expected = getattr(engine.config, field), getattr(first.config, field)
+            if field != "device" and value != expected:
+                raise ConfigError.of(f"{name}.config.{field}", value, f"{expected!r}, that of replicas[0]")
 
 
 def serially(on_event: Callable[[Event], object]) -> Callable[[Event], object]:

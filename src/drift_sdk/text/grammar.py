@@ -133,8 +133,8 @@ class GrammarConstraint:
         self._num_tokens += num_consumed
         if num_consumed < len(token_ids):
             self._check()
-            allowed = f"a token that continues the text of {self._num_tokens} tokens"
-            raise RequestError.of("grammar", token_ids[num_consumed], allowed)
+            token_id = token_ids[num_consumed]
+            raise failure(f"token {token_id} does not continue the text of {self._num_tokens} tokens")
 
         self._next = self._compute_next()
 
