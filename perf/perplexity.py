@@ -28,6 +28,7 @@ from perf.harness.processes import ROOT
 from perf.harness.record import Run
 from perf.harness.recording import Recording, dtype_name, parser
 from perf.harness.shapes import Model, prepare
+from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show
 
 __all__ = ["FORMS", "TEXT", "PerplexityRun", "main", "measure"]
@@ -46,6 +47,8 @@ class PerplexityRun(Run, kw_only=True):
                       form.
     mean_difference:  the mean of these differences.
     weight_bytes:     bytes of the weights in memory, embedding and head included.
+    gpu_memory_mib:   memory of the GPU that the engine takes while it is open, as the driver counts it:
+                      weights, KV cache, graphs and scratch. None on a CPU.
     """
 
     config: str
@@ -54,6 +57,7 @@ class PerplexityRun(Run, kw_only=True):
     max_difference: float
     mean_difference: float
     weight_bytes: int
+    gpu_memory_mib: float | None = None
 
 
 async def measure(
@@ -69,21 +73,16 @@ async def measure(
     tokens = tokens[: model.config.max_position_embeddings - 1]
     runs: list[PerplexityRun] = []
     first: list[float] = []
+    settings = settings.replace(load=model.load, max_model_len=len(tokens) + 1, max_num_seqs=1)
+    if settings.device.startswith("cuda"):
+        await evaluate(model.path, settings, tokens)  # takes the memory that a process takes once
     for form in forms:
         path = model.path
         weights: WeightForm = "expanded" if form in KV_FORMS else form  # type: ignore[assignment]  # a form of weights
         if form in QUANTISERS and model.config.quantisation is not None:
             path = expanded_copy(model, folder)
-        config = settings.replace(
-            weights=weights,
-            kv_dtype=KV_FORMS.get(form),
-            load=model.load,
-            max_model_len=len(tokens) + 1,
-            max_num_seqs=1,
-        )
-        async with Engine(path, config) as engine:
-            found = await token_logprobs(engine, tokens)
-            executor = engine.executor
+        config = settings.replace(weights=weights, kv_dtype=KV_FORMS.get(form))
+        found, executor, gpu_memory_mib = await evaluate(path, config, tokens)
         first = first or found
         differences = [abs(one - other) for one, other in zip(found, first, strict=True)]
         dtype = dtype_name(settings.dtype, settings.device)
@@ -102,10 +101,25 @@ async def measure(
                 max_difference=max(differences),
                 mean_difference=sum(differences) / len(differences),
                 weight_bytes=weight_bytes(model.config, getattr(torch, dtype), weights, tensors),
+                gpu_memory_mib=gpu_memory_mib,
             )
         )
         on_run(runs[-1])
     return runs
+
+
+async def evaluate(
+    path: str | Path, config: EngineConfig, tokens: Sequence[int]
+) -> tuple[list[float], str, float | None]:
+    """`token_logprobs` in a new engine, its kind of executor, and the MiB of the GPU that it takes."""
+    before_gib = gpu_memory_gib(config.device)
+    async with Engine(path, config) as engine:
+        found = await token_logprobs(engine, tokens)
+        used_gib = gpu_memory_gib(config.device)
+        executor = engine.executor
+
+    mib = None if before_gib is None or used_gib is None else (used_gib - before_gib) * 1024
+    return found, executor, mib
 
 
 async def token_logprobs(engine: Engine, tokens: Sequence[int]) -> list[float]:
@@ -148,10 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{run['mean_difference']:.4f}",
             f"{run['max_difference']:.3f}",
             f"{run['weight_bytes'] / 2**20:.0f}",
+            "" if run["gpu_memory_mib"] is None else f"{run['gpu_memory_mib']:.0f}",
         )
         for run in recording.results.runs
     ]
-    columns = ("weights", "dtype", "perplexity", "mean difference", "largest", "MiB")
+    columns = ("weights", "dtype", "perplexity", "mean difference", "largest", "MiB", "GPU MiB")
     show(f"{given.model}, {recording.results.runs[0]['num_tokens']} tokens", columns, rows)
     print(f"written to {recording.path}")
 
