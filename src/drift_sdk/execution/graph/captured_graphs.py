@@ -77,7 +77,8 @@ class CapturedGraphs:
             resources.ring.reset()
 
     def join(self, others: Sequence[CapturedGraphs]) -> None:
-        """Launch the graphs of other GPUs, which were captured for the same sizes, together with these."""
+        """Launch the graphs of other GPUs, which were captured for the same sizes, together with these. There
+        are none of partial verification, which runs on one GPU."""
         if not others:
             return
 

@@ -1,7 +1,8 @@
 """A log of the products that an engine has run: role, shape, type and how often, for `drift_sdk tune --log`.
 
 Replays are counted, and each has the same products every time. Products that the vendor's library computes,
-those of prefill and of long draft extensions, have nothing to tune and are left out.
+those of prefill and of long draft extensions, have nothing to tune and are left out. So are those of steps
+that take little of the time: draft extensions of prompts, and refreshes of partial verification.
 """
 
 from __future__ import annotations
