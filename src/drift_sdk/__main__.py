@@ -198,6 +198,14 @@ def add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--jobs", type=int, help="of shapes: processes that compile (default: one for each CPU)"
     )
+    command.add_argument(
+        "--from",
+        dest="known",
+        type=Path,
+        metavar="TABLE",
+        help="of shapes: JSON file of a similar GPU's table, whose configurations alone are tried; without "
+        "SHAPE and --log, of all its shapes",
+    )
     add_drafts(command)
 
 
@@ -324,14 +332,17 @@ def tune_command(options: argparse.Namespace) -> Callable[[], int]:
 
     shapes = [shape for shape in map(weight_shape, options.targets) if shape is not None]
     is_model = len(options.targets) == 1 and not shapes and options.log is None
-    if is_model and options.out is None and options.jobs is None:
+    if is_model and options.out is None and options.jobs is None and options.known is None:
         return partial(run_tune_model, options.targets[0], EngineConfig(speculation=speculation(options)))
 
-    if is_model or len(shapes) < len(options.targets) or options.draft or not (shapes or options.log):
-        allowed = "one MODEL, with --draft or without; or SHAPEs such as 6144x4096 or 512x64:gated, or --log"
+    has_shapes = bool(shapes or options.log or options.known)
+    if is_model or len(shapes) < len(options.targets) or options.draft or not has_shapes:
+        allowed = (
+            "one MODEL, with --draft or without; or SHAPEs such as 6144x4096 or 512x64:gated, --log or --from"
+        )
         raise ConfigError.of("targets", " ".join(options.targets), allowed)
 
-    return partial(run_tune_shapes, shapes, options.log, options.out, options.jobs)
+    return partial(run_tune_shapes, shapes, options)
 
 
 def run_tune_model(model: str, config: EngineConfig) -> int:
@@ -342,12 +353,16 @@ def run_tune_model(model: str, config: EngineConfig) -> int:
     return 0
 
 
-def run_tune_shapes(shapes: Sequence[Shape], log: Path | None, out: Path | None, num_jobs: int | None) -> int:
+def run_tune_shapes(shapes: Sequence[Shape], options: argparse.Namespace) -> int:
     with needs_triton():
-        from drift_sdk.cli.tune import read_log, tune_shapes
+        from drift_sdk._kernels.gemm.tuning import shape_of_key
+        from drift_sdk.cli.tune import read_log, read_table, tune_shapes
 
-    logged = [] if log is None else read_log(log)
-    tune_shapes(list(dict.fromkeys([*shapes, *logged])), out, num_jobs)
+    known = None if options.known is None else read_table(options.known)
+    wanted = [*shapes, *([] if options.log is None else read_log(options.log))]
+    if known is not None and not wanted:
+        wanted = [shape_of_key(key) for key in known.gemms]
+    tune_shapes(list(dict.fromkeys(wanted)), options.out, options.jobs, known)
     return 0
 
 

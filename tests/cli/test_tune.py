@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from drift_sdk.__main__ import main
 from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.tuner import WeightToTune
@@ -50,3 +51,21 @@ def test_shapes_are_tuned_in_lots(
     assert lots == [["128x64", "256x64 gated"], ["320x128"]]
     assert set(msgspec.json.decode(out.read_bytes(), type=TunedTable).gemms) == set(lots[0])
     assert capsys.readouterr().out.count("measured") == 2
+
+
+def test_table_of_another_gpu_names_shapes_and_their_only_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned: list[tuple[list[tuple[int, int, bool]], TunedTable | None]] = []
+    monkeypatch.setattr(
+        command, "tune_shapes", lambda shapes, out, num_jobs, known: tuned.append((shapes, known))
+    )
+    entry = TunedTiles(((16, GemmTiles()),))
+    table = TunedTable(gemms={"128x64": entry, "256x64 gated": entry})
+    file = tmp_path / "table.json"
+    file.write_bytes(msgspec.json.encode(table))
+    assert main(["tune", "--from", str(file)]) == 0
+    assert main(["tune", "--from", str(file), "320x128"]) == 0
+    assert tuned == [(SHAPES[:2], table), (SHAPES[2:], table)]
+    file.write_text("{")
+    assert main(["tune", "--from", str(file)]) == 1

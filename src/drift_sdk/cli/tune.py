@@ -3,6 +3,7 @@
     python -m drift_sdk tune meta-llama/Llama-3.1-8B     all weights of a model, into the user's cache
     python -m drift_sdk tune --log shapes.json           the shapes that an engine has run
     python -m drift_sdk tune --out table.json 6144x4096 28672x4096:gated
+    python -m drift_sdk tune --out table.json --from nvidia-h200.json     the shapes of another GPU's table
 
 A model is started with random weights of its shapes: its configuration is enough. Every start of an engine on
 this machine reads the user's cache. Tuning changes no bits, see `_kernels/gemm/tuning.py`.
@@ -25,7 +26,15 @@ from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.logged_products import read_products, shapes_by_time
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuned_files import add_to_user_table, measured_on, tuning_lock, write_whole
-from drift_sdk._kernels.gemm.tuner import FULL, MAX_CHAIN, WORKING_SETS, WeightToTune, random_weight, tune
+from drift_sdk._kernels.gemm.tuner import (
+    FULL,
+    KNOWN,
+    MAX_CHAIN,
+    WORKING_SETS,
+    WeightToTune,
+    random_weight,
+    tune,
+)
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import warm
@@ -33,7 +42,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import DriftError
 from drift_sdk.progress import Progress
 
-__all__ = ["read_log", "tune_model", "tune_shapes"]
+__all__ = ["read_log", "read_table", "tune_model", "tune_shapes"]
 
 SHAPES_AT_ONCE = 16
 """Shapes whose candidates are compiled together, before they are timed. The weights of each take about 0.4 GB
@@ -52,13 +61,19 @@ def tune_model(model: str | Path, config: EngineConfig) -> None:
     print(warmed.text())
 
 
-def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path | None, num_jobs: int | None) -> None:
+def tune_shapes(
+    shapes: Sequence[tuple[int, int, bool]],
+    out: Path | None,
+    num_jobs: int | None,
+    known: TunedTable | None = None,
+) -> None:
     """Measure weights of these shapes, and add the outcome to a table.
 
     shapes:   (output features, input features, whether gate and up projection in one) of each weight.
     out:      JSON file of a table, made with its folder if it does not exist; None: the user's cache. Entries
               of other shapes are kept.
     num_jobs: processes that compile candidates before they are timed; None: one for each CPU.
+    known:    the table of a similar GPU, whose tiles alone are compared with those of an untuned weight.
     """
     check_gpu()
     gpu = torch.cuda.get_device_name()
@@ -67,7 +82,8 @@ def tune_shapes(shapes: Sequence[tuple[int, int, bool]], out: Path | None, num_j
         for first in range(0, len(shapes), SHAPES_AT_ONCE):
             found = tune(
                 [weight_of(*shape) for shape in shapes[first : first + SHAPES_AT_ONCE]],
-                FULL,
+                FULL if known is None else KNOWN,
+                known=known,
                 num_processes=num_jobs,
                 on_progress=lambda fraction: show_progress(Progress(stage="tune", fraction=fraction)),
             )
@@ -101,6 +117,14 @@ def read_log(path: Path) -> list[tuple[int, int, bool]]:
         raise DriftError(str(error)) from error
 
 
+def read_table(path: Path) -> TunedTable:
+    """The table in a file. Raises DriftError if it holds something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TunedTable)
+    except msgspec.MsgspecError as error:
+        raise DriftError(f"{path}: not a tuned table: {error}") from error
+
+
 def check_gpu() -> None:
     """Raise DriftError without a GPU."""
     if not torch.cuda.is_available():
@@ -109,13 +133,7 @@ def check_gpu() -> None:
 
 def add_to_table(path: Path, found: TunedTable, gpu: str) -> None:
     """Add entries to a table's file. Raises DriftError if it holds something else."""
-    old = TunedTable()
-    if path.exists():
-        try:
-            old = msgspec.json.decode(path.read_bytes(), type=TunedTable)
-        except msgspec.MsgspecError as error:
-            raise DriftError(f"{path}: not a tuned table: {error}") from error
-
+    old = read_table(path) if path.exists() else TunedTable()
     provenance = {
         "gpu": gpu,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

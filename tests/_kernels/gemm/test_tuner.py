@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from drift_sdk._kernels.gemm import tuner
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_tiles
 from drift_sdk._kernels.gemm.slices import num_slices
-from drift_sdk._kernels.gemm.tuner import SHORT, Effort, WeightToTune, tune
+from drift_sdk._kernels.gemm.tuner import KNOWN, SHORT, Effort, WeightToTune, tune
+from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
 
 pytestmark = pytest.mark.interpreter
 
@@ -71,6 +73,20 @@ def test_fastest_candidate_is_taken_and_others_keep_the_heuristic(
             assert tiles == default_tiles(one.shape, rows, HOPPER)
     assert "quick" in table.provenance[one.key]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+
+def test_tiles_of_a_similar_gpu_are_the_only_candidates_beside_the_heuristic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, one = Clock(monkeypatch), weight(128, 128)
+    first = default_tiles(one.shape, 1, HOPPER)
+    tiles = msgspec.structs.replace(first, num_stages=first.num_stages + 1)
+    known = TunedTable(gemms={one.key: TunedTiles(((1, tiles), (128, tiles)))})
+    effort = msgspec.structs.replace(KNOWN, row_counts=(1,), num_timings=1)
+    table = tune([one], effort, known=known)
+    assert [tuner.tiles_of(config) for config in clock.timed] == [first, tiles]
+    assert table.gemms[one.key].by_rows == ((1, tiles),)
+    assert KNOWN.name in table.provenance[one.key]
 
 
 def test_candidate_with_other_bits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

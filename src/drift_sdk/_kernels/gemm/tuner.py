@@ -4,9 +4,9 @@ Each candidate's product of random rows must have the bits of the tiles that heu
 compared with float32 in tests; one with other bits is left out. Candidates are timed in a captured chain of
 products over enough different weights that none is found in the cache.
 
-Two efforts: FULL tries all candidates for all numbers of rows, in minutes. SHORT tries the neighbours of the
+Efforts: FULL tries all candidates for all numbers of rows, in minutes. SHORT tries the neighbours of the
 heuristic's choice for a few numbers of rows, those of the fewest rows and the largest weights first, until
-its time is over.
+its time is over. With the table of a similar GPU, its tiles are compared with the heuristic's choice alone.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, 
 
 __all__ = [
     "FULL",
+    "KNOWN",
     "MAX_CHAIN",
     "SHORT",
     "WORKING_SETS",
@@ -90,6 +91,7 @@ FULL = Effort(
     all_candidates=True,
     num_timings=5,
 )
+KNOWN = msgspec.structs.replace(FULL, name="tiles of another GPU")
 SHORT = Effort(
     name="short",
     row_counts=(16, 64),
@@ -139,14 +141,23 @@ def random_weight(shape: GemmShape, number: int) -> WeightToTune:
 
 
 def candidates(
-    shape: GemmShape, num_rows: int, limits: GpuLimits, *, all_candidates: bool = True
+    shape: GemmShape,
+    num_rows: int,
+    limits: GpuLimits,
+    *,
+    all_candidates: bool = True,
+    known: TunedTiles | None = None,
 ) -> Iterator[GemmConfig]:
     """Yield the configurations to try for a weight and a number of rows, each once, the heuristic's first.
 
-    They fit the GPU's shared memory, and `check_tiles` allows them. all_candidates: see `Effort`.
+    They fit the GPU's shared memory, and `check_tiles` allows them. all_candidates: see `Effort`. known: tiles
+    of the weight on another GPU, which are the only others then.
     """
     first = msgspec.structs.replace(default_tiles(shape, num_rows, limits), is_library=False)
-    others = _tiles_for_few(num_rows) if num_rows <= 64 else _tiles_for_many(shape)
+    if known is not None:
+        others: Iterable[GemmTiles] = [msgspec.structs.replace(known.tiles(num_rows), is_library=False)]
+    else:
+        others = _tiles_for_few(num_rows) if num_rows <= 64 else _tiles_for_many(shape)
     for tiles in dict.fromkeys((first, *others)):
         num_changes = sum(getattr(tiles, name) != getattr(first, name) for name in VARIED)
         is_near = num_changes <= 1 and abs(tiles.num_stages - first.num_stages) <= 1
@@ -183,16 +194,18 @@ def tune(
     weights: Sequence[WeightToTune],
     effort: Effort,
     *,
+    known: TunedTable | None = None,
     num_processes: int | None = None,
     on_progress: Callable[[float], None] = lambda fraction: None,
 ) -> TunedTable:
     """Return measured tiles of the weights, with their provenance.
 
+    known: the table of a similar GPU; only its tiles of a weight that it has and the heuristic's are tried.
     num_processes: that compile candidates; None: as `compile_kernels` chooses. on_progress: called with the
     fraction that is done, of compiling and then of measuring.
     """
     limits = gpu_limits()
-    trials = _trials(weights, effort, limits)
+    trials = _trials(weights, effort, limits, known or TunedTable())
     cpus = num_processes or available_cpus()
     if effort.kernels_per_cpu is not None:
         trials = trials[: effort.kernels_per_cpu * cpus]
@@ -214,7 +227,9 @@ def tune(
     return _table(weights, best, effort, limits)
 
 
-def _trials(weights: Sequence[WeightToTune], effort: Effort, limits: GpuLimits) -> list[Trial]:
+def _trials(
+    weights: Sequence[WeightToTune], effort: Effort, limits: GpuLimits, known: TunedTable
+) -> list[Trial]:
     """All candidates in the order in which they are measured: by number of rows, then by the weights'
     bytes."""
     largest_first = sorted(weights, key=lambda weight: -weight.tensors[0].nbytes * len(weight.tensors))
@@ -222,7 +237,13 @@ def _trials(weights: Sequence[WeightToTune], effort: Effort, limits: GpuLimits) 
         Trial(weight, num_rows, config)
         for num_rows in effort.row_counts
         for weight in largest_first
-        for config in candidates(weight.shape, num_rows, limits, all_candidates=effort.all_candidates)
+        for config in candidates(
+            weight.shape,
+            num_rows,
+            limits,
+            all_candidates=effort.all_candidates,
+            known=known.gemms.get(weight.key),
+        )
     ]
 
 
