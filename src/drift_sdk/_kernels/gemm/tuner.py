@@ -150,8 +150,8 @@ def candidates(
 ) -> Iterator[GemmConfig]:
     """Yield the configurations to try for a weight and a number of rows, each once, the heuristic's first.
 
-    They fit the GPU's shared memory, and `check_tiles` allows them. all_candidates: see `Effort`. known: tiles
-    of the weight on another GPU, which are the only others then.
+    They fit the GPU's shared memory, and `check_tiles` allows them. all_candidates: see `Effort`. known:
+    tiles of the weight on another GPU, which are the only others then.
     """
     first = msgspec.structs.replace(default_tiles(shape, num_rows, limits), is_library=False)
     if known is not None:
