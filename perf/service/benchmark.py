@@ -20,7 +20,7 @@ from perf.service.engines import MeasuredEngine, parse_settings
 from perf.service.load import Case, Lengths
 from perf.service.runs import ServingRun, line_of
 
-__all__ = ["WARM_UPS", "Benchmark", "Plan"]
+__all__ = ["WARM_UPS", "Benchmark", "Plan", "visible_devices"]
 
 START_LIMIT_S = 300.0
 ANSWER_LIMIT_S = 60.0  # in addition to the time that a case may take
@@ -115,8 +115,8 @@ class Benchmark:
             measures_machine=engine.job.measures_machine and self.results is None,
             warm_ups=[dataclasses.asdict(case) for case in self._plan.warm_ups],
         )
-        devices = self._plan.devices[slot : slot + engine.job.num_replicas]
-        environment = engine.environment | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        devices = visible_devices(self._plan.devices[slot : slot + engine.job.num_replicas])
+        environment = engine.environment | {"CUDA_VISIBLE_DEVICES": devices}
         log = self._plan.logs / f"serving-{self._num_started}-{engine.name}.log"
         self._num_started += 1
         return Child(engine.name, job.command, environment, log, slot)
@@ -174,3 +174,10 @@ def run_fields(engine: MeasuredEngine, config: str, repeat: int, gpu_index: int)
             "acceptance_length": engine.job.acceptance_length,
         }
     return fields
+
+
+def visible_devices(devices: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a child process that is to have some of the GPUs that this process sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else []
+    return ",".join(names[device] if device < len(names) else str(device) for device in devices)

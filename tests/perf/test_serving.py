@@ -19,7 +19,7 @@ import pytest
 
 from perf import serving
 from perf.harness.record import read
-from perf.service.benchmark import Benchmark, Plan
+from perf.service.benchmark import Benchmark, Plan, visible_devices
 from perf.service.children import Child, ChildFailed, ask_all
 from perf.service.client import Drive, Record, drive, figures_of, token_gaps
 from perf.service.engines import drift_engine, parse_settings, peer_of
@@ -491,3 +491,23 @@ def test_wrong_options_of_the_command_line_are_rejected(capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             serving.arguments_of(arguments)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seen", "devices", "expected"),
+    [
+        (None, [1], "1"),
+        ("", [0, 1], "0,1"),
+        ("3", [0], "3"),
+        ("2,GPU-ab", [1, 0], "GPU-ab,2"),
+        ("3", [1], "1"),
+    ],
+)
+def test_devices_are_counted_among_those_that_the_process_sees(
+    seen: str | None, devices: list[int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """perf.measure gives each measurement one of the GPUs: a service that took the first one disturbed another."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert visible_devices(devices) == expected

@@ -190,6 +190,21 @@ def test_drafts_are_those_of_the_first_rank(num_rows: int, exchanges: list[Excha
         assert all(torch.equal(one, other) for one, other in zip(own, expected, strict=True))
 
 
+@pytest.mark.parametrize("is_armed", [False, True])
+def test_a_rank_without_an_answer_keeps_its_drafts(
+    is_armed: bool, exchanges: list[Exchange], device: str
+) -> None:
+    """The memory of the first rank has rows of another step: as slots they would lie outside of all tables."""
+    exchange = exchanges[1]
+    exchanges[0]._drafts.view(torch.int32).fill_(2**31 - 1)
+    if not is_armed:
+        exchange.disarm()
+    own = [torch.arange(40, dtype=torch.int32, device=device) + column for column in range(3)]
+    expected = [column.clone() for column in own]
+    exchange.share_drafts(own)
+    assert all(torch.equal(one, other) for one, other in zip(own, expected, strict=True))
+
+
 @pytest.mark.parametrize("place", ["sum 3 of 6", "logits", "beginning", "drafts"])
 def test_a_rank_that_does_not_come_is_reported_once(
     place: str, exchanges: list[Exchange], device: str

@@ -5,6 +5,9 @@
 Drafts are made on every GPU. Kernels give the same bits on all of them; this makes tokens independent of
 whether a library does too.
 
+A rank that has no answer, because nothing waits or the time is over, keeps its own columns: the memory of rank
+0 has rows of another step then, and slots or tokens that do not exist would be read as indices.
+
 Grid (1,). Bytes: 4 for each row and column, twice.
 
 Dependent launch: the kernel waits first. It lets its dependents start when it has written everything.
@@ -75,7 +78,11 @@ def _share_drafts(
     else:
         await_flag(flags_ptr, limit_ptr, report_ptr, epoch, flag, 0, num_flags, limit, IS_COMPILED)
         tl.debug_barrier()
-        for first_row in range(0, num_rows, BLOCK_ROWS):
+        if tl.load(limit_ptr, volatile=True) == 0:
+            num_answered = 0
+        else:
+            num_answered = num_rows
+        for first_row in range(0, num_answered, BLOCK_ROWS):
             row = first_row + tl.arange(0, BLOCK_ROWS)
             is_row = row < num_rows
             tl.store(first_ptr + row, tl.load(rows_ptr + row, mask=is_row), mask=is_row)
