@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 # Set before torch is imported. Tests run in parallel processes, and torch's threads spin while they wait:
 # with more than one thread each, processes would take the cores from each other. Child processes inherit the
@@ -21,6 +22,9 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     quick_interpreter.install()
+
+MAX_CACHED_BYTES = 2**30
+"""Bytes of the GPU that a process keeps from one test to the next."""
 
 # No deadline, because a busy machine may pause a test. A failing example is printed so that it can be
 # repeated.
@@ -54,6 +58,14 @@ def no_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
         monkeypatch.setattr(gemm_tuning, "EFFORTS", gemm_tuning.EFFORTS | {"short": None})
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture(autouse=True)
+def freed_gpu_memory() -> Iterator[None]:
+    """On a GPU, which several processes share, memory that torch caches is given back after a test."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > MAX_CACHED_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

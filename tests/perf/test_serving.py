@@ -506,7 +506,7 @@ def test_wrong_options_of_the_command_line_are_rejected(capsys: pytest.CaptureFi
 def test_devices_are_counted_among_those_that_the_process_sees(
     seen: str | None, devices: list[int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """perf.measure gives each measurement one of the GPUs: a service that took the first one disturbed another."""
+    """perf.measure gives each measurement a GPU: a service that took the first one disturbed another."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)

@@ -194,7 +194,7 @@ def test_drafts_are_those_of_the_first_rank(num_rows: int, exchanges: list[Excha
 def test_a_rank_without_an_answer_keeps_its_drafts(
     is_armed: bool, exchanges: list[Exchange], device: str
 ) -> None:
-    """The memory of the first rank has rows of another step: as slots they would lie outside of all tables."""
+    """The first rank's memory has rows of another step: as slots they would lie outside of all tables."""
     exchange = exchanges[1]
     exchanges[0]._drafts.view(torch.int32).fill_(2**31 - 1)
     if not is_armed:

@@ -18,7 +18,7 @@ from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.results import TokenLogprobs
-from drift_sdk.steps import ExecutorLimits
+from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 
 pytestmark = pytest.mark.kernel
 
@@ -38,17 +38,22 @@ def test_sequences_that_share_a_prefix_get_the_bits_of_each_without(monkeypatch:
         for prompt, num_tokens in zip(prompts, (12, 4, 8, 4), strict=True)
     ]
     found: set[tuple[int, ...]] = set()
+    plans: dict[tuple[int, int], AttentionPlan] = {}  # by identity and number of sequences
+
+    def note_companions() -> None:
+        """After a step, because nothing can be read from a GPU while a step is captured."""
+        for (_, number), plan in plans.items():
+            num_keys = plan.shared.num_keys[:number].tolist()
+            companions = plan.shared.companions[:number].tolist()
+            found.update(tuple(row) for row, keys in zip(companions, num_keys, strict=True) if keys)
 
     def run(is_shared: bool) -> tuple[list[list[int]], list[tuple[TokenLogprobs, ...] | None]]:
         def plan(
             rows: PlannedRows, plan: AttentionPlan, blocks: BlockTable | None = None, group: int = 1
         ) -> None:
             plan_attention(rows, plan, blocks if is_shared else None, group)
-            number = rows.num_sequences
-            if is_shared and blocks is not None and number > 1:
-                num_keys = plan.shared.num_keys[:number].tolist()
-                companions = plan.shared.companions[:number].tolist()
-                found.update(tuple(row) for row, keys in zip(companions, num_keys, strict=True) if keys)
+            if is_shared and blocks is not None and rows.num_sequences > 1:
+                plans[id(plan), rows.num_sequences] = plan
 
         monkeypatch.setattr(attention_groups, "plan_attention", plan)
         device = GpuDevice(0) if IS_GPU else InterpretedDevice()
@@ -56,12 +61,13 @@ def test_sequences_that_share_a_prefix_get_the_bits_of_each_without(monkeypatch:
             device, decoder, LIMITS, TunedTable(), GraphOptions(prefill_token_budget=BUDGET)
         )
         logprobs: list[tuple[TokenLogprobs, ...] | None] = []
-        tokens = run_scheduled(
-            executor,
-            requests,
-            prefill_token_budget=BUDGET,
-            on_step=lambda _, result: logprobs.extend(output.logprobs for output in result.decode),
-        )
+
+        def on_step(_: StepPlan, result: StepResult) -> None:
+            logprobs.extend(output.logprobs for output in result.decode)
+            note_companions()
+
+        tokens = run_scheduled(executor, requests, prefill_token_budget=BUDGET, on_step=on_step)
+        plans.clear()
         executor.close()
         return tokens, logprobs
 

@@ -5,8 +5,8 @@
 Drafts are made on every GPU. Kernels give the same bits on all of them; this makes tokens independent of
 whether a library does too.
 
-A rank that has no answer, because nothing waits or the time is over, keeps its own columns: the memory of rank
-0 has rows of another step then, and slots or tokens that do not exist would be read as indices.
+A rank that has no answer, because nothing waits or the time is over, keeps its own columns: the memory of
+rank 0 has rows of another step then, and slots or tokens that do not exist would be read as indices.
 
 Grid (1,). Bytes: 4 for each row and column, twice.
 
