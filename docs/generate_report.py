@@ -17,7 +17,7 @@ from perf.gates import Report
 from perf.gating.figures import read_folder
 from perf.gating.gate import load_gates
 from perf.gating.listing import COLUMNS, floor_rows, listed
-from perf.harness.record import RESULTS
+from perf.harness.record import RESULTS, read
 from perf.planted_faults import Outcome
 from perf.report import markdown, write_report
 
@@ -39,6 +39,12 @@ beside vLLM's.
 """
 
 
+OTHER_HEAD = """
+## On an {name}
+
+Figures of `perf/results/{gpu}`, held against the same floors, which were set for the H200.
+"""
+
 RUN_COLUMNS = ("suite", "commit", "at", "verdicts", "wall time", "of which")
 FAULT_COLUMNS = ("fault", "verdict", "reason", "wall time")
 
@@ -59,7 +65,17 @@ def render(folder: Path = RESULTS / GPU) -> str:
     if faults.is_file():
         outcomes = msgspec.json.decode(faults.read_bytes(), type=list[Outcome])
         parts += ["", "## Planted faults", "", *markdown(FAULT_COLUMNS, map(row_of_fault, outcomes))]
+    for other in sorted(folder.parent.glob("nvidia-*")):
+        if other != folder:
+            rows = floor_rows(file, listed(file, read_folder(other)))
+            measured = [row for row in rows if row[2] != "not measured"]
+            parts += [OTHER_HEAD.format(name=gpu_of(other), gpu=other.name), *markdown(COLUMNS, measured)]
     return "\n".join(parts) + "\n"
+
+
+def gpu_of(folder: Path) -> str:
+    """The name of the GPU of a folder of result files."""
+    return read(next(iter(sorted(folder.glob("*.json"))))).gpu
 
 
 def row_of_run(path: Path) -> tuple[str, ...]:
