@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drift_sdk.scheduling.prompt_shares import share_tokens
+from drift_sdk.scheduling.prompt_shares import MAX_STEPS_PASSED, share_tokens
 
 
-def shares(num_tokens: int, *prompts: tuple[int, int]) -> list[int]:
-    """prompts: (priority, tokens)."""
+def shares(num_tokens: int, *prompts: tuple[int, int], num_steps_passed: int = 0) -> list[int]:
+    """prompts: (priority, tokens). num_steps_passed: of the first one."""
     made: list[Any] = [
-        SimpleNamespace(priority=priority, num_unlaunched_tokens=size) for priority, size in prompts
+        SimpleNamespace(priority=priority, num_unlaunched_tokens=size, num_steps_passed=0)
+        for priority, size in prompts
     ]
+    for first in made[:1]:
+        first.num_steps_passed = num_steps_passed
     return share_tokens(num_tokens, made)
 
 
@@ -26,30 +29,52 @@ def shares(num_tokens: int, *prompts: tuple[int, int]) -> list[int]:
         (8, [], []),
         (8, [(0, 20)], [8]),
         (8, [(0, 3)], [3]),
-        (7, [(0, 20), (0, 9)], [4, 3]),  # half, rounded up
-        (8, [(0, 20), (0, 9), (0, 2)], [4, 2, 2]),
+        (7, [(0, 20), (0, 9)], [0, 7]),
+        (8, [(0, 20), (0, 9), (0, 2)], [0, 6, 2]),
         (8, [(0, 5), (0, 9)], [5, 3]),
-        (8, [(0, 20), (1, 1), (0, 9)], [4, 0, 4]),  # priority comes before length
-        (1, [(0, 20), (0, 1)], [1, 0]),
+        (8, [(0, 20), (1, 1), (0, 9)], [0, 0, 8]),  # priority comes before length
+        (8, [(0, 20), (1, 1), (0, 5)], [3, 0, 5]),
+        (1, [(0, 1), (0, 20)], [1, 0]),
         (0, [(0, 20), (0, 1)], [0, 0]),
     ],
 )
-def test_examples(num_tokens: int, prompts: list[tuple[int, int]], expected: list[int]) -> None:
+def test_shortest_prompts_come_first(
+    num_tokens: int, prompts: list[tuple[int, int]], expected: list[int]
+) -> None:
     assert shares(num_tokens, *prompts) == expected
+    assert shares(num_tokens, *prompts, num_steps_passed=MAX_STEPS_PASSED - 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "prompts", "expected"),
+    [
+        (8, [], []),
+        (8, [(0, 3)], [3]),
+        (7, [(0, 20), (0, 9)], [4, 3]),  # half, rounded up
+        (8, [(0, 20), (0, 9), (0, 2)], [4, 2, 2]),
+        (8, [(0, 20), (1, 1), (0, 9)], [4, 0, 4]),
+        (1, [(0, 20), (0, 1)], [1, 0]),
+    ],
+)
+def test_first_prompt_gets_half_if_it_was_passed_over(
+    num_tokens: int, prompts: list[tuple[int, int]], expected: list[int]
+) -> None:
+    assert shares(num_tokens, *prompts, num_steps_passed=MAX_STEPS_PASSED) == expected
 
 
 @given(
     st.integers(0, 50),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), max_size=8),
+    st.integers(0, MAX_STEPS_PASSED + 1),
 )
 def test_all_tokens_are_given_within_what_prompts_need(
-    num_tokens: int, prompts: list[tuple[int, int]]
+    num_tokens: int, prompts: list[tuple[int, int]], num_steps_passed: int
 ) -> None:
-    found = shares(num_tokens, *prompts)
+    found = shares(num_tokens, *prompts, num_steps_passed=num_steps_passed)
     sizes = [size for _, size in prompts]
     assert all(0 <= share <= size for share, size in zip(found, sizes, strict=True))
     assert sum(found) == min(num_tokens, sum(sizes))
-    if prompts:
+    if prompts and num_steps_passed >= MAX_STEPS_PASSED:
         assert found[0] >= min(sizes[0], num_tokens / 2)
     for (prompt, share), (other, other_share) in zip(
         zip(prompts[1:], found[1:], strict=True), zip(prompts[2:], found[2:], strict=True), strict=False

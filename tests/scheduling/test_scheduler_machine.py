@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from drift_sdk.draft_policy.view_gain import ViewCosts
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.prompt_shares import MAX_STEPS_PASSED
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.steps import StepPlan
@@ -178,12 +179,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_order(self, plan: StepPlan) -> None:
         """The first running sequence is part of the newest plan, unless it waits for its own results; or,
-        once, for a refresh of the sequences with pending rows, if there are too many to refresh all."""
+        once, for a refresh of the sequences with pending rows, if there are too many to refresh all; or its
+        prompt was passed over for shorter ones, a few times in a row."""
         first = min((s for s in self.delivered if s.slot >= 0), key=lambda s: s.order, default=None)
         if first is None or first.num_in_flight:
             self.left_out = None
         elif plan.verification == "refresh" and first is not self.left_out:
             self.left_out = first
+        elif first.is_prefilling and plan.prefill:
+            assert 0 < first.num_steps_passed <= MAX_STEPS_PASSED, f"{first} makes no progress"
         else:
             raise AssertionError(f"{first} makes no progress")
 

@@ -30,9 +30,10 @@ class Scheduler:
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
-    may be the sequence itself. So the first sequence in the order always advances, but for a step that
-    refreshes others (round_planner.py). A preempted sequence computes all its tokens again once admitted;
-    results of its steps in flight still count, and it is not admitted before the last of them is committed.
+    may be the sequence itself. So the first sequence in the order always advances, but for steps that refresh
+    others (round_planner.py) or compute shorter prompts in place of its own (prompt_shares.py). A preempted
+    sequence computes all its tokens again once admitted; results of its steps in flight still count, and it
+    is not admitted before the last of them is committed.
 
     watcher: told of admissions and preemptions; None = nobody.
     """
@@ -261,7 +262,10 @@ class Scheduler:
 
         for sequence, share in zip(prompts, share_tokens(budget, prompts), strict=True):
             if share:
+                sequence.num_steps_passed = 0
                 step.add_chunk(sequence, share)
+            else:
+                sequence.num_steps_passed += 1
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
         """Lengthen a running sequence's table to `num_blocks` entries, preempting sequences if necessary.

@@ -1,0 +1,190 @@
+"""Steps are planned shortly before the one that runs is predicted to end."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import msgspec
+import pytest
+
+from drift_sdk import Engine, EngineClosed, SamplingParams
+from drift_sdk.driver import driver
+from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.plan_timer import (
+    DONE_S,
+    LEAST_MARGIN_S,
+    MOST_MARGIN_S,
+    NUM_DURATIONS,
+    START_MARGIN_S,
+    PlanTimer,
+    kind_of,
+)
+from drift_sdk.progress import Report
+from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, StepPlan, StepResult
+from drift_sdk.testing import ScriptedModel
+
+LONG_S = 10 * DONE_S
+
+
+def plan(num_rows: int = 1, num_tokens: int = 0, num_drafts: int = 0) -> StepPlan:
+    chunks = [PrefillChunk(slot=0, start=0, token_ids=(1,) * num_tokens, next_token_id=None)]
+    return StepPlan(
+        step_id=0,
+        assignments=(),
+        block_updates=(),
+        prefill=tuple(chunks[: bool(num_tokens)]),
+        decode=tuple(DecodeRow(slot=slot, num_draft_tokens=num_drafts) for slot in range(num_rows)),
+    )
+
+
+def result(duration_s: float) -> StepResult:
+    return StepResult(step_id=0, prefill=(), decode=(), duration_s=duration_s)
+
+
+def measured(*durations: float) -> PlanTimer:
+    """A timer that knows steps of one row, the last of which has ended at time 0."""
+    timer = PlanTimer()
+    for duration_s in durations:
+        timer.launched(plan(), 0.0)
+        timer.collected(result(duration_s), LONG_S, 0.0)
+    return timer
+
+
+def test_plan_waits_until_the_margin_before_the_end() -> None:
+    timer = measured(0.01)
+    timer.launched(plan(), -0.001)  # behind the one before, which ended at 0
+    assert timer.wait_s(0.002) == pytest.approx(0.01 - START_MARGIN_S - 0.002)
+    assert timer.wait_s(0.009) == 0.0
+    timer = measured(0.01)
+    timer.launched(plan(), 0.5)  # the device was idle
+    assert timer.wait_s(0.5) == pytest.approx(0.01 - START_MARGIN_S)
+
+
+def test_plan_does_not_wait_without_a_prediction() -> None:
+    timer = measured(1.0)
+    assert timer.wait_s(0.0) == 0.0  # nothing runs
+    timer.launched(plan(num_rows=2), 0.0)
+    assert timer.wait_s(0.0) == 0.0  # steps of another kind do
+    timer.launched(plan(), 0.0)
+    assert timer.wait_s(0.0) == 0.0  # the next one has been planned
+
+
+def test_shortest_of_the_latest_steps_predicts() -> None:
+    timer = measured(0.5, *[2.0] * (NUM_DURATIONS - 1))
+    timer.launched(plan(), 0.0)
+    assert timer.wait_s(0.0) == pytest.approx(0.5 - START_MARGIN_S)
+    timer = measured(0.5, *[2.0] * NUM_DURATIONS)
+    timer.launched(plan(), 0.0)
+    assert timer.wait_s(0.0) == pytest.approx(2.0 - START_MARGIN_S)
+
+
+def test_kinds_tell_what_makes_steps_longer() -> None:
+    assert kind_of(plan(33)) == kind_of(plan(63)) != kind_of(plan(64))
+    assert kind_of(plan(1, 1)) == kind_of(plan(1, 64)) != kind_of(plan(1, 65))
+    assert kind_of(plan(1, 0)) != kind_of(plan(1, 1))
+    assert kind_of(plan(1, num_drafts=3)) != kind_of(plan(1))
+
+
+def run(timer: PlanTimer, num_steps: int, waited_s: float, duration_s: float = 1.0) -> None:
+    """Steps, each planned at its time, while the host waits so long for the one before."""
+    now = 0.0
+    timer.launched(plan(), now)
+    for _ in range(num_steps):
+        now += timer.wait_s(now)
+        timer.launched(plan(), now)
+        timer.collected(result(duration_s), waited_s, now := now + timer.margin_s)
+
+
+def test_margin_grows_while_the_device_has_been_idle_and_shrinks_otherwise() -> None:
+    timer = measured(1.0)
+    run(timer, 1, 0.0)
+    assert timer.margin_s == pytest.approx(2 * START_MARGIN_S)
+    run(measured_late := measured(1.0), 100, 0.0)
+    assert measured_late.margin_s == MOST_MARGIN_S
+    run(timer := measured(1.0), 1000, LONG_S)
+    assert timer.margin_s == LEAST_MARGIN_S
+
+
+def test_margin_stays_for_steps_that_were_not_waited_for() -> None:
+    timer = measured(0.001)
+    run(timer, 10, 0.0, duration_s=0.001)
+    assert timer.margin_s == START_MARGIN_S
+
+
+class GraphModel(ScriptedModel):
+    """A scripted model whose steps are planned like those of a GPU. plans: those that were launched."""
+
+    def __init__(self, reply: str) -> None:
+        super().__init__(reply)
+        self.plans: list[StepPlan] = []
+
+    def __call__(self, report: Report, limits: ExecutorLimits | None = None) -> LoadedModel:
+        model = super().__call__(report, limits)
+        launch = model.executor.launch
+
+        def recorded(plan: StepPlan) -> None:
+            self.plans.append(plan)
+            launch(plan)
+
+        model.executor.launch = recorded  # type: ignore[method-assign]
+        return msgspec.structs.replace(model, executor_name="graph")
+
+
+async def test_requests_that_come_while_a_step_runs_are_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The third step waits for a command, and has the chunk of the request that it brings."""
+    waits, model = threading.Event(), GraphModel("x" * 64)
+    engine = Engine("scripted", model.config, open_model=model)
+
+    class WaitingTimer(PlanTimer):
+        def wait_s(self, now: float) -> float:
+            assert super().wait_s(now) == 0.0  # steps of no time
+            if len(model.plans) != 2 or len(self._in_flight) != 1 or engine._driver._scheduler.num_waiting:
+                return 0.0
+
+            waits.set()
+            return 3600.0
+
+    monkeypatch.setattr(driver, "PlanTimer", WaitingTimer)
+    async with engine:
+        first = engine.generate("a", SamplingParams(max_tokens=16))
+        await anyio.to_thread.run_sync(waits.wait, 120)
+        assert waits.is_set()
+        second = engine.generate("b", SamplingParams(max_tokens=16))
+        assert len((await first).token_ids) == len((await second).token_ids) == 16
+
+    assert [len(plan.prefill) for plan in model.plans[:4]] == [1, 0, 1, 0]
+    assert len(model.plans[2].decode) == 1
+
+
+async def test_steps_that_launching_computes_are_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "PlanTimer", None)
+    model = ScriptedModel("fine")
+    async with Engine("scripted", model.config, open_model=model) as engine:
+        assert (await engine.generate("a")).text == "fine"
+
+
+async def test_waiting_ends_with_a_pause_and_with_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndlessTimer(PlanTimer):
+        def wait_s(self, now: float) -> float:
+            if len(model.plans) < 2 or len(self._in_flight) != 1:
+                return 0.0
+
+            waits.set()
+            return 3600.0
+
+    monkeypatch.setattr(driver, "PlanTimer", EndlessTimer)
+    waits, model = threading.Event(), GraphModel("x" * 64)
+    async with Engine("scripted", model.config, open_model=model) as engine:
+        stream = engine.generate("a")
+        await anyio.to_thread.run_sync(waits.wait, 120)
+        with anyio.fail_after(120):
+            await engine.pause()
+        assert len(model.plans) == 2
+        waits.clear()
+        await engine.resume()
+        await anyio.to_thread.run_sync(waits.wait, 120)
+    with pytest.raises(EngineClosed):
+        await stream
