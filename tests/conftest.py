@@ -17,6 +17,7 @@ import pytest
 import quick_interpreter
 import torch
 from hypothesis import settings
+from steady_dots import install as install_steady_dots
 
 # Read when a kernel is decorated. Without a GPU, kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
@@ -66,6 +67,13 @@ def freed_gpu_memory() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > MAX_CACHED_BYTES:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def steady_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, the bits of a row do not depend on its place in a matrix, whatever the CPU."""
+    if not torch.cuda.is_available():
+        install_steady_dots(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from drift_sdk._kernels.attention.shared_prefixes import (
     shared_prefixes_reference,
 )
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
 
 SMALL = Partitions(narrow=32, narrow_end=64, wide=64, tile=16)
 GROUP = 4

@@ -20,7 +20,7 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
 
 IS_GPU = torch.cuda.is_available()
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=192, num_blocks=36, block_size=16, vocab_size=64)
