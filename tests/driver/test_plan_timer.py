@@ -14,8 +14,8 @@ from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.plan_timer import (
     DONE_S,
     LEAST_MARGIN_S,
+    MOST_DURATIONS,
     MOST_MARGIN_S,
-    NUM_DURATIONS,
     START_MARGIN_S,
     PlanTimer,
     kind_of,
@@ -43,9 +43,10 @@ def result(duration_s: float) -> StepResult:
 
 
 def measured(*durations: float) -> PlanTimer:
-    """A timer that knows steps of one row, the last of which has ended at time 0."""
+    """A timer that knows steps of one row, the last of which has ended at time 0. A single duration counts
+    twice."""
     timer = PlanTimer()
-    for duration_s in durations:
+    for duration_s in durations if len(durations) > 1 else 2 * durations:
         timer.launched(plan(), 0.0)
         timer.collected(result(duration_s), LONG_S, 0.0)
     return timer
@@ -66,15 +67,18 @@ def test_plan_does_not_wait_without_a_prediction() -> None:
     assert timer.wait_s(0.0) == 0.0  # nothing runs
     timer.launched(plan(num_rows=2), 0.0)
     assert timer.wait_s(0.0) == 0.0  # steps of another kind do
+    timer.collected(result(1.0), LONG_S, 0.0)
+    timer.launched(plan(num_rows=2), 0.0)
+    assert timer.wait_s(0.0) == 0.0  # one of them has been measured, which may have taken long
     timer.launched(plan(), 0.0)
     assert timer.wait_s(0.0) == 0.0  # the next one has been planned
 
 
 def test_shortest_of_the_latest_steps_predicts() -> None:
-    timer = measured(0.5, *[2.0] * (NUM_DURATIONS - 1))
+    timer = measured(0.5, *[2.0] * (MOST_DURATIONS - 1))
     timer.launched(plan(), 0.0)
     assert timer.wait_s(0.0) == pytest.approx(0.5 - START_MARGIN_S)
-    timer = measured(0.5, *[2.0] * NUM_DURATIONS)
+    timer = measured(0.5, *[2.0] * MOST_DURATIONS)
     timer.launched(plan(), 0.0)
     assert timer.wait_s(0.0) == pytest.approx(2.0 - START_MARGIN_S)
 

@@ -15,8 +15,9 @@ WIDENING, NARROWING = 2.0, 0.99
 """Factors of the margin after a step that was planned too late, and after one that was not."""
 DONE_S = 0.0002
 """A step that is collected in less time had ended before the next one was launched."""
-NUM_DURATIONS = 4
-"""Latest steps of a kind, the shortest of which tells how long the next one takes at least."""
+LEAST_DURATIONS, MOST_DURATIONS = 2, 4
+"""Latest steps of a kind, the shortest of which tells how long the next one takes at least. The first one may
+take longer than all others."""
 TOKENS_OF_KIND = 64
 """Steps are of a kind if their prompt tokens are as many, rounded up to a multiple of this."""
 
@@ -47,13 +48,13 @@ class PlanTimer:
 
     def wait_s(self, now: float) -> float:
         """The seconds that planning the next step can wait; 0 unless one step is in flight, whose kind has
-        been measured."""
+        been measured twice."""
         if len(self._in_flight) != 1:
             return 0.0
 
         kind, launched_at = self._in_flight[0]
         durations = self._durations.get(kind)
-        if not durations:
+        if durations is None or len(durations) < LEAST_DURATIONS:
             return 0.0
 
         ends_at = max(launched_at, self._free_at) + min(durations)
@@ -64,7 +65,7 @@ class PlanTimer:
     def collected(self, result: StepResult, waited_s: float, now: float) -> None:
         """Note the result of the oldest step in flight, which took the host `waited_s` seconds to collect."""
         kind, _ = self._in_flight.popleft()
-        self._durations.setdefault(kind, deque(maxlen=NUM_DURATIONS)).append(result.duration_s)
+        self._durations.setdefault(kind, deque(maxlen=MOST_DURATIONS)).append(result.duration_s)
         self._free_at = now
         if self._has_waited and self._in_flight:
             was_late = waited_s < DONE_S
