@@ -11,7 +11,7 @@ __all__ = ["PlanTimer"]
 START_MARGIN_S, LEAST_MARGIN_S, MOST_MARGIN_S = 0.004, 0.0015, 0.05
 """Seconds before the end of a step at which the next one is planned: at first, at least and at most. Planning
 and launching take about 1 ms for 64 sequences."""
-WIDENING, NARROWING = 2.0, 0.99
+WIDENING, NARROWING = 2.0, 0.995
 """Factors of the margin after a step that was planned too late, and after one that was not."""
 DONE_S = 0.0002
 """A step that is collected in less time had ended before the next one was launched."""

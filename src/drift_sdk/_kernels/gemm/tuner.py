@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -144,7 +144,6 @@ def candidates(
     shape: GemmShape,
     num_rows: int,
     limits: GpuLimits,
-    *,
     all_candidates: bool = True,
     known: TunedTiles | None = None,
 ) -> Iterator[GemmConfig]:
@@ -205,7 +204,7 @@ def tune(
     fraction that is done, of compiling and then of measuring.
     """
     limits = gpu_limits()
-    trials = _trials(weights, effort, limits, known or TunedTable())
+    trials = _trials(weights, effort, limits, {} if known is None else known.gemms)
     cpus = num_processes or available_cpus()
     if effort.kernels_per_cpu is not None:
         trials = trials[: effort.kernels_per_cpu * cpus]
@@ -228,7 +227,7 @@ def tune(
 
 
 def _trials(
-    weights: Sequence[WeightToTune], effort: Effort, limits: GpuLimits, known: TunedTable
+    weights: Sequence[WeightToTune], effort: Effort, limits: GpuLimits, known: Mapping[str, TunedTiles]
 ) -> list[Trial]:
     """All candidates in the order in which they are measured: by number of rows, then by the weights'
     bytes."""
@@ -237,13 +236,7 @@ def _trials(
         Trial(weight, num_rows, config)
         for num_rows in effort.row_counts
         for weight in largest_first
-        for config in candidates(
-            weight.shape,
-            num_rows,
-            limits,
-            all_candidates=effort.all_candidates,
-            known=known.gemms.get(weight.key),
-        )
+        for config in candidates(weight.shape, num_rows, limits, effort.all_candidates, known.get(weight.key))
     ]
 
 
