@@ -6,8 +6,8 @@ python -m perf.simulate_service --cases closed-64 open-20 --margin-ms 1.5 at-onc
 Predicts what a change of the scheduler does to throughput and latency, without a GPU: figures that
 `perf.serving` measures for an engine of Llama-3.1-8B in bfloat16 with default settings, without drafts. The
 products of a step take the times in the tuned table of the GPU, between measured numbers of rows by linear
-interpolation. What else a step takes is in `StepModel`, set once by the steps of an H100. Not simulated are
-other models, drafts, quantised weights, and the reading of shared prefixes once for several sequences.
+interpolation; constants have the rest. Not simulated are other models, drafts, quantised weights, and the
+reading of shared prefixes once for several sequences.
 
 --margin-ms: before the end of a step at which the next one is planned; at-once: when it begins.
 """
@@ -25,6 +25,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from drift_sdk._kernels.gemm.tuning import gemm_key, table_for
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.driver import LAUNCH_DEPTH
 from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -45,11 +47,19 @@ LAYER = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 1
 HEAD = (128256, 4096, False)
 NUM_LAYERS = 32
 KV_BYTES = 131_072  # of a token
+DEFAULTS = EngineConfig()
 LIMITS = ExecutorLimits(
-    max_num_seqs=256, max_model_len=8192, num_blocks=4096, block_size=64, vocab_size=128_256
+    max_num_seqs=DEFAULTS.max_num_seqs, max_model_len=8192, num_blocks=4096, block_size=64, vocab_size=128_256
 )
-BUDGET = 2048
-LAUNCH_DEPTH = 2
+
+OTHER_US = 550.0  # kernels of a step that take as long whatever the rows
+MIXED_US = 250.0  # what a pass of chunks and decode rows takes longer
+TOKEN_US = 0.5  # a prompt token in attention and elementwise kernels
+READ_BYTES_PER_US = 3.0e6  # of keys and values
+CHUNK_FLOPS_PER_US = 400e6  # of attention of chunks
+HOST_US = 150.0  # from the end of a step to its tokens
+TURN_US = 200.0  # from the end of a request to the next one of its client
+"""Chosen by hand so that `closed-64` takes as long as measured on an H100."""
 
 
 class ProductTimes:
@@ -69,42 +79,25 @@ class ProductTimes:
         return begin + (end - begin) * max(num_rows - first, 0) / (second - first)
 
 
-@dataclass(frozen=True)
 class StepModel:
-    """Microseconds of a step besides its products, on an H100.
+    """Times of steps, in microseconds."""
 
-    other_us: kernels that take as long whatever the rows. mixed_us: a pass of chunks and rows takes longer.
-    token_us: a prompt token, in attention and elementwise kernels. bytes_per_us: read by attention.
-    flops_per_us: of attention of chunks. host_us: from the end of a step to its tokens. turn_us: from a
-    request's end to the next request of its client.
-    """
-
-    gpu: str
-    other_us: float = 550.0
-    mixed_us: float = 250.0
-    token_us: float = 0.5
-    bytes_per_us: float = 3.0e6
-    flops_per_us: float = 400e6
-    host_us: float = 150.0
-    turn_us: float = 200.0
-    products: Sequence[ProductTimes] = field(init=False)
-    head: ProductTimes = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "products", [ProductTimes(self.gpu, shape) for shape in LAYER])
-        object.__setattr__(self, "head", ProductTimes(self.gpu, HEAD))
+    def __init__(self, gpu: str) -> None:
+        """gpu: the key of its tuned table."""
+        self._products = [ProductTimes(gpu, shape) for shape in LAYER]
+        self._head = ProductTimes(gpu, HEAD)
 
     def step_us(self, plan: StepPlan, num_keys: int, buckets: GraphBuckets) -> float:
         """The time of a step. num_keys: of all rows that decode, together."""
         num_tokens, num_rows = sum(len(chunk.token_ids) for chunk in plan.prefill), len(plan.decode)
         num_first = sum(chunk.is_last for chunk in plan.prefill)
-        keys_us = num_keys * KV_BYTES / self.bytes_per_us
-        tokens_us = num_tokens * self.token_us + sum(map(self._chunk_us, plan.prefill))
+        keys_us = num_keys * KV_BYTES / READ_BYTES_PER_US
+        tokens_us = num_tokens * TOKEN_US + sum(map(self._chunk_us, plan.prefill))
         if num_rows and num_tokens:
             mixed = buckets.mixed_bucket(num_tokens, len(plan.prefill), num_rows)
             if mixed is not None:
                 rows = self._rows_us(mixed.size, mixed.num_slots + num_first)
-                return rows + keys_us + tokens_us + self.mixed_us
+                return rows + keys_us + tokens_us + MIXED_US
 
         total = tokens_us + keys_us
         if num_tokens:
@@ -115,13 +108,13 @@ class StepModel:
         return total
 
     def _rows_us(self, num_rows: int, num_logits: int) -> float:
-        layer = sum(product.of(num_rows) for product in self.products)
-        head = self.head.of(num_logits) if num_logits else 0.0
-        return NUM_LAYERS * layer + head + self.other_us
+        layer = sum(product.of(num_rows) for product in self._products)
+        head = self._head.of(num_logits) if num_logits else 0.0
+        return NUM_LAYERS * layer + head + OTHER_US
 
     def _chunk_us(self, chunk: PrefillChunk) -> float:
         middle = chunk.start + len(chunk.token_ids) / 2
-        return 4 * 4096 * NUM_LAYERS * len(chunk.token_ids) * middle / self.flops_per_us
+        return 4 * 4096 * NUM_LAYERS * len(chunk.token_ids) * middle / CHUNK_FLOPS_PER_US
 
 
 @dataclass(frozen=True)
@@ -137,11 +130,11 @@ def model_buckets() -> GraphBuckets:
     """The sizes of steps of a default engine."""
     config = DecoderConfig.from_hf(LLAMA | PUBLISHED[MODEL] | {"num_hidden_layers": 1})
     decoder = Decoder(config, meta_weights(config, torch.bfloat16))
-    return GraphBuckets.of(decoder, LIMITS, BUDGET, is_exact=False)
+    return GraphBuckets.of(decoder, LIMITS, DEFAULTS.prefill_token_budget, is_exact=False)
 
 
 @dataclass(eq=False)
-class Client:
+class Served:
     """A request on its way. times_us: at which its tokens have come."""
 
     request: Request
@@ -172,18 +165,18 @@ class Simulation:
                 max_num_seqs=LIMITS.max_num_seqs,
                 num_blocks=LIMITS.num_blocks,
                 block_size=LIMITS.block_size,
-                prefill_token_budget=BUDGET,
+                prefill_token_budget=DEFAULTS.prefill_token_budget,
                 mixed_tokens=buckets.mixed_tokens,
             )
         )
         self._requests = requests_of(case, LIMITS.vocab_size, seed)
         self._num_sent = 0
         self._due: list[tuple[float, int]] = []  # when a request is sent, and its number
-        self._clients: dict[int, Client] = {}  # by number
-        self._slots: dict[int, Client] = {}
+        self._served: dict[int, Served] = {}  # by number
+        self._slots: dict[int, Served] = {}
         self._in_flight: deque[Launched] = deque()
 
-    def run(self) -> list[Client]:
+    def run(self) -> list[Served]:
         """Serve all requests."""
         for _ in range(self._case.clients or len(self._requests)):
             self._send_next(0.0)
@@ -201,11 +194,11 @@ class Simulation:
                     continue
 
             if self._in_flight:
-                now = max(now, self._in_flight[0].ends_us) + self._model.host_us
+                now = max(now, self._in_flight[0].ends_us) + HOST_US
                 self._commit(self._in_flight.popleft(), now)
             elif self._due:
                 now = self._due[0][0]
-        return list(self._clients.values())
+        return list(self._served.values())
 
     def _send_next(self, now: float) -> None:
         """Have the next request sent, in an open loop when it is due."""
@@ -237,12 +230,12 @@ class Simulation:
                 priority=0,
                 arrival=number,
             )
-            self._clients[number] = Client(request, sent_us, sequence)
+            self._served[number] = Served(request, sent_us, sequence)
             self._scheduler.add(sequence)
 
     def _duration_us(self, plan: StepPlan) -> float:
         for assignment in plan.assignments:
-            self._slots[assignment.slot] = self._clients[assignment.arrival]
+            self._slots[assignment.slot] = self._served[assignment.arrival]
         num_keys = sum(len(self._slots[row.slot].sequence.token_ids) for row in plan.decode)
         return self._model.step_us(plan, num_keys, self._buckets)
 
@@ -257,9 +250,9 @@ class Simulation:
             duration_s=launched.duration_us / 1e6,
         )
         for delta in self._scheduler.commit(result):
-            self._clients[delta.sequence.arrival].times_us.append(now)
+            self._served[delta.sequence.arrival].times_us.append(now)
             if delta.output.finish is not None and self._case.clients:
-                self._send_next(now + self._model.turn_us)
+                self._send_next(now + TURN_US)
 
     def _output(self, slot: int) -> SlotOutput:
         sequence = self._slots[slot].sequence
@@ -271,21 +264,21 @@ def simulate(
     case: Case, model: StepModel, buckets: GraphBuckets, seed: str, margin_us: float | None
 ) -> Figures:
     """The figures of a case in its window, as `perf.serving` has them."""
-    clients = Simulation(case, model, buckets, seed, margin_us).run()
-    sent = sorted(client.sent_us for client in clients)
+    served = Simulation(case, model, buckets, seed, margin_us).run()
+    sent = sorted(one.sent_us for one in served)
     begin = sent[len(sent) // 5]
     if case.clients:
-        begin = sorted(client.times_us[-1] for client in clients)[min(case.clients, len(clients)) - 1]
+        begin = sorted(one.times_us[-1] for one in served)[min(case.clients, len(served)) - 1]
     end = sent[-1]
-    in_window = [client for client in clients if begin <= client.sent_us <= end]
-    ttft = [(client.times_us[0] - client.sent_us) / 1e3 for client in in_window]
+    in_window = [one for one in served if begin <= one.sent_us <= end]
+    ttft = [(one.times_us[0] - one.sent_us) / 1e3 for one in in_window]
     itl = [
         (time_us - before_us) / 1e3
-        for client in clients
-        for before_us, time_us in zip(client.times_us, client.times_us[1:], strict=False)
+        for one in served
+        for before_us, time_us in zip(one.times_us, one.times_us[1:], strict=False)
         if begin <= time_us <= end
     ]
-    num_tokens = sum(begin <= time_us <= end for client in clients for time_us in client.times_us)
+    num_tokens = sum(begin <= time_us <= end for one in served for time_us in one.times_us)
     return Figures(num_tokens / (end - begin) * 1e6, percentiles(ttft), percentiles(itl))
 
 

@@ -177,7 +177,16 @@ def run_fields(engine: MeasuredEngine, config: str, repeat: int, gpu_index: int)
 
 
 def visible_devices(devices: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES of a child process that is to have some of the GPUs that this process sees."""
+    """CUDA_VISIBLE_DEVICES of a child process that is to have some of the GPUs that this process sees.
+
+    Raises ValueError for a GPU beyond those of this process's own CUDA_VISIBLE_DEVICES.
+    """
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else []
-    return ",".join(names[device] if device < len(names) else str(device) for device in devices)
+    if not seen:
+        return ",".join(map(str, devices))
+
+    names = seen.split(",")
+    if max(devices) >= len(names):
+        raise ValueError(f"devices={devices}: expected below {len(names)}: CUDA_VISIBLE_DEVICES is {seen}")
+
+    return ",".join(names[device] for device in devices)

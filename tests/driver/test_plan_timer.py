@@ -131,7 +131,7 @@ class GraphModel(ScriptedModel):
             self.plans.append(plan)
             launch(plan)
 
-        model.executor.launch = recorded  # type: ignore[method-assign]
+        model.executor.launch = recorded
         return msgspec.structs.replace(model, executor_name="graph")
 
 
@@ -154,8 +154,7 @@ async def test_requests_that_come_while_a_step_runs_are_in_the_next_one(
     monkeypatch.setattr(driver, "PlanTimer", WaitingTimer)
     async with engine:
         first = engine.generate("a", SamplingParams(max_tokens=16))
-        await anyio.to_thread.run_sync(waits.wait, 120)
-        assert waits.is_set()
+        assert await anyio.to_thread.run_sync(waits.wait, 120)
         second = engine.generate("b", SamplingParams(max_tokens=16))
         assert len((await first).token_ids) == len((await second).token_ids) == 16
 
@@ -163,7 +162,9 @@ async def test_requests_that_come_while_a_step_runs_are_in_the_next_one(
     assert len(model.plans[2].decode) == 1
 
 
-async def test_steps_that_launching_computes_are_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_that_run_while_they_are_collected_are_planned_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(driver, "PlanTimer", None)
     model = ScriptedModel("fine")
     async with Engine("scripted", model.config, open_model=model) as engine:
@@ -183,12 +184,12 @@ async def test_waiting_ends_with_a_pause_and_with_closing(monkeypatch: pytest.Mo
     waits, model = threading.Event(), GraphModel("x" * 64)
     async with Engine("scripted", model.config, open_model=model) as engine:
         stream = engine.generate("a")
-        await anyio.to_thread.run_sync(waits.wait, 120)
+        assert await anyio.to_thread.run_sync(waits.wait, 120)
         with anyio.fail_after(120):
             await engine.pause()
         assert len(model.plans) == 2
         waits.clear()
         await engine.resume()
-        await anyio.to_thread.run_sync(waits.wait, 120)
+        assert await anyio.to_thread.run_sync(waits.wait, 120)
     with pytest.raises(EngineClosed):
         await stream

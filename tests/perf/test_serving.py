@@ -500,7 +500,6 @@ def test_wrong_options_of_the_command_line_are_rejected(capsys: pytest.CaptureFi
         ("", [0, 1], "0,1"),
         ("3", [0], "3"),
         ("2,GPU-ab", [1, 0], "GPU-ab,2"),
-        ("3", [1], "1"),
     ],
 )
 def test_devices_are_counted_among_those_that_the_process_sees(
@@ -511,3 +510,9 @@ def test_devices_are_counted_among_those_that_the_process_sees(
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     assert visible_devices(devices) == expected
+
+
+def test_a_device_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ValueError, match=r"devices=\[1\]: expected below 1: CUDA_VISIBLE_DEVICES is 3"):
+        visible_devices([1])

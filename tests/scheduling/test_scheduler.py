@@ -9,6 +9,7 @@ from fake_device import FakeDevice
 from msgspec.structs import replace
 
 from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.prompt_shares import MAX_STEPS_PASSED
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.steps import MAX_CHUNKS, PrefillChunk, StepPlan, Violation
@@ -112,8 +113,18 @@ def test_budget_goes_to_prompts_in_order_beside_decode_rows() -> None:
     assert (spans(plan), rows(plan)) == ([(2, 2, 4), (3, 0, 4)], [0, 1])  # the shorter one goes first
 
 
-def test_first_prompt_keeps_half_of_the_budget() -> None:
-    """A prompt that takes several steps lets shorter ones pass, and takes no longer than twice."""
+def test_first_prompt_progresses_behind_shorter_ones_that_take_the_whole_budget() -> None:
+    rig = Rig(max_num_seqs=16, prefill_token_budget=8)
+    rig.add(40)
+    rig.launch()
+    found: list[bool] = []
+    for _ in range(2 * MAX_STEPS_PASSED + 2):
+        rig.add(8)
+        found.append(any(slot == 0 for slot, _, _ in spans(rig.launch())))
+    assert found == 2 * [*[False] * MAX_STEPS_PASSED, True]
+
+
+def test_first_prompt_gets_what_shorter_ones_leave() -> None:
     rig = Rig(max_num_seqs=8, prefill_token_budget=8)
     rig.add(40)
     rig.launch()

@@ -38,7 +38,7 @@ from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.steps import Executor
 
-__all__ = ["Driver"]
+__all__ = ["LAUNCH_DEPTH", "Driver"]
 
 LAUNCH_DEPTH = 2
 """Most steps in flight: one runs while the next is planned and queued behind it."""
@@ -72,7 +72,7 @@ class Driver(Startable):
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
         self._executor: Executor | None = None  # None while asleep
         self._delivery: Delivery | None = None  # None until the model is opened
-        self._timer: PlanTimer | None = None  # None if launching a step computes it
+        self._timer: PlanTimer | None = None  # None if steps run while they are collected
         self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
         self._pauses: set[Pause] = set()
         self._deferred: list[Pause | Sleep | Wake] = []  # carried out when no step is in flight

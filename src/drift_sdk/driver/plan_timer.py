@@ -75,7 +75,7 @@ class PlanTimer:
 
 
 def kind_of(plan: StepPlan) -> Kind:
-    """What steps that take about as long have in common."""
+    """The kind of a step: steps of the same kind take about as long."""
     num_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
     most_drafts = max([row.num_draft_tokens for row in plan.decode], default=0)
     rows = len(plan.decode).bit_length()

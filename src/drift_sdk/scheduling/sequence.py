@@ -89,7 +89,7 @@ class Sequence:
         self.is_publishing = True  # False once another sequence has published an equal block
         self.num_prefill_tokens = 0  # length at admission: the tokens that chunks compute, and cached ones
         self.num_launched_tokens = 0  # those of them in launched chunks or cached
-        self.num_steps_passed = 0  # planned since its last chunk, with chunks of others in its place
+        self.num_steps_passed = 0  # steps since its last chunk that had chunks of others alone
         # KV below this position is committed, and computed from the whole context; steps in flight write from
         # it on.
         self.num_computed_tokens = 0
