@@ -48,6 +48,10 @@ class IntegrityChecks:
         self.peak_kv_use = max(self.peak_kv_use, kv_use)
         self._executor.launch(plan)
 
+    @property
+    def is_done(self) -> bool:
+        return self._executor.is_done
+
     def collect(self) -> StepResult:
         return self._executor.collect()
 

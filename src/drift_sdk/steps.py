@@ -263,12 +263,14 @@ class StepResult(Struct, frozen=True, kw_only=True):
     """The result of a step: an output for each chunk and each row of its plan, in the plan's order.
 
     duration_s: seconds that the device worked on the step.
+    idle_s:     seconds between the end of the step before it and its start.
     """
 
     step_id: int
     prefill: tuple[SlotOutput, ...]
     decode: tuple[SlotOutput, ...]
     duration_s: float
+    idle_s: float = 0.0
     host_work: HostWork = HostWork()
 
 
@@ -296,6 +298,11 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> None:
         """Start a step and return at once, whether or not earlier steps have finished. Only a plan with draft
         tokens for a constrained slot may block until the tokens are drafted."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing runs whose end `collect` would wait for: all launched steps have ended, or the
+        oldest one, or steps run when they are collected."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step that has not been collected, and return its result."""

@@ -55,6 +55,8 @@ class WithTops:
     """A scripted executor that reports three likely tokens at each position: the chosen one, the first byte
     of a euro sign and the end of sequence."""
 
+    is_done = True
+
     def __init__(self, executor: ScriptedExecutor) -> None:
         self._executor = executor
         self.limits, self.launch, self.close = executor.limits, executor.launch, executor.close

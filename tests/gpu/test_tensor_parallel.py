@@ -40,7 +40,7 @@ LLAMA_8B = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
     "intermediate_size": 14_336,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
@@ -181,7 +181,7 @@ def test_drafts_are_those_of_one_gpu(drafts: str, llama: Path) -> None:
         config = config_on(num_gpus, max_num_seqs=1, speculation=speculation_of(drafts, llama))
         engine = simulated_engine(llama, config, acceptance=[1, 3, 2, 4, 4, 1, 2])
         found.append(anyio.run(alone, engine, requests))
-        assert engine.rounds.trace().mean > 2.0
+        assert engine.rounds.trace().mean > 1.5  # a tree of random drafts is wide, and its paths are short
     same(*found)
 
 

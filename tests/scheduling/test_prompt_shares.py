@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drift_sdk.scheduling.prompt_shares import MAX_STEPS_PASSED, share_tokens
+from drift_sdk.steps import MAX_CHUNKS
 
 
 def shares(num_tokens: int, *prompts: tuple[int, int], num_steps_passed: int = 0) -> list[int]:
@@ -60,6 +61,12 @@ def test_first_prompt_gets_half_if_it_was_passed_over(
     num_tokens: int, prompts: list[tuple[int, int]], expected: list[int]
 ) -> None:
     assert shares(num_tokens, *prompts, num_steps_passed=MAX_STEPS_PASSED) == expected
+
+
+def test_number_of_prompts_with_tokens_is_bounded() -> None:
+    prompts = [(0, 9), *[(0, 2)] * MAX_CHUNKS]
+    assert shares(500, *prompts) == [0, *[2] * MAX_CHUNKS]
+    assert shares(500, *prompts, num_steps_passed=MAX_STEPS_PASSED) == [9, *[2] * (MAX_CHUNKS - 1), 0]
 
 
 @given(

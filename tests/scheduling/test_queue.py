@@ -32,7 +32,7 @@ def make(priority: int, arrival: int) -> Sequence:
 @given(
     st.lists(st.one_of(st.tuples(st.just("push"), st.integers(0, 3)), st.tuples(st.just("pop"), st.just(0))))
 )
-def test_pop_follows_priority_then_arrival(operations: list[tuple[str, int]]) -> None:
+def test_order_is_priority_then_arrival(operations: list[tuple[str, int]]) -> None:
     queue = WaitingQueue()
     model: list[tuple[int, int]] = []
     for arrival, (operation, priority) in enumerate(operations):
@@ -40,8 +40,9 @@ def test_pop_follows_priority_then_arrival(operations: list[tuple[str, int]]) ->
             queue.push(make(priority, arrival))
             model = sorted([*model, (priority, arrival)])
         elif model:
-            assert queue.peek().order == model[0]
-            assert queue.pop().order == model.pop(0)
+            (first,) = queue.first(1)
+            queue.discard(first)
+            assert first.order == model.pop(0)
 
         assert [sequence.order for sequence in queue] == model
         queue.check_integrity()
@@ -69,6 +70,6 @@ def test_num_never_started_excludes_preempted_sequences() -> None:
     queue.push(preempted)
     queue.push(make(0, 1))
     assert (len(queue), queue.num_never_started) == (2, 1)
-    assert queue.pop() is preempted
-    queue.pop()
+    for sequence in queue.first(3):
+        queue.discard(sequence)
     assert (len(queue), queue.num_never_started) == (0, 0)

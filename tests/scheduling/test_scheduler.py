@@ -100,7 +100,7 @@ def test_chunks_and_rows_are_launched_ahead() -> None:
     assert sequence.token_ids == rig.story(sequence)[:13]
 
 
-def test_budget_goes_to_prompts_in_order_beside_decode_rows() -> None:
+def test_budget_goes_to_the_shortest_prompts_beside_decode_rows() -> None:
     rig = Rig(prefill_token_budget=8)
     rig.add(3)
     rig.turn()
@@ -108,9 +108,72 @@ def test_budget_goes_to_prompts_in_order_beside_decode_rows() -> None:
         rig.add(length)
 
     plan = rig.launch()
-    assert (spans(plan), rows(plan)) == ([(1, 0, 6), (2, 0, 2)], [0])
+    assert (spans(plan), rows(plan)) == ([(1, 0, 4), (2, 0, 4)], [0])
     plan = rig.launch()
-    assert (spans(plan), rows(plan)) == ([(2, 2, 4), (3, 0, 4)], [0, 1])  # the shorter one goes first
+    assert (spans(plan), rows(plan)) == ([(1, 4, 2), (3, 0, 6)], [0, 2])
+
+
+@pytest.mark.parametrize("second", [39, 40, 41])
+def test_short_prompts_do_not_wait_for_long_ones_that_wait(second: int) -> None:
+    rig = Rig(max_num_seqs=8, prefill_token_budget=8)
+    rig.add(40)
+    rig.launch()
+    waiting = rig.add(second)
+    short = rig.add(3)
+    plan = rig.launch()
+    assert spans(plan)[-1] == (1, 0, 3)
+    assert (short.slot, waiting.is_running) == (1, False)
+    rig.drain()
+    assert waiting.token_ids == rig.story(waiting)
+
+
+def test_sequence_waits_for_a_slot_only_behind_earlier_ones() -> None:
+    """A long prompt that gets no tokens yet keeps its right to the last free slot."""
+    rig = Rig(max_num_seqs=2, prefill_token_budget=8)
+    rig.add(40, max_tokens=1)
+    rig.launch()
+    waiting, short = rig.add(41, max_tokens=1), rig.add(3, max_tokens=1)
+    rig.launch()
+    assert not waiting.is_running and not short.is_running
+    while not short.finish:
+        rig.turn()
+        assert waiting.num_launched_tokens > 0 or not short.is_running
+
+
+def test_cached_tokens_of_a_waiting_prompt_do_not_count() -> None:
+    """The next turn of a conversation is as short as what it adds."""
+    rig = Rig(max_num_seqs=8, prefill_token_budget=8)
+    conversation = list(range(40))
+    rig.add(conversation, max_tokens=1)
+    rig.drain()
+    rig.add(30)
+    rig.launch()
+    rig.add([*conversation, 1, 2])
+    assert (1, 40, 2) in spans(rig.launch())
+
+
+def test_cut_prompts_do_not_keep_new_ones_from_a_step() -> None:
+    """More prompts are cut than a step has chunks, and a short one of higher priority comes."""
+    rig = Rig(max_num_seqs=64, num_blocks=5000, prefill_token_budget=8)
+    for index in range(MAX_CHUNKS + 8):
+        rig.add(500 - 10 * index, priority=1)  # the latest is the shortest
+        rig.launch()
+    assert rig.scheduler.num_running > MAX_CHUNKS
+    urgent = rig.add(8, priority=0)
+    assert spans(rig.launch()) == [(urgent.slot, 0, 8)]
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_first_waiting_prompt_progresses_behind_shorter_ones(num_waiting: int) -> None:
+    """Also when it waits: with a steady flow of short prompts that take the whole budget."""
+    rig = Rig(max_num_seqs=16, prefill_token_budget=8)
+    long = [rig.add(40, max_tokens=1) for _ in range(1 + num_waiting)]
+    for _ in range(20 * (1 + num_waiting) * (MAX_STEPS_PASSED + 1)):
+        rig.add(8, max_tokens=1)
+        rig.turn()
+        if long[-1].finish:
+            break
+    assert [sequence.finish for sequence in long] == ["length"] * len(long)
 
 
 def test_first_prompt_progresses_behind_shorter_ones_that_take_the_whole_budget() -> None:
@@ -137,7 +200,7 @@ def test_first_prompt_gets_what_shorter_ones_leave() -> None:
 
 
 def test_number_of_chunks_of_a_step_is_bounded() -> None:
-    """New prompts, and prompts that are cut by the budget, wait for the next step."""
+    """Prompts beyond it wait for the next step."""
     rig = Rig(max_num_seqs=64, num_blocks=200, prefill_token_budget=256)
     for _ in range(MAX_CHUNKS + 5):
         rig.add(2)

@@ -44,6 +44,7 @@ def make_random_draft_folder(folder: Path, target: Path, **fields: Any) -> Path:
     shapes = json.loads((target / "config.json").read_text())
     config = shapes | {
         "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
         "num_hidden_layers": 1,
         "draft_vocab_size": shapes["vocab_size"] // 4,
         **fields,

@@ -25,7 +25,7 @@ from drift_sdk.driver.event_sender import EventSender
 from drift_sdk.driver.life_cycle import Startable
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.model_opener import ModelOpener, clear_frames
-from drift_sdk.driver.plan_timer import PlanTimer
+from drift_sdk.driver.plan_timer import POLL_S, PlanTimer
 from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
@@ -72,7 +72,7 @@ class Driver(Startable):
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)
         self._executor: Executor | None = None  # None while asleep
         self._delivery: Delivery | None = None  # None until the model is opened
-        self._timer: PlanTimer | None = None  # None if steps run while they are collected
+        self._timer = PlanTimer()
         self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
         self._pauses: set[Pause] = set()
         self._deferred: list[Pause | Sleep | Wake] = []  # carried out when no step is in flight
@@ -178,7 +178,6 @@ class Driver(Startable):
         model = self._opener.open()
         self.model_text, self.executor_name = model.text, model.executor_name
         self._executor = model.executor
-        self._timer = PlanTimer() if model.executor_name == "graph" else None
         self._scheduler = Scheduler(model.scheduling, self._events if self._events.is_on else None)
         delivery = Delivery(
             self._scheduler, self._registry, self.stats_recorder, self._text_worker, self._prepare
@@ -200,23 +199,23 @@ class Driver(Startable):
         is_busy = False
         while True:
             self._handle_commands(delivery, is_idle=not is_busy)
-            if self._timer is not None:
-                self._wait_to_plan(self._timer, delivery)
+            if self._executor is not None:
+                self._wait_to_plan(self._executor, delivery)
             if self._has_ended():
                 return
 
             is_busy = self._run_round(delivery)
 
-    def _wait_to_plan(self, timer: PlanTimer, delivery: Delivery) -> None:
+    def _wait_to_plan(self, executor: Executor, delivery: Delivery) -> None:
         """Handle commands until the next step has to be planned, so that requests among them are in it."""
-        while self._may_launch and not self._has_ended():
-            wait_s = timer.wait_s(time.monotonic())
+        while self._may_launch and not self._has_ended() and not executor.is_done:
+            wait_s = self._timer.wait_s(time.monotonic())
             if wait_s <= 0.0:
                 return
 
             if delivery.has_updates:  # nothing has to be launched first
                 delivery.post()
-            command = self._commands.get(wait_s)
+            command = self._commands.get(min(wait_s, POLL_S))
             if command is not None:
                 self._handle(command, delivery)
 
@@ -257,8 +256,7 @@ class Driver(Startable):
             return False
 
         executor.launch(plan)
-        if self._timer is not None:
-            self._timer.launched(plan, time.monotonic())
+        self._timer.launched(plan, time.monotonic())
         if plan.assignments:
             delivery.publish_stats()
         return True
@@ -266,11 +264,8 @@ class Driver(Startable):
     def _collect_step(self, executor: Executor, delivery: Delivery) -> None:
         """Block until the oldest step in flight is done, and turn its tokens into updates, which are posted
         when the next step has been launched."""
-        began_at = time.monotonic()
         result = executor.collect()
-        if self._timer is not None:
-            now = time.monotonic()
-            self._timer.collected(result, now - began_at, now)
+        self._timer.collected(result, time.monotonic())
         self.stats_recorder.collected(result)
         for delta in self._scheduler.commit(result):
             delivery.extend(delta)

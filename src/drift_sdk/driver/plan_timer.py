@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec import Struct
+
 from drift_sdk.steps import StepPlan, StepResult
 
-__all__ = ["PlanTimer"]
+__all__ = ["POLL_S", "PlanTimer"]
+
+POLL_S = 0.005
+"""Most seconds to wait before asking whether the step that runs has ended, earlier than predicted."""
 
 START_MARGIN_S, LEAST_MARGIN_S, MOST_MARGIN_S = 0.004, 0.0015, 0.05
 """Seconds before the end of a step at which the next one is planned: at first, at least and at most. Planning
 and launching take about 1 ms for 64 sequences."""
 WIDENING, NARROWING = 2.0, 0.995
 """Factors of the margin after a step that was planned too late, and after one that was not."""
-DONE_S = 0.0002
-"""A step that is collected in less time had ended before the next one was launched."""
+IDLE_S = 0.0001
+"""Most seconds between two steps of a device that has not waited for the host."""
 LEAST_DURATIONS, MOST_DURATIONS = 2, 4
 """Latest steps of a kind, the shortest of which tells how long the next one takes at least. The first one may
 take longer than all others."""
@@ -22,6 +27,14 @@ TOKENS_OF_KIND = 64
 """Steps are of a kind if their prompt tokens are as many, rounded up to a multiple of this."""
 
 Kind = tuple[int, int, int, str]
+
+
+class _StepInFlight(Struct):
+    """A launched step. has_waited: whether its plan was delayed while the step before it ran."""
+
+    kind: Kind
+    launched_at: float
+    has_waited: bool
 
 
 class PlanTimer:
@@ -38,13 +51,15 @@ class PlanTimer:
     def __init__(self) -> None:
         self.margin_s = START_MARGIN_S
         self._durations: dict[Kind, deque[float]] = {}
-        self._in_flight: deque[tuple[Kind, float]] = deque()  # and when they were launched
+        self._in_flight: deque[_StepInFlight] = deque()
         self._free_at = 0.0  # when the device ended the latest step that was collected
         self._has_waited = False
 
     def launched(self, plan: StepPlan, now: float) -> None:
         """Note that a step has been launched."""
-        self._in_flight.append((kind_of(plan), now))
+        has_waited = self._has_waited and bool(self._in_flight)
+        self._in_flight.append(_StepInFlight(kind_of(plan), now, has_waited))
+        self._has_waited = False
 
     def wait_s(self, now: float) -> float:
         """The seconds that planning the next step can wait; 0 unless one step is in flight, whose kind has
@@ -52,26 +67,26 @@ class PlanTimer:
         if len(self._in_flight) != 1:
             return 0.0
 
-        kind, launched_at = self._in_flight[0]
-        durations = self._durations.get(kind)
+        running = self._in_flight[0]
+        durations = self._durations.get(running.kind)
         if durations is None or len(durations) < LEAST_DURATIONS:
             return 0.0
 
-        ends_at = max(launched_at, self._free_at) + min(durations)
+        ends_at = max(running.launched_at, self._free_at) + min(durations)
         wait_s = max(0.0, ends_at - self.margin_s - now)
         self._has_waited |= wait_s > 0.0
         return wait_s
 
-    def collected(self, result: StepResult, waited_s: float, now: float) -> None:
-        """Note the result of the oldest step in flight, which took the host `waited_s` seconds to collect."""
-        kind, _ = self._in_flight.popleft()
-        self._durations.setdefault(kind, deque(maxlen=MOST_DURATIONS)).append(result.duration_s)
+    def collected(self, result: StepResult, now: float) -> None:
+        """Note the result of the oldest step in flight."""
+        step = self._in_flight.popleft()
+        self._durations.setdefault(step.kind, deque(maxlen=MOST_DURATIONS)).append(result.duration_s)
         self._free_at = now
-        if self._has_waited and self._in_flight:
-            was_late = waited_s < DONE_S
+        self._has_waited = False
+        if step.has_waited:
+            was_late = result.idle_s > IDLE_S
             margin_s = self.margin_s * (WIDENING if was_late else NARROWING)
             self.margin_s = min(max(margin_s, LEAST_MARGIN_S), MOST_MARGIN_S)
-        self._has_waited = False
 
 
 def kind_of(plan: StepPlan) -> Kind:

@@ -31,6 +31,10 @@ class StrictExecutor:
         self._launched.append(plan)
         self._executor.launch(plan)
 
+    @property
+    def is_done(self) -> bool:
+        return self._executor.is_done
+
     def collect(self) -> StepResult:
         result = self._executor.collect()
         plan = self._launched.popleft()

@@ -57,6 +57,10 @@ class RecordingExecutor:
         # By the time the step is collected, its slots may have been assigned to other sequences.
         self._launched.append([self._sequences[row.slot] for row in plan.decode])
 
+    @property
+    def is_done(self) -> bool:
+        return self._executor.is_done
+
     def collect(self) -> StepResult:
         result = self._executor.collect()
         sequences = self._launched.popleft()

@@ -74,18 +74,22 @@ class BlockManager:
         """Blocks needed for KV of `num_slots` tokens."""
         return -(-num_slots // self.block_size)
 
+    def match(self, sequence: Sequence) -> None:
+        """Find the cached prefix of a waiting sequence, without references: it can be evicted again."""
+        # The last token is always computed, because the next token follows from its logits.
+        last = len(sequence.token_ids) - 1
+        max_hits = last // self.block_size if sequence.can_share_prefix else 0
+        self.trie.extend_match(sequence.prefix_nodes, sequence.token_ids, max_hits)
+        sequence.num_computed_tokens = len(sequence.prefix_nodes) * self.block_size
+
     def try_admit(self, sequence: Sequence, max_emitted_tokens: int) -> bool:
         """Assign a waiting sequence its cached prefix and new blocks for the rest of its tokens.
 
         Returns False, with nothing assigned, unless there are also blocks for its first decode row, of at
         most `max_emitted_tokens` tokens.
         """
-        length = len(sequence.token_ids)
-        nodes = sequence.prefix_nodes
-        # The last token is always computed, because the next token follows from its logits.
-        max_hits = (length - 1) // self.block_size if sequence.can_share_prefix else 0
-        self.trie.extend_match(nodes, sequence.token_ids, max_hits)
-
+        self.match(sequence)
+        length, nodes = len(sequence.token_ids), sequence.prefix_nodes
         num_needed = self.num_blocks(sequence.num_kv_slots(length + 1 + max_emitted_tokens))
         num_missing = num_needed - len(nodes)
         if num_missing > self.num_available:
@@ -98,7 +102,6 @@ class BlockManager:
         self.trie.acquire(nodes)
         sequence.block_table = [node.block_id for node in nodes]
         sequence.is_publishing = True
-        sequence.num_computed_tokens = len(nodes) * self.block_size
         self.extend(sequence, self.num_blocks(sequence.num_kv_slots(length + 1)))
         return True
 

@@ -28,24 +28,14 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
-    def num_tokens(self, most: int) -> int:
-        """Tokens of the first `most` sequences."""
-        return sum([len(sequence.token_ids) for sequence in self._sequences[:most]])
+    def first(self, most: int) -> list[Sequence]:
+        """The first `most` sequences, or all."""
+        return self._sequences[:most]
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence at its place in the order."""
         insort(self._sequences, sequence)
         self.num_never_started += sequence.started_at is None
-
-    def peek(self) -> Sequence:
-        """The first sequence; IndexError if there is none."""
-        return self._sequences[0]
-
-    def pop(self) -> Sequence:
-        """Remove and return the first sequence; IndexError if there is none."""
-        sequence = self._sequences.pop(0)
-        self.num_never_started -= sequence.started_at is None
-        return sequence
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence if it is waiting."""

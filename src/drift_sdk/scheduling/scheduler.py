@@ -25,8 +25,9 @@ class Scheduler:
     A plan may be made before earlier ones are committed, to any depth; results are committed in the order of
     their plans. A plan has decode rows first, then prefill chunks of running and of newly admitted sequences,
     while slots, blocks and the token budget last, and up to MAX_CHUNKS. Sequences are in order of (priority,
-    arrival), the lowest first; prompts share the budget (prompt_shares.py). If the first sequence of the
-    queue cannot be admitted, no other is.
+    arrival), the lowest first; prompts share the budget (prompt_shares.py). A waiting sequence that gets
+    tokens is admitted, if there is a slot for those before it too. If it has to wait for blocks, no other is
+    admitted after it.
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
@@ -244,23 +245,21 @@ class Scheduler:
 
     def _plan_chunks(self, step: StepBuilder, prefilling: list[Sequence], *, may_admit: bool) -> None:
         """Add chunks of running and, with `may_admit`, of newly admitted sequences, within the budget."""
-        # The tokens of the prompts that could be admitted now; prefix hits are not known yet and count too.
-        num_waiting = self._queue.num_tokens(min(self._running.num_free_slots, MAX_CHUNKS))
-        num_waiting += sum([sequence.num_unlaunched_tokens for sequence in prefilling])
-        budget = self._budget.num_tokens(len(step.decode), num_waiting, step.num_mixed_drafts)
-        running = prefilling[:MAX_CHUNKS]
-        prompts = list(running)
         # Without `may_admit`: a new sequence would take the blocks that a running one is waiting for.
-        while may_admit and self._queue and len(prompts) < MAX_CHUNKS:
-            # A new sequence gets tokens at once, and keeps them if others are admitted after it.
-            if 0 in share_tokens(budget, [*prompts, self._queue.peek()])[len(running) :]:
+        waiting = self._queue.first(min(self._running.num_free_slots, MAX_CHUNKS) if may_admit else 0)
+        for sequence in waiting:
+            self._blocks.match(sequence)
+        prompts = sorted([*prefilling, *waiting])
+        num_tokens = sum([sequence.num_unlaunched_tokens for sequence in prompts])
+        budget = self._budget.num_tokens(len(step.decode), num_tokens, step.num_mixed_drafts)
+        shares = share_tokens(budget, prompts)
+        for sequence, share in zip(prompts, shares, strict=True):
+            if share and not sequence.is_running and not self._admit(step, sequence):
+                prompts = [each for each in prompts if each.is_running]
+                shares = share_tokens(budget, prompts)
                 break
-            admitted = self._admit(step)
-            if admitted is None:
-                break
-            prompts.append(admitted)
 
-        for sequence, share in zip(prompts, share_tokens(budget, prompts), strict=True):
+        for sequence, share in zip(prompts, shares, strict=True):
             if share:
                 sequence.num_steps_passed = 0
                 step.add_chunk(sequence, share)
@@ -285,19 +284,15 @@ class Scheduler:
         self._blocks.extend(sequence, num_blocks)
         return True
 
-    def _admit(self, step: StepBuilder) -> Sequence | None:
-        """Give the first waiting sequence a slot and blocks and return it; None if that is not possible."""
-        if not self._queue or not self._running.num_free_slots:
-            return None
-
-        sequence = self._queue.peek()
+    def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
+        """Give a waiting sequence a free slot and blocks. Returns False if that is not possible."""
         # The tokens of its chunks are known only when all its steps are committed. The last chunk samples a
         # token, which needs the constraint's mask.
         is_settled = not sequence.num_in_flight and not sequence.awaits_mask
         if not is_settled or not self._blocks.try_admit(sequence, self._max_emitted_tokens):
-            return None
+            return False
 
-        self._queue.pop()
+        self._queue.discard(sequence)
         self._running.add(sequence)
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_launched_tokens = sequence.num_computed_tokens
@@ -310,7 +305,7 @@ class Scheduler:
         step.update_blocks(sequence, 0)
         if self._watcher is not None:
             self._watcher.admitted(sequence)
-        return sequence
+        return True
 
     def _commit_prefill(self, step: LaunchedStep, result: StepResult, deltas: list[Delta]) -> int:
         """Commit the chunks of a step; returns how many belong to sequences that have not ended."""

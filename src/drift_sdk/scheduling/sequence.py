@@ -91,7 +91,7 @@ class Sequence:
         self.num_launched_tokens = 0  # those of them in launched chunks or cached
         self.num_steps_passed = 0  # steps since its last chunk that had chunks of others alone
         # KV below this position is committed, and computed from the whole context; steps in flight write from
-        # it on.
+        # it on. While waiting, the cached tokens of the earlier match.
         self.num_computed_tokens = 0
 
         # Launched steps that are not committed, and the fewest and most tokens they emit.
@@ -127,9 +127,9 @@ class Sequence:
 
     @property
     def num_unlaunched_tokens(self) -> int:
-        """Tokens that are neither in launched chunks nor cached: of a waiting sequence, all."""
+        """Tokens that are neither in launched chunks nor cached."""
         if not self.is_running:
-            return len(self.token_ids)
+            return len(self.token_ids) - self.num_computed_tokens
 
         return self.num_prefill_tokens - self.num_launched_tokens
 

@@ -49,6 +49,10 @@ class ScriptedExecutor:
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(plan)
 
+    @property
+    def is_done(self) -> bool:
+        return True
+
     def collect(self) -> StepResult:
         plan = self._launched.popleft()
         self.num_steps += 1

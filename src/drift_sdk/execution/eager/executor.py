@@ -85,6 +85,10 @@ class EagerExecutor:
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(plan)
 
+    @property
+    def is_done(self) -> bool:
+        return True
+
     @torch.inference_mode()
     def collect(self) -> StepResult:
         """Run the oldest launched step. Raises ExecutorError for a step launched after `close`."""

@@ -112,6 +112,7 @@ class GraphExecutor:
         )
         self._launched: deque[_LaunchedStep] = deque()
         self._events: list[Event] = []  # of collected steps, to be used again
+        self._last_ended: Event | None = None  # of the latest collected step
         self._allocations = AllocationCount(device)
 
     def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:
@@ -162,19 +163,26 @@ class GraphExecutor:
             step.results = self._launcher.launch(plan)
             step.ended.record()
 
+    @property
+    def is_done(self) -> bool:
+        with typed_errors(self):
+            return not self._launched or self._launched[0].ended.is_done
+
     def collect(self) -> StepResult:
         step = self._launched.popleft()
         with typed_errors(self):
             step.ended.wait(self._step_timeout_s)
             self._check_ended()
         prefill, decode = self._launcher.read(step.plan, step.results)
-        duration_s = step.ended.seconds_since(step.started)
-        self._events += [step.started, step.ended]
+        last, self._last_ended = self._last_ended, step.ended
+        idle_s = 0.0 if last is None else step.started.seconds_since(last)
+        self._events += [step.started] if last is None else [step.started, last]
         return StepResult(
             step_id=step.plan.step_id,
             prefill=prefill,
             decode=decode,
-            duration_s=duration_s,
+            duration_s=step.ended.seconds_since(step.started),
+            idle_s=idle_s,
             host_work=self._resources.ring.take_work(self._allocations.step()),
         )
 
