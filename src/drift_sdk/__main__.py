@@ -48,6 +48,7 @@ WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
 INSPECT_SETTINGS = {
     **{name: setting for name, setting in WARM_SETTINGS.items() if name != "prefill_token_budget"},
     "weights": (str, "stored, expanded, fp8, int4 or nvfp4"),
+    "tensor_parallel": (int, "GPUs that the model is divided between"),
     "kv_cache_tokens": (int, "tokens that the KV cache holds"),
     "revision": (str, "branch, tag or commit of a hub id"),
 }
@@ -56,7 +57,7 @@ INSPECT_SETTINGS = {
 WITHOUT_OPTION = {
     "max_model_len": "the model's own context",
     "kv_dtype": "as dtype",
-    "weights": "expanded",
+    "weights": "stored where kernels multiply by them, else expanded",
     "kv_cache_tokens": "as many as fit",
     "revision": "the hub's own",
 }

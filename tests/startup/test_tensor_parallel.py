@@ -74,7 +74,8 @@ def test_unsuitable_gpus_are_refused(
 @pytest.mark.parametrize(
     ("size", "fields", "executor", "obstacle"),
     [
-        (4, {}, "graph", "1 for 2 KV heads, and for 128 columns of attention's output"),
+        (4, {}, "graph", "1, 2 for this model: it has 2 KV heads and 128 columns of attention's output"),
+        (3, {}, "graph", "1, 2 for this model: it has 2 KV heads and"),
         (2, {"weights": "fp8"}, "graph", '1 for weights="fp8"'),
         (2, {}, "eager", "1 for executor eager"),
     ],

@@ -80,7 +80,7 @@ def shard_obstacles(config: DecoderConfig, size: int) -> Iterator[str]:
         (config.intermediate_size, "the MLP's down projection"),
     ):
         if not shard_slices(config.hidden_size, inner, size):
-            yield f"{inner} columns of {what}, which are no equal slices of a multiple of 64"
+            yield f"{inner} columns of {what}, which are not {size} equal slices of a multiple of 64"
 
 
 def load_shard(
@@ -99,7 +99,7 @@ def load_shard(
 
     config, tensors: of the whole model. The other arguments and errors are those of `Decoder.load`.
     """
-    check_tensors(config, tensors)
+    check_tensors(config, tensors, kv_form)
     return Decoder.load(
         shard.config(config),
         ShardedTensors(tensors, config, shard),
@@ -161,6 +161,10 @@ class ShardedTensors:
             part = self._shard.part(whole.shape[dim])
             parts.append(whole.narrow(dim, part.start, part.stop - part.start))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
+        if isinstance(self._tensors, KVScaleSource):
+            self._tensors.check_kv_scales(num_layers, num_kv_heads * self._shard.size)
 
     def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scales of the part's heads, as in KVScaleSource."""

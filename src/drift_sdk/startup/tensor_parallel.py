@@ -17,6 +17,9 @@ from drift_sdk.startup.weight_form import choose_weight_form
 
 __all__ = ["check_division", "opening_locks", "parallel_devices", "shards_of"]
 
+MOST_SUGGESTED = 16
+"""The largest number of GPUs that an error names as possible."""
+
 
 def shards_of(config: EngineConfig) -> list[Shard | None]:
     """The part of each GPU, in order of rank; None: the whole model."""
@@ -29,15 +32,18 @@ def check_division(config: EngineConfig, model: DecoderConfig, executor: str) ->
     if config.tensor_parallel == 1:
         return
 
-    obstacles = list(shard_obstacles(model, config.tensor_parallel))
-    if executor != "graph":
-        obstacles.insert(0, f"executor {executor}")
-    form = choose_weight_form(config, model)
+    size, form = config.tensor_parallel, choose_weight_form(config, model)
     if form != "expanded":
-        obstacles.insert(0, f'weights="{form}"')
+        raise ConfigError.of("tensor_parallel", size, f'1 for weights="{form}"')
+
+    if executor != "graph":
+        raise ConfigError.of("tensor_parallel", size, f"1 for executor {executor}")
+
+    obstacles = " and ".join(shard_obstacles(model, size))
     if obstacles:
-        allowed = f"1 for {', and for '.join(obstacles)}"
-        raise ConfigError.of("tensor_parallel", config.tensor_parallel, allowed)
+        sizes = [each for each in range(2, MOST_SUGGESTED + 1) if not any(shard_obstacles(model, each))]
+        allowed = f"{', '.join(map(str, [1, *sizes]))} for this model: it has {obstacles}"
+        raise ConfigError.of("tensor_parallel", size, allowed)
 
 
 def parallel_devices(config: EngineConfig, first: torch.device) -> Sequence[torch.device]:
