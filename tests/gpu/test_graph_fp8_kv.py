@@ -84,7 +84,7 @@ def cases() -> list[Case]:
         (
             [rng.randrange(3, VOCAB_SIZE) for _ in range(LENGTHS[index % len(LENGTHS)])],
             SamplingParams(
-                max_tokens=48,
+                max_tokens=80,
                 ignore_eos=True,
                 seed=rng.randrange(2**62),
                 logprobs=1,
@@ -135,7 +135,12 @@ def test_batched_and_cached_equals_alone(folders: tuple[Path, Path], alone: list
 def test_cut_and_preempted_prompts_equal_alone(
     folders: tuple[Path, Path], alone: list[Completion], budget: int, block_size: int
 ) -> None:
-    sizes = {"max_num_seqs": 16, "kv_cache_tokens": 1536, "block_size": block_size}
+    sizes = {
+        "max_num_seqs": 16,
+        "max_model_len": 1408,
+        "kv_cache_tokens": 1408,
+        "block_size": block_size,
+    }
 
     async def main() -> None:
         async with engine_of(folders, prefill_token_budget=budget, **sizes) as engine:
