@@ -176,7 +176,7 @@ def test_slices_follow_each_other_where_their_batch_has_other_bits(
         x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig, way: str
     ) -> None:
         if way == "slices":
-            library_multiply(x, weight, out, config)
+            library_multiply(x, weight, out, config, "slices")
         else:
             out.zero_()
 

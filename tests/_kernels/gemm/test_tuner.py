@@ -106,6 +106,35 @@ def test_candidate_with_other_bits_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert first != 6 and first in stages and 6 not in stages and len(stages) > 1
 
 
+@pytest.mark.parametrize("way", ["batch", "slices", None])
+def test_library_is_measured_in_the_way_in_which_it_serves(
+    way: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken where it is faster, for rows from MIN_LIBRARY_ROWS on, and left where its bits differ."""
+    Clock(monkeypatch)
+    ways: list[str] = []
+
+    def library(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, one: str) -> None:
+        ways.append(one)
+
+    monkeypatch.setattr(tuner, "library_way", lambda *arguments: way)
+    monkeypatch.setattr(tuner, "library_multiply", library)
+    clock = tuner.time_us
+
+    def time_us(step: Callable[[], None], num_calls: int, *, num_timings: int) -> float:
+        step()
+        return clock(step, num_calls, num_timings=num_timings)
+
+    monkeypatch.setattr(tuner, "time_us", time_us)
+    one = weight(128, 256)
+    known = TunedTable(gemms={one.key: TunedTiles(((1, default_tiles(one.shape, 1, HOPPER)),))})
+    effort = msgspec.structs.replace(KNOWN, row_counts=(64, 128), num_timings=1)
+    table = tune([one], effort, known=known)
+    assert set(ways) == ({way} if way else set())
+    found = {rows: tiles.is_library for rows, tiles in table.gemms[one.key].by_rows}
+    assert found == {64: False, 128: way is not None}
+
+
 def test_tuning_ends_with_its_time_and_takes_large_weights_first(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     small, large = weight(64, 128), weight(192, 128)

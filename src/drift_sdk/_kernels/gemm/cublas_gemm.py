@@ -29,7 +29,13 @@ from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.layers.activation import Activation
 from drift_sdk._kernels.layers.glu import glu
 
-__all__ = ["fastest_gated_multiply", "fastest_multiply", "library_gated_multiply", "library_multiply"]
+__all__ = [
+    "fastest_gated_multiply",
+    "fastest_multiply",
+    "library_gated_multiply",
+    "library_multiply",
+    "library_way",
+]
 
 log = logging.getLogger("drift_sdk")
 
@@ -73,7 +79,7 @@ def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig)
         multiply(x, weight, out, config)
         return True
 
-    way = _way(x, weight, out, config)
+    way = library_way(x, weight, out, config)
     if way is None:
         multiply(x, weight, out, config)
     else:
@@ -102,7 +108,7 @@ def fastest_gated_multiply(
         return True
 
     # The gate follows the product in both; which one it is does not matter to the comparison.
-    is_exact = _way(x, weight, out, config, gate_up) is not None
+    is_exact = library_way(x, weight, out, config, gate_up) is not None
     if is_exact:
         library_gated_multiply(x, weight, out, gate_up, activation)
     else:
@@ -110,7 +116,7 @@ def fastest_gated_multiply(
     return is_exact
 
 
-def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, way: Way = "slices") -> None:
+def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, way: Way) -> None:
     """Partial sums out [config.num_slices, M, N] float32 of x [M, K] and weight [N, K]: one product each.
 
     way: "batch" only for slices of equal size.
@@ -162,7 +168,7 @@ def _is_for_library(x: Tensor, config: GemmConfig) -> bool:
     return config.is_library and x.device.type == "cuda" and x.dtype != torch.float32
 
 
-def _way(
+def library_way(
     x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig, gate_up: Tensor | None = None
 ) -> Way | None:
     """The first way in which the library has the kernel's bits; None if it has other bits in all of them. The

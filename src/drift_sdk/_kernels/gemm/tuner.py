@@ -31,7 +31,7 @@ from drift_sdk._kernels.common.parallel_compile import (
     recorded_kernels,
 )
 from drift_sdk._kernels.common.timing import time_us
-from drift_sdk._kernels.gemm.cublas_gemm import library_gated_multiply, library_multiply
+from drift_sdk._kernels.gemm.cublas_gemm import library_gated_multiply, library_multiply, library_way
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, gated_multiply, multiply
 from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, TILES_OF_MANY, GemmShape, default_tiles, fits
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, gemm_key
@@ -339,26 +339,23 @@ def _faster_by_library(
 ) -> Measured:
     """The library's configuration, where it gives the same bits in less time, and `best` otherwise.
 
-    The tiles of such a configuration are those of `best`, for machines where the library's bits differ.
+    It multiplies in the way in which it would serve. The tiles of such a configuration are those of `best`,
+    for machines where the library's bits differ.
     """
     config = msgspec.structs.replace(best[1], is_spread=best[1].num_slices > 1, is_library=True)
     x = _rows(chain[0], num_rows)
-    out, expected = _output(shape, config, x), _product(shape, config, x, chain[0])
+    out = _output(shape, config, x)
     gate_up = torch.empty(num_rows, shape.num_columns, dtype=x.dtype, device=x.device)
-
-    def call(weight: Tensor) -> None:
-        if shape.is_gated:
-            library_gated_multiply(x, weight, out, gate_up)
-        else:
-            library_multiply(x, weight, out, config)
-
-    call(chain[0])
-    if expected is None or not torch.equal(_total(out, shape), expected):
+    way = library_way(x, chain[0], out, config, gate_up if shape.is_gated else None)
+    if way is None:
         return best
 
     def step() -> None:
         for weight in chain:
-            call(weight)
+            if shape.is_gated:
+                library_gated_multiply(x, weight, out, gate_up)
+            else:
+                library_multiply(x, weight, out, config, way)
 
     cost = time_us(step, len(chain), num_timings=effort.num_timings)
     cost = _with_partials(cost, shape, out, chain[0])
