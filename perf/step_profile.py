@@ -1,10 +1,11 @@
 """The kernels of a decode step: launches, time, bytes, fraction of the roofline, and idle time. Needs a GPU.
 
 python -m perf.step_profile --scenario single-512 batch64-512
+python -m perf.step_profile --scenario batch62-768 --prompt-tokens 190
 
 Replays of a step without drafts are traced by torch.profiler. Kernels overlap (programmatic dependent
 launch), and a kernel that waits for its predecessor counts as running, so the times of kernels add up to more
-than the step.
+than the step. With --prompt-tokens, a step also computes a chunk of so many tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def steps_of(kernels: Sequence[Kernel], num_steps: int) -> list[Sequence[Kernel]
 
 
 def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
-    """The weight that each kernel of a plain step multiplies by, derived from its place among the kernels of
-    its name; "" for kernels that multiply by none."""
+    """The weight that each kernel of a step without chunks multiplies by, derived from its place among the
+    kernels of its name; "" for kernels that multiply by none."""
     weights = weight_roles(model)
     named = {role: f"{role} {weight}" for role, weight in weights.items()}
     head = named.pop("lm_head")
@@ -147,14 +148,16 @@ def profile_runs(
     scenario: Scenario,
     options: DecodeOptions,
     bandwidth_tb_s: float,
+    num_prompt_tokens: int = 0,
 ) -> Iterator[KernelRun]:
-    """A run for each kernel and role in the order of the step, then one for the step."""
+    """A run for each kernel and role in the order of the step, then one for the step. With chunks, rows of
+    prompts and of the round share kernels, so there are no roles, and no bytes but those of the step."""
     context = scenario.context + 1 + NUM_WARM_UP_ROUNDS + num_steps / 2
     fields: dict[str, Any] = {
         "engine": "drift",
         "model": model.name,
         "dtype": model.dtype_name or options.dtype_name,
-        "scenario": scenario.name,
+        "scenario": scenario.name + (f"+{num_prompt_tokens}" if num_prompt_tokens else ""),
         "batch": scenario.batch,
         "context": scenario.context,
         "num_steps": num_steps,
@@ -163,7 +166,8 @@ def profile_runs(
     totals: dict[tuple[str, str], float] = {}
     launches: Counter[tuple[str, str]] = Counter()
     for step in steps:
-        for kernel, role in zip(step, roles_of(step, model), strict=True):
+        roles = [""] * len(step) if num_prompt_tokens else roles_of(step, model)
+        for kernel, role in zip(step, roles, strict=True):
             key = kernel.name, role
             totals[key] = totals.get(key, 0.0) + kernel.end - kernel.start
             launches[key] += 1
@@ -179,7 +183,7 @@ def profile_runs(
             us_per_step=total / num_steps,
         )
         num_bytes = role_bytes(role, name, model, scenario.batch, context, options.itemsize)
-        if num_bytes is not None:
+        if num_bytes is not None and not num_prompt_tokens:
             run.num_bytes, run.tb_s = num_bytes, num_bytes / us / 1e6
             run.roofline_fraction = run.tb_s / bandwidth_tb_s
         yield run
@@ -220,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
     made.add_argument("--steps", type=int, default=8)
+    made.add_argument("--prompt-tokens", type=int, default=0, metavar="N", help="of a chunk in each step")
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):
         made.error(f"device={given.device!r}: kernels are traced on a GPU")
@@ -227,11 +232,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from drift_sdk.startup.model_startup import open_model
 
     recording = Recording("profile", given.device, given.out)
-    lengths = (0, NUM_WARM_UP_ROUNDS + given.steps + 8)
+    chunks = [given.prompt_tokens] * (NUM_WARM_UP_ROUNDS + given.steps) if given.prompt_tokens else []
+    lengths = (0, NUM_WARM_UP_ROUNDS + given.steps + 8 + sum(chunks))
     options = DecodeOptions(device=given.device, dtype=given.dtype, executor="graph", lengths=lengths)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / given.model)
-        config = engine_config(model, given.scenario, options)
+        scenarios = [Scenario(one.name, one.batch + bool(chunks), one.context) for one in given.scenario]
+        config = engine_config(model, scenarios, options)
         print(f"opening {model.name}", flush=True)
         opened = open_model(model.path, config, ignore_progress)
         slots = ManualDriver(opened.executor, prefill_token_budget=config.prefill_token_budget)
@@ -242,11 +249,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         try:
             for scenario in given.scenario:
-                slots.fill(scenario.context, [scenario.context + lengths[1]] * scenario.batch)
+                max_lengths = [scenario.context + lengths[1] - sum(chunks)] * scenario.batch
+                slots.fill(scenario.context, max_lengths, waiting=chunks)
                 rounds(NUM_WARM_UP_ROUNDS)
                 kernels = kernels_of_trace(traced(lambda: rounds(given.steps)))
-                found = profile_runs(kernels, given.steps, model, scenario, options, recording.bandwidth_tb_s)
-                for run in found:
+                bandwidth = recording.bandwidth_tb_s
+                for run in profile_runs(
+                    kernels, given.steps, model, scenario, options, bandwidth, given.prompt_tokens
+                ):
                     recording.add(run)
         finally:
             opened.executor.close()

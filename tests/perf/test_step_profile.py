@@ -84,6 +84,21 @@ def test_kernels_of_a_step_are_grouped_by_place(tiny: Model) -> None:
     assert {len(row) for row in rows} == {len(COLUMNS)}
 
 
+def test_kernels_of_a_step_with_chunks_have_no_places(tiny: Model) -> None:
+    """Those of the library have other names, and rows of prompts share them."""
+    names = ["library", "_multiply", "library", "_commit"]
+    kernels = kernels_of_trace(trace_of(names, 2))
+    runs = list(profile_runs(kernels, 2, tiny, Scenario.parse("batch2-64"), OPTIONS, 0.001, 190))
+    assert [(run.kernel, run.shape, run.launches) for run in runs] == [
+        ("library", "", 2),
+        ("_multiply", "", 1),
+        ("_commit", "", 1),
+        ("step", "", 4),
+    ]
+    assert {run.scenario for run in runs} == {"batch2-64+190"}
+    assert all(run.num_bytes is UNSET for run in runs[:-1]) and runs[-1].num_bytes is not UNSET
+
+
 def test_overlapping_kernels_count_once() -> None:
     assert busy_us([Kernel(0, 10, "a"), Kernel(5, 12, "b"), Kernel(6, 8, "c"), Kernel(20, 21, "d")]) == 13
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice, pairwise
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.steps import (
@@ -26,7 +27,7 @@ class ManualDriver:
     """Greedy sequences of random tokens, one in each of an executor's first slots.
 
     Each sequence has the KV blocks of its whole length from the start. A step is collected before the next is
-    launched.
+    launched. A prompt may wait in the slot behind them, for chunks that are computed beside rounds.
     """
 
     def __init__(self, executor: Executor, *, prefill_token_budget: int) -> None:
@@ -35,13 +36,20 @@ class ManualDriver:
         self._num_steps = 0
         self.active: list[int] = []
         """Slots whose sequences have not ended."""
+        self._waiting: Iterator[PrefillChunk] = iter(())
 
-    def fill(self, context: int, max_lengths: Sequence[int], *, seed: int = 0) -> None:
+    def fill(
+        self, context: int, max_lengths: Sequence[int], *, seed: int = 0, waiting: Sequence[int] = ()
+    ) -> None:
         """Start new sequences with prompts of `context` random tokens, and prefill them.
 
         Sequence i, in slot i, ends at max_lengths[i] tokens, the prompt included. seed: of the random tokens.
-        Raises ConfigError if the executor has too few slots or blocks, or too short a context.
+        waiting: the tokens of each chunk of a prompt that is not prefilled. Raises ConfigError if the
+        executor has too few slots or blocks, or too short a context.
         """
+        num_filled = len(max_lengths)
+        if waiting:
+            max_lengths = [*max_lengths, sum(waiting) + 2]
         limits, batch = self._executor.limits, len(max_lengths)
         blocks_each = [-(-(length + 1) // limits.block_size) for length in max_lengths]
         for field, most, needed in (
@@ -53,21 +61,23 @@ class ManualDriver:
                 raise ConfigError.of(field, most, f"at least {needed}, for {batch} sequences")
 
         rng = random.Random(seed)
-        prompts = [[rng.randrange(limits.vocab_size) for _ in range(context)] for _ in max_lengths]
+        lengths = [context] * num_filled + [sum(waiting) + 1] * bool(waiting)
+        prompts = [[rng.randrange(limits.vocab_size) for _ in range(length)] for length in lengths]
         assignments = [
-            SlotAssignment(slot=slot, sampling=_greedy(context, length))
-            for slot, length in enumerate(max_lengths)
+            SlotAssignment(slot=slot, sampling=_greedy(len(prompt), length))
+            for slot, (prompt, length) in enumerate(zip(prompts, max_lengths, strict=True))
         ]
         updates, first = [], 0
         for slot, count in enumerate(blocks_each):
             blocks = tuple(range(first, first + count))
             updates.append(BlockUpdate(slot=slot, first_index=0, block_ids=blocks))
             first += count
-        first_chunks, *others = _prefill_steps(prompts, self._budget)
+        first_chunks, *others = _prefill_steps(prompts[:num_filled], self._budget)
         self._step(assignments=tuple(assignments), block_updates=tuple(updates), prefill=tuple(first_chunks))
         for chunks in others:
             self._step(prefill=tuple(chunks))
-        self.active = list(range(batch))
+        self.active = list(range(num_filled))
+        self._waiting = _chunks_of(num_filled, prompts[num_filled:], waiting)
 
     def round(
         self,
@@ -77,13 +87,15 @@ class ManualDriver:
         max_depth: int | None = None,
         verification: Verification = "whole",
     ) -> StepResult:
-        """Run a decode round with `num_draft_tokens` drafts a slot, of these slots or of all active ones.
+        """Run a decode round with `num_draft_tokens` drafts a slot, of these slots or of all active ones, and
+        the next chunk of the prompt that waits, while there is one.
 
         max_depth: most drafts on a path if they form trees; None: they are chains. verification: see
         `StepPlan`. Slots whose sequences end in it are removed from `active`.
         """
         rows = self.active if slots is None else slots
         result = self._step(
+            prefill=(*islice(self._waiting, 1),),
             decode=tuple(
                 DecodeRow(slot=slot, num_draft_tokens=num_draft_tokens, max_depth=max_depth) for slot in rows
             ),
@@ -126,6 +138,14 @@ def _greedy(num_prompt_tokens: int, max_length: int) -> SlotSampling:
         num_prompt_tokens=num_prompt_tokens,
         max_length=max_length,
     )
+
+
+def _chunks_of(slot: int, prompts: Sequence[Sequence[int]], sizes: Sequence[int]) -> Iterator[PrefillChunk]:
+    """The chunks of these sizes of the prompt in a slot, which has at least a token more; of none, none."""
+    for prompt in prompts:
+        for start, end in pairwise([0, *accumulate(sizes)]):
+            tokens = tuple(prompt[start:end])
+            yield PrefillChunk(slot=slot, start=start, token_ids=tokens, next_token_id=prompt[end])
 
 
 def _prefill_steps(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[PrefillChunk]]:
