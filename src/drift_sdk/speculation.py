@@ -209,7 +209,8 @@ class Speculation(Struct, frozen=True, kw_only=True):
                           without drafts from then on; one whose state is wrong ends with ExecutorError.
                           `EngineStats.violations` counts both.
     required:             True: a draft that cannot be loaded or does not fit raises ModelLoadError. False: it
-                          is logged as a warning, and the engine decodes without drafts.
+                          is logged as a warning, and the engine decodes without drafts. Settings that are
+                          wrong for the draft raise ConfigError in both cases.
 
     A wrong value raises ConfigError.
     """
