@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.source import Source
+from drift_sdk.loading.tensors import CheckedSource
 from drift_sdk.quantised.scheme import config_scheme
 
 CPU = torch.device("cpu")
@@ -117,7 +119,12 @@ def invert_global_scale(tensors: Tensors) -> None:
     tensors[name].reciprocal_()
 
 
-ZEROS = [kind for kind in FORMATS if "gptq" in kind or "awq" in kind or "zero points" in kind]
+SYMMETRIC = [kind for kind in FORMATS if kind in ("packed", "packed, whole rows", "gptq, symmetric")]
+ZEROS = [
+    kind
+    for kind in FORMATS
+    if ("gptq" in kind or "awq" in kind or "zero points" in kind) and kind not in SYMMETRIC
+]
 GROUPS = [kind for kind in FORMATS if "whole" not in kind and "fp8" not in kind]
 BLOCKS = ["fp8, blocks", "fp8, compressed blocks"]
 FAULTS = [
@@ -172,30 +179,54 @@ def halves(*shape: int) -> torch.Tensor:
 WIDE = torch.int64
 E4M3 = torch.float8_e4m3fn
 INT8_ZEROS, MODELOPT = "packed, int8 zero points", "nvfp4, modelopt"
+FP8_KINDS = {
+    "fp8, blocks": "[3, 2]",
+    "fp8, compressed blocks": "[3, 2]",
+    "fp8, channel": "[72, 1] or [72]",
+    "fp8, tensor": "[1] or [] or [1, 1]",
+    "fp8, modelopt": "[1] or [] or [1, 1]",
+    "fp8, vector": "[1] or [] or [1, 1] or [72, 1] or [72]",
+}
+"""Shapes of scales that are allowed for a weight of 72 rows and 80 columns."""
+
+
+def other_shapes(kind: str) -> list[tuple[str, str, torch.Tensor | None, str]]:
+    """Cases of scales with shapes of other kinds."""
+    part = "weight_scale_inv" if kind == "fp8, blocks" else "weight_scale"
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (72,), (72, 1), (3, 2), (2, 2), (1, 1, 1))
+    return [
+        (kind, part, torch.ones(shape), f"has shape {list(shape)}, expected {FP8_KINDS[kind]}")
+        for shape in shapes
+        if str(list(shape)) not in FP8_KINDS[kind].split(" or ")
+    ]
+
+
 DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("gptq", "scales", halves(2, 72), "has shape [2, 72], expected [3, 72]"),
     ("gptq", "scales", zeros(3, 72), "is stored as torch.int32, expected float16"),
     ("gptq", "qzeros", zeros(3, 8), "has shape [3, 8], expected [3, 9]"),
     ("gptq", "qzeros", None, "is missing"),
-    ("gptq", "qzeros", ~zeros(3, 9), "has the zero point 15 of checkpoint_format='gptq'"),
-    ("gptq", "g_idx", torch.arange(80, dtype=torch.int32) % 3, "reorders the columns (desc_act)"),
+    ("gptq", "scales", None, "is missing"),
     ("gptq", "g_idx", zeros(9), "has shape [9], expected [80]"),
     ("gptq", "qweight", torch.zeros(10, 72), "is stored as torch.float32, expected int32"),
     ("gptq", "qweight", zeros(10), "has shape [10], expected a matrix"),
     ("awq", "scales", halves(3, 64), "has shape [3, 64], expected [3, 72]"),
     ("awq", "qzeros", zeros(3, 9, dtype=WIDE), "is stored as torch.int64, expected int32"),
+    ("awq", "qzeros", None, "is missing"),
+    ("awq", "scales", None, "is missing"),
     ("packed", "weight_shape", torch.tensor([72, 96]), "is [72, 96], expected [72, 80]"),
     ("packed", "weight_shape", torch.tensor([72, 79]), "is [72, 79], expected [72, 80]"),
     ("packed", "weight_shape", torch.tensor([72, 80, 1]), "has shape [3], expected [2]"),
     ("packed", "weight_g_idx", zeros(80), "reorders the columns (actorder)"),
-    (INT8_ZEROS, "weight_zero_point", zeros(72, 3, dtype=torch.int8) + 9, "expected -8 to 7"),
-    (
-        "fp8, blocks",
-        "weight_scale_inv",
-        torch.ones(2, 2),
-        "has shape [2, 2], expected [1] or [72, 1] or [3, 2]",
-    ),
-    ("fp8, channel", "weight_scale", torch.ones(71, 1), "has shape [71, 1], expected [1] or [72, 1]"),
+    ("packed", "weight_scale", None, "is missing"),
+    ("packed", "weight_zero_point", zeros(9, 2), "has shape [9, 2], expected [9, 3]"),
+    ("packed, zero points", "weight_zero_point", None, "is missing"),
+    (INT8_ZEROS, "weight_zero_point", None, "is missing"),
+    (INT8_ZEROS, "weight_zero_point", zeros(9, 3, dtype=torch.int8), "has shape [9, 3], expected [72, 3]"),
+    *(case for kind in FP8_KINDS for case in other_shapes(kind)),
+    ("fp8, blocks", "weight_scale_inv", None, "is missing"),
+    *((kind, "weight_scale", None, "is missing") for kind in FP8_KINDS if kind != "fp8, blocks"),
+    ("fp8, channel", "weight_scale", torch.ones(71, 1), "has shape [71, 1], expected [72, 1]"),
     ("fp8, channel", "weight_scale", zeros(72, 1, dtype=WIDE), "is stored as torch.int64"),
     ("fp8, channel", "weight", zeros(72, 80, dtype=torch.int8), "is stored as torch.int8"),
     ("fp8, channel", "weight", zeros(72, 80).to(torch.float8_e5m2), "is stored as torch.float8_e5m2"),
@@ -206,17 +237,35 @@ DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("nvfp4", "weight_global_scale", None, "is missing"),
     ("nvfp4", "weight_global_scale", torch.ones(72), "has shape [72], expected [1]"),
     ("nvfp4", "weight_global_scale", halves(1), "is stored as torch.float16, expected float32"),
-    ("nvfp4", "weight_global_scale", torch.zeros(1), "has 0, expected a positive finite number"),
-    ("nvfp4", "weight_global_scale", torch.tensor([float("inf")]), "has inf, expected a positive"),
+    ("nvfp4", "weight_scale", None, "is missing"),
     (MODELOPT, "weight", zeros(72, 40, dtype=torch.int8), "is stored as torch.int8, expected uint8"),
     (MODELOPT, "weight_scale", torch.ones(()), "has shape [], expected [72, 5]"),
+    (MODELOPT, "weight_scale", None, "is missing"),
     (MODELOPT, "weight_scale_2", None, "is missing"),
-    (MODELOPT, "weight_scale_2", torch.tensor(float("nan")), "has nan, expected a positive finite number"),
+]
+NAN, INF = float("nan"), float("inf")
+NO_CODE = torch.full((72, 5), 0x7F, dtype=torch.uint8).view(E4M3)
+WRONG_NUMBERS: list[tuple[str, str, torch.Tensor | None, str]] = [
+    ("gptq", "qzeros", ~zeros(3, 9), "has the zero point 15 of checkpoint_format='gptq'"),
+    ("gptq", "g_idx", torch.arange(80, dtype=torch.int32) % 3, "reorders the columns (desc_act)"),
+    ("gptq", "scales", halves(3, 72) * NAN, "has NaN or infinity"),
+    ("gptq, symmetric", "qzeros", zeros(3, 9), "has zero points other than 8, expected none"),
+    ("awq", "scales", halves(3, 72) * INF, "has NaN or infinity"),
+    ("packed", "weight_scale", halves(72, 3) * NAN, "has NaN or infinity"),
+    ("packed", "weight_zero_point", zeros(9, 3), "has zero points other than 8, expected none"),
+    (INT8_ZEROS, "weight_zero_point", zeros(72, 3, dtype=torch.int8) + 9, "expected -8 to 7"),
+    ("fp8, channel", "weight_scale", torch.full((72, 1), INF), "has NaN or infinity"),
+    ("fp8, blocks", "weight_scale_inv", torch.full((3, 2), NAN), "has NaN or infinity"),
+    ("nvfp4", "weight_scale", NO_CODE, "has NaN or infinity"),
+    ("nvfp4", "weight_global_scale", torch.zeros(1), "has 0, expected a positive finite number"),
+    ("nvfp4", "weight_global_scale", torch.tensor([INF]), "has inf, expected a positive"),
+    (MODELOPT, "weight_scale", NO_CODE, "has NaN or infinity"),
+    (MODELOPT, "weight_scale_2", torch.tensor(NAN), "has nan, expected a positive finite number"),
     (MODELOPT, "weight_scale_2", torch.tensor(-1.0), "has -1, expected a positive finite number"),
 ]
 
 
-@pytest.mark.parametrize("kind, part, tensor, message", DAMAGED)
+@pytest.mark.parametrize("kind, part, tensor, message", [*DAMAGED, *WRONG_NUMBERS])
 def test_damaged_weights_are_named(
     folders: Callable[[str], Path],
     tmp_path: Path,
@@ -231,6 +280,44 @@ def test_damaged_weights_are_named(
     place = tmp_path if tensor is None else file
     assert str(caught.value).startswith(f"{place}: tensor {DOWN}.{part} ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kind, part, tensor, message", DAMAGED)
+def test_headers_show_damage(
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    kind: str,
+    part: str,
+    tensor: torch.Tensor | None,
+    message: str,
+) -> None:
+    write_changed(folders(kind) / "quantised", tmp_path, {part: tensor})
+    tensors = open_folder(tmp_path)
+    assert isinstance(tensors, CheckedSource)
+    tensors.check("model.layers.0.mlp.down_proj.weight", torch.float32)
+    with pytest.raises(ModelLoadError, match=re.escape(message)) as caught:
+        tensors.check(f"{DOWN}.weight", torch.float32)
+    with pytest.raises(ModelLoadError, match=re.escape(str(caught.value))):
+        tensors.get(f"{DOWN}.weight")
+
+
+@pytest.mark.parametrize("kind", SYMMETRIC)
+def test_symmetric_weights_take_no_bytes_for_zero_points(folders: Callable[[str], Path], kind: str) -> None:
+    tensors = open_folder(folders(kind) / "quantised")
+    weight = tensors.quantised(f"{DOWN}.weight", CPU)
+    assert weight is not None and weight.nbytes == tensors.quantised_bytes(f"{DOWN}.weight")
+
+
+@pytest.mark.parametrize("is_first_symmetric", [True, False])
+def test_zero_points_are_those_of_the_groups_that_fit(tmp_path: Path, is_first_symmetric: bool) -> None:
+    """A checkpoint of two sizes of groups, of which one has zero points."""
+    asymmetric = FORMATS["packed, zero points"].config["config_groups"]["group_0"]
+    other = {"weights": asymmetric["weights"] | {"symmetric": True, "group_size": 16}}
+    groups = dict(enumerate([other, asymmetric] if is_first_symmetric else [asymmetric, other]))
+    settings = FORMATS["packed"].config | {"config_groups": groups}
+    write_mixed(tmp_path, {"quantization_config": settings}, {"a": "packed"})
+    with pytest.raises(ModelLoadError, match="tensor a.weight_zero_point is missing"):
+        open_folder(tmp_path).get("a.weight")
 
 
 def test_codes_beside_a_plain_weight_are_rejected(folders: Callable[[str], Path], tmp_path: Path) -> None:

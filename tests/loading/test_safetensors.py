@@ -60,6 +60,34 @@ def test_broken_file_is_named(index: int, damage: str, tmp_path: Path) -> None:
     assert named in str(caught.value)
 
 
+ENTRY = '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+OTHER = '{"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        f'{{"a": {ENTRY}, "a": {OTHER}}}',
+        f'{{"a": {ENTRY}, "a": {ENTRY}}}',
+        f'{{"a": {ENTRY}, "\\u0061": {ENTRY}}}',
+        f'{{"__metadata__": {{"data_offsets": "x"}}, "a": {ENTRY}, "a": {ENTRY}}}',
+    ],
+)
+def test_names_that_a_header_has_twice_are_refused(header: str, tmp_path: Path) -> None:
+    write_header(tmp_path / SINGLE_FILE, header.encode())
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: 'a' is in the header twice, expected it"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a", "data_offsets", "\u00e4", 'a"', "\\", "dtype"])
+def test_names_of_any_letters_are_read(name: str, tmp_path: Path) -> None:
+    for written in (json.dumps(name), json.dumps(name, ensure_ascii=False)):
+        metadata = '{"format": "pt", "data_offsets": "a\\n"}'
+        header = f'{{"__metadata__": {metadata}, {written}: {ENTRY}}}'
+        write_header(tmp_path / SINGLE_FILE, header.encode())
+        assert list(SafetensorsFolder(tmp_path).names()) == [name]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"a": 1}}', "{}", "\udcff"])
 def test_broken_index_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))

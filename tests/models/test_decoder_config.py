@@ -199,7 +199,8 @@ ROPE3 = {"rope_type": "llama3", **LLAMA3}
         ({"sliding_window": 0}, "sliding_window=0: expected an integer from 1"),
         ({"sliding_window": "4"}, "sliding_window='4'"),
         ({"sliding_window": 4, "use_sliding_window": 1}, "use_sliding_window=1: expected true or false"),
-        ({"quantization_config": [1]}, r"quantization_config with quant_method=\[1\]"),
+        ({"quantization_config": [1]}, r"quantization_config=\[1\]: expected a mapping"),
+        ({"quantization_config": []}, r"quantization_config=\[\]: expected a mapping"),
     ],
 )
 def test_values_out_of_range(changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
 
-from drift_sdk import EngineConfig, ModelLoadError
+from drift_sdk import EngineConfig, ModelLoadError, SyncEngine, inspect
 from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -26,6 +26,9 @@ NUM_LAYERS, NUM_KV_HEADS = 2, 4
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
 PAIR = ("k_scale", "v_scale")
+CONFIG = EngineConfig(
+    device="cpu", dtype="float32", kv_dtype="fp8", weights="stored", kv_cache_tokens=256, max_model_len=64
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +43,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source_of(
-    plain: Path, folder: Path, scales: dict[str, torch.Tensor], settings: dict[str, Any] = COMPRESSED
+    plain: Path,
+    folder: Path,
+    scales: dict[str, torch.Tensor],
+    settings: dict[str, Any] | None = COMPRESSED,
 ) -> Source:
-    """The model's files with scales, by the parts of their names behind those of each layer's attention."""
+    """The model's files with scales, by the parts of their names behind those of each layer's attention.
+
+    settings: of the quantisation; None: the config has none.
+    """
     tensors = load_file(plain / "model.safetensors")
     for layer in range(NUM_LAYERS):
         for part, scale in scales.items():
             tensors[f"model.layers.{layer}.self_attn.{part}"] = (scale * (layer + 1)).to(scale.dtype)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
+    config = json.loads((plain / "config.json").read_text())
+    if settings is not None:
+        config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
     return Source(folder)
 
@@ -65,11 +76,13 @@ def load(source: Source, **options: Any) -> Decoder:
         (("k_proj.k_scale", "v_proj.v_scale"), {"quant_method": "fp8"}),
         (("k_proj.output_scale", "v_proj.output_scale"), COMPRESSED),
         (("kv_scale", "kv_scale"), {"quant_method": "fp8"}),
+        (PAIR, None),
+        (("k_proj.output_scale", "v_proj.output_scale"), None),
     ],
-    ids=["layer", "projections", "outputs", "both"],
+    ids=["layer", "projections", "outputs", "both", "layer, not quantised", "outputs, not quantised"],
 )
 def test_scales_of_all_naming_schemes_are_read(
-    names: tuple[str, str], settings: dict[str, Any], plain: Path, tmp_path: Path
+    names: tuple[str, str], settings: dict[str, Any] | None, plain: Path, tmp_path: Path
 ) -> None:
     scales = {names[0]: torch.tensor([0.25]), names[1]: torch.tensor([0.75])}
     found = load(source_of(plain, tmp_path, scales, settings)).weights.kv_scales
@@ -100,18 +113,34 @@ def test_scales_are_1_where_files_have_none(plain: Path, tmp_path: Path) -> None
         assert found.keys.tolist() == found.values.tolist() == [[1.0] * NUM_KV_HEADS] * NUM_LAYERS
 
 
-def test_scales_are_not_read_for_other_caches(plain: Path, tmp_path: Path) -> None:
-    source = source_of(plain, tmp_path, {"k_scale": torch.zeros(1), "v_scale": torch.zeros(3)})
+@pytest.mark.parametrize("settings", [COMPRESSED, None], ids=["quantised", "not quantised"])
+def test_scales_are_not_read_for_other_caches(
+    settings: dict[str, Any] | None, plain: Path, tmp_path: Path
+) -> None:
+    scales = {"k_scale": torch.zeros(1), "v_scale": torch.zeros(3)}
+    source = source_of(plain, tmp_path, scales, settings)
     config = DecoderConfig.from_hf(source.config)
     decoder = Decoder.load(config, source.tensors(), device=CPU, dtype=torch.bfloat16)
     assert decoder.weights.kv_scales is None
+    expected = load_file(plain / "model.safetensors")
+    assert sorted(source.tensors().names()) == sorted(expected)
+    assert torch.equal(decoder.weights.head, expected["lm_head.weight"].bfloat16())
     assert decoder.kv_dtype == torch.bfloat16
     assert choose_weight_form(EngineConfig(weights="fp8"), config) == "fp8"  # the weights are numbers
 
 
-def test_parts_of_a_model_have_the_scales_of_their_heads(plain: Path, tmp_path: Path) -> None:
+def test_scales_do_not_hide_what_is_not_part_of_the_model(plain: Path, tmp_path: Path) -> None:
+    scales = dict.fromkeys((*PAIR, "q_proj.input_scale"), torch.ones(1))
+    with pytest.raises(ModelLoadError, match="0.self_attn.q_proj.input_scale .* is not part of this model"):
+        load(source_of(plain, tmp_path, scales, None))
+
+
+@pytest.mark.parametrize("settings", [COMPRESSED, None], ids=["quantised", "not quantised"])
+def test_parts_of_a_model_have_the_scales_of_their_heads(
+    settings: dict[str, Any] | None, plain: Path, tmp_path: Path
+) -> None:
     scales = {"k_scale": torch.arange(1.0, 5.0), "v_scale": torch.arange(5.0, 9.0)}
-    source = source_of(plain, tmp_path, scales)
+    source = source_of(plain, tmp_path, scales, settings)
     config = DecoderConfig.from_hf(source.config)
     for rank in range(2):
         shard = Shard(rank=rank, size=2)
@@ -151,8 +180,17 @@ def test_scales_of_some_layers_are_refused(layer: int, plain: Path, tmp_path: Pa
     for part in PAIR:
         del tensors[f"model.layers.{layer}.self_attn.{part}"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=f"model.layers.{layer}.self_attn.k_scale is missing"):
-        load(source)
+    expected = f"model.layers.{layer}.self_attn.k_scale is missing"
+    for config in (
+        source.config,
+        {"quantization_config": None} | json.loads((plain / "config.json").read_text()),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelLoadError, match=expected):
+            load(Source(tmp_path))
+    (reason,) = inspect(tmp_path, CONFIG).reasons
+    assert reason.endswith(expected)
+    assert inspect(tmp_path, CONFIG.replace(kv_dtype=None)).is_supported
 
 
 @pytest.mark.parametrize(
@@ -174,9 +212,14 @@ def test_scales_of_other_schemes_are_refused(
     if change is None:
         weights = {"type": "float", "num_bits": 8, "strategy": "tensor"}
         settings["config_groups"] = {"group_0": {"weights": weights}}
-    source = source_of(plain, tmp_path, {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}, settings)
-    with pytest.raises(ModelLoadError, match=f"kv_cache_scheme.*{message} is not implemented for kv_dtype"):
-        load(source)
+    source_of(plain, tmp_path, {}, settings)
+    file = tmp_path / "config.json"
+    expected = f"{file}: config: quantization_config with .*kv_cache_scheme.*{message} is not implemented for"
+    with pytest.raises(ModelLoadError, match=expected) as caught, SyncEngine(tmp_path, CONFIG):
+        pass
+    assert inspect(tmp_path, CONFIG).reasons == (str(caught.value),)
+    for other in ({"kv_dtype": None}, {"kv_dtype": "nvfp4"}, {"load": "random"}):
+        assert inspect(tmp_path, CONFIG.replace(**other)).is_supported
 
 
 def test_random_weights_have_scales_of_1() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from decoder_parity import load_decoder, poisoned_cache, random_tokens
 from model_zoo import make_model
+from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 from tolerances import assert_near
 
@@ -19,11 +22,13 @@ from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.source import resolve
 from drift_sdk.loading.tensors import InPlaceSource
+from drift_sdk.models import tied_head
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.linear import MIN_ONEDNN_ELEMENTS, linear
 from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.quantised.fp8 import Fp8Weight
 
 GEMMA3 = 30  # a model of the zoo
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -106,6 +111,91 @@ def test_tied_head_shares_memory_and_may_be_stored(tied_folder: Path) -> None:
         load_decoder(tied_folder)
 
     assert file in str(caught.value)
+
+
+def write_tied(folder: Path, out: Path) -> None:
+    """The files of a model with a tied head, all matrices in FP8, the head stored as well."""
+    write_checkpoint(folder, "fp8, channel", out, out.parent / "twin", ignored=())
+    tensors = load_file(out / "model.safetensors")
+    for part in ("weight", "weight_scale"):
+        tensors[f"lm_head.{part}"] = tensors[f"model.embed_tokens.{part}"].clone()
+    save_file(tensors, out / "model.safetensors")
+
+
+def load_quantised(folder: Path, **options: Any) -> Decoder:
+    source = resolve(folder)
+    config = DecoderConfig.from_hf(source.config)
+    options = {"device": "cpu", "dtype": torch.float32, "form": "stored"} | options
+    return Decoder.load(config, source.tensors(), **options)
+
+
+@pytest.mark.parametrize("form", ["stored", "expanded"])
+def test_quantised_tied_head_is_compared_in_parts(
+    form: str, tied_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tied(tied_folder, tmp_path / "quantised")
+    monkeypatch.setattr(tied_head, "COMPARED_ROWS", 7)
+    expanded: list[int] = []
+    dequantise = Fp8Weight.dequantise
+
+    def noted(weight: Fp8Weight, dtype: torch.dtype) -> torch.Tensor:
+        expanded.append(weight.shape[0])
+        return dequantise(weight, dtype)
+
+    monkeypatch.setattr(Fp8Weight, "dequantise", noted)
+    decoder = load_quantised(tmp_path / "quantised", form=form)
+    rows = decoder.config.vocab_size
+    num_parts = 2 * -(-rows // 7)
+    assert max(expanded[:num_parts]) == 7 and sum(expanded[:num_parts]) == 2 * rows
+
+    tensors = load_file(tmp_path / "quantised" / "model.safetensors")
+    tensors["lm_head.weight_scale"][-1] *= 2
+    save_file(tensors, tmp_path / "quantised" / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"tensor lm_head.weight differs from .* tie_word_embeddings"):
+        load_quantised(tmp_path / "quantised", form=form)
+
+
+def test_room_for_weights_is_checked_before_a_tied_head_is_read(
+    tied_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tied(tied_folder, tmp_path / "quantised")
+
+    class NoRoom(Exception):
+        pass
+
+    def refuse(num_bytes: int) -> None:
+        raise NoRoom
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(SafetensorsFolder, "read_into", no_memory)
+    with pytest.raises(NoRoom):
+        load_quantised(tmp_path / "quantised", check_bytes=refuse)
+    monkeypatch.setattr(SafetensorsFolder, "get", no_memory)
+    with pytest.raises(ModelLoadError, match="not enough memory on cpu for .* of weights"):
+        load_quantised(tmp_path / "quantised")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gptq", r"weight of shape .* is missing \(and \d+ more\): model\S+qweight is of a quantised weight"),
+        (
+            "packed",
+            r"weight of shape .* is missing \(and \d+ more\): model\S+weight_packed is of a quantised",
+        ),
+        ("fp8, channel", r"not part of this model \(and \d+ more\): model\S+weight_scale is of a quantised"),
+    ],
+)
+def test_missing_quantisation_is_said(folder: Path, tmp_path: Path, kind: str, expected: str) -> None:
+    write_checkpoint(folder, kind, tmp_path / "quantised", tmp_path / "twin")
+    config = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantised" / "quantize_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelLoadError, match=f"{expected}.* but config.json has no quantization_config"):
+        load_decoder(tmp_path / "quantised")
 
 
 def test_loading_reports_each_tensor(folder: Path) -> None:

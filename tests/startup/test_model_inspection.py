@@ -14,10 +14,24 @@ import torch
 from gguf_model import write_gguf
 from hub_server import HubServer, hub_server
 from model_zoo import make_model
+from quantised_files import write_checkpoint
+from random_folder import make_random_folder
+from safetensors.torch import load_file, save_file
 
-from drift_sdk import ConfigError, DriftError, Engine, EngineConfig, ModelInfo, ModelLoadError, inspect
+from drift_sdk import (
+    ConfigError,
+    DriftError,
+    Engine,
+    EngineConfig,
+    ModelInfo,
+    ModelLoadError,
+    SyncEngine,
+    inspect,
+)
 from drift_sdk.__main__ import main
+from drift_sdk.loading.source import Source
 from drift_sdk.models import decoder
+from drift_sdk.models.decoder_config import DecoderConfig
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_cache_tokens=1024, max_model_len=256)
 
@@ -132,6 +146,103 @@ def test_the_reason_is_the_error_of_starting(
     if "kv_cache_tokens" in config:  # the free memory is measured by each
         reason, said = (text.partition("expected")[0] for text in (reason, said))
     assert reason == said
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def quantised_folder(models: Path, out: Path, kind: str) -> Path:
+    write_checkpoint(models / "qwen3", kind, out / "quantised", out / "twin")
+    return out / "quantised"
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "tensor"),
+    [
+        ("nvfp4", "weight_global_scale", None),
+        ("gptq", "qzeros", None),
+        ("packed, zero points", "weight_zero_point", None),
+        ("fp8, channel", "weight_scale", None),
+        ("fp8, channel", "weight_scale", torch.ones(5, 1)),
+        ("fp8, blocks", "weight_scale_inv", torch.ones(1)),
+        ("fp8, channel", "weight", torch.float8_e5m2),
+        ("fp8, channel", "weight", torch.int64),
+    ],
+)
+@pytest.mark.parametrize("weights", ["stored", "expanded"])
+def test_damage_that_headers_show_is_the_error_of_starting(
+    kind: str,
+    part: str,
+    tensor: torch.Tensor | torch.dtype | None,
+    weights: str,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    folder = quantised_folder(models, tmp_path, kind)
+    tensors = load_file(folder / "model.safetensors")
+    old = tensors.pop(f"{DOWN}.{part}")
+    if isinstance(tensor, torch.dtype):
+        tensor = old.float().to(tensor)
+    if tensor is not None:
+        tensors[f"{DOWN}.{part}"] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    config = CONFIG.replace(weights=weights)
+    with (
+        pytest.raises(ModelLoadError, match=rf"tensor {DOWN}\.{part} ") as caught,
+        SyncEngine(folder, config),
+    ):
+        pass
+    assert inspect(folder, config).reasons == (str(caught.value),)
+
+
+def test_plain_tensors_of_integers_are_reasons(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].to(torch.int64)
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors")
+    (reason,) = inspect(folder, CONFIG).reasons
+    assert f"tensor {DOWN}.weight is stored as torch.int64, expected float32" in reason
+
+
+@pytest.mark.parametrize("weights", ["int4", "nvfp4"])
+@pytest.mark.parametrize("load", ["auto", "random"])
+def test_odd_columns_are_a_reason(weights: str, load: str, tmp_path: Path) -> None:
+    folder = make_random_folder(tmp_path, "llama", hidden_size=64, intermediate_size=33, head_dim=8)
+    config = CONFIG.replace(weights=weights, load=load)
+    reasons = inspect(folder, config).reasons
+    (reason,) = [reason for reason in reasons if "weights=" in reason]
+    assert reason == (
+        f'weights=\'{weights}\': expected None, "expanded" or "fp8": model.layers.0.mlp.down_proj.weight has '
+        "33 columns, an odd number"
+    )
+    if load == "random":
+        with pytest.raises(ConfigError) as caught, SyncEngine(folder, config):
+            pass
+        assert (str(caught.value),) == reasons
+    assert not any("weights=" in reason for reason in inspect(folder, config.replace(weights="fp8")).reasons)
+
+
+def test_head_that_is_not_tied_is_a_reason(folder: Path) -> None:
+    change(folder, "config.json", tie_word_embeddings=True)
+    with pytest.raises(ModelLoadError, match="lm_head.weight differs") as caught, SyncEngine(folder, CONFIG):
+        pass
+    assert inspect(folder, CONFIG).reasons == (str(caught.value),)
+
+
+@pytest.mark.parametrize("kind", ["packed", "gptq, symmetric"])
+def test_bytes_of_symmetric_weights_are_those_in_memory(kind: str, models: Path, tmp_path: Path) -> None:
+    folder = quantised_folder(models, tmp_path, kind)
+    found = inspect(folder, CONFIG.replace(weights="stored")).weight_bytes
+    source = Source(folder)
+    shapes = DecoderConfig.from_hf(source.config)
+    model = decoder.Decoder.load(
+        shapes, source.tensors(), device="cpu", dtype=torch.float32, form="stored"
+    ).weights
+    matrices = {id(each): each for each in (model.embedding, model.head)}.values()
+    vectors = [tensor for tensor in load_file(folder / "model.safetensors").values() if tensor.ndim == 1]
+    norms = sum(4 * len(tensor) for tensor in vectors if tensor.dtype == torch.float32)
+    layers = [each for layer in model.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    assert found == norms + sum(each.nbytes for each in (*matrices, *layers))
 
 
 def test_broken_files_of_weights_are_reasons(folder: Path) -> None:

@@ -10,56 +10,75 @@ from __future__ import annotations
 import torch
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.stored_tensors import StoredTensors
+from drift_sdk.loading.stored_tensors import Shape, StoredTensors
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
 from drift_sdk.quantised.scheme import Scheme
 
 __all__ = [
+    "compressed_nvfp4_bytes",
     "compressed_nvfp4_shape",
+    "modelopt_nvfp4_bytes",
     "modelopt_nvfp4_shape",
     "read_compressed_nvfp4",
     "read_modelopt_nvfp4",
 ]
 
+COMPRESSED = "weight_packed", "weight_global_scale"
+MODELOPT = "weight", "weight_scale_2"
+"""Names of the codes and of the scale of the tensor."""
 
-def compressed_nvfp4_shape(stored: StoredTensors) -> tuple[int, int]:
+
+def compressed_nvfp4_shape(stored: StoredTensors) -> Shape:
     """Rows and columns of a weight of compressed-tensors."""
     rows, num_bytes = stored.matrix_shape("weight_packed")
     return rows, 2 * num_bytes
 
 
-def modelopt_nvfp4_shape(stored: StoredTensors) -> tuple[int, int]:
+def modelopt_nvfp4_shape(stored: StoredTensors) -> Shape:
     """Rows and columns of a weight of ModelOpt."""
     rows, num_bytes = stored.matrix_shape("weight")
     return rows, 2 * num_bytes
 
 
-def read_compressed_nvfp4(stored: StoredTensors, _: Scheme) -> Nvfp4Weight:
+def compressed_nvfp4_bytes(stored: StoredTensors, shape: Shape, _: Scheme) -> int:
+    """Bytes that a weight of compressed-tensors takes. Raises ModelLoadError unless the headers of all its
+    tensors are as they have to be."""
+    return _check(stored, shape, *COMPRESSED)
+
+
+def modelopt_nvfp4_bytes(stored: StoredTensors, shape: Shape, _: Scheme) -> int:
+    """The same of a weight of ModelOpt."""
+    return _check(stored, shape, *MODELOPT)
+
+
+def read_compressed_nvfp4(stored: StoredTensors, shape: Shape, _: Scheme) -> Nvfp4Weight:
     """A weight of compressed-tensors: weight_packed, weight_scale and weight_global_scale."""
-    return _read(stored, "weight_packed", "weight_global_scale", is_divided=True)
+    return _read(stored, shape, *COMPRESSED, is_divided=True)
 
 
-def read_modelopt_nvfp4(stored: StoredTensors, _: Scheme) -> Nvfp4Weight:
+def read_modelopt_nvfp4(stored: StoredTensors, shape: Shape, _: Scheme) -> Nvfp4Weight:
     """A weight of ModelOpt: weight, weight_scale and weight_scale_2."""
-    return _read(stored, "weight", "weight_scale_2", is_divided=False)
+    return _read(stored, shape, *MODELOPT, is_divided=False)
 
 
-def _read(stored: StoredTensors, codes: str, global_scale: str, *, is_divided: bool) -> Nvfp4Weight:
-    rows, num_bytes = stored.matrix_shape(codes)
-    num_groups = -(-2 * num_bytes // NVFP4_GROUP)
-    found = stored.shape(global_scale)
-    if found not in ((), (1,)):
-        raise ModelLoadError(f"{stored.place(global_scale)} has shape {list(found)}, expected [1]")
+def _check(stored: StoredTensors, shape: Shape, codes: str, global_scale: str) -> int:
+    rows, num_bytes = shape[0], shape[1] // 2
+    num_groups = -(-shape[1] // NVFP4_GROUP)
+    stored.check(codes, [(rows, num_bytes)], (torch.uint8,))
+    stored.check("weight_scale", [(rows, num_groups)], (torch.float8_e4m3fn,))
+    stored.check(global_scale, [(1,), ()], (torch.float32,))
+    return rows * (num_bytes + num_groups + 4)
 
-    scale = stored.read(global_scale, found, (torch.float32,)).reshape(1)
+
+def _read(
+    stored: StoredTensors, shape: Shape, codes: str, global_scale: str, *, is_divided: bool
+) -> Nvfp4Weight:
+    _check(stored, shape, codes, global_scale)
+    scale = stored.read(global_scale).reshape(1)
     if not 0 < scale.item() < float("inf"):
         raise ModelLoadError(
             f"{stored.place(global_scale)} has {scale.item():g}, expected a positive finite number"
         )
 
-    return Nvfp4Weight(
-        stored.read(codes, (rows, num_bytes), (torch.uint8,)),
-        stored.read("weight_scale", (rows, num_groups), (torch.float8_e4m3fn,)),
-        scale.expand(rows).contiguous(),
-        is_divided,
-    )
+    scales = stored.read_finite("weight_scale")
+    return Nvfp4Weight(stored.read(codes), scales, scale.expand(shape[0]).contiguous(), is_divided)

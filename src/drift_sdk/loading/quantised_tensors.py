@@ -9,48 +9,40 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.fp8_tensors import FP8_SCALES, fp8_bytes, fp8_shape, read_fp8
 from drift_sdk.loading.int4_codes import (
+    awq_bytes,
     awq_shape,
+    gptq_bytes,
     gptq_shape,
+    packed_bytes,
     packed_shape,
     read_awq,
     read_gptq,
     read_packed,
 )
+from drift_sdk.loading.kv_scale_tensors import check_kv_scales, read_kv_scales
 from drift_sdk.loading.nvfp4_tensors import (
+    compressed_nvfp4_bytes,
     compressed_nvfp4_shape,
+    modelopt_nvfp4_bytes,
     modelopt_nvfp4_shape,
     read_compressed_nvfp4,
     read_modelopt_nvfp4,
 )
-from drift_sdk.loading.stored_tensors import StoredSource, StoredTensors
+from drift_sdk.loading.stored_tensors import Shape, StoredSource, StoredTensors
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.scheme import Scheme, Storage
 from drift_sdk.quantised.weight import QuantisedWeight
 
 __all__ = ["QuantisedSource", "QuantisedTensors"]
 
 CPU = torch.device("cpu")
-FP8_SCALES = ("weight_scale_inv", "weight_scale")
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 ACTIVATIONS = (
     *("activation_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale"),
     *("k_scale", "v_scale", "kv_scale"),
 )
 """The last part of the names of scales of activations and of the KV cache, which belong to no weight."""
-
-KV_SCALES = (
-    ("k_scale", "v_scale"),
-    ("k_proj.k_scale", "v_proj.v_scale"),
-    ("qkv_proj.k_scale", "qkv_proj.v_scale"),
-    ("k_proj.output_scale", "v_proj.output_scale"),
-    ("kv_scale", "kv_scale"),
-)
-"""Names of the scales of keys and values behind that of a layer's attention, by the tools that write them:
-compressed-tensors and AutoFP8, ModelOpt, older releases of the first two."""
-
-KV_SCALE_RANGE = (2.0**-64, 2.0**64)
 
 
 @runtime_checkable
@@ -67,17 +59,22 @@ class QuantisedSource(TensorSource, Protocol):
 class _Kind(Struct, frozen=True):
     """The tensors of weights of one storage.
 
-    codes:  the last part of the name of the codes.
-    beside: the same of the tensors that belong to them; one of `scales` is always there.
-    shape:  rows and columns of the weight, from the tensors' headers.
-    mark:   of `beside`, the tensor that other storages with such names lack; "" if there is none.
+    codes:     the last part of the name of the codes, and their dtype.
+    scales:    the same of the scales, which may have one of several names.
+    beside:    of other tensors that belong to them.
+    shape:     rows and columns of the weight, from the tensors' headers.
+    num_bytes: most bytes that the weight takes. Raises ModelLoadError unless the headers of all its tensors
+               are as they have to be.
+    mark:      of `beside`, the tensor that other storages with such names lack; "" if there is none.
     """
 
     codes: str
+    dtype: torch.dtype
     scales: tuple[str, ...]
     beside: tuple[str, ...]
-    shape: Callable[[StoredTensors], tuple[int, int]]
-    read: Callable[[StoredTensors, Scheme], QuantisedWeight]
+    shape: Callable[[StoredTensors], Shape]
+    num_bytes: Callable[[StoredTensors, Shape, Scheme], int]
+    read: Callable[[StoredTensors, Shape, Scheme], QuantisedWeight]
     mark: str = ""
 
 
@@ -95,11 +92,11 @@ class QuantisedTensors:
         self._tensors = tensors
         self._scheme = scheme
         self._stored: dict[str, tuple[StoredTensors, _Kind]] = {}
+        self._shapes: dict[str, Shape] = {}  # those that were asked for: they may be read from files
         used: set[str] = set()
-        names = set(tensors.names())
         for name in tensors.names():
             prefix, _, part = name.rpartition(".")
-            kind = _kind_of(scheme.storages, prefix, part, names)
+            kind = _kind_of(scheme.storages, tensors, prefix, part)
             if kind is not None:
                 self._stored[f"{prefix}.weight"] = StoredTensors(tensors, prefix, CPU), kind
                 used |= {f"{prefix}.{other}" for other in (kind.codes, *kind.scales, *kind.beside)}
@@ -119,11 +116,14 @@ class QuantisedTensors:
         return self._names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._stored:
-            return self._tensors.shape(name)
+        return self._shape(name) if name in self._stored else self._tensors.shape(name)
 
-        stored, kind = self._stored[name]
-        return kind.shape(stored)
+    def _shape(self, name: str) -> Shape:
+        """Rows and columns of a quantised weight."""
+        if name not in self._shapes:
+            stored, kind = self._stored[name]
+            self._shapes[name] = kind.shape(stored)
+        return self._shapes[name]
 
     def file(self, name: str) -> str:
         if name not in self._stored:
@@ -132,46 +132,20 @@ class QuantisedTensors:
         stored, kind = self._stored[name]
         return self._tensors.file(f"{stored.prefix}.{kind.codes}")
 
+    def check(self, name: str, place: torch.dtype) -> None:
+        """Check headers, as in CheckedSource."""
+        if name not in self._stored:
+            self._tensors.check(name, place)
+        else:
+            self.quantised_bytes(name)
+
+    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
+        """Check headers of scales of the KV cache, as in KVScaleSource."""
+        check_kv_scales(self._tensors, num_layers, num_kv_heads)
+
     def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Scales of the KV cache, as in KVScaleSource. Files have them for all layers, or for none."""
-        names = set(self._tensors.names())
-        for pair in KV_SCALES:
-            if not any(f"{attention(layer)}.{part}" in names for layer in range(num_layers) for part in pair):
-                continue
-
-            if self._scheme.kv_obstacle:
-                raise ModelLoadError(
-                    f"{self.location}: quantization_config with {self._scheme.kv_obstacle} is not "
-                    'implemented for kv_dtype="fp8": expected static scales of e4m3'
-                )
-
-            keys, values = (
-                torch.stack([self._kv_scale(layer, part, num_kv_heads) for layer in range(num_layers)])
-                for part in pair
-            )
-            return keys, values
-
-        return None
-
-    def _kv_scale(self, layer: int, part: str, num_kv_heads: int) -> torch.Tensor:
-        """Scales of a layer, [num_kv_heads], from one for all heads or one for each."""
-        stored = StoredTensors(self._tensors, attention(layer), CPU)
-        found = stored.shape(part)
-        if (
-            torch.Size(found).numel() not in (1, num_kv_heads)
-            or max(found, default=1) != torch.Size(found).numel()
-        ):
-            raise ModelLoadError(
-                f"{stored.place(part)} has shape {list(found)}, expected [1] or [{num_kv_heads}]"
-            )
-
-        scales = stored.read(part, found, SCALE_DTYPES).to(torch.float32).reshape(-1)
-        low, high = KV_SCALE_RANGE
-        wrong = scales[~((scales >= low) & (scales <= high))]
-        if len(wrong):
-            raise ModelLoadError(f"{stored.place(part)} has {wrong[0]:g}, expected 2**-64 to 2**64")
-
-        return scales.expand(num_kv_heads).contiguous()
+        """Scales of the KV cache, as in KVScaleSource."""
+        return read_kv_scales(self._tensors, num_layers, num_kv_heads)
 
     def get(self, name: str) -> torch.Tensor:
         weight = self.quantised(name, CPU)
@@ -190,106 +164,68 @@ class QuantisedTensors:
             return None
 
         stored, kind = self._stored[name]
-        rows, columns = self.shape(name)
-        scales = next(part for part in kind.scales if stored.has(part))
-        num_scales = torch.Size(stored.shape(scales)).numel()
-        if kind is KINDS["fp8"]:
-            return rows * columns + 4 * (rows if num_scales == 1 else num_scales)
-
-        if kind.mark:
-            return rows * columns // 2 + num_scales + 4 * rows
-
-        return rows * columns // 2 + num_scales * (stored.dtype(scales).itemsize + 1)
+        return kind.num_bytes(stored, self._shape(name), self._scheme)
 
     def quantised(self, name: str, device: torch.device) -> QuantisedWeight | None:
         if name not in self._stored:
             return None
 
         stored, kind = self._stored[name]
-        self.shape(name)  # raises for codes that are no matrix
-        return kind.read(StoredTensors(stored.tensors, stored.prefix, device), self._scheme)
+        place = StoredTensors(stored.tensors, stored.prefix, device)
+        return kind.read(place, self._shape(name), self._scheme)
 
 
-def _kind_of(storages: Sequence[Storage], prefix: str, part: str, names: Collection[str]) -> _Kind | None:
+def _kind_of(storages: Sequence[Storage], tensors: StoredSource, prefix: str, part: str) -> _Kind | None:
     """The storage of a module's codes, of those that a checkpoint has; None for other tensors.
 
-    part: the last part of a tensor's name. names: of all tensors.
+    prefix, part: of the name of a tensor. It has codes if there are scales beside it, or if it has the dtype
+    of codes: then the scales are missing.
     """
+    names, name = tensors.names(), f"{prefix}.{part}"
     found = [
         kind
         for kind in map(KINDS.__getitem__, storages)
-        if part == kind.codes and any(f"{prefix}.{scales}" in names for scales in kind.scales)
+        if part == kind.codes
+        and (
+            any(f"{prefix}.{scales}" in names for scales in kind.scales) or tensors.dtype(name) == kind.dtype
+        )
     ]
     # That with its mark, else one that needs none, else the one whose mark is missing.
     found.sort(key=lambda kind: 1 if not kind.mark else 0 if f"{prefix}.{kind.mark}" in names else 2)
     return found[0] if found else None
 
 
-def attention(layer: int) -> str:
-    """The name of a layer's attention."""
-    return f"model.layers.{layer}.self_attn"
-
-
-def _fp8_shape(stored: StoredTensors) -> tuple[int, int]:
-    return stored.matrix_shape("weight")
-
-
-def _read_fp8(stored: StoredTensors, scheme: Scheme) -> Fp8Weight:
-    """A weight of e4m3 numbers with scales for the tensor, for each row or for each block."""
-    rows, columns = stored.shape("weight")
-    values = stored.read("weight", (rows, columns), (torch.float8_e4m3fn,))
-    part, *others = [part for part in FP8_SCALES if stored.has(part)]
-    if others:
-        raise ModelLoadError(f"{stored.place(part)} is beside {others[0]}, expected one of them")
-
-    found = stored.shape(part)
-    scales = stored.read(part, found, SCALE_DTYPES).to(torch.float32)
-    if scales.numel() == 1:
-        return Fp8Weight(values, scales.reshape(1, 1).expand(rows, 1).contiguous(), (1, columns))
-
-    if found in ((rows,), (rows, 1)):
-        return Fp8Weight(values, scales.reshape(rows, 1), (1, columns))
-
-    counts = {
-        (height, min(width, columns)): (-(-rows // height), -(-columns // width))
-        for height, width in scheme.blocks
-    }
-    fitting = [block for block, count in counts.items() if count == found]
-    if len({(min(height, rows), width) for height, width in fitting}) > 1:
-        sizes = " and of ".join(f"{height}x{width}" for height, width in fitting)
-        raise ModelLoadError(f"{stored.place(part)} fits blocks of {sizes}")
-
-    if fitting:
-        return Fp8Weight(values, scales, fitting[0])
-
-    lists = " or ".join(map(str, ([1], [rows, 1], *map(list, counts.values()))))
-    raise ModelLoadError(f"{stored.place(part)} has shape {list(found)}, expected {lists}")
-
-
+INT32, UINT8 = torch.int32, torch.uint8
 KINDS: dict[Storage, _Kind] = {
-    "fp8": _Kind("weight", FP8_SCALES, (), _fp8_shape, _read_fp8),
-    "awq": _Kind("qweight", ("scales",), ("qzeros",), awq_shape, read_awq),
-    "gptq": _Kind("qweight", ("scales",), ("qzeros", "g_idx"), gptq_shape, read_gptq),
+    "fp8": _Kind("weight", torch.float8_e4m3fn, FP8_SCALES, (), fp8_shape, fp8_bytes, read_fp8),
+    "awq": _Kind("qweight", INT32, ("scales",), ("qzeros",), awq_shape, awq_bytes, read_awq),
+    "gptq": _Kind("qweight", INT32, ("scales",), ("qzeros", "g_idx"), gptq_shape, gptq_bytes, read_gptq),
     "packed": _Kind(
         "weight_packed",
+        INT32,
         ("weight_scale",),
         ("weight_zero_point", "weight_shape", "weight_g_idx"),
         packed_shape,
+        packed_bytes,
         read_packed,
     ),
     "compressed_nvfp4": _Kind(
         "weight_packed",
+        UINT8,
         ("weight_scale",),
         ("weight_global_scale",),
         compressed_nvfp4_shape,
+        compressed_nvfp4_bytes,
         read_compressed_nvfp4,
         mark="weight_global_scale",
     ),
     "modelopt_nvfp4": _Kind(
         "weight",
+        UINT8,
         ("weight_scale",),
         ("weight_scale_2",),
         modelopt_nvfp4_shape,
+        modelopt_nvfp4_bytes,
         read_modelopt_nvfp4,
         mark="weight_scale_2",
     ),

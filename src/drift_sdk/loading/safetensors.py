@@ -5,6 +5,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from io import FileIO
 from pathlib import Path, PurePath
@@ -123,6 +124,10 @@ class SafetensorsFolder:
         """The stored dtype of a tensor. Of a rare one, safetensors knows it, by a view of the mapping."""
         return DTYPES.get(self._entry(name).dtype) or self.get(name).dtype
 
+    def check(self, name: str, place: torch.dtype) -> None:
+        """Check the header, as in CheckedSource."""
+        check_dtype(self, name, self.dtype(name), place)
+
     def _entry(self, name: str) -> _Entry:
         return self._entries[self._files[name]][self._stored_names[name]]
 
@@ -143,7 +148,7 @@ class SafetensorsFolder:
         """
         dtype = self.dtype(name)
         if dtype != place.dtype:
-            check_dtype(self, name, dtype, place.dtype)
+            self.check(name, place.dtype)
         try:
             with FileIO(self._folder / self._files[name]) as stored:
                 stored.seek(self._entry(name).data_offsets[0])
@@ -242,10 +247,32 @@ def _entries(path: Path) -> dict[str, _Entry]:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: not a safetensors header: {error}") from error
 
+    _check_unique(path, header, len(raw))
     for entry in entries.values():
         first, end = (LENGTH_BYTES + num_bytes + offset for offset in entry.data_offsets)
         entry.data_offsets = first, end
     return entries
+
+
+def _check_unique(path: Path, header: bytes, num_tensors: int) -> None:
+    """Raise ModelLoadError if the header of a file that is known to be whole has a name twice.
+
+    num_tensors: the number of different names.
+    """
+    # Each entry has this key. A header that has it as often as names, none of them escaped, has each name
+    # once: to decode all pairs takes long for many tensors.
+    if header.count(b'"data_offsets"') == num_tensors and b"\\" not in header:
+        return
+
+    def check_pairs(pairs: list[tuple[str, object]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ModelLoadError(f"{path}: {short_repr(name)} is in the header twice, expected it once")
+
+            seen.add(name)
+
+    json.loads(header, object_pairs_hook=check_pairs)
 
 
 def _open(path: Path) -> Any:

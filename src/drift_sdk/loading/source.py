@@ -16,6 +16,7 @@ from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
 from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
+from drift_sdk.loading.kv_scale_tensors import ScaledTensors, has_kv_scales
 from drift_sdk.loading.quantised_tensors import QuantisedTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
@@ -142,7 +143,10 @@ class Source:
             return OriginalTensors(folder)
 
         scheme = config_scheme(settings)
-        return folder if scheme is None else QuantisedTensors(folder, scheme)
+        if scheme is not None:
+            return QuantisedTensors(folder, scheme)
+
+        return ScaledTensors(folder) if has_kv_scales(folder.names()) else folder
 
     @property
     def has_tokenizer(self) -> bool:

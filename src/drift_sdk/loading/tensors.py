@@ -9,7 +9,7 @@ import torch
 
 from drift_sdk.errors import ModelLoadError
 
-__all__ = ["FiniteCheck", "InPlaceSource", "TensorSource", "check_dtype"]
+__all__ = ["CheckedSource", "FiniteCheck", "InPlaceSource", "TensorSource", "check_dtype"]
 
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -53,6 +53,15 @@ class InPlaceSource(TensorSource, Protocol):
         Raises ModelLoadError also for a tensor of another dtype that is not stored as floating-point numbers,
         or for a place of uint8, as uint8.
         """
+
+
+@runtime_checkable
+class CheckedSource(TensorSource, Protocol):
+    """A TensorSource that finds out from the headers of files what can be read."""
+
+    def check(self, name: str, place: torch.dtype) -> None:
+        """Raise ModelLoadError if headers show that a tensor cannot be read into a place of dtype `place`:
+        its own, and of a quantised weight those of all its tensors."""
 
 
 def check_dtype(

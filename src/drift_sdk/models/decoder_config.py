@@ -16,7 +16,7 @@ from drift_sdk.models.layer_kinds import layer_kinds_from_hf
 from drift_sdk.models.rope import Rope
 from drift_sdk.models.settings import MAX_CONTEXT, MAX_SIZE, read_bool, read_int, read_number
 from drift_sdk.models.text_part import text_settings
-from drift_sdk.quantised.scheme import Scheme, config_scheme
+from drift_sdk.quantised.scheme import METHODS, Scheme, config_scheme, quantisation_settings
 
 __all__ = ["Activation", "DecoderConfig"]
 
@@ -253,12 +253,13 @@ def _check_options(config: Mapping[str, Any]) -> None:
 def _quantisation(config: Mapping[str, Any], family: str) -> Scheme | None:
     """The scheme of quantised weights other than MXFP4 experts, which only gpt-oss has; beside them, only
     blocks of GGUF are known."""
-    settings = config.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    settings = quantisation_settings(config)
+    method = settings.get("quant_method")
     is_known = method in ("mxfp4", "gguf") if family == "gpt_oss" else method != "mxfp4"
     if settings and not is_known:
+        allowed = "'mxfp4'" if family == "gpt_oss" else f"one of {', '.join(map(repr, METHODS))}"
         found = f"quantization_config with quant_method={short_repr(method)}"
-        raise ModelLoadError(f"config: {found} is not implemented for this architecture")
+        raise ModelLoadError(f"config: {found}: expected {allowed} for this architecture")
 
     return config_scheme(config)
 

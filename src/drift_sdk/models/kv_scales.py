@@ -15,13 +15,16 @@ __all__ = ["KVScaleSource", "KVScales", "load_kv_scales"]
 
 @runtime_checkable
 class KVScaleSource(TensorSource, Protocol):
-    """A TensorSource whose files may have scales of the KV cache."""
+    """A TensorSource whose files may have scales of the KV cache.
+
+    Both methods raise ModelLoadError naming file and tensor.
+    """
+
+    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
+        """Find out from headers whether `kv_scales` can read the scales."""
 
     def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Scales of keys and of values, float32 [num_layers, num_kv_heads] each, on the CPU; None without.
-
-        Raises ModelLoadError naming file and tensor, or the setting that says how they were made.
-        """
+        """Scales of keys and of values, float32 [num_layers, num_kv_heads] each, on the CPU; None without."""
 
 
 NVFP4_SCALE = 0.25

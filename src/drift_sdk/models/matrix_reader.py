@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.tensors import FiniteCheck, TensorSource
 from drift_sdk.models.filling import fill_place
@@ -16,7 +15,7 @@ from drift_sdk.quantised.int4 import QUANTISED_GROUP, quantise_int4
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, quantise_nvfp4
 from drift_sdk.quantised.weight import QuantisedWeight
 
-__all__ = ["QUANTISERS", "MatrixReader", "WeightForm", "quantised_bytes"]
+__all__ = ["PAIRED", "QUANTISERS", "MatrixReader", "WeightForm", "quantised_bytes"]
 
 WeightForm = Literal["expanded", "stored", "fp8", "int4", "nvfp4"]
 """Form of weights in memory. "expanded": numbers of the model's dtype. "stored": as files store them. "fp8",
@@ -27,6 +26,8 @@ QUANTISERS: dict[WeightForm, Callable[[torch.Tensor], QuantisedWeight]] = {
     "int4": quantise_int4,
     "nvfp4": quantise_nvfp4,
 }
+PAIRED: tuple[WeightForm, ...] = ("int4", "nvfp4")
+"""Forms with two columns in a byte: their number has to be even."""
 
 
 class MatrixReader:
@@ -71,13 +72,6 @@ class MatrixReader:
         return weight
 
     def _quantise(self, name: str) -> QuantisedWeight:
-        columns = self._tensors.shape(name)[1]
-        if self._form in ("int4", "nvfp4") and columns % 2:
-            raise ModelLoadError(
-                f"{self._tensors.file(name)}: tensor {name} has {columns} columns, expected an even number "
-                f'for weights="{self._form}"'
-            )
-
         matrix = torch.empty(self._tensors.shape(name), dtype=torch.float32, device=self._device)
         fill_place(matrix, self._tensors, name)
         return QUANTISERS[self._form](matrix)

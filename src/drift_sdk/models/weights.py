@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,29 +10,34 @@ import torch
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.mxfp4 import ScaleCheck
 from drift_sdk.loading.quantised_tensors import QuantisedSource
-from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.loading.tensors import CheckedSource, TensorSource
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.expert_weights import allocate_experts
 from drift_sdk.models.experts import ExpertWeights
-from drift_sdk.models.filling import fill_places, read_tensor
+from drift_sdk.models.filling import fill_places
 from drift_sdk.models.kv_numbers import KVForm
-from drift_sdk.models.kv_scales import KVScales, load_kv_scales
-from drift_sdk.models.matrix_reader import QUANTISERS, MatrixReader, WeightForm, quantised_bytes
+from drift_sdk.models.kv_scales import KVScales, KVScaleSource, load_kv_scales
+from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, MatrixReader, WeightForm, quantised_bytes
+from drift_sdk.models.tied_head import EMBEDDING, HEAD, check_tied_head
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
 __all__ = [
+    "HEAD",
     "DecoderWeights",
     "LayerWeights",
     "check_tensors",
     "load_weights",
     "meta_weights",
+    "odd_columns",
     "others",
     "tensor_shapes",
     "weight_bytes",
 ]
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+QUANTISED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+"""The last part of the names of tensors that quantised weights have in place of "weight", or beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,25 @@ def weight_bytes(
     return sum(sizes.values())
 
 
+def odd_columns(config: DecoderConfig, form: WeightForm) -> str:
+    """The first matrix with a number of columns that its form cannot have, in words; "" if there is none."""
+    if form not in PAIRED:
+        return ""
+
+    projections: list[str] = []
+
+    def note(name: str, is_projection: bool) -> None:
+        if is_projection:
+            projections.append(name)
+
+    _, places = _allocate(config, torch.device("meta"), torch.float32, note)
+    for name in projections:
+        if places[name].shape[1] % 2:
+            return f"{name} has {places[name].shape[1]} columns, an odd number"
+
+    return ""
+
+
 def load_weights(
     config: DecoderConfig,
     tensors: TensorSource,
@@ -135,7 +159,10 @@ def load_weights(
     Raises ModelLoadError naming tensor and file: before memory is allocated, for a tensor that is missing,
     unexpected or misshapen; if there is not enough memory; and for a tensor that is not finite in `dtype`.
     """
-    check_tensors(config, tensors)
+    check_tensors(config, tensors, kv_form)
+    if reason := odd_columns(config, form):
+        raise ModelLoadError(f'{tensors.location}: tensor {reason}: expected another form than "{form}"')
+
     if config.experts is not None and config.experts.is_quantised and dtype == torch.float16:
         raise ModelLoadError(
             f"{tensors.location}: MXFP4 weights in float16: expected bfloat16 or float32, which hold all of "
@@ -156,6 +183,7 @@ def load_weights(
     reader = MatrixReader(tensors, form, device=device, dtype=dtype, on_read=count)
     finite, scales = reader.finite, ScaleCheck(tensors)
     try:
+        check_tied_head(config, tensors)
         weights, places = _allocate(config, device, dtype, reader.read)
         for name, place in fill_places(places, tensors):
             if place.dtype != torch.uint8:
@@ -187,41 +215,49 @@ def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error)
 
 
-def check_tensors(config: DecoderConfig, tensors: TensorSource) -> None:
-    """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen."""
-    shapes = tensor_shapes(config)
+def check_tensors(config: DecoderConfig, tensors: TensorSource, kv_form: KVForm | None = None) -> None:
+    """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen, and for all else that
+    headers show to be wrong, also of scales of a KV cache in `kv_form`."""
+    _, places = _allocate(config, torch.device("meta"), torch.float32)
     names = set(tensors.names())
-    missing = [name for name in shapes if name not in names]
+    missing = [name for name in places if name not in names]
     if missing:
-        found = f"tensor {missing[0]} of shape {list(shapes[missing[0]])} is missing"
-        raise ModelLoadError(f"{tensors.location}: {found}{others(missing)}")
+        found = f"tensor {missing[0]} of shape {list(places[missing[0]].shape)} is missing{others(missing)}"
+        raise ModelLoadError(f"{tensors.location}: {found}{_hint(config, missing[0], names)}")
 
     # Old files contain the frequencies of the rotation, which are computed from the config.
-    extra = sorted(name for name in names - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
+    extra = sorted(name for name in names - places.keys() if not name.endswith("rotary_emb.inv_freq"))
     if HEAD in extra and config.is_head_tied:
-        _check_tied_head(tensors)
         extra.remove(HEAD)
+        places[HEAD] = places[EMBEDDING]
 
     if extra:
         found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this model"
-        raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{others(extra)}")
+        hint = _hint(config, extra[0], names)
+        raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{others(extra)}{hint}")
 
-    for name, expected in shapes.items():
-        shape = tensors.shape(name)
+    for name, place in places.items():
+        shape, expected = tensors.shape(name), tuple(place.shape)
         if shape != expected:
             raise ModelLoadError(
                 f"{tensors.file(name)}: tensor {name} has shape {list(shape)}, expected {list(expected)}"
             )
 
+    if isinstance(tensors, CheckedSource):
+        for name, place in places.items():
+            tensors.check(name, place.dtype)
+    if kv_form == "fp8" and isinstance(tensors, KVScaleSource):
+        tensors.check_kv_scales(config.num_layers, config.num_kv_heads)
 
-def _check_tied_head(tensors: TensorSource) -> None:
-    """Raise ModelLoadError if a stored head differs from the embedding although the config ties them."""
-    is_same_shape = tensors.shape(HEAD) == tensors.shape(EMBEDDING)
-    if not (is_same_shape and torch.equal(read_tensor(tensors, HEAD), read_tensor(tensors, EMBEDDING))):
-        raise ModelLoadError(
-            f"{tensors.file(HEAD)}: tensor {HEAD} differs from {EMBEDDING}, expected the same: "
-            "the config says tie_word_embeddings"
-        )
+
+def _hint(config: DecoderConfig, name: str, names: Collection[str]) -> str:
+    """The reason for a wrong name, as the end of a message, if tensors are those of a quantised weight."""
+    prefix = name.rpartition(".")[0]
+    found = [f"{prefix}.{part}" for part in QUANTISED_PARTS if f"{prefix}.{part}" in names]
+    if not found or config.quantisation is not None:
+        return ""
+
+    return f": {found[0]} is of a quantised weight, but config.json has no quantization_config"
 
 
 def others(names: list[str]) -> str:

@@ -6,16 +6,28 @@ what the tensors do not show.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
 
-__all__ = ["BLOCK_SCHEME", "Scheme", "Storage", "config_scheme"]
+__all__ = [
+    "BLOCK_SCHEME",
+    "METHODS",
+    "Groups",
+    "ScaleShape",
+    "Scheme",
+    "Storage",
+    "config_scheme",
+    "join_groups",
+    "quantisation_settings",
+]
 
 Storage = Literal["fp8", "awq", "gptq", "packed", "compressed_nvfp4", "modelopt_nvfp4", "blocks"]
+ScaleShape = Literal["tensor", "channel"]
+"""What one scale of FP8 is for: all of a weight, or a row."""
 
 MAX_GROUP = 2**20
 KV_SCHEME: dict[str, tuple[object, ...]] = {
@@ -31,8 +43,25 @@ COMPRESSED_FORMATS = (
     *("dense", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized"),
     "mixed-precision",
 )
+MODELOPT_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
 NVFP4_GROUPS = (None, 16)
 """Sizes of groups in settings of ModelOpt, the default being NVFP4's own."""
+
+
+METHODS = ("fp8", "awq", "gptq", "compressed-tensors", "modelopt", "modelopt_fp4")
+"""Values of `quant_method` of folders whose weights are quantised, but for MXFP4 experts."""
+
+
+class Groups(Struct, frozen=True):
+    """The groups of 4-bit codes that share a scale.
+
+    size:      columns of a group; None: all columns of a row.
+    has_zeros: whether weights have zero points, else these are the middle of the codes; None: some have them,
+               or the config does not say it.
+    """
+
+    size: int | None
+    has_zeros: bool | None = None
 
 
 class Scheme(Struct, frozen=True, kw_only=True):
@@ -42,8 +71,8 @@ class Scheme(Struct, frozen=True, kw_only=True):
     storages:      "fp8": e4m3 with scales beside them. "awq", "gptq": 4-bit codes packed along the outputs,
                    along the inputs. "packed": compressed-tensors' pack-quantized. "compressed_nvfp4",
                    "modelopt_nvfp4": NVFP4, as these tools store it. "blocks": those of GGUF.
-    group_sizes:   columns that share a scale, for 4-bit codes; None: all columns of a row. A checkpoint of
-                   compressed-tensors may have several.
+    groups:        of 4-bit codes, each size once. A checkpoint of compressed-tensors may have several.
+    scale_shapes:  of FP8 without blocks.
     blocks:        rows and columns that share a scale in blocks of FP8, of which a checkpoint of
                    compressed-tensors may have several, too.
     kv_obstacle:   why scales of the KV cache beside the weights are not those of e4m3; "" if they are.
@@ -52,7 +81,8 @@ class Scheme(Struct, frozen=True, kw_only=True):
 
     name: str
     storages: tuple[Storage, ...]
-    group_sizes: tuple[int | None, ...] = ()
+    groups: tuple[Groups, ...] = ()
+    scale_shapes: tuple[ScaleShape, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
     stored_offset: int = 0
     kv_obstacle: str = ""
@@ -67,12 +97,9 @@ def config_scheme(config: Mapping[str, Any]) -> Scheme | None:
 
     Raises ModelLoadError naming the setting that is wrong or not implemented.
     """
-    settings = config.get("quantization_config")
+    settings = quantisation_settings(config)
     if not settings:
         return None
-
-    if not isinstance(settings, Mapping):
-        raise _not_implemented("quant_method", settings)
 
     match settings.get("quant_method"):
         case "mxfp4":
@@ -90,20 +117,47 @@ def config_scheme(config: Mapping[str, Any]) -> Scheme | None:
         case "modelopt" | "modelopt_fp4":
             return _read_modelopt(settings)
         case method:
-            raise _not_implemented("quant_method", method)
+            raise _wrong("quant_method", method, _one_of(METHODS))
+
+
+def quantisation_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of a config.json; empty if there is none. Raises ModelLoadError for a value
+    that is no mapping."""
+    settings = config.get("quantization_config")
+    if settings is None:
+        return {}
+
+    if not isinstance(settings, Mapping):
+        raise ModelLoadError(f"config: quantization_config={short_repr(settings)}: expected a mapping")
+
+    return settings
+
+
+def join_groups(groups: Iterable[Groups]) -> tuple[Groups, ...]:
+    """Groups of which each size is there once."""
+    joined: dict[int | None, Groups] = {}
+    for each in groups:
+        other = joined.setdefault(each.size, each)
+        if other.has_zeros is not each.has_zeros:
+            joined[each.size] = Groups(each.size)
+    return tuple(joined.values())
 
 
 def _read_fp8(settings: Mapping[str, Any]) -> Scheme:
     _require(settings, "fmt", (None, "e4m3", "float8_e4m3fn"))
     block = settings.get("weight_block_size")
-    return Scheme(name="fp8", storages=("fp8",), blocks=() if block is None else (_read_block(block),))
+    if block is None:
+        return Scheme(name="fp8", storages=("fp8",), scale_shapes=("tensor", "channel"))
+
+    return Scheme(name="fp8", storages=("fp8",), blocks=(_read_block(block),))
 
 
 def _read_awq(settings: Mapping[str, Any]) -> Scheme:
     _require(settings, "bits", (4,))
     _require(settings, "version", (None, "gemm", "GEMM"))
     _require(settings, "zero_point", (None, True))
-    return Scheme(name="awq", storages=("awq",), group_sizes=(_read_group(settings.get("group_size")),))
+    groups = Groups(_read_group(settings.get("group_size")), has_zeros=True)
+    return Scheme(name="awq", storages=("awq",), groups=(groups,))
 
 
 def _read_gptq(settings: Mapping[str, Any]) -> Scheme:
@@ -112,10 +166,12 @@ def _read_gptq(settings: Mapping[str, Any]) -> Scheme:
     _require(settings, "checkpoint_format", (None, "gptq", "gptq_v2"))
     _require(settings, "is_marlin_format", (None, False))
     _require(settings, "pack_dtype", (None, "int32"))
+    is_symmetric = _require(settings, "sym", (None, True, False))
+    groups = Groups(_read_group(settings.get("group_size")), _has_zeros(is_symmetric))
     return Scheme(
         name="gptq",
         storages=("gptq",),
-        group_sizes=(_read_group(settings.get("group_size")),),
+        groups=(groups,),
         stored_offset=0 if settings.get("checkpoint_format") == "gptq_v2" else 1,
     )
 
@@ -125,7 +181,7 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
     for name in ("transform_config", "sparsity_config"):
         found = settings.get(name)
         if found and not (isinstance(found, Mapping) and found.get("format") == "dense"):
-            raise _not_implemented(name, found)
+            raise _wrong(name, found, "none, or the format 'dense'")
 
     outer = _require(settings, "format", (None, *COMPRESSED_FORMATS))
     kv_cache = settings.get("kv_cache_scheme")
@@ -133,32 +189,35 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
     if not groups and isinstance(kv_cache, Mapping):
         groups = {}
     elif not isinstance(groups, Mapping) or not groups:
-        raise ModelLoadError(
-            f"config: quantization_config with config_groups={short_repr(groups)}: expected a table of groups"
-        )
+        raise _wrong("config_groups", groups, "a mapping of groups")
 
     storages: dict[Storage, None] = {}
-    group_sizes: dict[int | None, None] = {}
+    int4_groups: list[Groups] = []
+    scale_shapes: dict[ScaleShape, None] = {}
     blocks: dict[tuple[int, int], None] = {}
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            raise _not_implemented("config_groups", groups)
+            raise _wrong("config_groups", groups, "the settings of weights in each group")
 
         _require(group, "format", (None, *COMPRESSED_FORMATS))
         storage = _compressed_storage(weights)
         storages[storage] = None
+        strategy = weights["strategy"]
         if storage == "packed":
-            is_grouped = weights["strategy"] == "group"
-            group_sizes[_read_group(weights.get("group_size")) if is_grouped else None] = None
-        elif weights["strategy"] == "block":
+            size = _read_group(weights.get("group_size")) if strategy == "group" else None
+            int4_groups.append(Groups(size, _has_zeros(weights.get("symmetric"))))
+        elif strategy == "block":
             blocks[_read_block(weights.get("block_structure"))] = None
+        elif storage == "fp8":
+            scale_shapes[strategy] = None
 
     name = "compressed-tensors" if outer is None else f"compressed-tensors, {outer}"
     return Scheme(
         name=name,
         storages=tuple(storages),
-        group_sizes=tuple(group_sizes),
+        groups=join_groups(int4_groups),
+        scale_shapes=tuple(scale_shapes),
         blocks=tuple(blocks),
         kv_obstacle=_kv_obstacle(kv_cache),
     )
@@ -167,6 +226,7 @@ def _read_compressed(settings: Mapping[str, Any]) -> Scheme:
 def _compressed_storage(weights: Mapping[str, Any]) -> Storage:
     """The storage of a group of weights."""
     if weights.get("type") == "float":
+        _require(weights, "symmetric", (None, True))
         if _require(weights, "num_bits", (4, 8)) == 8:
             _require(weights, "strategy", ("tensor", "channel", "block"))
             return "fp8"
@@ -175,8 +235,9 @@ def _compressed_storage(weights: Mapping[str, Any]) -> Storage:
         _require(weights, "group_size", NVFP4_GROUPS[1:])
         return "compressed_nvfp4"
 
-    _require(weights, "type", ("int",))
+    _require(weights, "type", ("int", "float"))
     _require(weights, "num_bits", (4,))
+    _require(weights, "symmetric", (None, True, False))
     _require(weights, "strategy", ("group", "channel"))
     # "static" and "weight" leave the columns in place; "group" and "dynamic" reorder them.
     _require(weights, "actorder", (None, False, "static", "weight"))
@@ -188,20 +249,20 @@ def _read_modelopt(settings: Mapping[str, Any]) -> Scheme:
     writes them into config.json. Those of several layers are in `quantized_layers`."""
     inner = settings.get("quantization", settings)
     if not isinstance(inner, Mapping):
-        raise _not_implemented("quantization", inner)
+        raise _wrong("quantization", inner, "a mapping")
 
-    algorithm = inner.get("quant_algo")
+    algorithm = _require(inner, "quant_algo", (None, *MODELOPT_ALGORITHMS, "MIXED_PRECISION"))
     layers: Any = {"": inner}
     if algorithm is None:  # scales of the KV cache alone
         layers = {}
     elif algorithm == "MIXED_PRECISION":
         layers = inner.get("quantized_layers")
         if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
-            raise _not_implemented("quantized_layers", layers)
+            raise _wrong("quantized_layers", layers, "the settings of each layer")
 
     storages: dict[Storage, None] = {}
     for layer in layers.values():
-        if _require(layer, "quant_algo", ("FP8", "NVFP4", "W4A16_NVFP4")) == "FP8":
+        if _require(layer, "quant_algo", MODELOPT_ALGORITHMS) == "FP8":
             storages["fp8"] = None
         else:
             _require(layer, "group_size", NVFP4_GROUPS)
@@ -213,7 +274,7 @@ def _read_modelopt(settings: Mapping[str, Any]) -> Scheme:
     else:
         kv_obstacle = _kv_obstacle(inner.get("kv_cache_scheme"))
     name = "modelopt" if algorithm is None else f"modelopt, {algorithm}"
-    return Scheme(name=name, storages=tuple(storages), kv_obstacle=kv_obstacle)
+    return Scheme(name=name, storages=tuple(storages), scale_shapes=("tensor",), kv_obstacle=kv_obstacle)
 
 
 def _kv_obstacle(scheme: object) -> str:
@@ -232,17 +293,28 @@ def _kv_obstacle(scheme: object) -> str:
     return ""
 
 
+def _has_zeros(is_symmetric: object) -> bool | None:
+    """Whether weights have zero points, by the setting that says whether they are symmetric."""
+    return None if is_symmetric is None else not is_symmetric
+
+
 def _require(settings: Mapping[str, Any], name: str, allowed: tuple[object, ...]) -> object:
     """The value of a setting; ModelLoadError if it is not among the implemented ones."""
     value = settings.get(name)
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        raise _not_implemented(name, value)
+        raise _wrong(name, value, _one_of(allowed))
 
     return value
 
 
-def _not_implemented(name: str, value: object) -> ModelLoadError:
-    return ModelLoadError(f"config: quantization_config with {name}={short_repr(value)} is not implemented")
+def _one_of(allowed: tuple[object, ...]) -> str:
+    """Implemented values in words. None stands for a setting that is missing."""
+    values = [repr(value) for value in allowed if value is not None]
+    return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+
+
+def _wrong(name: str, value: object, allowed: str) -> ModelLoadError:
+    return ModelLoadError(f"config: quantization_config with {name}={short_repr(value)}: expected {allowed}")
 
 
 def _read_group(value: object) -> int | None:
@@ -250,10 +322,7 @@ def _read_group(value: object) -> int | None:
         return None
 
     if type(value) is not int or not 2 <= value <= MAX_GROUP or value % 2:
-        raise ModelLoadError(
-            f"config: quantization_config with group_size={short_repr(value)}: expected -1 or an even number "
-            f"from 2 to {MAX_GROUP}"
-        )
+        raise _wrong("group_size", value, f"-1 or an even number from 2 to {MAX_GROUP}")
 
     return value
 

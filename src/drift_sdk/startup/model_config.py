@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder_config import DecoderConfig
 
-__all__ = ["read_config"]
+__all__ = ["check_kv_scheme", "read_config"]
 
 
 def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
     """The decoder's configuration; ModelLoadError naming the file, the setting and its value."""
     settings = source.config  # its errors name the file
-    file = source.path if source.path.is_file() else source.path / "config.json"
+    file = _settings_file(source)
     try:
         return DecoderConfig.from_hf(settings, max_model_len=config.max_model_len)
     except ModelLoadError as error:
         raise ModelLoadError(f"{file}: {error}") from error
     except Exception as error:  # settings of a wrong type may raise anything
         raise ModelLoadError(f"{file}: not the config of a model: {error!r}") from error
+
+
+def check_kv_scheme(source: Source, config: EngineConfig, model: DecoderConfig) -> None:
+    """Raise ModelLoadError naming file and setting if the files' scales of the KV cache are not those of
+    `EngineConfig.kv_dtype`."""
+    scheme = model.quantisation
+    if config.load == "auto" and config.kv_dtype == "fp8" and scheme is not None and scheme.kv_obstacle:
+        raise ModelLoadError(
+            f"{_settings_file(source)}: config: quantization_config with {scheme.kv_obstacle} is not "
+            'implemented for kv_dtype="fp8": expected static scales of e4m3'
+        )
+
+
+def _settings_file(source: Source) -> Path:
+    return source.path if source.path.is_file() else source.path / "config.json"

@@ -15,12 +15,13 @@ from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, shard_obstacles
+from drift_sdk.models.tied_head import check_tied_head
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
 from drift_sdk.startup.kv_sizing import KVDemand, KVSize, size_kv
-from drift_sdk.startup.model_config import read_config
+from drift_sdk.startup.model_config import check_kv_scheme, read_config
 from drift_sdk.startup.model_startup import (
     BLOCK_SIZES,
     choose_device,
@@ -59,8 +60,11 @@ class Inspection:
         executor = None if device is None else self._try(lambda: choose_executor(self._config, device)[0])
         if shapes is not None and executor is not None and device is not None and dtype is not None:
             self._config = with_weight_form(self._config, shapes, executor, device, dtype)
-        if shapes is not None and self._config.load == "auto" and not self._found.missing:
-            self._try(lambda: check_tensors(shapes, self._found.source.tensors()))
+        if shapes is not None:
+            self._try(lambda: check_kv_scheme(self._found.source, self._config, shapes))
+        has_weights = self._config.load == "auto" and not self._found.missing
+        if shapes is not None and has_weights:
+            self._try(lambda: check_tensors(shapes, self._found.source.tensors(), self._config.kv_dtype))
 
         has_tokenizer = self._try(lambda: self._has_tokenizer)
         has_template = None if shapes is None else self._try(lambda: self._has_template(shapes))
@@ -76,6 +80,8 @@ class Inspection:
         if device is not None and held is not None and kv_bytes is not None and part is not None:
             size = self._try(lambda: self._kv_size(device, part, held, kv_bytes, executor or "eager"))
 
+        if shapes is not None and has_weights and not self._reasons:  # reads numbers, which takes long
+            self._try(lambda: check_tied_head(shapes, self._found.source.tensors()))
         block_size = self._block_size(executor or "eager")
         return ModelInfo(
             model=str(self._model),

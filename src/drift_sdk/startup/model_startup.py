@@ -37,7 +37,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
-from drift_sdk.startup.model_config import read_config
+from drift_sdk.startup.model_config import check_kv_scheme, read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.tensor_parallel import (
     check_division,
@@ -91,6 +91,7 @@ def open_model(
         has_weights=config.load == "auto",
     )
     decoder_config = read_config(source, config)
+    check_kv_scheme(source, config, decoder_config)
     executor_name, fallback = choose_executor(config, device)
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
@@ -251,6 +252,7 @@ def hub_settings(config: EngineConfig) -> dict[str, Any]:
 def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
     decoder_config = read_config(source, config)
+    check_kv_scheme(source, config, decoder_config)
     executor_name, _ = choose_executor(config, device)
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)

@@ -9,6 +9,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
+from drift_sdk.models.weights import odd_columns
 from drift_sdk.quantised.scheme import Scheme
 
 __all__ = ["choose_weight_form", "stored_scheme", "with_weight_form"]
@@ -43,13 +44,17 @@ def choose_weight_form(config: EngineConfig, model: DecoderConfig) -> WeightForm
     """The form of a model's weights, for a config of `with_weight_form` or for what is known before: None
     counts as "expanded".
 
-    Raises ConfigError for quantising a model whose files are quantised.
+    Raises ConfigError for quantising a model whose files are quantised, or whose matrices cannot have the
+    form.
     """
     form = config.weights or "expanded"
     scheme = stored_scheme(config, model)
     if form in QUANTISERS and scheme is not None:
         allowed = f'None, "stored" or "expanded": the files are quantised ({scheme.name})'
         raise ConfigError.of("weights", form, allowed)
+
+    if reason := odd_columns(model, form):
+        raise ConfigError.of("weights", form, f'None, "expanded" or "fp8": {reason}')
 
     return form
 

@@ -1,0 +1,131 @@
+"""Scales of the KV cache in the files of checkpoints, beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.fp8_tensors import SCALE_DTYPES
+from drift_sdk.loading.stored_tensors import StoredSource, StoredTensors
+
+__all__ = ["ScaledTensors", "check_kv_scales", "has_kv_scales", "read_kv_scales"]
+
+CPU = torch.device("cpu")
+KV_SCALES = (
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+    ("kv_scale", "kv_scale"),
+)
+"""Names of the scales of keys and values behind that of a layer's attention, by the tools that write them:
+compressed-tensors and AutoFP8, ModelOpt, older releases of the first two."""
+ENDS = tuple(f".self_attn.{part}" for pair in KV_SCALES for part in pair)
+
+KV_SCALE_RANGE = (2.0**-64, 2.0**64)
+
+
+def has_kv_scales(names: Collection[str]) -> bool:
+    """Whether scales of the KV cache are among tensors of these names."""
+    return any(name.endswith(ENDS) for name in names)
+
+
+def check_kv_scales(tensors: StoredSource, num_layers: int, num_kv_heads: int) -> None:
+    """Raise ModelLoadError naming file and tensor if headers show that scales are missing for some layers or
+    cannot be read."""
+    for part in dict.fromkeys(_parts(tensors, num_layers)):
+        for layer in range(num_layers):
+            _check_layer(tensors, layer, part, num_kv_heads)
+
+
+def read_kv_scales(
+    tensors: StoredSource, num_layers: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scales of keys and of values, float32 [num_layers, num_kv_heads] each; None without. Raises
+    ModelLoadError naming file and tensor."""
+    found = [
+        torch.stack([_read_layer(tensors, layer, part, num_kv_heads) for layer in range(num_layers)])
+        for part in _parts(tensors, num_layers)
+    ]
+    return (found[0], found[1]) if found else None
+
+
+def _parts(tensors: StoredSource, num_layers: int) -> tuple[str, ...]:
+    """The names of both scales, a pair of KV_SCALES; empty if no layer has them."""
+    names = tensors.names()
+    for pair in KV_SCALES:
+        if any(f"{_attention(layer)}.{part}" in names for layer in range(num_layers) for part in pair):
+            return pair
+
+    return ()
+
+
+def _check_layer(tensors: StoredSource, layer: int, part: str, num_kv_heads: int) -> StoredTensors:
+    """The tensors of a layer, of which the header of the scales is checked."""
+    stored = StoredTensors(tensors, _attention(layer), CPU)
+    found = stored.shape(part)
+    num_scales = torch.Size(found).numel()
+    if num_scales not in (1, num_kv_heads) or max(found, default=1) != num_scales:
+        raise ModelLoadError(
+            f"{stored.place(part)} has shape {list(found)}, expected [1] or [{num_kv_heads}]"
+        )
+
+    stored.check(part, [found], SCALE_DTYPES)
+    return stored
+
+
+def _read_layer(tensors: StoredSource, layer: int, part: str, num_kv_heads: int) -> torch.Tensor:
+    """Scales of a layer, [num_kv_heads], from one for all heads or one for each."""
+    stored = _check_layer(tensors, layer, part, num_kv_heads)
+    scales = stored.read(part).to(torch.float32).reshape(-1)
+    low, high = KV_SCALE_RANGE
+    wrong = scales[~((scales >= low) & (scales <= high))]
+    if len(wrong):
+        raise ModelLoadError(f"{stored.place(part)} has {wrong[0]:g}, expected 2**-64 to 2**64")
+
+    return scales.expand(num_kv_heads).contiguous()
+
+
+class ScaledTensors:
+    """The InPlaceSource of files whose weights are not quantised, and which have scales of the KV cache: a
+    KVScaleSource.
+
+    Scales belong to no weight: `names` leaves them out.
+    """
+
+    def __init__(self, tensors: StoredSource) -> None:
+        self.location = tensors.location
+        self.num_readers = tensors.num_readers
+        self._tensors = tensors
+        self._names = dict.fromkeys(name for name in tensors.names() if not name.endswith(ENDS))
+
+    def names(self) -> Collection[str]:
+        return self._names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(name)
+
+    def file(self, name: str) -> str:
+        return self._tensors.file(name)
+
+    def check(self, name: str, place: torch.dtype) -> None:
+        self._tensors.check(name, place)
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors.get(name)
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        self._tensors.read_into(name, place)
+
+    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
+        check_kv_scales(self._tensors, num_layers, num_kv_heads)
+
+    def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return read_kv_scales(self._tensors, num_layers, num_kv_heads)
+
+
+def _attention(layer: int) -> str:
+    """The name of a layer's attention."""
+    return f"model.layers.{layer}.self_attn"
