@@ -19,7 +19,7 @@ from drift_sdk.models.linear import embed, linear
 from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import take_rows
 from drift_sdk.startup.model_config import read_config
-from drift_sdk.startup.model_startup import load_text
+from drift_sdk.startup.text_startup import load_text
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 

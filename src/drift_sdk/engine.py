@@ -51,8 +51,10 @@ class Engine(BaseEngine):
                  drift_sdk/driver/loaded_model.py. `drift_sdk.testing.ScriptedModel` is one.
 
     Use it with `async with`, or call `start()` and `aclose()`, from any task of any event loop. A wrong
-    argument raises ConfigError. An engine changes nothing in the host process (no signal handlers, no event
-    loop policy, no environment variables); a thread that it owns does the work from start to close.
+    argument raises ConfigError. An engine changes no settings of the host process (no signal handlers, no
+    event loop policy, no environment variables); a thread that it owns does the work from start to close. It
+    registers hooks for the exit of the process and for forks. The first start pauses garbage collection while
+    torch is imported, and on a GPU has worker processes compile kernels.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
-from drift_sdk.execution.rounds.eagle import EagleRounds
-from drift_sdk.execution.rounds.ngram import NGramRounds
+from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
+from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
 from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -94,7 +94,7 @@ def test_ngram_drafter_needs_history(target: Decoder) -> None:
     assert factory.needs_history and not factory.needs_draft_kv and not factory.always_drafts
     assert isinstance(factory.eager_drafter(target, LIMITS), NGramDrafter)
     drafter = round_drafter(factory, target)
-    assert isinstance(drafter, NGramRounds)
+    assert isinstance(drafter, NGramRoundDrafter)
     assert drafter.kv_cache is None
 
 
@@ -103,7 +103,7 @@ def test_eagle_drafter_needs_draft_kv(target: Decoder, draft: DraftDecoder) -> N
     assert factory.needs_draft_kv and factory.always_drafts and not factory.needs_history
     assert isinstance(factory.eager_drafter(target, LIMITS), EagleDrafter)
     drafter = round_drafter(factory, target)
-    assert isinstance(drafter, EagleRounds)
+    assert isinstance(drafter, EagleRoundDrafter)
     assert drafter.aux_layers == draft.aux_layers
 
 

@@ -344,11 +344,11 @@ def test_counts_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         num_outputs.append(sequence.num_output_tokens)
         preempt(scheduler, sequence)
 
-    def noting_admit(scheduler: Scheduler, step: Any) -> Any:
-        sequence = admit(scheduler, step)
-        if sequence is not None and sequence.num_output_tokens:
-            num_cached.append(sequence.num_launched_tokens - sequence.num_prompt_tokens)
-        return sequence
+    def noting_admit(scheduler: Scheduler, step: Any, sequence: Any) -> bool:
+        is_admitted = admit(scheduler, step, sequence)
+        if is_admitted and sequence.num_output_tokens:
+            num_cached.append(sequence.num_planned_tokens - sequence.num_prompt_tokens)
+        return is_admitted
 
     monkeypatch.setattr(Scheduler, "_preempt", noting_preempt)
     monkeypatch.setattr(Scheduler, "_admit", noting_admit)

@@ -16,7 +16,7 @@ from drift_sdk.steps import MAX_CHUNKS
 def shares(num_tokens: int, *prompts: tuple[int, int], num_steps_passed: int = 0) -> list[int]:
     """prompts: (priority, tokens). num_steps_passed: of the first one."""
     made: list[Any] = [
-        SimpleNamespace(priority=priority, num_unlaunched_tokens=size, num_steps_passed=0)
+        SimpleNamespace(priority=priority, num_unplanned_tokens=size, num_steps_passed=0)
         for priority, size in prompts
     ]
     for first in made[:1]:

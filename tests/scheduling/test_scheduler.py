@@ -137,7 +137,7 @@ def test_sequence_waits_for_a_slot_only_behind_earlier_ones() -> None:
     assert not waiting.is_running and not short.is_running
     while not short.finish:
         rig.turn()
-        assert waiting.num_launched_tokens > 0 or not short.is_running
+        assert waiting.num_planned_tokens > 0 or not short.is_running
 
 
 def test_cached_tokens_of_a_waiting_prompt_do_not_count() -> None:
@@ -262,7 +262,10 @@ def test_blocks_for_rejected_drafts_are_freed(has_draft_kv: bool) -> None:
         num_held = len(sequence.block_table)
         (update,) = rig.launch().block_updates
         num_blocks = -(-(num_tokens - (not has_draft_kv)) // 4)
-        assert (update.first_index, len(update.block_ids)) == (num_held, num_blocks - num_held)
+        assert (update.first_index, len(update.block_ids)) == (
+            num_held,
+            num_blocks - num_held,
+        )
         assert len(sequence.block_table) == num_blocks
 
     rig.commit()

@@ -14,7 +14,7 @@ from drift_sdk import ConfigError, Engine, EngineConfig
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.loading.source import Source
 from drift_sdk.progress import Report
-from drift_sdk.startup import model_startup
+from drift_sdk.startup import model_startup, text_startup
 
 
 @pytest.fixture
@@ -44,7 +44,8 @@ def test_revision_is_of_the_model_and_not_of_the_tokenizer(
         return original(folder)
 
     original = model_startup.resolve
-    monkeypatch.setattr(model_startup, "resolve", resolve)
+    for module in (model_startup, text_startup):
+        monkeypatch.setattr(module, "resolve", resolve)
     config = EngineConfig(
         dtype="float32",
         device="cpu",

@@ -1,4 +1,4 @@
-"""Triton kernels of the executors, each with a checked wrapper and a reference in plain torch.
+"""Kernels of the executors, in Triton and CUDA C++, each with a checked wrapper and a reference in torch.
 
 Module layout
 -------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["Acceptance", "TreeAcceptance"]
+__all__ = ["Acceptance", "NodeAcceptance"]
 
 MEMORY = 0.99
 """Factor that every round applies to the weights of earlier trials."""
@@ -57,7 +57,7 @@ class Acceptance:
             self._weights[position] = total
 
 
-class TreeAcceptance:
+class NodeAcceptance:
     """The probability that each node of a tree of drafts is accepted, by the node's number.
 
     Nodes are numbered in the order in which they are preferred, and a round with fewer drafts takes the first

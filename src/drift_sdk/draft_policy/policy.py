@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from drift_sdk.draft_policy.acceptance import Acceptance, TreeAcceptance
+from drift_sdk.draft_policy.acceptance import Acceptance, NodeAcceptance
 from drift_sdk.draft_policy.round_costs import RoundCosts
 from drift_sdk.draft_policy.view_gain import ViewCosts, ViewGain
 from drift_sdk.steps import StepPlan, StepResult
@@ -50,7 +50,7 @@ class DraftPolicy:
     ) -> None:
         self._is_adaptive, self._has_trees = is_adaptive, has_trees
         self._choices = sorted({0, *choices})
-        self._chains, self._trees = Acceptance(max(choices)), TreeAcceptance(max(choices))
+        self._chains, self._trees = Acceptance(max(choices)), NodeAcceptance(max(choices))
         self._costs = RoundCosts(round_costs)
         self._measured = dict(round_costs)
         self._gain = ViewGain(view_costs) if view_costs is not None else None

@@ -15,24 +15,24 @@ __all__ = [
     "Close",
     "Command",
     "CommandQueue",
-    "Continue",
+    "MaskComputed",
     "Pause",
     "Resume",
     "Sleep",
-    "Submit",
+    "Prepared",
     "Unpause",
     "Wake",
 ]
 
 
-class Submit(Struct, frozen=True):
+class Prepared(Struct, frozen=True):
     """A request has been prepared (`error` is None), or preparing it has failed."""
 
     request: Request
     error: DriftError | None
 
 
-class Continue(Struct, frozen=True):
+class MaskComputed(Struct, frozen=True):
     """The next token mask of a constrained request has been computed (`error` is None), or that has
     failed."""
 
@@ -81,7 +81,7 @@ class Wake(Struct, frozen=True):
     done: Latch
 
 
-Command = Submit | Continue | Cancel | Close | Pause | Unpause | Resume | Sleep | Wake
+Command = Prepared | MaskComputed | Cancel | Close | Pause | Unpause | Resume | Sleep | Wake
 
 
 class CommandQueue:

@@ -74,7 +74,7 @@ class Delivery:
             return
 
         if request.followers:
-            self._release_followers(request)
+            self._prepare_followers(request)
         chunk = request.extend(delta.output, delta.verification)
         self._stats_recorder.extended(request, delta, chunk)
         if request.is_done:
@@ -86,9 +86,9 @@ class Delivery:
             self._text_worker.advance(request, delta.output.token_ids)
         self._updates.add(Update(stream_updates=request.stream_updates, chunk=chunk))
 
-    def release(self, request: Request, error: DriftError | None) -> None:
-        """Let a constrained request be scheduled again, its next mask having been computed, or end it with
-        the error that has raised."""
+    def mask_computed(self, request: Request, error: DriftError | None) -> None:
+        """Let a constrained request be scheduled again now that its next mask is computed, or end it with the
+        error of computing it."""
         if not request.is_done and request.sequence is not None:
             request.sequence.awaits_mask = False
             if error is not None:
@@ -150,16 +150,16 @@ class Delivery:
         assert sequence is not None
         # The last token of a prompt is always computed, so a prompt of one block shares nothing.
         if sequence.num_prompt_tokens <= self._scheduler.config.block_size:
-            self._release_followers(request)
+            self._prepare_followers(request)
 
-    def _release_followers(self, request: Request) -> None:
+    def _prepare_followers(self, request: Request) -> None:
         followers, request.followers = request.followers, ()
         for follower in followers:
             if not follower.is_done:
-                self._release_held(follower)
+                self._prepare_held(follower)
 
-    def _release_held(self, request: Request) -> None:
-        """Have a held request prepared."""
+    def _prepare_held(self, request: Request) -> None:
+        """Queue a held request for preparation."""
         request.is_held = False
         try:
             self._prepare(request)
@@ -193,7 +193,7 @@ class Delivery:
         if followers:
             next_one = followers[0]
             next_one.followers = tuple(followers[1:])
-            self._release_held(next_one)
+            self._prepare_held(next_one)
 
 
 def copy_of(error: DriftError) -> DriftError:

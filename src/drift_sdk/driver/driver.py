@@ -12,11 +12,11 @@ from drift_sdk.driver.commands import (
     Close,
     Command,
     CommandQueue,
-    Continue,
+    MaskComputed,
     Pause,
+    Prepared,
     Resume,
     Sleep,
-    Submit,
     Unpause,
     Wake,
 )
@@ -204,7 +204,7 @@ class Driver(Startable):
             if self._has_ended():
                 return
 
-            is_busy = self._run_round(delivery)
+            is_busy = self._advance(delivery)
 
     def _wait_to_plan(self, executor: Executor, delivery: Delivery) -> None:
         """Handle commands until the next step has to be planned, so that requests among them are in it."""
@@ -219,7 +219,7 @@ class Driver(Startable):
             if command is not None:
                 self._handle(command, delivery)
 
-    def _run_round(self, delivery: Delivery) -> bool:
+    def _advance(self, delivery: Delivery) -> bool:
         """Launch one step and collect one, where there are such. Returns False if there is nothing to do
         until a command comes."""
         if self._executor is None:
@@ -237,7 +237,7 @@ class Driver(Startable):
             self._collect_step(self._executor, delivery)
             return True
 
-        if self._may_launch and self._scheduler.has_work and not self._scheduler.num_held:
+        if self._may_launch and self._scheduler.has_work and not self._scheduler.num_awaiting_masks:
             raise RuntimeError("requests wait, nothing is in flight and nothing can be scheduled")
 
         return self._carry_out_deferred()
@@ -287,10 +287,10 @@ class Driver(Startable):
 
     def _handle(self, command: Command, delivery: Delivery) -> None:
         match command:
-            case Submit(request, error):
+            case Prepared(request, error):
                 delivery.enter(request, error)
-            case Continue(request, error):
-                delivery.release(request, error)
+            case MaskComputed(request, error):
+                delivery.mask_computed(request, error)
             case Cancel(request):
                 delivery.cancel(request)
             case Close():

@@ -7,7 +7,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.request import ModelText
+from drift_sdk.driver.prompts import ModelText
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import Executor, ExecutorLimits

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
-from drift_sdk.driver.request import ModelText
+from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.startup_progress import StageClock
 from drift_sdk.errors import ConfigError, ModelLoadError, error_repr
 from drift_sdk.progress import Download, Report

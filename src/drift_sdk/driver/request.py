@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
     from drift_sdk.text.answers.splitter import AnswerSplitter
     from drift_sdk.text.grammar import GrammarConstraint
 
-__all__ = ["ModelText", "Request"]
+__all__ = ["Request"]
 
 log = logging.getLogger("drift_sdk")
 

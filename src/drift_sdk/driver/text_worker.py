@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from drift_sdk.driver.commands import Command, Continue, Submit
+from drift_sdk.driver.commands import Command, MaskComputed, Prepared
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.token_count import TokenCount
@@ -45,7 +45,7 @@ class Client(Protocol):
     is_done: bool
 
 
-class Job:
+class TextJob:
     """Work for a client.
 
     work:     does it; an exception that it raises is the outcome.
@@ -97,28 +97,29 @@ class TextWorker:
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._in_progress: list[Job] = []
-        self._abandoned: list[Job] = []
+        self._waiting: deque[TextJob] = deque()
+        self._in_progress: list[TextJob] = []
+        self._abandoned: list[TextJob] = []
         self._threads: set[threading.Thread] = set()
         self._num_idle = 0
         self._is_closed = False
 
     def prepare(self, request: Request, model_text: ModelText) -> None:
-        """Have a request prepared; a `Submit` tells the outcome. EngineClosed if the worker is closed, and
-        RequestError if there is no thread and none can be started."""
-        self._add_for(request, lambda: request.prepare(model_text), Submit)
+        """Queue a request for preparation; a `Prepared` tells the outcome. EngineClosed if the worker is
+        closed, and RequestError if there is no thread and none can be started."""
+        self._add_for(request, lambda: request.prepare(model_text), Prepared)
 
     def advance(self, request: Request, token_ids: tuple[int, ...]) -> None:
-        """Have a request's constraint advanced; a `Continue` tells the outcome. Raises as `prepare` does."""
-        self._add_for(request, lambda: request.advance(token_ids), Continue)
+        """Queue the computation of a request's next mask; a `MaskComputed` tells the outcome. Raises as
+        `prepare` does."""
+        self._add_for(request, lambda: request.advance(token_ids), MaskComputed)
 
     async def count_tokens(self, prompt: Prompt, model_text: ModelText) -> int:
         """The number of tokens of a prompt. Raises the prompt's error, EngineClosed if the worker is closed
         meanwhile, and what `prepare` raises. If the task is cancelled, the work is abandoned."""
         count = TokenCount(prompt, model_text)
         try:
-            self._add(Job(count, count.run, count.done.set, is_plain=count.text_field == "prompt"))
+            self._add(TextJob(count, count.run, count.done.set, is_plain=count.text_field == "prompt"))
             error = await count.done.wait()
         except BaseException:
             count.is_done = True
@@ -167,9 +168,11 @@ class TextWorker:
     ) -> None:
         """Add a job for a request. `command` makes the command that tells the engine's thread the outcome."""
         is_plain = request.params.grammar is None and request.text_field == "prompt"
-        self._add(Job(request, work, lambda error: self._send(command(request, error)), is_plain=is_plain))
+        self._add(
+            TextJob(request, work, lambda error: self._send(command(request, error)), is_plain=is_plain)
+        )
 
-    def _add(self, job: Job) -> None:
+    def _add(self, job: TextJob) -> None:
         with self._changed:
             if self._is_closed:
                 raise EngineClosed("the engine was closed")
@@ -211,7 +214,7 @@ class TextWorker:
         with self._changed:
             self._threads.discard(threading.current_thread())
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self) -> TextJob | None:
         """Block until there is a job that may begin; None when the worker is closed."""
         with self._changed:
             while not self._is_closed:
@@ -233,11 +236,11 @@ class TextWorker:
             self._num_idle -= 1
             return None
 
-    def _first_with_place(self) -> Job | None:
+    def _first_with_place(self) -> TextJob | None:
         has_place = {is_plain: len(self._rivals(is_plain)) < NUM_PARALLEL for is_plain in (False, True)}
         return next((job for job in self._waiting if has_place[job.is_plain]), None)
 
-    def _rivals(self, is_plain: bool) -> list[Job]:
+    def _rivals(self, is_plain: bool) -> list[TextJob]:
         """Jobs in progress that keep their places from jobs of this kind."""
         return [job for job in self._in_progress if job.is_plain == is_plain or not job.is_answered]
 
@@ -254,7 +257,7 @@ class TextWorker:
                 for job in failed:
                     self._answer(job, overdue(job.client.text_field))
 
-    def _abandon(self, job: Job, error: DriftError | None) -> None:
+    def _abandon(self, job: TextJob, error: DriftError | None) -> None:
         """Answer a job in progress, and replace its thread unless `MAX_ABANDONED` threads are replaced."""
         self._answer(job, error)
         if len(self._abandoned) < MAX_ABANDONED and self._keep_one_idle():
@@ -262,13 +265,13 @@ class TextWorker:
             self._abandoned.append(job)
         self._changed.notify()
 
-    def _answer(self, job: Job, error: DriftError | None) -> None:
+    def _answer(self, job: TextJob, error: DriftError | None) -> None:
         if not job.is_answered and not self._is_closed:
             job.answer(error)
         job.is_answered = True
 
 
-def attempt(job: Job) -> DriftError | None:
+def attempt(job: TextJob) -> DriftError | None:
     """Do a job. Returns the error for the request's stream if that fails."""
     try:
         job.work()

@@ -128,9 +128,9 @@ class NGramDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.ngram import NGramRounds
+        from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
 
-        return NGramRounds(
+        return NGramRoundDrafter(
             resources.table.history,
             resources.workspace,
             min_length=self._ngram.min_length,
@@ -173,9 +173,9 @@ class EagleDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.eagle import EagleRounds
+        from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 
-        return EagleRounds(
+        return EagleRoundDrafter(
             self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
         )
 
@@ -185,15 +185,15 @@ class EagleDrafterFactory(DrafterFactory):
         drafter: RoundDrafter | None,
         rounds: Sequence[tuple[int, int]],
     ) -> TreeDrafter | None:
-        from drift_sdk.execution.rounds.eagle import EagleRounds
-        from drift_sdk.execution.rounds.eagle_trees import EagleTrees
+        from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
+        from drift_sdk.execution.rounds.eagle_trees import EagleTreeDrafter
 
         if not self.tree_plans:
             return None
 
-        assert isinstance(drafter, EagleRounds)
+        assert isinstance(drafter, EagleRoundDrafter)
         table, workspace = resources.table, resources.workspace
-        return EagleTrees(
+        return EagleTreeDrafter(
             self.draft, drafter, table, workspace, self.tree_plans, rounds, stages=resources.stages
         )
 
@@ -223,9 +223,9 @@ class ModelDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.draft_model import DraftModelRounds
+        from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
 
-        return DraftModelRounds(
+        return ModelRoundDrafter(
             self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
         )
 
@@ -254,11 +254,11 @@ class HybridDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.hybrid import HybridRounds
+        from drift_sdk.execution.rounds.hybrid import HybridRoundDrafter
 
         drafter = self._model.round_drafter(resources, model, sizes)
         assert drafter is not None
-        return HybridRounds(
+        return HybridRoundDrafter(
             drafter,
             resources.table,
             resources.workspace,

@@ -38,12 +38,10 @@ class ManualDriver:
         """Slots whose sequences have not ended."""
         self._waiting: Iterator[PrefillChunk] = iter(())
 
-    def fill(
-        self, context: int, max_lengths: Sequence[int], *, seed: int = 0, waiting: Sequence[int] = ()
-    ) -> None:
+    def fill(self, context: int, max_lengths: Sequence[int], *, waiting: Sequence[int] = ()) -> None:
         """Start new sequences with prompts of `context` random tokens, and prefill them.
 
-        Sequence i, in slot i, ends at max_lengths[i] tokens, the prompt included. seed: of the random tokens.
+        Sequence i, in slot i, ends at max_lengths[i] tokens, the prompt included.
         waiting: the tokens of each chunk of a prompt that is not prefilled. Raises ConfigError if the
         executor has too few slots or blocks, or too short a context.
         """
@@ -60,7 +58,7 @@ class ManualDriver:
             if needed > most:
                 raise ConfigError.of(field, most, f"at least {needed}, for {batch} sequences")
 
-        rng = random.Random(seed)
+        rng = random.Random(0)
         lengths = [context] * num_filled + [sum(waiting) + 1] * bool(waiting)
         prompts = [[rng.randrange(limits.vocab_size) for _ in range(length)] for length in lengths]
         assignments = [

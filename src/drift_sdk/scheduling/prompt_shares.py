@@ -22,7 +22,7 @@ def share_tokens(num_tokens: int, prompts: Items[Sequence]) -> list[int]:
 
     prompts: in order of (priority, arrival).
     """
-    sizes = [(prompt.priority, prompt.num_unlaunched_tokens) for prompt in prompts]
+    sizes = [(prompt.priority, prompt.num_unplanned_tokens) for prompt in prompts]
     shares = [0] * len(prompts)
     if prompts and prompts[0].num_steps_passed >= MAX_STEPS_PASSED:
         shares[0] = min(sizes[0][1], (num_tokens + 1) // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from drift_sdk.draft_policy.policy import DraftPolicy
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.scheduling.step_builder import LaunchedStep
+from drift_sdk.scheduling.step_builder import PlannedStep
 from drift_sdk.steps import StepResult, Verification
 
 __all__ = ["RoundPlanner"]
@@ -75,7 +75,7 @@ class RoundPlanner:
         if step_id > sequence.refreshed_in:
             sequence.max_pending_tokens -= most - num_emitted
 
-    def observe(self, step: LaunchedStep, result: StepResult) -> None:
+    def observe(self, step: PlannedStep, result: StepResult) -> None:
         """Learn from the result of a step."""
         if self._policy is not None and step.plan.decode:
             has_views = self._layout is not None

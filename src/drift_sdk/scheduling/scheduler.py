@@ -13,7 +13,7 @@ from drift_sdk.scheduling.prompt_shares import share_tokens
 from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
 from drift_sdk.scheduling.round_planner import RoundPlanner
 from drift_sdk.scheduling.sequence import Delta, Sequence, SequenceWatcher
-from drift_sdk.scheduling.step_builder import LaunchedStep, StepBuilder, check_in_flight
+from drift_sdk.scheduling.step_builder import PlannedStep, StepBuilder, check_in_flight
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
@@ -55,7 +55,7 @@ class Scheduler:
         self._running = RunningSet(config.max_num_seqs)
         # By slot: rows without drafts are the same in every step.
         self._plain_rows = [DecodeRow(slot=slot, num_draft_tokens=0) for slot in range(config.max_num_seqs)]
-        self._launched: deque[LaunchedStep] = deque()
+        self._planned: deque[PlannedStep] = deque()
         self._rounds = RoundPlanner(config)
         self._next_step_id = 0
         self.num_preemptions = 0
@@ -79,10 +79,10 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Planned steps that are not committed."""
-        return len(self._launched)
+        return len(self._planned)
 
     @property
-    def num_held(self) -> int:
+    def num_awaiting_masks(self) -> int:
         """Sequences whose next row waits for the host to compute a constraint's mask."""
         return sum(sequence.awaits_mask for sequence in (*self._running.sequences, *self._queue))
 
@@ -99,7 +99,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence is running or waiting, or any step is uncommitted."""
-        return bool(self._running.sequences or self._queue or self._launched)
+        return bool(self._running.sequences or self._queue or self._planned)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -123,7 +123,7 @@ class Scheduler:
 
         No step may be in flight.
         """
-        assert not self._launched, "steps are in flight"
+        assert not self._planned, "steps are in flight"
         for sequence in list(self._running.sequences):
             self._preempt(sequence)
         self._blocks.forget_cached()
@@ -144,12 +144,12 @@ class Scheduler:
 
         if not step.prefill and not step.decode:
             # Without steps in flight, the sequences that were to be refreshed have just been preempted.
-            return self.schedule() if verification == "refresh" and not self._launched else None
+            return self.schedule() if verification == "refresh" and not self._planned else None
 
-        launched = step.build(self._next_step_id)
+        planned = step.build(self._next_step_id)
         self._next_step_id += 1
-        self._launched.append(launched)
-        return launched.plan
+        self._planned.append(planned)
+        return planned.plan
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Apply the result of the oldest uncommitted plan.
@@ -157,7 +157,7 @@ class Scheduler:
         Returns a delta for each sequence that gained tokens, those with chunks first. Results of sequences
         that have ended since the plan was made are dropped. AssertionError for the result of another plan.
         """
-        step = self._launched.popleft()
+        step = self._planned.popleft()
         assert result.step_id == step.plan.step_id, (
             f"step {result.step_id}: step {step.plan.step_id} comes first"
         )
@@ -177,14 +177,14 @@ class Scheduler:
         self._queue.check_integrity()
         self._blocks.check_integrity(running)
         assert len({*running, *waiting}) == len(running) + len(waiting), "a sequence is listed twice"
-        check_in_flight(self._launched, [*running, *waiting])
+        check_in_flight(self._planned, [*running, *waiting])
         for sequence in running:
             assert sequence.finish is None, f"{sequence} has finished and is running"
             length, computed = len(sequence.token_ids), sequence.num_computed_tokens
             layout = self.config.view_layout
             first = length - 1 - (0 if layout is None else layout.refresh_tokens)  # before pending rows
-            assert computed <= sequence.num_launched_tokens or first <= computed < length, (
-                f"{sequence}: {computed} of {length} tokens computed, {sequence.num_launched_tokens} launched"
+            assert computed <= sequence.num_planned_tokens or first <= computed < length, (
+                f"{sequence}: {computed} of {length} tokens computed, {sequence.num_planned_tokens} launched"
             )
 
     def _plan_rows(self, step: StepBuilder) -> tuple[list[Sequence], bool]:
@@ -250,7 +250,7 @@ class Scheduler:
         for sequence in waiting:
             self._blocks.match(sequence)
         prompts = sorted([*prefilling, *waiting])
-        num_tokens = sum([sequence.num_unlaunched_tokens for sequence in prompts])
+        num_tokens = sum([sequence.num_unplanned_tokens for sequence in prompts])
         budget = self._budget.num_tokens(len(step.decode), num_tokens, step.num_mixed_drafts)
         shares = share_tokens(budget, prompts)
         for sequence, share in zip(prompts, shares, strict=True):
@@ -295,7 +295,7 @@ class Scheduler:
         self._queue.discard(sequence)
         self._running.add(sequence)
         sequence.num_prefill_tokens = len(sequence.token_ids)
-        sequence.num_launched_tokens = sequence.num_computed_tokens
+        sequence.num_planned_tokens = sequence.num_computed_tokens
         sequence.max_pending_tokens, sequence.refreshed_in = 0, -1
         if sequence.started_at is None:
             sequence.started_at = time.monotonic()
@@ -307,7 +307,7 @@ class Scheduler:
             self._watcher.admitted(sequence)
         return True
 
-    def _commit_prefill(self, step: LaunchedStep, result: StepResult, deltas: list[Delta]) -> int:
+    def _commit_prefill(self, step: PlannedStep, result: StepResult, deltas: list[Delta]) -> int:
         """Commit the chunks of a step; returns how many belong to sequences that have not ended."""
         num_useful = 0
         for sequence, chunk, output in zip(step.prefill, step.plan.prefill, result.prefill, strict=True):
@@ -329,7 +329,7 @@ class Scheduler:
 
         return num_useful
 
-    def _commit_decode(self, step: LaunchedStep, result: StepResult, deltas: list[Delta]) -> int:
+    def _commit_decode(self, step: PlannedStep, result: StepResult, deltas: list[Delta]) -> int:
         """Commit the decode rows of a step; returns how many belong to sequences that have not ended."""
         num_useful = 0
         for sequence, row, output in zip(step.decode, step.plan.decode, result.decode, strict=True):
@@ -361,7 +361,7 @@ class Scheduler:
 
         return num_useful
 
-    def _observe(self, step: LaunchedStep, result: StepResult) -> None:
+    def _observe(self, step: PlannedStep, result: StepResult) -> None:
         """Let the token budget and the draft policy learn from a step.
 
         The counts are those of the device's work, so they include sequences that have been removed.

@@ -37,7 +37,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight",
-        "num_launched_tokens",
+        "num_planned_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
         "num_steps_passed",
@@ -88,7 +88,7 @@ class Sequence:
         self.prefix_nodes: list[PrefixNode] = []
         self.is_publishing = True  # False once another sequence has published an equal block
         self.num_prefill_tokens = 0  # length at admission: the tokens that chunks compute, and cached ones
-        self.num_launched_tokens = 0  # those of them in launched chunks or cached
+        self.num_planned_tokens = 0  # those of them in launched chunks or cached
         self.num_steps_passed = 0  # steps since its last chunk that had chunks of others alone
         # KV below this position is committed, and computed from the whole context; steps in flight write from
         # it on. While waiting, the cached tokens of the earlier match.
@@ -123,15 +123,15 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         """Whether prefill chunks are still to be launched."""
-        return self.num_launched_tokens < self.num_prefill_tokens
+        return self.num_planned_tokens < self.num_prefill_tokens
 
     @property
-    def num_unlaunched_tokens(self) -> int:
+    def num_unplanned_tokens(self) -> int:
         """Tokens that are neither in launched chunks nor cached."""
         if not self.is_running:
             return len(self.token_ids) - self.num_computed_tokens
 
-        return self.num_prefill_tokens - self.num_launched_tokens
+        return self.num_prefill_tokens - self.num_planned_tokens
 
     @property
     def can_share_prefix(self) -> bool:
@@ -156,11 +156,7 @@ class Sequence:
     def num_draft_tokens(self, most: int) -> int:
         """The number of tokens to draft in the next step, at most `most`: no more than can be emitted besides
         the token that the target itself adds."""
-        if self.max_draft_tokens is not None and self.max_draft_tokens < most:
-            most = self.max_draft_tokens
-
-        room = self.max_length - len(self.token_ids) - self.min_in_flight_tokens - 1
-        return min(most, room)
+        return min(self._most_drafts(most), self.room)
 
     @property
     def room(self) -> int:
@@ -171,13 +167,14 @@ class Sequence:
     def num_tree_tokens(self, most: int, max_depth: int) -> int:
         """The number of tokens to draft in the next step in the form of a tree, at most `most`. A path of it
         has at most `max_depth` tokens. The tree of a constrained sequence is a chain."""
-        if self.max_draft_tokens is not None and self.max_draft_tokens < most:
-            most = self.max_draft_tokens
-
+        most = self._most_drafts(most)
         if max_depth <= 0 or self.constraint is not None:
             return min(most, max(max_depth, 0))
 
         return most
+
+    def _most_drafts(self, most: int) -> int:
+        return most if self.max_draft_tokens is None else min(self.max_draft_tokens, most)
 
     def launch(self, least: int, most: int) -> None:
         """Count a planned step that emits `least` to `most` tokens as in flight."""

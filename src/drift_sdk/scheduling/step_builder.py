@@ -8,10 +8,10 @@ from typing import NamedTuple
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import BlockUpdate, DecodeRow, PrefillChunk, SlotAssignment, StepPlan, Verification
 
-__all__ = ["LaunchedStep", "StepBuilder", "check_in_flight"]
+__all__ = ["PlannedStep", "StepBuilder", "check_in_flight"]
 
 
-class LaunchedStep(NamedTuple):
+class PlannedStep(NamedTuple):
     """A plan with the sequences of its chunks and rows: at its commit, a slot may hold another sequence."""
 
     plan: StepPlan
@@ -74,10 +74,10 @@ class StepBuilder:
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Add the sequence's next prefill chunk, of `num_tokens` tokens."""
-        start = sequence.num_launched_tokens
+        start = sequence.num_planned_tokens
         end = start + num_tokens
         is_last = end == sequence.num_prefill_tokens
-        sequence.num_launched_tokens = end
+        sequence.num_planned_tokens = end
         sequence.launch(is_last, is_last)
         self.prefill.append(sequence)
         self._chunks.append(
@@ -89,7 +89,7 @@ class StepBuilder:
             )
         )
 
-    def build(self, step_id: int) -> LaunchedStep:
+    def build(self, step_id: int) -> PlannedStep:
         """The plan of everything added so far."""
         plan = StepPlan(
             step_id=step_id,
@@ -99,13 +99,13 @@ class StepBuilder:
             decode=tuple(self._rows),
             verification=self.verification if self._rows else "whole",
         )
-        return LaunchedStep(plan, self.prefill, self.decode)
+        return PlannedStep(plan, self.prefill, self.decode)
 
 
-def check_in_flight(launched: Iterable[LaunchedStep], sequences: Iterable[Sequence]) -> None:
+def check_in_flight(planned: Iterable[PlannedStep], sequences: Iterable[Sequence]) -> None:
     """Raise AssertionError unless every sequence's in-flight counts equal those of the launched steps."""
     in_flight = {sequence: [0, 0, 0] for sequence in sequences}
-    for plan, prefill, decode in launched:
+    for plan, prefill, decode in planned:
         emitted = [(int(chunk.is_last), int(chunk.is_last)) for chunk in plan.prefill]
         emitted += [(1, row.max_emitted_tokens) for row in plan.decode]
         for sequence, (least, most) in zip(prefill + decode, emitted, strict=True):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder_config import DecoderConfig
 
-__all__ = ["check_kv_scheme", "read_config"]
+__all__ = ["check_kv_scheme", "hub_settings", "read_config"]
 
 
 def read_config(source: Source, config: EngineConfig) -> DecoderConfig:
@@ -37,3 +38,8 @@ def check_kv_scheme(source: Source, config: EngineConfig, model: DecoderConfig) 
 
 def _settings_file(source: Source) -> Path:
     return source.path if source.path.is_file() else source.path / "config.json"
+
+
+def hub_settings(config: EngineConfig) -> dict[str, Any]:
+    """Arguments of `find` and `resolve` for any role."""
+    return {"cache_dir": config.cache_dir, "local_files_only": config.local_files_only}

@@ -21,16 +21,15 @@ from drift_sdk.progress import ignore_progress
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
 from drift_sdk.startup.kv_sizing import KVDemand, KVSize, size_kv
-from drift_sdk.startup.model_config import check_kv_scheme, read_config
+from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
 from drift_sdk.startup.model_startup import (
     BLOCK_SIZES,
     choose_device,
     choose_dtype,
     dtype_name,
-    hub_settings,
-    load_text,
 )
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
+from drift_sdk.startup.text_startup import load_text
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
 
 __all__ = ["inspect_model"]

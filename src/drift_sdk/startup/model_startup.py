@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from msgspec import Struct
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.driver.request import ModelText
-from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
+from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
-from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
+from drift_sdk.loading.source import Source, resolve
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
-from drift_sdk.progress import Download, Report, ignore_progress
-from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import (
@@ -37,7 +31,7 @@ from drift_sdk.startup.executor_factory import (
     open_graph_executor,
 )
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
-from drift_sdk.startup.model_config import check_kv_scheme, read_config
+from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.tensor_parallel import (
     check_division,
@@ -45,12 +39,10 @@ from drift_sdk.startup.tensor_parallel import (
     parallel_devices,
     shards_of,
 )
+from drift_sdk.startup.text_startup import checked, load_text, loaded_beside, model_text
 from drift_sdk.startup.views import check_views, view_costs, view_layout
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.text.chat import ChatTemplate, configured_template
-from drift_sdk.text.no_tokenizer import NoTokenizer
-from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["dtype_name", "open_model"]
 
@@ -87,16 +79,11 @@ def open_model(
         **hub_settings(config),
         revision=config.revision,
         report=report,
-        judge=lambda source: _check_shapes(source, config, device, dtype),
+        judge=lambda source: _check_before_download(source, config, device, dtype),
         has_weights=config.load == "auto",
     )
-    decoder_config = read_config(source, config)
-    check_kv_scheme(source, config, decoder_config)
-    executor_name, fallback = choose_executor(config, device)
-    config = with_weight_form(config, decoder_config, executor_name, device, dtype)
-    check_division(config, decoder_config, executor_name)
-    check_views(config, decoder_config)
-
+    planned = _plan(source, config, device, dtype)
+    config, decoder_config, executor_name = planned.config, planned.decoder_config, planned.executor_name
     if executor_name == "graph":
         from drift_sdk._kernels.common.cache_keys import prepare_cache_keys  # needs Triton
 
@@ -123,12 +110,12 @@ def open_model(
     return LoadedModel(
         executor=opened.executor,
         executor_name=executor_name,
-        fallback=fallback,
+        fallback=planned.fallback,
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
         scheduling=_scheduling(config, opened, drafter_factory, decoder_config),
-        text=_model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
+        text=model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
 
 
@@ -139,68 +126,6 @@ def _load_parts(weights: Sequence[StoredWeights], config: EngineConfig, report: 
         raise ModelLoadError("the draft could be loaded on some GPUs alone")
 
     return parts
-
-
-@contextmanager
-def loaded_beside(
-    config: EngineConfig, load: Callable[[Report], Text], report: Report
-) -> Iterator[Future[Text]]:
-    """Load what concerns text on another thread, while the block loads weights: the tokenizer of a large
-    vocabulary takes as long.
-
-    A tokenizer of another model may have to be downloaded, which is reported: it is loaded before the block.
-    """
-    if config.tokenizer is not None:
-        done: Future[Text] = Future()
-        done.set_result(load(report))
-        yield done
-        return
-
-    with ThreadPoolExecutor(1, thread_name_prefix="drift-tokenizer") as threads:
-        yield threads.submit(load, ignore_progress)
-
-
-def checked(report: Report, text: Future[Text]) -> Report:
-    """A report of the loading of weights that raises the error that loading what concerns text has raised."""
-
-    def checked_report(stage: str, fraction: float, download: Download | None = None) -> None:
-        if text.done():
-            text.result()
-        report(stage, fraction, download)
-
-    return checked_report
-
-
-class Text(Struct, frozen=True, kw_only=True):
-    """The parts of a `ModelText` that are read from files."""
-
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    eos_token_ids: tuple[int, ...]
-    default_params: SamplingParams
-
-
-def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
-    """All of a model that concerns text. Raises ModelLoadError naming the file."""
-    tokenizer, templates = _tokenizer(source, config, report)
-    return Text(
-        tokenizer=tokenizer,
-        chat_template=_chat_template(source, config, tokenizer, templates),
-        default_params=_default_params(source),
-        eos_token_ids=eos_token_ids(source, vocab_size),
-    )
-
-
-def _model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
-    return ModelText(
-        tokenizer=text.tokenizer,
-        chat_template=text.chat_template,
-        eos_token_ids=text.eos_token_ids,
-        default_params=text.default_params,
-        max_model_len=limits.max_model_len,
-        vocab_size=limits.vocab_size,
-        has_drafts=has_drafts,
-    )
 
 
 def _scheduling(
@@ -244,19 +169,36 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> No
     )
 
 
-def hub_settings(config: EngineConfig) -> dict[str, Any]:
-    """Arguments of `find` and `resolve` for any role."""
-    return {"cache_dir": config.cache_dir, "local_files_only": config.local_files_only}
+class Plan(Struct, frozen=True, kw_only=True):
+    """How a model will be opened, as far as its config tells.
+
+    config: with the form of the weights. executor_name: "graph" or "eager". fallback: why it is not that of
+    graphs; None if it is, or if the config names it.
+    """
+
+    config: EngineConfig
+    decoder_config: DecoderConfig
+    executor_name: str
+    fallback: str | None
 
 
-def _check_shapes(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
+def _plan(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Plan:
+    """Decide how to open a model. Raises ModelLoadError or ConfigError for what cannot be served."""
     decoder_config = read_config(source, config)
     check_kv_scheme(source, config, decoder_config)
-    executor_name, _ = choose_executor(config, device)
+    executor_name, fallback = choose_executor(config, device)
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)
+    return Plan(config=config, decoder_config=decoder_config, executor_name=executor_name, fallback=fallback)
+
+
+def _check_before_download(
+    source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
+    planned = _plan(source, config, device, dtype)
+    config, decoder_config = planned.config, planned.decoder_config
     check_model_len(config, decoder_config.max_position_embeddings)
     form = choose_weight_form(config, decoder_config)
     decoder_config = Shard(rank=0, size=config.tensor_parallel).config(decoder_config)
@@ -302,73 +244,3 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
         raise ConfigError.of("dtype", config.dtype, "float32 or bfloat16 on the CPU")
 
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
-
-
-def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and the chat templates that come with it or with the model, by name."""
-    if config.tokenizer is None:
-        if source.has_tokenizer:
-            return source.tokenizer(), source.chat_templates
-
-        log.warning("%s holds no tokenizer.json: requests and results are token ids alone", source.path)
-        return NoTokenizer(str(source.path)), {}
-
-    if str(config.tokenizer).endswith(".json"):
-        with name_role("tokenizer"):
-            tokenizer = Tokenizer.from_file(expand_home(config.tokenizer))
-        return tokenizer, source.chat_templates
-
-    other = resolve(config.tokenizer, role="tokenizer", **hub_settings(config), report=report)
-    with name_role("tokenizer"):
-        tokenizer, templates = other.tokenizer(), other.chat_templates
-    return tokenizer, templates or source.chat_templates
-
-
-def _chat_template(
-    source: Source, config: EngineConfig, tokenizer: Tokenizer, templates: Mapping[str, str]
-) -> ChatTemplate | None:
-    template: Callable[..., ChatTemplate] = ChatTemplate
-    if config.chat_template is not None and config.chat_template in templates:
-        templates = {"default": templates[config.chat_template]}
-    elif config.chat_template is not None:
-        if re.fullmatch(r"[\w.-]+", config.chat_template):
-            named = f", which has {', '.join(map(repr, templates)) or 'none'}"
-            allowed = f"a Jinja template, or the name of one of the model's templates{named}"
-            raise ConfigError.of("chat_template", config.chat_template, allowed)
-
-        templates, template = {"default": config.chat_template}, configured_template
-
-    make = partial(
-        template,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        tool_format=config.tool_format,
-        reasoning_format=config.reasoning_format,
-    )
-    default, with_tools = templates.get("default"), templates.get("tool_use")
-    try:
-        for_tools = make(with_tools) if with_tools is not None else None
-        return make(default, with_tools=for_tools) if default is not None else for_tools
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{source.path}: {error}") from error
-
-
-def _default_params(source: Source) -> SamplingParams:
-    """The model's own sampling defaults, from generation_config.json. They are read as transformers reads
-    them, except that a temperature without do_sample turns sampling on too."""
-    settings = {name: value for name, value in source.generation_config.items() if value is not None}
-    does_sample = settings.get("do_sample", "temperature" in settings)
-    names = {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
-    if does_sample:
-        settings.setdefault("temperature", 1.0)
-        names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-
-    file = source.path / "generation_config.json"
-    if not isinstance(does_sample, bool):
-        raise ModelLoadError(f"{file}: do_sample={short_repr(does_sample)}: expected true or false")
-
-    try:
-        return SamplingParams(**{names[name]: value for name, value in settings.items() if name in names})
-    except RequestError as error:
-        name = next(name for name, field in names.items() if field == error.field)
-        raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error

@@ -10,8 +10,8 @@ from typing import Any
 from drift_sdk._validation import check_float, check_int
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
-from drift_sdk.driver.prompts import Prompt
-from drift_sdk.driver.request import ModelText, Request
+from drift_sdk.driver.prompts import ModelText, Prompt
+from drift_sdk.driver.request import Request
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.progress import Report

@@ -19,7 +19,7 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
-from drift_sdk.execution.rounds.ngram import NGramRounds
+from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
 
 pytestmark = pytest.mark.kernel
 
@@ -69,7 +69,7 @@ def check(
     """Check that the proposals are those of `NGramHistory`, in every row. Returns the rows."""
     rows = round_rows(slots, num_draft_tokens, device)
     before = round_rows(slots, num_draft_tokens, "cpu")
-    rounds = NGramRounds(
+    rounds = NGramRoundDrafter(
         histories(slots, num_columns, device),
         Workspace(torch.device(device)),
         min_length=lengths[0],
@@ -170,7 +170,7 @@ def test_history_follows_prompts_and_rounds(device: str) -> None:
     rng = random.Random(2)
     num_slots, num_draft_tokens, num_columns = 3, 3, 130
     history = torch.full((num_slots, num_columns), -9, dtype=torch.int32, device=device)
-    rounds = NGramRounds(history, Workspace(torch.device(device)), min_length=1, max_length=3)
+    rounds = NGramRoundDrafter(history, Workspace(torch.device(device)), min_length=1, max_length=3)
     lengths, nothing = (1, 3), torch.empty(0)
     tokens: list[list[int]] = [[], [], []]
     for step in range(12):

@@ -35,9 +35,9 @@ from drift_sdk.execution.eager.model_drafter import ModelDrafter
 from drift_sdk.execution.graph.buckets import MixedBucket
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.graph.step_launcher import StepLauncher
-from drift_sdk.execution.rounds.draft_model import DraftModelRounds
-from drift_sdk.execution.rounds.hybrid import HybridRounds
-from drift_sdk.execution.rounds.ngram import NGramRounds
+from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
+from drift_sdk.execution.rounds.hybrid import HybridRoundDrafter
+from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
@@ -50,9 +50,9 @@ IS_GPU = torch.cuda.is_available()
 TARGET = tiny_llama(vocab_size=96, num_hidden_layers=3)
 SMALL = tiny_llama(vocab_size=96, num_hidden_layers=1, hidden_size=24, num_attention_heads=3)
 DRAFTERS = {
-    HybridDrafterFactory: (HybridRounds, HybridDrafter),
-    ModelDrafterFactory: (DraftModelRounds, ModelDrafter),
-    NGramDrafterFactory: (NGramRounds, NGramDrafter),
+    HybridDrafterFactory: (HybridRoundDrafter, HybridDrafter),
+    ModelDrafterFactory: (ModelRoundDrafter, ModelDrafter),
+    NGramDrafterFactory: (NGramRoundDrafter, NGramDrafter),
 }
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=32, block_size=4, vocab_size=96)
 BUDGET, NUM_DRAFTS = 16, 2

@@ -23,7 +23,7 @@ from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.execution.graph.parallel_executor import PEER_TIMEOUT_S, ParallelExecutor, peer_timeout
-from drift_sdk.execution.rounds.ngram import NGramRounds
+from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, cut_head, load_shard
@@ -115,9 +115,9 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
 
     The second GPU drafts something else, which it must not verify.
     """
-    propose, num_calls = NGramRounds.propose, 0
+    propose, num_calls = NGramRoundDrafter.propose, 0
 
-    def propose_on_each(rounds: NGramRounds, rows: Rows, **sizes: int) -> None:
+    def propose_on_each(rounds: NGramRoundDrafter, rows: Rows, **sizes: int) -> None:
         nonlocal num_calls
         num_calls += 1
         propose(rounds, rows, **sizes)
@@ -137,7 +137,7 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
     one = single_executor(config)
     expected = run_scheduled(one, requests, prefill_token_budget=BUDGET)
     one.close()
-    monkeypatch.setattr(NGramRounds, "propose", propose_on_each)
+    monkeypatch.setattr(NGramRoundDrafter, "propose", propose_on_each)
     monkeypatch.setattr(DecodeForward, "run", noting_run)
     executor = parallel_executor(config, Lockstep(2, monkeypatch), NGramDrafterFactory(NGram(), (2,)))
     drafted: list[int] = []

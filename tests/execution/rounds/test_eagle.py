@@ -29,7 +29,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.rounds import eagle as eagle_rounds
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
-from drift_sdk.execution.rounds.eagle import EagleRounds
+from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_weights import DraftForm
@@ -89,7 +89,7 @@ class Pair:
         model = ModelResources(
             decoder=target, cache=PagedKVCache(target, limits), tuned=TunedTable(), limits=limits
         )
-        self.rounds = EagleRounds(
+        self.rounds = EagleRoundDrafter(
             arranged,
             model,
             self.table,
@@ -341,24 +341,24 @@ def keep_outputs_of_other_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_prefix_hits(patch: pytest.MonkeyPatch) -> None:
-    original = EagleRounds.draft_extend_prefill
+    original = EagleRoundDrafter.draft_extend_prefill
     patch.setattr(
-        EagleRounds,
+        EagleRoundDrafter,
         "draft_extend_prefill",
         lambda rounds, chunks: original(rounds, structs.replace(chunks, hits=chunks.hits * 0 - 1)),
     )
 
 
 def keep_drafted_kv(patch: pytest.MonkeyPatch) -> None:
-    original = EagleRounds.draft_extend
+    original = EagleRoundDrafter.draft_extend
 
-    def draft_extend(rounds: EagleRounds, verified: VerifiedRows) -> None:
+    def draft_extend(rounds: EagleRoundDrafter, verified: VerifiedRows) -> None:
         keys = rounds.kv_cache.keys.clone()
         original(rounds, verified)
         is_written = ~keys.isnan()
         rounds.kv_cache.keys[is_written] = keys[is_written]
 
-    patch.setattr(EagleRounds, "draft_extend", draft_extend)
+    patch.setattr(EagleRoundDrafter, "draft_extend", draft_extend)
 
 
 def extend_rejected_drafts(patch: pytest.MonkeyPatch) -> None:

@@ -158,10 +158,6 @@ class TunedTable(Struct, frozen=True, kw_only=True):
     def refuse(self, num_columns: int, inner: int, *, is_gated: bool = False) -> None:
         """Report that a weight's configuration could not be used. Only a WatchedTable records it."""
 
-    def has_gemm(self, num_columns: int, inner: int, *, is_gated: bool = False) -> bool:
-        """Whether a weight has an entry."""
-        return gemm_key(num_columns, inner, is_gated=is_gated) in self.gemms
-
 
 class WatchedTable(TunedTable, frozen=True, kw_only=True):
     """The table of one engine, which records the weights that run as measured and those that do not.

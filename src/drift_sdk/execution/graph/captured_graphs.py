@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from drift_sdk.execution.device.device import Replay
@@ -12,11 +12,7 @@ from drift_sdk.execution.graph.graph_steps import GraphSteps, Step
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.progress import Report
 
-__all__ = ["CapturedGraphs", "FitBlocks"]
-
-FitBlocks = Callable[[int], int]
-"""Takes the number of graphs to be captured and returns how many KV blocks there is room for beside them.
-Called once everything else has its memory."""
+__all__ = ["CapturedGraphs"]
 
 
 class CapturedGraphs:

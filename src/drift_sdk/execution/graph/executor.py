@@ -17,12 +17,12 @@ from drift_sdk.execution.device.device import Device, Event, Replay, ServingDevi
 from drift_sdk.execution.device.errors import is_kept, typed_errors
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.graph.buckets import GraphBuckets
-from drift_sdk.execution.graph.captured_graphs import CapturedGraphs, FitBlocks
+from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.gpu_graphs import GpuGraphs, GpuModel, graph_buckets, open_graphs, open_ring
-from drift_sdk.execution.graph.options import NO_HOOKS, GraphOptions, StartupHooks
+from drift_sdk.execution.graph.options import NO_HOOKS, FitBlocks, GraphOptions, StartupHooks
 from drift_sdk.execution.graph.product_log import ProductLog
 from drift_sdk.execution.graph.prompt_logprobs import PromptLogprobs
-from drift_sdk.execution.graph.step_launcher import StepLauncher, StepResults
+from drift_sdk.execution.graph.step_launcher import ResultPlaces, StepLauncher
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 
@@ -43,7 +43,7 @@ class _LaunchedStep(Struct):
     plan: StepPlan
     started: Event
     ended: Event
-    results: StepResults
+    results: ResultPlaces
 
 
 class GraphExecutor:
@@ -75,9 +75,9 @@ class GraphExecutor:
             ring = open_ring(device, limits, buckets, options)
             gpu = open_graphs(model, limits, options, buckets, ring, hooks.report)
             gpu.graphs.capture(self._fit(hooks.fit_blocks, gpu.graphs.num_graphs))
-        self._serve(device, model, [gpu], buckets, options)
+        self._prepare_serving(device, model, [gpu], buckets, options)
 
-    def _serve(
+    def _prepare_serving(
         self,
         device: ServingDevice,
         model: GpuModel,
@@ -108,7 +108,7 @@ class GraphExecutor:
             buckets,
             prompt_logprobs,
             mirrors,
-            drafts_first_token=model.drafter_factory.needs_first_token,
+            needs_first_token=model.drafter_factory.needs_first_token,
         )
         self._launched: deque[_LaunchedStep] = deque()
         self._events: list[Event] = []  # of collected steps, to be used again
@@ -157,7 +157,7 @@ class GraphExecutor:
             raise ExecutorError("the executor is closed")
 
         with typed_errors(self):
-            step = _LaunchedStep(plan, self._event(), self._event(), StepResults())
+            step = _LaunchedStep(plan, self._event(), self._event(), ResultPlaces())
             self._launched.append(step)
             step.started.record()
             step.results = self._launcher.launch(plan)

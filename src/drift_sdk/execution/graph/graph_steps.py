@@ -27,7 +27,7 @@ from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAttention, Views
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.resources import DeviceResources
-from drift_sdk.execution.rounds.chain_drafts import ChainDrafts
+from drift_sdk.execution.rounds.chain_drafts import ChainTreeDrafter
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.mixed import MixedStep, MixedTensors
 from drift_sdk.execution.rounds.partial_rounds import PartialRound, RefreshedRows, RefreshRound
@@ -104,10 +104,10 @@ class GraphSteps:
             resources, model, round_sizes(buckets, drafter_factory.tree_plans)
         )
         self.trees = drafter_factory.tree_drafter(resources, self.drafter, buckets.rounds)
-        self._checked_chains: ChainDrafts | None = None
+        self._checked_chains: ChainTreeDrafter | None = None
         if buckets.has_checks and self.drafter is not None:
             plans = {number: chain_plan(number) for number in buckets.drafts}
-            self._checked_chains = ChainDrafts(self.drafter, plans)
+            self._checked_chains = ChainTreeDrafter(self.drafter, plans)
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
         most = max(buckets.prefill[-1], buckets.most_mixed_rows)

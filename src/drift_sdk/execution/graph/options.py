@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
-from drift_sdk.execution.graph.captured_graphs import FitBlocks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.progress import Report, ignore_progress
 
-__all__ = ["NO_HOOKS", "GraphOptions", "StartupHooks"]
+__all__ = ["NO_HOOKS", "FitBlocks", "GraphOptions", "StartupHooks"]
+
+FitBlocks = Callable[[int], int]
+"""Takes the number of graphs to be captured and returns how many KV blocks there is room for beside them.
+Called once everything else has its memory."""
 
 
 class GraphOptions(Struct, frozen=True, kw_only=True):

@@ -76,7 +76,7 @@ class ParallelExecutor(GraphExecutor):
                 with gpu.device.work():
                     gpu.graphs.capture(num_blocks)
             self._arm(group, options, gpus)
-        self._serve(group, models[0], gpus, buckets, options)
+        self._prepare_serving(group, models[0], gpus, buckets, options)
 
     def close(self) -> None:
         super().close()

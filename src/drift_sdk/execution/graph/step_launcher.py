@@ -36,10 +36,10 @@ from drift_sdk.steps import (
     TokenConstraint,
 )
 
-__all__ = ["StepLauncher", "StepResults"]
+__all__ = ["StepLauncher", "ResultPlaces"]
 
 
-class StepResults(Struct):
+class ResultPlaces(Struct):
     """Places of the results of a launched step.
 
     first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot,
@@ -72,9 +72,9 @@ class StepLauncher:
         prompt_logprobs: PromptLogprobs,
         mirrors: Sequence[DeviceResources] = (),
         *,
-        drafts_first_token: bool = False,
+        needs_first_token: bool = False,
     ) -> None:
-        """mirrors: resources of the further GPUs on which the graphs run. drafts_first_token: see
+        """mirrors: resources of the further GPUs on which the graphs run. needs_first_token: see
         `DrafterFactory.needs_first_token`."""
         self._resources, self._graphs, self._buckets = resources, graphs, buckets
         self._prompt_logprobs, self._mirrors = prompt_logprobs, mirrors
@@ -82,12 +82,12 @@ class StepLauncher:
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
         self._num_logprobs: dict[int, int] = {}
-        self._drafts_first_token = drafts_first_token
+        self._needs_first_token = needs_first_token
         self._fresh: set[int] = set()  # slots whose first chunk is still to come
 
-    def launch(self, plan: StepPlan) -> StepResults:
+    def launch(self, plan: StepPlan) -> ResultPlaces:
         """Start all replays of a plan, in order: updates, prefill, decode."""
-        found = StepResults()
+        found = ResultPlaces()
         updates = self._launch_early_updates(self._updates(plan))
         bucket = self._mixed_bucket(plan)
         if bucket is not None:
@@ -111,7 +111,7 @@ class StepLauncher:
         return found
 
     def read(
-        self, plan: StepPlan, found: StepResults
+        self, plan: StepPlan, found: ResultPlaces
     ) -> tuple[tuple[SlotOutput, ...], tuple[SlotOutput, ...]]:
         """The outputs of a plan's chunks and of its decode rows; call it only after the step has ended."""
         slots = [row.slot for row in plan.decode]
@@ -129,7 +129,7 @@ class StepLauncher:
         )
         return prefill, decode
 
-    def _decoded(self, found: StepResults, slots: list[int]) -> tuple[SlotOutput, ...]:
+    def _decoded(self, found: ResultPlaces, slots: list[int]) -> tuple[SlotOutput, ...]:
         """The outputs of a round of its own."""
         if not found.num_trees or found.decode is None:
             return tuple(self._outputs(found.decode, found.rows_per_slot, slots))
@@ -197,8 +197,8 @@ class StepLauncher:
     def _mixed_bucket(self, plan: StepPlan) -> MixedBucket | None:
         """The mixed step for a plan; None if its chunks and its decode rows run in two passes.
 
-        A round that waits for a constraint, one of partial verification, and the row of a draft before a
-        prefix hit that leaves one token, are parts of other steps.
+        They do if the round waits for a constraint or is one of partial verification, and if a chunk is a
+        single token whose draft first needs a row for the token before it.
         """
         if not plan.prefill or not plan.decode or plan.verification != "whole":
             return None
@@ -206,7 +206,7 @@ class StepLauncher:
         drafts = [row.num_draft_tokens for row in plan.decode]
         ends = chunk_ends(plan.prefill)
         if self._is_split(plan.decode) or any(
-            len(chunk.token_ids) == 1 and chunk.slot in self._hits(ends) for chunk in ends
+            len(chunk.token_ids) == 1 and chunk.slot in self._slots_with_lead_row(ends) for chunk in ends
         ):
             return None
 
@@ -214,11 +214,11 @@ class StepLauncher:
         num_slots = len(drafts) + len(ends)
         return self._buckets.mixed_bucket(num_tokens, len(plan.prefill), num_slots, max(drafts))
 
-    def _launch_mixed(self, plan: StepPlan, bucket: MixedBucket, updates: Pairs, found: StepResults) -> None:
+    def _launch_mixed(self, plan: StepPlan, bucket: MixedBucket, updates: Pairs, found: ResultPlaces) -> None:
         """Start the mixed step of a plan. Its results are those of the decode rows, then of the prompts that
         end."""
         ring = self._resources.ring
-        hits = self._hits(plan.prefill)
+        hits = self._slots_with_lead_row(plan.prefill)
         self._fresh.difference_update(chunk.slot for chunk in plan.prefill)
         slots = [row.slot for row in plan.decode] + [chunk.slot for chunk in chunk_ends(plan.prefill)]
         entry = ring.acquire(updates)
@@ -228,13 +228,13 @@ class StepLauncher:
         found.decode, found.rows_per_slot, found.is_mixed = ring.results(entry), bucket.num_drafts + 1, True
         self._score_prompts(plan.prefill, first_rows(without_last_tokens(plan.prefill)))
 
-    def _hits(self, chunks: Sequence[PrefillChunk]) -> set[int]:
-        """Slots whose chunk is the first after a prefix hit, if there is a drafter that needs to know; the
-        first of a sequence too, if the drafter has a row for it."""
+    def _slots_with_lead_row(self, chunks: Sequence[PrefillChunk]) -> set[int]:
+        """Slots whose chunk is led by a row of the draft for the token before it: the first chunk after a
+        prefix hit, and the first one of a sequence if the drafter has a row for its first token."""
         if not self._graphs.draft_extend:
             return set()
 
-        least = 0 if self._drafts_first_token else 1
+        least = 0 if self._needs_first_token else 1
         return {chunk.slot for chunk in chunks if chunk.start >= least and chunk.slot in self._fresh}
 
     def _score_prompts(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> None:
@@ -265,7 +265,7 @@ class StepLauncher:
     def _launch_draft_extend(self, chunks: tuple[PrefillChunk, ...]) -> None:
         ring = self._resources.ring
         entry = ring.acquire(NO_UPDATES)
-        hits = self._hits(chunks)
+        hits = self._slots_with_lead_row(chunks)
         self._fresh.difference_update(chunk.slot for chunk in chunks)
         bucket = fill_draft_extend(self._buckets, chunks, hits, ring.payload(entry))
         ring.start(entry, self._graphs.draft_extend[bucket])

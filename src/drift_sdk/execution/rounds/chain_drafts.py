@@ -13,10 +13,10 @@ from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.rounds.drafter import RoundDrafter, VerifiedRows
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 
-__all__ = ["ChainDrafts"]
+__all__ = ["ChainTreeDrafter"]
 
 
-class ChainDrafts:
+class ChainTreeDrafter:
     """A `TreeDrafter` whose trees are the chains of a `RoundDrafter`."""
 
     first_draft_slot = 0

@@ -27,10 +27,10 @@ from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, Verif
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
 
-__all__ = ["DraftModelRounds"]
+__all__ = ["ModelRoundDrafter"]
 
 
-class DraftModelRounds:
+class ModelRoundDrafter:
     """A `RoundDrafter` that computes what `ModelDrafter` does, for slots and rows known only to the device.
 
     kv_cache: the small model's keys and values, in the target's blocks.

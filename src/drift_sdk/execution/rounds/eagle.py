@@ -30,10 +30,10 @@ from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, Verif
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder
 
-__all__ = ["EagleRounds"]
+__all__ = ["EagleRoundDrafter"]
 
 
-class EagleRounds:
+class EagleRoundDrafter:
     """A `RoundDrafter` that computes what `EagleDrafter` does, for slots and rows known only to the device.
 
     aux_layers: the draft's. kv_cache: the draft's keys and values, in the target's blocks. forward: its

@@ -24,15 +24,15 @@ from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend
 from drift_sdk.execution.forward.row_attention import TreeAttention
 from drift_sdk.execution.rounds.drafter import VerifiedRows
-from drift_sdk.execution.rounds.eagle import EagleRounds
+from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder
 
-__all__ = ["EagleTrees"]
+__all__ = ["EagleTreeDrafter"]
 
 
-class EagleTrees:
+class EagleTreeDrafter:
     """A `TreeDrafter` that grows the trees that `TreeGrower` does, for slots and rows known only to the
     device.
 
@@ -44,7 +44,7 @@ class EagleTrees:
     def __init__(
         self,
         draft: DraftDecoder,
-        chains: EagleRounds,
+        chains: EagleRoundDrafter,
         table: SlotTable,
         workspace: Workspace,
         plans: Mapping[int, TreePlan],

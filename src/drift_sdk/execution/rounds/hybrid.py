@@ -17,10 +17,10 @@ from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, VerifiedRows
 
-__all__ = ["HybridRounds"]
+__all__ = ["HybridRoundDrafter"]
 
 
-class HybridRounds:
+class HybridRoundDrafter:
     """A `RoundDrafter` that drafts what `HybridDrafter` drafts: chains of a model, or n-grams in their place.
 
     The model drafts for all slots of a round and is extended by the tokens of every step, so its state does

@@ -13,10 +13,10 @@ from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
 
-__all__ = ["NGramRounds"]
+__all__ = ["NGramRoundDrafter"]
 
 
-class NGramRounds:
+class NGramRoundDrafter:
     """A `RoundDrafter` that drafts the tokens that `NGramDrafter` drafts.
 
     history [S, max_model_len + 1] int32: the token at each position of a slot before its newest token. The

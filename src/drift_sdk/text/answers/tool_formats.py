@@ -76,10 +76,10 @@ def read_content(
             calls.give_back(error)
 
 
-def read_tagged(calls: CallReader, marker: str, closers: tuple[str, ...] = ("</tool_call>",)) -> Steps[None]:
+def read_tagged(calls: CallReader, marker: str) -> Steps[None]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list of such objects."""
     yield from read_objects(calls)
-    yield from calls.close(*closers)
+    yield from calls.close("</tool_call>")
 
 
 def read_granite(calls: CallReader, marker: str) -> Steps[None]:

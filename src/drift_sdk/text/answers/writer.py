@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -45,23 +44,21 @@ class AnswerWriter:
     reasoning neither begin nor end with it there. Between two texts around a call, that before the call
     stays, or a newline if there is none.
 
-    new_id:  makes the ids of calls that bring none.
     failure: the error of the first call that could not be read; None if there is none.
     """
 
-    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(self) -> None:
         self.text = SpacedText()
         self.reasoning = SpacedText()
         self.reasoning.cut()
         self.failure: Exception | None = None
-        self._new_id = new_id
         self._calls: list[ToolCall] = []
         self._num_calls = 0
 
     def add_call(self, name: str, arguments: dict[str, Any], call_id: str | None = None) -> None:
         """Add a call. call_id: the id that the model wrote; None if it wrote none."""
         self.text.cut()
-        call = ToolCall(id=call_id or self._new_id(), index=self._num_calls, name=name, arguments=arguments)
+        call = ToolCall(id=call_id or new_call_id(), index=self._num_calls, name=name, arguments=arguments)
         self._calls.append(call)
         self._num_calls += 1
 

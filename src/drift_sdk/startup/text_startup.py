@@ -1,0 +1,161 @@
+"""Loads what concerns text: tokenizer, chat templates and default parameters, beside the weights."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+from msgspec import Struct
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.driver.prompts import ModelText
+from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
+from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
+from drift_sdk.progress import Download, Report, ignore_progress
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.startup.model_config import hub_settings
+from drift_sdk.steps import ExecutorLimits
+from drift_sdk.text.chat import ChatTemplate, configured_template
+from drift_sdk.text.no_tokenizer import NoTokenizer
+from drift_sdk.text.tokenizer import Tokenizer
+
+__all__ = ["Text", "checked", "load_text", "loaded_beside", "model_text"]
+
+log = logging.getLogger("drift_sdk")
+
+
+class Text(Struct, frozen=True, kw_only=True):
+    """The parts of a `ModelText` that are read from files."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    default_params: SamplingParams
+
+
+def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
+    """All of a model that concerns text. Raises ModelLoadError naming the file."""
+    tokenizer, templates = _tokenizer(source, config, report)
+    return Text(
+        tokenizer=tokenizer,
+        chat_template=_chat_template(source, config, tokenizer, templates),
+        default_params=_default_params(source),
+        eos_token_ids=eos_token_ids(source, vocab_size),
+    )
+
+
+@contextmanager
+def loaded_beside(
+    config: EngineConfig, load: Callable[[Report], Text], report: Report
+) -> Iterator[Future[Text]]:
+    """Load what concerns text on another thread, while the block loads weights: the tokenizer of a large
+    vocabulary takes as long.
+
+    A tokenizer of another model may have to be downloaded, which is reported: it is loaded before the block.
+    """
+    if config.tokenizer is not None:
+        done: Future[Text] = Future()
+        done.set_result(load(report))
+        yield done
+        return
+
+    with ThreadPoolExecutor(1, thread_name_prefix="drift-tokenizer") as threads:
+        yield threads.submit(load, ignore_progress)
+
+
+def checked(report: Report, text: Future[Text]) -> Report:
+    """A report of the loading of weights that raises the error that loading what concerns text has raised."""
+
+    def checked_report(stage: str, fraction: float, download: Download | None = None) -> None:
+        if text.done():
+            text.result()
+        report(stage, fraction, download)
+
+    return checked_report
+
+
+def model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
+    """All that requests need of a model besides its executor."""
+    return ModelText(
+        tokenizer=text.tokenizer,
+        chat_template=text.chat_template,
+        eos_token_ids=text.eos_token_ids,
+        default_params=text.default_params,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        has_drafts=has_drafts,
+    )
+
+
+def _tokenizer(source: Source, config: EngineConfig, report: Report) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and the chat templates that come with it or with the model, by name."""
+    if config.tokenizer is None:
+        if source.has_tokenizer:
+            return source.tokenizer(), source.chat_templates
+
+        log.warning("%s holds no tokenizer.json: requests and results are token ids alone", source.path)
+        return NoTokenizer(str(source.path)), {}
+
+    if str(config.tokenizer).endswith(".json"):
+        with name_role("tokenizer"):
+            tokenizer = Tokenizer.from_file(expand_home(config.tokenizer))
+        return tokenizer, source.chat_templates
+
+    other = resolve(config.tokenizer, role="tokenizer", **hub_settings(config), report=report)
+    with name_role("tokenizer"):
+        tokenizer, templates = other.tokenizer(), other.chat_templates
+    return tokenizer, templates or source.chat_templates
+
+
+def _chat_template(
+    source: Source, config: EngineConfig, tokenizer: Tokenizer, templates: Mapping[str, str]
+) -> ChatTemplate | None:
+    template: Callable[..., ChatTemplate] = ChatTemplate
+    if config.chat_template is not None and config.chat_template in templates:
+        templates = {"default": templates[config.chat_template]}
+    elif config.chat_template is not None:
+        if re.fullmatch(r"[\w.-]+", config.chat_template):
+            named = f", which has {', '.join(map(repr, templates)) or 'none'}"
+            allowed = f"a Jinja template, or the name of one of the model's templates{named}"
+            raise ConfigError.of("chat_template", config.chat_template, allowed)
+
+        templates, template = {"default": config.chat_template}, configured_template
+
+    make = partial(
+        template,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        tool_format=config.tool_format,
+        reasoning_format=config.reasoning_format,
+    )
+    default, with_tools = templates.get("default"), templates.get("tool_use")
+    try:
+        for_tools = make(with_tools) if with_tools is not None else None
+        return make(default, with_tools=for_tools) if default is not None else for_tools
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{source.path}: {error}") from error
+
+
+def _default_params(source: Source) -> SamplingParams:
+    """The model's own sampling defaults, from generation_config.json. They are read as transformers reads
+    them, except that a temperature without do_sample turns sampling on too."""
+    settings = {name: value for name, value in source.generation_config.items() if value is not None}
+    does_sample = settings.get("do_sample", "temperature" in settings)
+    names = {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
+    if does_sample:
+        settings.setdefault("temperature", 1.0)
+        names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+
+    file = source.path / "generation_config.json"
+    if not isinstance(does_sample, bool):
+        raise ModelLoadError(f"{file}: do_sample={short_repr(does_sample)}: expected true or false")
+
+    try:
+        return SamplingParams(**{names[name]: value for name, value in settings.items() if name in names})
+    except RequestError as error:
+        name = next(name for name, field in names.items() if field == error.field)
+        raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error
