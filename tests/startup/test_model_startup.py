@@ -14,7 +14,8 @@ from drift_sdk import ConfigError, Engine, EngineConfig
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.loading.source import Source
 from drift_sdk.progress import Report
-from drift_sdk.startup import model_startup, text_startup
+from drift_sdk.startup import model_part, model_startup, text_startup
+from drift_sdk.startup.device_memory import DeviceMemory
 
 
 @pytest.fixture
@@ -32,6 +33,25 @@ def test_float16_is_rejected_where_auto_finds_a_cpu(folder: Path, monkeypatch: p
                 pass
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_memory_that_loading_has_freed_is_returned_before_the_cache_is_sized(
+    weights: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices are quantised one after the other, from numbers that are not needed any more."""
+    order: list[str] = []
+    room = DeviceMemory.room
+    monkeypatch.setattr(model_part, "return_freed_memory", lambda device: order.append(device.type))
+    monkeypatch.setattr(DeviceMemory, "room", lambda memory: (order.append("sized"), room(memory))[1])
+
+    async def main() -> None:
+        config = EngineConfig(device="cpu", dtype="float32", max_model_len=64, weights=weights)
+        async with Engine(folder, config):
+            pass
+
+    anyio.run(main)
+    assert order[:2] == ["cpu", "sized"]
 
 
 def test_revision_is_of_the_model_and_not_of_the_tokenizer(

@@ -6,6 +6,7 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.config import EngineConfig
+from drift_sdk.execution.device.freed_memory import return_freed_memory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.loading.source import Source
 from drift_sdk.loading.tensors import TensorSource
@@ -46,6 +47,8 @@ def load_part(weights: StoredWeights, config: EngineConfig, report: Report) -> M
     drafter_factory = open_drafter_factory(config, decoder, report, weights.source, memory.check_weights)
     if weights.shard is not None:
         cut_head(decoder, weights.shard)
+    if weights.device.type == "cpu":  # of tensors that were quantised or converted: the KV cache may have it
+        return_freed_memory(weights.device)
     return ModelPart(decoder=decoder, memory=memory, drafter_factory=drafter_factory)
 
 
