@@ -209,7 +209,7 @@ def test_weights_for_which_cublas_has_other_bits_count_as_untuned(
     has_same_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cublas_gemm, "_is_for_library", lambda x, config: config.is_library)
-    monkeypatch.setattr(cublas_gemm, "_way", lambda *_: "slices" if has_same_bits else None)
+    monkeypatch.setattr(cublas_gemm, "library_way", lambda *_: "slices" if has_same_bits else None)
     for name in ("library_multiply", "library_gated_multiply"):
         monkeypatch.setattr(cublas_gemm, name, lambda *_: None)
     decoder = Decoder.random(

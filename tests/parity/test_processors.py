@@ -360,7 +360,7 @@ def test_counts_survive_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         prefill_token_budget=8,
         block_size=4,
         max_model_len=48,
-        kv_cache_tokens=96,
+        kv_cache_tokens=72,
     )
 
     async def main() -> None:
