@@ -301,8 +301,8 @@ class Executor(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing runs whose end `collect` would wait for: all launched steps have ended, or the
-        oldest one, or steps run when they are collected."""
+        """True if `collect` would not wait for the device: no step is launched, the oldest one has ended, or
+        steps run when they are collected."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step that has not been collected, and return its result."""

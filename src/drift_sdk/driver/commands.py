@@ -17,9 +17,9 @@ __all__ = [
     "CommandQueue",
     "MaskComputed",
     "Pause",
+    "Prepared",
     "Resume",
     "Sleep",
-    "Prepared",
     "Unpause",
     "Wake",
 ]

@@ -27,7 +27,7 @@ __all__ = [
 
 Storage = Literal["fp8", "awq", "gptq", "packed", "compressed_nvfp4", "modelopt_nvfp4", "blocks"]
 ScaleShape = Literal["tensor", "channel"]
-"""What one scale of FP8 is for: all of a weight, or a row."""
+"""The extent of an FP8 scale: a whole weight, or a row of it."""
 
 MAX_GROUP = 2**20
 KV_SCHEME: dict[str, tuple[object, ...]] = {

@@ -14,7 +14,7 @@ MAX_STEPS_PASSED = 4
 
 
 def share_tokens(num_tokens: int, prompts: Items[Sequence]) -> list[int]:
-    """How many of `num_tokens` each of the prompts gets: at most MAX_CHUNKS of them get any.
+    """Share `num_tokens` between prompts: the number of each. At most MAX_CHUNKS of them get any.
 
     Tokens go to the prompts by priority, then to the shortest first: what is left of a long prompt hardly
     waits longer for a short one, and short ones do not wait for all of it. A first prompt that has got none

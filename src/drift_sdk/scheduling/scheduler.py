@@ -184,7 +184,7 @@ class Scheduler:
             layout = self.config.view_layout
             first = length - 1 - (0 if layout is None else layout.refresh_tokens)  # before pending rows
             assert computed <= sequence.num_planned_tokens or first <= computed < length, (
-                f"{sequence}: {computed} of {length} tokens computed, {sequence.num_planned_tokens} launched"
+                f"{sequence}: {computed} of {length} tokens computed, {sequence.num_planned_tokens} planned"
             )
 
     def _plan_rows(self, step: StepBuilder) -> tuple[list[Sequence], bool]:

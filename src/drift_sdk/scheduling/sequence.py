@@ -88,8 +88,8 @@ class Sequence:
         self.prefix_nodes: list[PrefixNode] = []
         self.is_publishing = True  # False once another sequence has published an equal block
         self.num_prefill_tokens = 0  # length at admission: the tokens that chunks compute, and cached ones
-        self.num_planned_tokens = 0  # those of them in launched chunks or cached
-        self.num_steps_passed = 0  # steps since its last chunk that had chunks of others alone
+        self.num_planned_tokens = 0  # those of them in planned chunks or cached
+        self.num_steps_passed = 0  # steps in a row that gave tokens to other prompts and none to it
         # KV below this position is committed, and computed from the whole context; steps in flight write from
         # it on. While waiting, the cached tokens of the earlier match.
         self.num_computed_tokens = 0
@@ -122,12 +122,12 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prefill chunks are still to be launched."""
+        """Whether prefill chunks are still to be planned."""
         return self.num_planned_tokens < self.num_prefill_tokens
 
     @property
     def num_unplanned_tokens(self) -> int:
-        """Tokens that are neither in launched chunks nor cached."""
+        """Tokens that are neither in planned chunks nor cached."""
         if not self.is_running:
             return len(self.token_ids) - self.num_computed_tokens
 
@@ -174,6 +174,7 @@ class Sequence:
         return most
 
     def _most_drafts(self, most: int) -> int:
+        """The number of draft tokens that the request allows, at most `most`."""
         return most if self.max_draft_tokens is None else min(self.max_draft_tokens, most)
 
     def launch(self, least: int, most: int) -> None:

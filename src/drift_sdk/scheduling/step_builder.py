@@ -103,7 +103,7 @@ class StepBuilder:
 
 
 def check_in_flight(planned: Iterable[PlannedStep], sequences: Iterable[Sequence]) -> None:
-    """Raise AssertionError unless every sequence's in-flight counts equal those of the launched steps."""
+    """Raise AssertionError unless every sequence's in-flight counts equal those of the planned steps."""
     in_flight = {sequence: [0, 0, 0] for sequence in sequences}
     for plan, prefill, decode in planned:
         emitted = [(int(chunk.is_last), int(chunk.is_last)) for chunk in plan.prefill]
@@ -114,4 +114,4 @@ def check_in_flight(planned: Iterable[PlannedStep], sequences: Iterable[Sequence
 
     for sequence, counts in in_flight.items():
         found = [sequence.num_in_flight, sequence.min_in_flight_tokens, sequence.max_in_flight_tokens]
-        assert found == counts, f"{sequence}: in flight {found}, launched {counts}"
+        assert found == counts, f"{sequence}: in flight {found}, planned {counts}"

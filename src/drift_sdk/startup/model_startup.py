@@ -82,8 +82,8 @@ def open_model(
         judge=lambda source: _check_before_download(source, config, device, dtype),
         has_weights=config.load == "auto",
     )
-    planned = _plan(source, config, device, dtype)
-    config, decoder_config, executor_name = planned.config, planned.decoder_config, planned.executor_name
+    chosen = _choose(source, config, device, dtype)
+    config, decoder_config, executor_name = chosen.config, chosen.decoder_config, chosen.executor_name
     if executor_name == "graph":
         from drift_sdk._kernels.common.cache_keys import prepare_cache_keys  # needs Triton
 
@@ -110,7 +110,7 @@ def open_model(
     return LoadedModel(
         executor=opened.executor,
         executor_name=executor_name,
-        fallback=planned.fallback,
+        fallback=chosen.fallback,
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
@@ -169,8 +169,8 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> No
     )
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """How a model will be opened, as far as its config tells.
+class Choices(Struct, frozen=True, kw_only=True):
+    """Choices for opening a model, made from its config.
 
     config: with the form of the weights. executor_name: "graph" or "eager". fallback: why it is not that of
     graphs; None if it is, or if the config names it.
@@ -182,23 +182,25 @@ class Plan(Struct, frozen=True, kw_only=True):
     fallback: str | None
 
 
-def _plan(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Plan:
-    """Decide how to open a model. Raises ModelLoadError or ConfigError for what cannot be served."""
+def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Choices:
+    """Choose how to open a model. Raises ModelLoadError or ConfigError for what cannot be served."""
     decoder_config = read_config(source, config)
     check_kv_scheme(source, config, decoder_config)
     executor_name, fallback = choose_executor(config, device)
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)
-    return Plan(config=config, decoder_config=decoder_config, executor_name=executor_name, fallback=fallback)
+    return Choices(
+        config=config, decoder_config=decoder_config, executor_name=executor_name, fallback=fallback
+    )
 
 
 def _check_before_download(
     source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
-    planned = _plan(source, config, device, dtype)
-    config, decoder_config = planned.config, planned.decoder_config
+    chosen = _choose(source, config, device, dtype)
+    config, decoder_config = chosen.config, chosen.decoder_config
     check_model_len(config, decoder_config.max_position_embeddings)
     form = choose_weight_form(config, decoder_config)
     decoder_config = Shard(rank=0, size=config.tensor_parallel).config(decoder_config)

@@ -36,7 +36,7 @@ from drift_sdk.steps import (
     TokenConstraint,
 )
 
-__all__ = ["StepLauncher", "ResultPlaces"]
+__all__ = ["ResultPlaces", "StepLauncher"]
 
 
 class ResultPlaces(Struct):
