@@ -79,7 +79,8 @@ class AgreementRun(Run, kw_only=True):
 
 
 class Measuring:
-    """Measurements of a model with a draft. Each engine measures all scenarios and numbers of drafts."""
+    """Measurements of a model with a draft. Each engine measures all scenarios: a simulation emits its tokens
+    whatever a request limits its drafts to, so that each number of drafts has engines of its own."""
 
     def __init__(
         self, given: argparse.Namespace, model: Model, drafting: Drafting, recording: Recording
@@ -98,20 +99,17 @@ class Measuring:
 
     async def speed(self) -> None:
         """Measure all kinds of verification."""
-        for verification in ("whole", "partial"):
-            config = self.config(self._given.partial if verification == "partial" else None)
-            async with self._engine(config) as engine:
-                for scenario in self._given.scenario:
-                    numbers = [*self._given.num_draft_tokens]
-                    if verification == "whole":
-                        numbers = [0, *numbers]
-                    for number in numbers:
-                        await self._measure(engine, scenario, number, verification if number else "none")
-            free_memory()
+        for number in (0, *self._given.num_draft_tokens):
+            for verification in ("whole", "partial") if number else ("none",):
+                config = self.config(number, self._given.partial if verification == "partial" else None)
+                async with self._engine(config) as engine:
+                    for scenario in self._given.scenario:
+                        await self._measure(engine, scenario, number, verification)
+                free_memory()
 
     async def agreement(self) -> None:
         """Compare the tokens of partial verification with the model's own choices."""
-        config = self.config(self._given.partial)
+        config = self.config(max(self._given.num_draft_tokens), self._given.partial)
         async with Engine(self._model.path, config) as engine:
             for scenario in self._given.scenario:
                 prompts = self._options.prompts(scenario, self._model.config.vocab_size)
@@ -133,18 +131,22 @@ class Measuring:
                     )
         free_memory()
 
-    def config(self, partial: PartialVerification | None) -> EngineConfig:
-        """The configuration of an engine whose requests draft any of the numbers of tokens."""
+    def config(self, number: int, partial: PartialVerification | None) -> EngineConfig:
+        """The configuration of an engine that drafts `number` tokens a round."""
         options = self._options
         if self._given.agreement:
             options = replace(options, lengths=(1, max(LENGTHS[1], self._given.agreement + 2)))
-        config = self._drafting.config(batch_config(self._model, self._given.scenario, options))
+        plain = batch_config(self._model, self._given.scenario, options)
+        if not number:
+            return plain
+
+        config = replace(self._drafting, num_draft_tokens=number).config(plain)
         assert config.speculation is not None
         return config.replace(speculation=replace(config.speculation, partial_verification=partial))
 
     def _engine(self, config: EngineConfig) -> RecordedEngine:
         length = self._given.acceptance_length
-        if length is None:
+        if length is None or config.speculation is None:
             return recorded_engine(self._model.path, config)
 
         return simulated_engine(self._model.path, config, acceptance=length)
@@ -152,9 +154,8 @@ class Measuring:
     async def _measure(
         self, engine: RecordedEngine, scenario: Scenario, number: int, verification: str
     ) -> None:
-        options = replace(self._options, params=self._options.params.replace(num_draft_tokens=number))
         before = engine.stats()
-        rounds = await measure_rounds(engine, scenario, self._model.config.vocab_size, options)
+        rounds = await measure_rounds(engine, scenario, self._model.config.vocab_size, self._options)
         after = engine.stats()
         rate = self._rates[scenario.name, number, verification] = rounds.tokens_per_s(scenario.batch)
         run = self._run(scenario, number, verification, rounds)

@@ -157,7 +157,7 @@ def of_one(folder: Path) -> list[Completion]:
 @pytest.mark.parametrize(
     ("folder", "drafts"),
     [("llama", drafts) for drafts in ("none", "ngram", "chain", "checked chain", "tree")]
-    + [("qwen3", "tree"), ("qwen2", "chain"), ("llama 8b", "none"), ("llama 8b", "chain")],
+    + [("qwen3", "none"), ("qwen3", "tree"), ("qwen2", "chain"), ("llama 8b", "none"), ("llama 8b", "chain")],
     indirect=["folder"],
 )
 def test_two_gpus_give_the_tokens_of_one(folder: Path, drafts: str, of_one: list[Completion]) -> None:

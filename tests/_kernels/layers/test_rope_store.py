@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
+from drift_sdk._kernels.layers import rope_store
 from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.layers.rope_store_reference import rotate_and_store_reference
@@ -222,6 +223,38 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(device: str) -> None:
         is_own = ~own_keys.isnan()
         assert is_own.any() and torch.equal(own_keys[is_own], keys[is_own])
         assert torch.equal(own_values[is_own], values[is_own])
+
+
+def test_bits_of_a_head_do_not_depend_on_how_many_there_are(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two GPUs has half of the heads."""
+    launches = []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            def launch(**arguments: Any) -> None:
+                launches.append(arguments)
+                kernel[grid](**arguments)
+
+            return launch
+
+    kernel = rope_store._rotate_and_store
+    monkeypatch.setattr(rope_store, "_rotate_and_store", Recorded())
+    whole = Step((5, 8, 2, 128, 16), torch.float32, device, num_slices=2, has_norms=True)
+    expected = whole.run(rotate_and_store)
+    heads = whole.qkv.unflatten(-1, (12, 128))
+    for rank in range(2):
+        part = Step((5, 4, 1, 128, 16), torch.float32, device, num_slices=2, has_norms=True)
+        chosen = [*range(4 * rank, 4 * rank + 4), 8 + rank, 10 + rank]
+        part.qkv = heads[..., chosen, :].flatten(-2)
+        part.row_slot, part.row_position = whole.row_slot, whole.row_position
+        part.block_table, part.options = whole.block_table, whole.options
+        query, keys, values = part.run(rotate_and_store)
+        assert torch.equal(query, expected[0][:, 4 * rank : 4 * rank + 4])
+        for found, wanted in ((keys, expected[1]), (values, expected[2])):
+            torch.testing.assert_close(found, wanted[:, rank : rank + 1], rtol=0, atol=0, equal_nan=True)
+    assert len({launch["TILE_HEADS"] for launch in launches}) == 1
 
 
 def test_rows_may_have_any_stride(device: str) -> None:

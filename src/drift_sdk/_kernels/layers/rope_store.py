@@ -14,7 +14,9 @@ In a cache of e4m3, what would be stored is divided by the scale of its head and
 e4m3.py, also for the order of dimensions.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type.
-Every product and sum of the rotation is rounded to the storage type.
+Every product and sum of the rotation is rounded to the storage type. A compiler spreads the elements of a
+program over its threads, which is the order in which the squares of a head are added: so that a head has the
+same bits in a model that is divided between GPUs, the heads of a program depend on their size alone.
 
 Bytes: a row of (num_heads + 2 * num_kv_heads) * head_dim, NUM_SLICES times in fp32 or once in the storage
 type, in, and once in the storage type out. Cosines and sines are read from tables: the GPU's fast
@@ -287,8 +289,7 @@ def rotate_and_store(
     padded_half, rest = next_power_of_2(half), head_dim - 2 * half
     padded_rest = next_power_of_2(rest) if rest else 0
     most_heads = PROGRAM_ELEMENTS // (2 * padded_half + padded_rest)
-    # A power of two, as is the largest number of heads that fit.
-    tile_heads = min(max(1 << most_heads.bit_length() - 1, 1), next_power_of_2(num_heads))
+    tile_heads = max(1 << most_heads.bit_length() - 1, 1)  # the largest power of two that fits
     num_tiles = cdiv(num_heads, tile_heads) + 2 * cdiv(num_kv_heads, tile_heads)
     _rotate_and_store[(num_rows, num_tiles)](
         qkv_ptr=qkv,
