@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from drift_sdk import EngineConfig
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from perf import teacher_forced
-from perf.harness.checkpoint import write_checkpoint
+from perf.harness.checkpoint import Groups, write_checkpoint
 from perf.harness.shapes import Model, prepare
-from perf.teacher_forced import CheckedRun, Reference, checked, main
+from perf.teacher_forced import CheckedRun, Reference, checked, main, own_answers
 
 VLLM = """
 from types import SimpleNamespace
@@ -41,15 +46,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return model
 
 
-def test_checkpoint_has_the_random_weights_and_a_larger_head(model: Model) -> None:
+def test_checkpoint_has_the_random_weights_of_layers(model: Model) -> None:
     drawn = Decoder.random(model.config, device="cpu", dtype=torch.bfloat16)
     loaded = Decoder.load(model.config, resolve(model.path).tensors(), device="cpu", dtype=torch.bfloat16)
-    assert torch.equal(loaded.weights.head, 8 * drawn.weights.head)
-    own, other = (decoder.weights.layers[1].experts for decoder in (drawn, loaded))
-    assert own is not None and other is not None
-    assert torch.equal(own.router, other.router)
+    own, other = (decoder.weights.layers[1] for decoder in (drawn, loaded))
+    assert own.experts is not None and other.experts is not None
+    assert torch.equal(own.qkv, other.qkv)
     for name in ("blocks", "scales"):
-        assert torch.equal(getattr(own.down, name), getattr(other.down, name))
+        assert torch.equal(getattr(own.experts.down, name), getattr(other.experts.down, name))
+
+
+def test_routers_choose_the_group_of_a_token_by_a_wide_margin(model: Model) -> None:
+    """And the head has no part in the directions of groups, so that logits depend on what layers compute."""
+    loaded = Decoder.load(model.config, resolve(model.path).tensors(), device="cpu", dtype=torch.float32)
+    reference = Reference(model.path, model, "cpu")
+    prompts = random.Random(0).choices(range(5, 320), k=100)
+    logits, leads = reference.rows(prompts, [7] * 20)
+    assert (leads > teacher_forced.SMALL_LEAD).float().mean() > 0.8
+    assert len(set(logits.argmax(dim=1).tolist())) > 1
+    directions = Groups(model, "cpu")._directions
+    assert torch.allclose(directions @ directions.T, torch.eye(4), atol=1e-5)
+    assert (loaded.weights.head @ directions.T).abs().max() < 0.02 * loaded.weights.head.std() * 8
+    layer = loaded.weights.layers[1].experts
+    assert layer is not None
+    chosen = (layer.router @ directions.T).argmax(dim=1)
+    assert chosen.tolist() == [1, 1, 2, 2, 3, 3, 0, 0]
+
+
+def test_a_fault_in_the_experts_is_found(model: Model, tmp_path: Path) -> None:
+    """The reference has two experts of a layer in turn."""
+    prompts = [random.Random(seed).choices(range(5, 320), k=60) for seed in range(3)]
+    config = EngineConfig(device="cpu", max_num_seqs=3, max_model_len=100)
+    answers, _ = asyncio.run(own_answers(model.path, config, prompts, 16))
+    answered = [list(answer) for answer in answers]
+    right = checked(Reference(model.path, model, "cpu"), prompts, answered)
+    assert right["num_wrong"] == right["num_wrong_tied"] == 0
+    shutil.copytree(model.path, tmp_path / "model")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+    tensors[name] = tensors[name].roll(1, dims=0)
+    save_file(tensors, file)
+    wrong = checked(Reference(tmp_path / "model", model, "cpu"), prompts, answered)
+    assert wrong["num_wrong"] > 0
 
 
 def test_wrong_tokens_are_counted_apart_from_tied_rows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
