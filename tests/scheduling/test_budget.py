@@ -58,9 +58,9 @@ def test_waiting_tokens_are_spread_over_steps_by_the_decode_rows() -> None:
     """Rounded up to a size of the pass that computes them."""
     mixed = {0: ((16, (120, 504)), (64, (64, 192, 320, 448)))}
     budget = TokenBudget(max_tokens=2048, block_size=16, mixed_tokens=mixed)
-    found = [budget.num_tokens(64, waiting) for waiting in (768, 769, 1280, 1281, 1792, 1793, MANY)]
+    found = [budget.num_tokens(64, waiting) for waiting in (512, 513, 853, 854, 1194, 1195, MANY)]
     assert found == [192, 320, 320, 448, 448, 448, 448]
-    assert [budget.num_tokens(32, waiting) for waiting in (384, 385, 640, 641)] == [192, 320, 320, 448]
+    assert [budget.num_tokens(32, waiting) for waiting in (256, 257, 426, 427)] == [192, 320, 320, 448]
     assert [budget.num_tokens(rows, waiting) for rows in (1, 16) for waiting in (120, 121)] == [120, 504] * 2
     assert [budget.num_tokens(0, 1), budget.num_tokens(65, 1)] == [2048, 512]
 
@@ -76,10 +76,10 @@ def test_rounds_of_several_tokens_spread_prompts_over_fewer_steps() -> None:
     """Prompts wait for as many tokens of the others, not for as many steps."""
     mixed = {0: ((64, (192, 448)),), 3: ((64, (256, 512, 768)),)}
     budget = TokenBudget(max_tokens=2048, block_size=16, mixed_tokens=mixed)
-    assert [budget.num_tokens(64, waiting, 3) for waiting in (1024, 1025)] == [256, 512]
+    assert [budget.num_tokens(64, waiting, 3) for waiting in (682, 683)] == [256, 512]
     for _ in range(100):
         budget.observe(0, 64, 128, 0.012)
-    assert [budget.num_tokens(64, waiting, 3) for waiting in (510, 520, 1100)] == [256, 512, 768]
+    assert [budget.num_tokens(64, waiting, 3) for waiting in (340, 345, 700)] == [256, 512, 768]
     for _ in range(100):
         budget.observe(0, 64, 640, 0.012)
     assert [budget.num_tokens(64, waiting, 3) for waiting in (256, 257, 513)] == [256, 512, 768]

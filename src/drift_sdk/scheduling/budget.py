@@ -15,7 +15,7 @@ SMOOTHING = 0.1
 """Weight of the newest step in the exponential averages."""
 WINDOW = 128
 """Number of latest steps whose ratios of measured to predicted time give the percentiles."""
-SPREAD_ROWS = 16
+SPREAD_ROWS = 24
 """Decode rows for each mixed step over which the waiting prompt tokens are spread. While a step is bound by
 the bytes of the weights, rows of prompts cost little beside the decode rows: a few rows in every step take
 less time than many rows in some of them. What that saves, each decode row gains; the prompts wait longer."""

@@ -30,17 +30,17 @@ def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
         (96, 9, (96, 32)),
         (320, 33, (320, 64)),
         (320, 64, (320, 64)),
-        (321, 64, (576, 64)),
-        (577, 64, None),
-        (632, 8, (632, 8)),
+        (321, 64, (448, 64)),
+        (449, 64, None),
+        (504, 8, (504, 8)),
         (256, 65, (256, 128)),
         (128, 200, (128, 256)),
-        (129, 200, (384, 256)),
-        (384, 256, (384, 256)),
-        (385, 256, None),
+        (129, 200, (256, 256)),
+        (256, 256, (256, 256)),
+        (257, 256, None),
     ],
 )
-def test_mixed_steps_have_at_most_640_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
+def test_mixed_steps_have_at_most_512_rows(tokens: int, rows: int, bucket: tuple[int, int] | None) -> None:
     """A step of more rows is computed in two passes."""
     assert buckets(256, 2048).mixed_bucket(tokens, 1, rows) == (bucket and (*bucket, 0))
 
@@ -80,7 +80,7 @@ def test_few_chunk_rows_have_smaller_tiles() -> None:
     """Smaller tiles give programs for most multiprocessors."""
     found = buckets(256, 2048)
     tiles = {bucket.num_rows: found.mixed_attention(bucket).tile_rows for bucket in found.mixed}
-    assert tiles[64] == tiles[192] == 64 and tiles[320] == tiles[576] == 128
+    assert tiles[64] == tiles[192] == 64 and tiles[320] == tiles[448] == 128
 
 
 def test_every_mixed_bucket_fits_the_payload() -> None:
@@ -88,7 +88,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
         found = buckets(max_num_seqs, budget)
         assert found.mixed and found.mixed[-1].num_slots == max_num_seqs
         for bucket in found.mixed:
-            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 640
+            assert bucket.num_rows <= max(budget, 16) + 15 and bucket.size <= 512
             layout = found.mixed_layout(bucket)
             assert layout.num_words <= found.payload_words
             places = [place.indices(layout.num_words) for place in layout]
@@ -100,8 +100,8 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
     [
         (1, 1, 3, (96, 8, 3)),
         (352, 8, 3, (352, 8, 3)),
-        (353, 8, 3, (608, 8, 3)),
-        (609, 8, 3, None),
+        (353, 8, 3, (480, 8, 3)),
+        (481, 8, 3, None),
         (640, 32, 3, (640, 32, 3)),
         (100, 9, 3, (128, 32, 3)),
         (129, 9, 3, (256, 32, 3)),
@@ -118,7 +118,7 @@ def test_every_mixed_bucket_fits_the_payload() -> None:
 def test_mixed_steps_with_drafts_have_at_most_1024_rows(
     tokens: int, rows: int, drafts: int, bucket: tuple[int, int, int] | None
 ) -> None:
-    """Twice the round's rows are added to 640. A round is padded to the most drafts, but not where most of
+    """Twice the round's rows are added to 512. A round is padded to the most drafts, but not where most of
     its rows would be padding."""
     assert buckets(256, 2048, draft_choices=(1, 3)).mixed_bucket(tokens, 1, rows, drafts) == bucket
     far = buckets(256, 2048, draft_choices=(1, 3, 5, 8))
@@ -128,8 +128,8 @@ def test_mixed_steps_with_drafts_have_at_most_1024_rows(
 def test_mixed_tokens_are_the_sizes_beside_a_round() -> None:
     found = buckets(100, 2048, draft_choices=(1, 3)).mixed_tokens
     assert [num_slots for num_slots, _ in found[0]] == [8, 32, 64, 100]
-    assert found[0][2] == (64, (64, 192, 320, 576))
-    assert found[1] == found[3] and found[3][2] == (64, (128, 384, 512, 768))
+    assert found[0][2] == (64, (64, 192, 320, 448))
+    assert found[1] == found[3] and found[3][2] == (64, (128, 256, 512, 768))
 
 
 def test_trees_and_checked_rounds_have_a_pass_of_their_own() -> None:

@@ -29,13 +29,13 @@ FLAT_PREFILL_ROWS = 256
 each bucket has twice the rows of the one before."""
 MIXED_SLOTS = (8, 32, 64, 128, 256)
 """Slots of mixed steps."""
-MIXED_ROWS = (128, 256, 384, 640, 768, 1024)
+MIXED_ROWS = (128, 256, 384, 512, 768, 1024)
 """Rows of mixed steps, of chunks and round together: multiples of the rows of the library's tiles. More sizes
 would pad steps less, but each takes time at start; the scheduler fills most steps up to a size."""
 CHUNK_ROWS, LEAST_CHUNKS = 8, 8
 """Rows of chunks for each chunk that a mixed step has room for, and the least room: tiles of attention take
 time even where they are not used."""
-MAX_PLAIN_ROWS = 640
+MAX_PLAIN_ROWS = 512
 """Most rows of a mixed step without drafts: beside more rows of chunks, those of the round are few. With
 drafts a round emits more tokens, so it may take longer: twice its rows are added."""
 MAX_DRAFT_PADDING = 2
