@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ def read_folder(folder: Path) -> dict[str, Results]:
 def figure_of(gate: Gate, found: Mapping[str, Results], reference: Mapping[str, float]) -> Figure | str:
     """The figure of a gate in result files by topic, or the reason why there is none.
 
-    Runs that differ in `repeat` alone are repeats, and the median counts. Of a gate for all models, the worst
-    run counts.
+    Runs that differ in `repeat` alone are repeats, and the median counts. Of several kinds of runs, the worst
+    counts.
     """
     results = found.get(gate.topic)
     if results is None:
@@ -84,7 +84,7 @@ def one_figure(
     if own is None:
         return f"the run has no {gate.field}"
 
-    problem = problem_of(run)
+    problem = problem_of(run, gate.slow_paths)
     speed = 1.0
     if gate.normalised_by is not None:
         given = run.get(gate.normalised_by, getattr(results, gate.normalised_by, None))
@@ -143,13 +143,15 @@ def matches(run: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     return all((run.get(name) or None) == (value or None) for name, value in expected.items())
 
 
-def problem_of(run: Mapping[str, Any]) -> str:
-    """The reason for which a run of this engine does not count: another executor, or slow paths."""
+def problem_of(run: Mapping[str, Any], allowed: Collection[str]) -> str:
+    """The reason for which a run of this engine does not count: another executor, or slow paths that are not
+    allowed."""
     executor = run.get("executor", FAST_EXECUTOR)
     if executor != FAST_EXECUTOR:
         return f"ran on the executor {executor!r} instead of {FAST_EXECUTOR!r}"
 
-    slow = {name: count for name, count in (run.get("slow_paths") or {}).items() if count}
+    counts = run.get("slow_paths") or {}
+    slow = {name: count for name, count in counts.items() if count and name not in allowed}
     return "slow paths: " + ", ".join(f"{name} {count}" for name, count in slow.items()) if slow else ""
 
 

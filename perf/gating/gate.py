@@ -18,8 +18,6 @@ FILE = ROOT / "perf" / "gates.toml"
 Suite = Literal["micro", "full", "results"]
 SPEEDS = ("read_bandwidth_tb_s", "matmul_tflop_s")
 ACCEPTANCE_FIELDS = ("acceptance_length", "measured_acceptance_length", "several_share", "accepted_at")
-ANY = "*"
-"""A case that stands for all values of `by`: the worst of them is the figure."""
 
 
 class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,12 +36,13 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     less_is_better: bool = False
     normalised_by: Literal["read_bandwidth_tb_s", "matmul_tflop_s"] | None = None
     is_compared: bool = True
+    slow_paths: tuple[str, ...] = ()
 
 
 class Gate(Struct, frozen=True, kw_only=True):
     """One case of a row, with its floor and its goal.
 
-    where: the row's fields and the one of the case; a case for all values adds none.
+    where: the row's fields and the one of the case.
     """
 
     name: str
@@ -57,6 +56,7 @@ class Gate(Struct, frozen=True, kw_only=True):
     less_is_better: bool
     normalised_by: str | None
     is_compared: bool
+    slow_paths: tuple[str, ...]
     floor: float
     goal: float
 
@@ -124,7 +124,7 @@ def load_gates(file: Path = FILE) -> GateFile:
 def gate_of(row: Row, case: str, bounds: tuple[float, float]) -> Gate:
     """One case of a row. Raises ConfigError."""
     floor, goal = bounds
-    name = row.name if case == ANY else f"{row.name}: {case}"
+    name = f"{row.name}: {case}"
     if not 0 < floor < float("inf") or not 0 < goal < float("inf"):
         raise ConfigError.of(name, [floor, goal], "a floor and a goal above 0")
 
@@ -136,6 +136,6 @@ def gate_of(row: Row, case: str, bounds: tuple[float, float]) -> Gate:
         allowed = f'where.acceptance = "real" with field {row.field}: simulated acceptance shows nothing'
         raise ConfigError.of(name, row.where.get("acceptance"), allowed)
 
-    own: dict[str, Any] = {} if case == ANY else {row.by: case}
+    where = row.where | {row.by: case}
     fields = {name: getattr(row, name) for name in Gate.__struct_fields__ if hasattr(row, name)}
-    return Gate(**fields | {"name": name, "where": row.where | own, "floor": floor, "goal": goal})
+    return Gate(**fields | {"name": name, "where": where, "floor": floor, "goal": goal})

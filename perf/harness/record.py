@@ -258,7 +258,8 @@ def result_path(topic: str, gpu: str) -> Path:
 
 
 def identity_of(run: dict[str, Any]) -> tuple[Any, ...]:
-    """Equal for runs of the same kind, of which a new one replaces an old one."""
+    """Equal for runs of the same kind, of which a new one replaces an old one. A field that is false, zero or
+    empty is one that is missing."""
     names = set(IDENTITY)
     # A real acceptance length is a result, and so is the mean prompt of a service's requests that ended.
     if run["acceptance"] != "simulated":
@@ -266,7 +267,7 @@ def identity_of(run: dict[str, Any]) -> tuple[Any, ...]:
     if run.get("case") is not None:
         names.remove("context")
     found = {"num_replicas": 1} | run
-    return tuple(found.get(name) for name in sorted(names))
+    return tuple(found.get(name) or None for name in sorted(names))
 
 
 def group_of(run: dict[str, Any]) -> tuple[Any, ...]:

@@ -74,7 +74,7 @@ def gate(**fields: Any) -> Gate:
     common: dict[str, Any] = {
         "name": "g", "suite": "micro", "topic": "decode", "where": {}, "field": "roofline_fraction",
         "minus": None, "over": {}, "unit": "", "less_is_better": False, "normalised_by": None,
-        "is_compared": True, "floor": 0.8, "goal": 0.9,
+        "is_compared": True, "slow_paths": (), "floor": 0.8, "goal": 0.9,
     }  # fmt: skip
     return Gate(**common | fields)
 
@@ -216,6 +216,16 @@ def test_repeats_count_by_their_median_and_models_by_the_worst(file: GateFile) -
     assert figure(gate(), models, file).value == 0.7
     less = gate(less_is_better=True, floor=0.9, goal=0.8)
     assert figure(less, models, file).value == 0.9
+
+
+def test_slow_paths_that_a_row_is_about_are_allowed(file: GateFile) -> None:
+    untuned = {"num_untuned_shapes": 3}
+    allowing = gate(slow_paths=("num_untuned_shapes",))
+    found = results(run(slow_paths=untuned))
+    assert figure(gate(), found, file).problem == "slow paths: num_untuned_shapes 3"
+    assert figure(allowing, found, file).problem == ""
+    both = run(slow_paths=untuned | {"num_host_waits": 2})
+    assert figure(allowing, results(both), file).problem == "slow paths: num_host_waits 2"
 
 
 def test_runs_of_another_kind_are_not_taken(file: GateFile) -> None:

@@ -119,6 +119,12 @@ def test_new_run_replaces_all_repeats_of_another_commit() -> None:
     assert [run["tokens_per_s"] for run in record.merge(merged, again).runs] == [6100.0, 6000.0]
 
 
+def test_field_that_is_false_is_as_if_it_were_missing() -> None:
+    plain = msgspec.to_builtins(decode_run())
+    new = results(commit="def", runs=[plain | {"is_adaptive": False, "draft": None}])
+    assert len(record.merge(results(runs=[plain]), new).runs) == 1
+
+
 def test_old_run_keeps_its_commit_over_several_merges() -> None:
     first, second, third = results(commit="1"), results(commit="2"), results(commit="3")
     first.add(decode_run())
