@@ -155,13 +155,14 @@ class Simulation:
         self._ttft_s: list[float] = []
         self._num_tokens = self._num_prompt_tokens = self._num_cached = 0
 
-    def run(self) -> Prediction:
+    def run(self, limit_s: float | None) -> Prediction:
+        """limit_s: seconds after which nothing is simulated any more; None = all requests end."""
         now = 0.0
         num_first = self._case.clients or len(self._requests)
         for _ in range(min(num_first, len(self._requests))):
             request = self._requests.popleft()
             self._at(request.due_s, request)
-        while self._events:
+        while self._events and (limit_s is None or self._events[0][0] <= limit_s):
             now, _, event = heapq.heappop(self._events)
             if isinstance(event, Request):
                 self._send(event, now)
@@ -233,6 +234,7 @@ def simulate(
     num_slots: int = 256,
     step_budget: int = 2048,
     seed: str = "0/0",
+    limit_s: float | None = None,
 ) -> Prediction:
     """The figures of a load on so many replicas behind a pool.
 
@@ -240,11 +242,12 @@ def simulate(
     num_slots:   `max_num_seqs` of each replica.
     step_budget: `prefill_token_budget`.
     seed:        that of `perf.serving`, "/" and the number of the repeat: the same requests.
+    limit_s:     seconds after which requests are cut off; None = all end.
     """
     simulation = Simulation(
         case, num_replicas, times, affinity=affinity, num_slots=num_slots, step_budget=step_budget, seed=seed
     )
-    return simulation.run()
+    return simulation.run(limit_s)
 
 
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -274,7 +277,8 @@ def check_rows(runs: Iterable[Mapping[str, Any]], times: StepTimes) -> list[list
         case, number = case_of(run), run.get("num_replicas", 1)
         affinity = None if "affinity=null" in (run["config"] or "") else 2.0
         slots, seed = run["max_num_seqs"], f"0/{run['repeat']}"
-        found = simulate(case, number, times, affinity=affinity, num_slots=slots, seed=seed)
+        limit_s = run["total_s"] if run["num_unfinished"] else None
+        found = simulate(case, number, times, affinity=affinity, num_slots=slots, seed=seed, limit_s=limit_s)
         measured = run["whole_tokens_per_s"]
         share = run["num_cached_tokens"] / run["num_prompt_tokens"]
         rows.append(

@@ -69,9 +69,9 @@ class Stress(Struct, frozen=True, kw_only=True):
         return [Leg(index, self.minutes * 60 / number) for index in range(number)]
 
     def num_tokens(self, num_draft_tokens: int) -> int:
-        """Tokens of each completion: as many as a sequence can emit while the others' prompts are
-        computed."""
-        num_chunks = self.num_long * max(self.contexts) // EngineConfig().prefill_token_budget + 1
+        """Tokens of each completion: as many as a sequence can emit while the others' prompts are computed,
+        of which a step has a quarter of the budget beside sequences that decode."""
+        num_chunks = self.num_long * max(self.contexts) // (EngineConfig().prefill_token_budget // 4) + 1
         return (num_chunks + NUM_LAST_ROUNDS) * (num_draft_tokens + 1)
 
     def config(self, model: Model, num_draft_tokens: int) -> EngineConfig:

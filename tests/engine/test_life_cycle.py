@@ -299,24 +299,25 @@ def test_cancelled_aclose_is_completed_and_does_not_block_the_loop(loop: str) ->
 
 
 def test_concurrent_starts_and_closes_all_end() -> None:
-    """In any order every call ends, and after the last close no thread is left."""
+    """In any order every call ends, and after the last close no thread is left. How a start ends, depends on
+    the machine."""
     num_rounds = int(os.environ.get("DRIFT_TEST_RACES", "10"))
     random = Random(0)
 
     async def main() -> None:
         engine = scripted_engine("ok", step_s=0.0005)
-        outcomes: list[str] = []
+        num_starts, num_ended = 0, 0
 
         async def start(cancel_after_s: float | None) -> None:
-            with anyio.move_on_after(cancel_after_s) as scope:
+            nonlocal num_starts, num_ended
+            num_starts += 1
+            with anyio.move_on_after(cancel_after_s):
                 try:
                     await engine.start()
-                    outcomes.append("started")
                     assert (await engine.generate("x")).text == "ok"
                 except EngineClosed:
-                    outcomes.append("closed")
-            if scope.cancelled_caught:
-                outcomes.append("cancelled")
+                    pass
+            num_ended += 1
 
         async def close(drain_s: float) -> None:
             await engine.aclose(drain_s)
@@ -335,7 +336,7 @@ def test_concurrent_starts_and_closes_all_end() -> None:
             assert not engine.is_open
             assert engine_threads() == []
         assert all(executor.is_closed for executor in engine.executors)
-        assert {"started", "closed"} <= set(outcomes)
+        assert num_starts == num_ended > num_rounds
 
     for loop in LOOPS:
         run(loop, main)
