@@ -11,6 +11,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from perf.harness.record import read, result_path, write
 
 __all__ = ["main"]
@@ -22,7 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("files", type=Path, nargs="+", help="result files, named after their topics")
     for file in parser.parse_args(arguments).files:
-        results = read(file)
+        try:
+            results = read(file)
+        except (OSError, msgspec.DecodeError) as error:
+            parser.error(f"{file}: expected a result file: {error}")
+
         path = result_path(file.stem, results.gpu)
         merged = write(results, path)
         print(f"{path}: {len(results.runs)} runs merged, {len(merged.runs)} in total")

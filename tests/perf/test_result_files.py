@@ -152,6 +152,19 @@ def test_merge_finds_the_file_by_gpu_and_topic(tmp_path: Path, monkeypatch: pyte
     assert read(tmp_path / "results" / "nvidia-h200" / "decode.json") == found
 
 
+@pytest.mark.parametrize("content", [None, "{", '{"commit": 1}'], ids=["missing", "cut off", "another type"])
+def test_what_is_no_result_file_is_not_merged(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "decode.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        merge.main([str(file)])
+    assert caught.value.code == 2
+    assert f"{file}: expected a result file" in capsys.readouterr().err
+
+
 def test_commit_is_read_from_the_environment_without_history(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
