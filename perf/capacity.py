@@ -22,9 +22,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from drift_sdk.driver.prompts import TokenPrompt
+from drift_sdk.errors import ConfigError
 from drift_sdk.pool.prompt_blocks import BLOCK_TOKENS, PromptBlocks
 from drift_sdk.pool.router import Router
 from perf.harness.host import percentile
@@ -256,7 +258,11 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--cases", nargs="+", type=Case.parse, default=(), metavar="NAME")
     made.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4], metavar="N")
     made.add_argument("--check", type=Path, help="result file whose runs are compared with their prediction")
-    return made.parse_args(arguments)
+    given = made.parse_args(arguments)
+    if min(given.replicas) < 1:
+        made.error(f"--replicas {given.replicas}: expected 1 or more")
+
+    return given
 
 
 def prediction_rows(cases: Sequence[Case], replicas: Sequence[int], times: StepTimes) -> list[list[str]]:
@@ -305,9 +311,22 @@ def figures(found: Prediction) -> list[str]:
     return [f"{found.tokens_per_s:.0f}", "/".join(f"{each:.0f}" for each in ttft_ms), f"{found.cached:.1%}"]
 
 
+def runs_of(file: Path) -> list[dict[str, Any]]:
+    """The runs of a result file of `perf.serving`. Raises ConfigError for another file."""
+    try:
+        runs = read(file).runs
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError.of("results", str(file), f"a result file: {error}") from error
+
+    if not all("case" in run for run in runs):
+        raise ConfigError.of("results", str(file), "a result file of perf.serving")
+
+    return runs
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     given = arguments_of(arguments)
-    times = fit(read(given.results).runs)
+    times = fit(runs_of(given.results))
     print(
         f"step {times.step_s * 1e3:.3f} ms, row {times.row_s * 1e6:.2f} us, "
         f"prompt token {times.prompt_s * 1e6:.2f} us"
@@ -317,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show("predicted", columns, prediction_rows(given.cases, given.replicas, times))
     if given.check is not None:
         extra = ["measured tok/s", "measured cached", "error"]
-        show("predicted and measured", [*columns, *extra], check_rows(read(given.check).runs, times))
+        show("predicted and measured", [*columns, *extra], check_rows(runs_of(given.check), times))
 
 
 if __name__ == "__main__":

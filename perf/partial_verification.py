@@ -123,7 +123,7 @@ class Measuring:
                         AgreementRun(
                             **self._fields(scenario, number, "partial"),
                             acceptance="real",
-                            config="agreement",
+                            config=f"agreement{self._sizes}",
                             agreement=sum(shares) / len(shares),
                             num_equal=equal,
                             num_tokens=self._given.agreement,
@@ -143,6 +143,12 @@ class Measuring:
         config = replace(self._drafting, num_draft_tokens=number).config(plain)
         assert config.speculation is not None
         return config.replace(speculation=replace(config.speculation, partial_verification=partial))
+
+    @property
+    def _sizes(self) -> str:
+        """The settings of partial verification, as part of what identifies a run."""
+        partial: PartialVerification = self._given.partial
+        return "".join(f", {name}={getattr(partial, name)}" for name in partial.__struct_fields__)
 
     def _engine(self, config: EngineConfig) -> RecordedEngine:
         length = self._given.acceptance_length
@@ -183,7 +189,7 @@ class Measuring:
             self._recording.bandwidth_tb_s,
             tokens_per_round=rounds.tokens_per_step,
             scenario=scenario,
-            config=f"verification {verification}",
+            config=f"verification {verification}{self._sizes if verification == 'partial' else ''}",
             **fields,
         )
 
@@ -280,6 +286,8 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
             given.executor = "graph"
         if given.executor != "graph" or not given.device.startswith("cuda"):
             made.error("simulated acceptance needs the graph executor on a GPU")
+    if given.repeats < 1:
+        made.error(f"--repeats {given.repeats}: expected 1 or more")
     if given.agreement < 0 or given.no_speed and not given.agreement:
         made.error(f"--agreement {given.agreement}: expected 0 or more, and 1 or more with --no-speed")
 

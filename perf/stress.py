@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 ACCEPTANCE_LENGTH = 3.2
+MOST_MINUTES = 1440
 CHECK_PERIOD = 16
 """Steps from one check of the scheduler to the next."""
 COLUMNS = (
@@ -233,8 +234,8 @@ def stress_of(arguments: Sequence[str] | None) -> tuple[Any, Stress]:
     if not all(1 <= number <= 16 for number in given.num_draft_tokens):
         made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 1 to 16")
 
-    if min(given.context) < 1 or given.num_long < 1 or given.minutes < 0:
-        made.error("--context and --num-long: expected at least 1; --minutes: at least 0")
+    if min(given.context) < 1 or given.num_long < 1 or not 0 <= given.minutes <= MOST_MINUTES:
+        made.error(f"--context and --num-long: expected at least 1; --minutes: 0 to {MOST_MINUTES}")
 
     if given.device.startswith("cuda") and given.executor == "auto":
         given.executor = "graph"

@@ -107,8 +107,9 @@ class Reference:
             logits: torch.Tensor, num_active: int, *, is_normalised: bool
         ) -> tuple[torch.Tensor, torch.Tensor]:
             ranked = logits.sort(dim=-1, descending=True).values
-            lead = ranked[:, num_active - 1] - ranked[:, min(num_active, ranked.shape[1] - 1)]
-            self._leads.append(lead / logits.std(dim=-1))
+            if num_active < ranked.shape[1]:
+                lead = ranked[:, num_active - 1] - ranked[:, num_active]
+                self._leads.append(lead / logits.std(dim=-1))
             return choose(logits, num_active, is_normalised=is_normalised)
 
         with mock.patch.object(experts, "choose_experts", watched):
@@ -124,7 +125,8 @@ def checked(
     for prompt, answer in zip(prompts, answers, strict=True):
         logits, leads = reference.rows(prompt, answer)
         own = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
-        gaps = ((logits.amax(dim=1) - own) / logits.std(dim=1)).tolist()
+        # A gap that is no number, of logits that are none or all alike, shows nothing: it is infinite.
+        gaps = ((logits.amax(dim=1) - own) / logits.std(dim=1)).nan_to_num(nan=torch.inf).tolist()
         for gap, lead in zip(gaps, leads.tolist(), strict=True):
             is_tied = lead < SMALL_LEAD
             counts["num_tokens"] += 1
@@ -157,6 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recording = Recording("teacher-forced", given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder))
+        if model.load != "random":
+            made.error(f"--model {given.model}: expected one of published shapes: random weights are written")
+
         write_checkpoint(model, given.device, HEAD_GAIN)
         free_memory()
         numbers = random.Random(0)

@@ -32,8 +32,12 @@ def write_checkpoint(model: Model, device: str, head_gain: float) -> None:
 
     device: on which they are drawn. head_gain: a factor of the head, a power of two. The logits of random
     weights have a standard deviation of about 1, and their largest ones lie close together; the factor sets
-    them apart. Routers of a mixture of experts are made to choose by a wide margin; see `Groups`.
+    them apart. Routers of a mixture of experts are made to choose by a wide margin; see `Groups`. Raises
+    ValueError for a model that has weights.
     """
+    if model.load != "random":
+        raise ValueError(f"{model.path}: expected a model with random weights: its files would be replaced")
+
     shapes = tensor_shapes(model.config)
     source = RandomTensors(shapes, device=torch.device(device), dtype=torch.bfloat16, seed=0)
     groups = Groups(model, device) if model.config.experts is not None else None

@@ -6,17 +6,21 @@ import argparse
 import gc
 from pathlib import Path
 
+import msgspec
 import torch
 
 from drift_sdk.config import KV_DTYPES
+from drift_sdk.errors import ConfigError
 from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
-from perf.harness.record import Results, Run, result_path, write
+from perf.harness.record import Results, Run, read, result_path, write
 from perf.harness.shapes import MODELS, model_name
 from perf.harness.table import progress
 
-__all__ = ["Recording", "add_tensor_parallel", "add_weights", "dtype_name", "free_memory", "parser"]
+__all__ = [
+    "Recording", "add_tensor_parallel", "add_weights", "check_place", "dtype_name", "free_memory", "parser",
+]  # fmt: skip
 
 
 class Recording:
@@ -34,12 +38,23 @@ class Recording:
         free_memory()
         self.results = Results.of(device, self.bandwidth_tb_s, *packages)
         self.path = path or result_path(topic, self.results.gpu)
+        check_place(self.path, self.results.gpu)
 
     def add(self, run: Run) -> None:
         """Store a run in the result file and print a line about it."""
         self.results.add(run)
         write(self.results, self.path)
         progress(run)
+
+
+def check_place(path: Path, gpu: str) -> None:
+    """Raise ConfigError if results of a GPU cannot be written to a file, before anything is measured."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and (found := read(path)).gpu != gpu:
+            raise ConfigError.of("out", str(path), f"a file of results of {gpu}, not of {found.gpu}")
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError.of("out", str(path), f"a result file, or none: {error}") from error
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from drift_sdk.errors import ConfigError
 from perf import capacity
 from perf.capacity import StepTimes, check_rows, fit, simulate
 from perf.service.load import Case, Lengths
@@ -105,6 +106,16 @@ def test_measured_throughput_of_one_replica_is_predicted() -> None:
     assert {row[0] for row in rows} == {"closed-8", "closed-64", "open-20", "prefix", "sampled-64"}
     for row in rows:
         assert abs(float(row[-1].rstrip("%"))) < 3, row
+
+
+def test_files_of_other_topics_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="a result file of perf.serving"):
+        capacity.main([str(RESULTS.parent / "decode.json"), "--cases", "closed-8"])
+    with pytest.raises(ConfigError, match="a result file: "):
+        capacity.main([str(tmp_path / "missing.json")])
+    with pytest.raises(SystemExit):
+        capacity.main([str(RESULTS), "--cases", "closed-8", "--replicas", "0"])
+    assert "--replicas [0]: expected 1 or more" in capsys.readouterr().err
 
 
 def test_requests_of_a_run_that_was_cut_off_are_cut_off() -> None:

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
+from drift_sdk.errors import ConfigError
 from perf import merge
 from perf.harness import machine, record
 from perf.harness.record import DecodeRun, Results, Run, read, write
+from perf.harness.recording import check_place
 from perf.harness.scenario import Scenario
 from perf.harness.table import decode_table
 from perf.roofline import bars, draw
@@ -163,6 +165,19 @@ def test_what_is_no_result_file_is_not_merged(
         merge.main([str(file)])
     assert caught.value.code == 2
     assert f"{file}: expected a result file" in capsys.readouterr().err
+
+
+def test_place_of_results_is_checked_before_anything_is_measured(tmp_path: Path) -> None:
+    check_place(tmp_path / "new" / "decode.json", "CPU")
+    file = tmp_path / "decode.json"
+    write(results(), file)
+    check_place(file, results().gpu)
+    with pytest.raises(ConfigError, match="a file of results of CPU, not of"):
+        check_place(file, "CPU")
+    file.write_text("garbage")
+    for wrong in (file, tmp_path, file / "decode.json"):
+        with pytest.raises(ConfigError, match="out='.*': expected a result file, or none: "):
+            check_place(wrong, "CPU")
 
 
 def test_commit_is_read_from_the_environment_without_history(

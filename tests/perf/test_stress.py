@@ -117,7 +117,9 @@ async def test_each_part_of_the_random_requests_is_a_run_of_its_own(
         (["--fill", "1.5"], "shares between 0 and 1"),
         (["--num-draft-tokens", "17"], "expected 1 to 16"),
         (["--context", "0"], "at least 1"),
-        (["--minutes", "-1"], "at least 0"),
+        (["--minutes", "-1"], "--minutes: 0 to 1440"),
+        (["--minutes", "nan"], "--minutes: 0 to 1440"),
+        (["--minutes", "inf"], "--minutes: 0 to 1440"),
         (["--context", "many"], "invalid length value"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from perf import teacher_forced
 from perf.harness.checkpoint import Groups, write_checkpoint
+from perf.harness.published import PUBLISHED
 from perf.harness.shapes import Model, prepare
 from perf.teacher_forced import CheckedRun, Reference, checked, main, own_answers
 
@@ -108,6 +110,37 @@ def test_wrong_tokens_are_counted_apart_from_tied_rows(model: Model, monkeypatch
     monkeypatch.setattr(teacher_forced, "SMALL_LEAD", 100.0)
     tied = checked(reference, [prompt], [[*answer[:-1], lowest]])
     assert (tied["num_tied"], tied["num_wrong"], tied["num_wrong_tied"]) == (6, 0, 1)
+
+
+def test_gaps_that_are_no_numbers_are_wrong(model: Model) -> None:
+    class Broken(Reference):
+        def rows(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = torch.zeros(len(answer), 320)
+            logits[0] = torch.nan
+            return logits, torch.full((len(answer),), torch.inf)
+
+    found = checked(Broken(model.path, model, "cpu"), [[5, 6]], [[7, 8]])
+    assert (found["num_wrong"], found["num_equal"], found["largest_gap"]) == (2, 0, float("inf"))
+
+
+def test_a_router_of_all_experts_has_no_ties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = PUBLISHED["tiny-experts"] | {"num_experts_per_tok": 8, "experts_per_token": 8}
+    monkeypatch.setitem(PUBLISHED, "tiny-experts", every)
+    model = prepare("tiny-experts", tmp_path)
+    write_checkpoint(model, "cpu", 8.0)
+    _, leads = Reference(model.path, model, "cpu").rows([5, 6, 7], [8, 9])
+    assert leads.isinf().all()
+
+
+def test_files_of_a_model_are_never_replaced(model: Model, tmp_path: Path) -> None:
+    shutil.copytree(model.path, tmp_path / "own")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path / "own"), "--device", "cpu", "--out", str(tmp_path / "out.json")])
+    own = prepare(str(tmp_path / "own"), tmp_path)
+    with pytest.raises(ValueError, match="its files would be replaced"):
+        write_checkpoint(own, "cpu", 8.0)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()} == before
 
 
 @pytest.mark.parametrize("num_wrong, num_wrong_tied, is_good", [(0, 2, True), (1, 0, False), (0, 3, False)])

@@ -17,7 +17,7 @@ from drift_sdk.startup.weight_form import choose_weight_form
 
 __all__ = ["check_division", "opening_locks", "parallel_devices", "shards_of"]
 
-MOST_SUGGESTED = 16
+MOST_SUGGESTED = 64
 """The largest number of GPUs that an error names as possible."""
 
 
@@ -36,14 +36,14 @@ def check_division(config: EngineConfig, model: DecoderConfig, executor: str) ->
     if form != "expanded":
         raise ConfigError.of("tensor_parallel", size, f'1 for weights="{form}"')
 
-    if executor != "graph":
-        raise ConfigError.of("tensor_parallel", size, f"1 for executor {executor}")
-
     obstacles = " and ".join(shard_obstacles(model, size))
     if obstacles:
         sizes = [each for each in range(2, MOST_SUGGESTED + 1) if not any(shard_obstacles(model, each))]
         allowed = f"{', '.join(map(str, [1, *sizes]))} for this model: it has {obstacles}"
         raise ConfigError.of("tensor_parallel", size, allowed)
+
+    if executor != "graph":
+        raise ConfigError.of("tensor_parallel", size, f"1 for executor {executor}")
 
 
 def parallel_devices(config: EngineConfig, first: torch.device) -> Sequence[torch.device]:
