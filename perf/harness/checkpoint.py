@@ -20,11 +20,12 @@ __all__ = ["write_checkpoint"]
 QUANTISED_PARTS = ("_blocks", "_scales")
 SHARD_BYTES = 2**32
 EMBEDDING_DEVIATION = 2.0
-"""Of a token's elements. What the layers add has one of about 1 each, and does not bury it."""
+"""Standard deviation of an embedding's elements. The output of a layer has one of about 1, so that the
+embedding remains a large part of the residual stream."""
 GROUP_LOGIT = 4.0
-"""Of a router, for the experts of a token's group, before the layers have added anything."""
+"""Logit of a router for the experts of a token's group, in the first layer."""
 ROUTER_NOISE = 0.5
-"""Factor of the random part of routers, whose logits have a standard deviation of about 1."""
+"""Factor of the random part of routers: the standard deviation of the logits that it adds."""
 
 
 def write_checkpoint(model: Model, device: str, head_gain: float) -> None:
@@ -32,15 +33,15 @@ def write_checkpoint(model: Model, device: str, head_gain: float) -> None:
 
     device: on which they are drawn. head_gain: a factor of the head, a power of two. The logits of random
     weights have a standard deviation of about 1, and their largest ones lie close together; the factor sets
-    them apart. Routers of a mixture of experts are made to choose by a wide margin; see `Groups`. Raises
-    ValueError for a model that has weights.
+    them apart. Routers of a mixture of experts are made to choose by a wide margin; see `ExpertGroups`.
+    Raises ValueError for a model that has weights.
     """
     if model.load != "random":
         raise ValueError(f"{model.path}: expected a model with random weights: its files would be replaced")
 
     shapes = tensor_shapes(model.config)
     source = RandomTensors(shapes, device=torch.device(device), dtype=torch.bfloat16, seed=0)
-    groups = Groups(model, device) if model.config.experts is not None else None
+    groups = ExpertGroups(model, device) if model.config.experts is not None else None
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 
@@ -66,8 +67,8 @@ def write_checkpoint(model: Model, device: str, head_gain: float) -> None:
     (model.path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-class Groups:
-    """Groups of as many experts as compute a row, which the routers of a token choose together.
+class ExpertGroups:
+    """Groups of experts that routers choose together: as many in each as compute a row.
 
     A router of random weights often prefers its last chosen expert by less than a computation in bfloat16
     errs, and each other choice leads to more of them. So each group has a direction, orthogonal to the
@@ -88,7 +89,8 @@ class Groups:
         self._directions: Tensor = torch.linalg.qr(numbers).Q.T.contiguous()  # [groups, hidden], of length 1
 
     def applied(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the model with its part in the directions."""
+        """A tensor of the model, with the directions added to the embedding and routers, and removed from the
+        head; other tensors are unchanged."""
         num_groups, hidden = self._directions.shape
         if name == EMBEDDING:
             scale = EMBEDDING_DEVIATION * hidden**0.5

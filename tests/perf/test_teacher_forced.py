@@ -17,7 +17,7 @@ from drift_sdk import EngineConfig
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from perf import teacher_forced
-from perf.harness.checkpoint import Groups, write_checkpoint
+from perf.harness.checkpoint import ExpertGroups, write_checkpoint
 from perf.harness.published import PUBLISHED
 from perf.harness.shapes import Model, prepare
 from perf.teacher_forced import CheckedRun, Reference, checked, main, own_answers
@@ -66,7 +66,7 @@ def test_routers_choose_the_group_of_a_token_by_a_wide_margin(model: Model) -> N
     logits, leads = reference.rows(prompts, [7] * 20)
     assert (leads > teacher_forced.SMALL_LEAD).float().mean() > 0.8
     assert len(set(logits.argmax(dim=1).tolist())) > 1
-    directions = Groups(model, "cpu")._directions
+    directions = ExpertGroups(model, "cpu")._directions
     assert torch.allclose(directions @ directions.T, torch.eye(4), atol=1e-5)
     assert (loaded.weights.head @ directions.T).abs().max() < 0.02 * loaded.weights.head.std() * 8
     layer = loaded.weights.layers[1].experts

@@ -122,7 +122,7 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prefill chunks are still to be planned."""
+        """True if prefill chunks remain to be planned."""
         return self.num_planned_tokens < self.num_prefill_tokens
 
     @property

@@ -14,9 +14,9 @@ In a cache of e4m3, what would be stored is divided by the scale of its head and
 e4m3.py, also for the order of dimensions.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type.
-Every product and sum of the rotation is rounded to the storage type. A compiler spreads the elements of a
-program over its threads, which is the order in which the squares of a head are added: so that a head has the
-same bits in a model that is divided between GPUs, the heads of a program depend on their size alone.
+Every product and sum of the rotation is rounded to the storage type. The order in which the squares of a head
+are added follows from the shape of a program. This shape depends on the size of heads, not on their number,
+which is smaller where a model is divided between GPUs.
 
 Bytes: a row of (num_heads + 2 * num_kv_heads) * head_dim, NUM_SLICES times in fp32 or once in the storage
 type, in, and once in the storage type out. Cosines and sines are read from tables: the GPU's fast
