@@ -35,7 +35,7 @@ from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, title_of
 from perf.speculative import read_text
 
-__all__ = ["PartialRun", "agreement_of", "arguments_of", "main"]
+__all__ = ["Measuring", "PartialRun", "agreement_of", "arguments_of", "main"]
 
 LENGTHS = (8, 136)
 """Tokens of the two generations whose difference gives the decode rate."""

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from drift_sdk import PartialVerification
+from drift_sdk import Chain, NGram, PartialVerification
 from perf import partial_verification
-from perf.partial_verification import arguments_of
+from perf.harness.drafting import Drafting
+from perf.harness.recording import Recording
+from perf.harness.shapes import prepare
+from perf.partial_verification import Measuring, arguments_of
 
 SIZES = ["--sink-tokens", "16", "--retrieved-tokens", "16", "--window-tokens", "8", "--refresh-tokens", "9"]
 
@@ -44,6 +47,35 @@ def test_sizes_are_those_of_the_setting() -> None:
     )
     assert arguments_of(["--device", "cpu"]).partial == PartialVerification()
     assert [scenario.context for scenario in given.scenario] == [16_384, 32_768, 65_536]
+
+
+def test_engines_draft_the_number_that_is_measured(tmp_path: Path) -> None:
+    """A request cannot limit the drafts of a simulated round."""
+    given = arguments_of(["--model", "tiny", "--device", "cpu", *SIZES])
+    recording = Recording("partial-verification", "cpu", tmp_path / "out.json")
+    drafting = Drafting(draft=NGram(), num_draft_tokens=5)
+    measuring = Measuring(given, prepare("tiny", tmp_path / "model"), drafting, recording)
+    assert measuring.config(0, None).speculation is None
+    for number in (3, 5):
+        speculation = measuring.config(number, given.partial).speculation
+        assert speculation is not None and speculation.shape == Chain(number)
+        assert speculation.partial_verification == given.partial and not speculation.adaptive
+
+
+def test_sizes_identify_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "partial.json"
+    for window in ("8", "16"):
+        partial_verification.main(
+            [
+                *("--model", "tiny", "--device", "cpu", "--draft", "ngram", "--repeats", "1", *SIZES),
+                *("--window-tokens", window, "--num-draft-tokens", "2", "--scenario", "single-100"),
+                *("--out", str(out)),
+            ]
+        )
+    configs = [
+        run["config"] for run in json.loads(out.read_text())["runs"] if run["verification"] == "partial"
+    ]
+    assert len(configs) == 2 and "window_tokens=8" in configs[0] and "window_tokens=16" in configs[1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from drift_sdk import NGram
+from drift_sdk.execution.graph.buckets import MAX_PLAIN_ROWS
 from drift_sdk.scheduling.block_manager import BlockManager
 from perf import stress
 from perf.harness import stress_load
@@ -109,6 +110,15 @@ async def test_each_part_of_the_random_requests_is_a_run_of_its_own(
     grown = ["process memory grew by 300 MiB: expected at most 256"]
     assert [run.problems for run in runs] == [[], [], grown]
     assert [row[0] for row in stress_table(results)[2]] == ["context-64", "random 0", "random 1"]
+
+
+@pytest.mark.parametrize("num_drafts", [2, 5])
+def test_sequences_decode_until_the_last_prompt_is_computed(num_drafts: int) -> None:
+    """Also if every draft is accepted, and a step has the fewest rows for prompts."""
+    load = Stress(device="cuda", contexts=(32_768, 65_536), fills=(0.75, 0.9))
+    num_rows = MAX_PLAIN_ROWS - 8 * (num_drafts + 1)
+    num_steps = (load.num_long - 1) * 65_536 / num_rows
+    assert load.num_tokens(num_drafts) >= num_steps * (num_drafts + 1)
 
 
 @pytest.mark.parametrize(

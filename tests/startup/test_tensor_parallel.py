@@ -87,6 +87,15 @@ def test_a_model_that_cannot_be_divided_is_refused(
         check_division(EngineConfig(tensor_parallel=size, **fields), MODEL, executor)
 
 
+def test_all_possible_numbers_of_gpus_are_named() -> None:
+    wide = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64, "hidden_size": 4096}
+    model = DecoderConfig.from_hf(tiny_llama() | SHAPES | wide | {"intermediate_size": 8192})
+    with pytest.raises(
+        ConfigError, match="tensor_parallel=48: expected 1, 2, 4, 8, 16, 32, 64 for this model"
+    ):
+        check_division(EngineConfig(tensor_parallel=48), model, "graph")
+
+
 def test_an_engine_on_a_cpu_does_not_start(tmp_path: Path) -> None:
     engine = Engine(
         make_random_folder(tmp_path, "llama"), EngineConfig(device="cpu", load="random", tensor_parallel=2)
