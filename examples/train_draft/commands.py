@@ -89,13 +89,14 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument(
         "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
     )
+    measuring.add_argument("--exact-prefill", action="store_true", help="as in EngineConfig")
     measuring.add_argument("--trace", type=Path, help="file for the rounds of greedy chat answers")
     measuring.add_argument(
         "--shapes",
         type=shape_name,
         nargs="+",
         metavar="SHAPE",
-        help="measure nothing but the acceptance of shapes, such as chain-7, tree-7, ngram-7 and hybrid-7",
+        help="measure shapes such as chain-7, tree-7, ngram-7 and hybrid-7 instead",
     )
     measuring.add_argument(
         "--executor",
@@ -213,11 +214,11 @@ def run_train(options: argparse.Namespace) -> None:
 
 
 def run_measure(options: argparse.Namespace) -> None:
-    given = {"prompts": options.prompts, "max_tokens": options.max_tokens}
+    given = {"prompts": options.prompts, "max_tokens": options.max_tokens, "batches": options.batches}
     if options.shapes:
         run: Any = partial(measure_shapes, names=options.shapes, executor=options.executor, **given)
     else:
-        run = partial(measure, batches=options.batches, trace=options.trace, **given)
+        run = partial(measure, trace=options.trace, exact_prefill=options.exact_prefill, **given)
     record = anyio.run(run, options.model or str(smollm2.path()), options.draft)
     print(json.dumps(record, indent=1))
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

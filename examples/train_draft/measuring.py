@@ -88,24 +88,38 @@ async def measure_shapes(
     names: Sequence[str],
     prompts: Path | None,
     max_tokens: int,
+    batches: Sequence[int],
     executor: ExecutorName,
 ) -> dict[str, Any]:
-    """The acceptance of drafts of several shapes, by kind of question and temperature, and the rows that the
-    model verifies in a round. names: as of `speculation_of`."""
+    """The acceptance of drafts of several shapes, by kind of question and temperature, the rows that the
+    model verifies in a round, and the speed for numbers of requests at a time; with such numbers, that
+    without drafts as well. names: as of `speculation_of`."""
     questions = evaluation_questions(prompts or EVALUATION_FILE)
+    speculations = {name: speculation_of(draft, name) for name in names}
+    # In larger batches, trees would have fewer nodes. All shapes are measured with the same sequences.
+    most_verified = max(each.shape.num_draft_tokens + 1 for each in speculations.values())
+    max_num_seqs = min(DEFAULT_SEQS, MAX_TREE_ROWS // most_verified)
+    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor)
+
+    async def speeds(engine: Engine) -> dict[str, float]:
+        return {
+            str(batch): round(await tokens_per_s(engine, questions, max_tokens, batch), 1)
+            for batch in batches
+            if batch <= max_num_seqs
+        }
+
     record: dict[str, Any] = {}
-    for name in names:
-        speculation = speculation_of(draft, name)
-        num_verified = speculation.shape.num_draft_tokens + 1
-        config = EngineConfig(
-            # In larger batches, trees would have fewer nodes.
-            max_num_seqs=min(DEFAULT_SEQS, MAX_TREE_ROWS // num_verified),
-            executor=executor,
-            speculation=speculation,
-        )
+    if batches:
         async with Engine(model, config) as engine:
+            record["plain"] = {"num_verified": 1, "tokens_per_s": await speeds(engine)}
+    for name, speculation in speculations.items():
+        async with Engine(model, config.replace(speculation=speculation)) as engine:
             answered = await answer_all(engine, questions, max_tokens)
-        record[name] = {"num_verified": num_verified, "acceptance": acceptance_by_group(answered)}
+            record[name] = {
+                "num_verified": speculation.shape.num_draft_tokens + 1,
+                "acceptance": acceptance_by_group(answered),
+                "tokens_per_s": await speeds(engine),
+            }
     return record
 
 
@@ -128,12 +142,14 @@ async def measure(
     prompts: Path | None,
     max_tokens: int,
     batches: Sequence[int],
+    exact_prefill: bool = False,
     trace: Path | None = None,
 ) -> dict[str, Any]:
     """The acceptance of chains of NUM_DRAFTS tokens, by kind of question and temperature, and the speed
     with and without the head for numbers of requests at a time; without any, acceptance alone.
 
-    trace: file for the rounds of greedy answers in conversations, but for those that repeat themselves.
+    exact_prefill: as in EngineConfig. trace: file for the rounds of greedy answers in conversations, but for
+    those that repeat themselves.
     """
     file = prompts or EVALUATION_FILE
     questions = evaluation_questions(file)
@@ -141,7 +157,7 @@ async def measure(
     speculations = {"always": Speculation(draft=draft, shape=shape, adaptive=False)}
     if batches:
         speculations |= {"adaptive": Speculation(draft=draft, shape=shape)}
-    config = EngineConfig(max_num_seqs=max(batches, default=DEFAULT_SEQS))
+    config = EngineConfig(max_num_seqs=max(batches, default=DEFAULT_SEQS), exact_prefill=exact_prefill)
     tokens: dict[str, list[tuple[int, ...]]] = {}
     speeds: dict[int, dict[str, float]] = {batch: {} for batch in batches}
     record: dict[str, Any] = {
@@ -149,6 +165,7 @@ async def measure(
         "prompts_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
         "max_tokens": max_tokens,
         "num_draft_tokens": NUM_DRAFTS,
+        "exact_prefill": exact_prefill,
     }
 
     async def use(name: str, speculation: Speculation | None) -> None:

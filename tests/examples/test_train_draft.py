@@ -446,8 +446,9 @@ def test_commands_make_a_head_for_the_engine(
     assert ["lm_head.weight" in head for head in heads] == [True, False, False]
     assert heads[2]["midlayer.mlp.down_proj.weight"].shape[1] == 40
     options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
-    run("measure", folder, "--draft", further / "draft", "--output", output, *options)
+    run("measure", folder, "--draft", further / "draft", "--output", output, "--exact-prefill", *options)
     record = json.loads(output.read_text())
+    assert record["exact_prefill"]
     assert record["same_answers"] == {"always": 1.0, "adaptive": 1.0}
     assert record["num_draft_tokens"] == 3
     assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
@@ -460,9 +461,11 @@ def test_commands_make_a_head_for_the_engine(
     counted = json.loads(output.read_text())["acceptance"]["chat 0"]
     assert len(lengths) >= counted["num_rounds"] > 0 and sum(lengths) <= 8
     shapes = ("--shapes", "chain-2", "tree-5", "ngram-2", "hybrid-2", "--executor", "eager")
-    run("measure", folder, *options, *shapes)
+    run("measure", folder, *options, *shapes, "--batches", 2)
     record = json.loads(output.read_text())
+    assert all(found["tokens_per_s"]["2"] > 0 for found in record.values())
     assert {name: found["num_verified"] for name, found in record.items()} == {
+        "plain": 1,
         "chain-2": 3,
         "tree-5": 6,
         "ngram-2": 3,
