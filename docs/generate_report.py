@@ -58,9 +58,7 @@ def render(folder: Path = RESULTS / GPU) -> str:
     unmeasured = len(rows) - met - missed
     head = HEAD.format(gpu=GPU, total=len(rows), met=met, missed=missed, unmeasured=unmeasured)
     parts = [head, *markdown(COLUMNS, rows)]
-    runs = [row_of_run(path) for path in sorted((folder / "gates").glob("gates-*.json"))]
-    if runs:
-        parts += ["", "## Runs of the gates", "", *markdown(RUN_COLUMNS, runs)]
+    parts += runs_of_gates(folder, "## Runs of the gates")
     faults = folder / "gates" / "faults.json"
     if faults.is_file():
         outcomes = msgspec.json.decode(faults.read_bytes(), type=list[Outcome])
@@ -70,7 +68,14 @@ def render(folder: Path = RESULTS / GPU) -> str:
             rows = floor_rows(file, listed(file, read_folder(other)))
             measured = [row for row in rows if row[2] != "not measured"]
             parts += [OTHER_HEAD.format(name=gpu_of(other), gpu=other.name), *markdown(COLUMNS, measured)]
+            parts += runs_of_gates(other, "### Runs of the gates there")
     return "\n".join(parts) + "\n"
+
+
+def runs_of_gates(folder: Path, title: str) -> list[str]:
+    """Lines with the runs that are stored in the subfolder "gates" of a GPU's results, if there are any."""
+    runs = [row_of_run(path) for path in sorted((folder / "gates").glob("gates-*.json"))]
+    return ["", title, "", *markdown(RUN_COLUMNS, runs)] if runs else []
 
 
 def gpu_of(folder: Path) -> str:

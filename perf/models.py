@@ -87,6 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model = prepare(name, Path(folder))
             asyncio.run(measure(model, given.scenario, options, bandwidth, recording.add))
             free_memory()
+            if given.peer and model.load != "random":
+                print(f"{name}: not measured with {', '.join(given.peer)}, which take random weights alone")
+                continue
+
             for peer in given.peer:
                 for run in PEERS[peer](model, given.scenario, given.repeats, bandwidth):
                     recording.add(run)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from msgspec import UNSET, to_builtins
+from msgspec.structs import replace
 
 from drift_sdk import ConfigError, Engine, PromptTooLong, SamplingParams, TokenStream
 from drift_sdk.testing import scripted_engine
@@ -125,6 +126,28 @@ def test_models_are_measured_in_turn_into_one_file(tmp_path: Path, monkeypatch: 
         ("tiny-experts", "batch2-16"),
     ]
     assert {run["config"] for run in runs} == {"tuning=short"}
+
+
+def test_peers_leave_out_models_with_weights_of_their_own(
+    tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[str] = []
+
+    def peer(model: Model, *others: object) -> list[Any]:
+        measured.append(model.name)
+        return []
+
+    async def note(model: Model, *others: object) -> None:
+        """Measure nothing."""
+
+    found = {"tiny": tiny, "tiny-experts": replace(tiny, name="tiny-experts", load="auto")}
+    monkeypatch.setattr(models, "prepare", lambda name, folder: found[name])
+    monkeypatch.setattr(models, "measure", note)
+    monkeypatch.setitem(models.PEERS, "vllm", peer)
+    arguments = ["--models", "tiny-experts", "tiny", "--peer", "vllm", "--device", "cpu"]
+    models.main([*arguments, "--out", str(tmp_path / "models.json")])
+    assert measured == ["tiny"]
+    assert "tiny-experts: not measured with vllm, which take random weights alone" in capsys.readouterr().out
 
 
 def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
