@@ -28,6 +28,7 @@ def install() -> None:
     _omit_unread_overflows()
     _build_types_once()
     _promote_types_once()
+    _omit_checks_of_handles()
 
 
 def _patch_language_once() -> None:
@@ -48,9 +49,12 @@ def _patch_language_once() -> None:
         return interpreter._LangPatchScope()
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        # What a builtin wraps, without the check that it is called inside of a kernel.
+        function = getattr(member, "__wrapped__", member)
+
         def builtin(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
-            return member(*args, **kwargs)
+            return function(*args, **kwargs)
 
         scope.set_attr(obj, name, builtin)
 
@@ -77,6 +81,7 @@ def _build_types_once() -> None:
     from triton.language.semantic import TritonSemantic
 
     numel_of, unwrap, equal = cache(core.validate_block_shape), core._unwrap_if_constexpr, core.dtype.__eq__
+    equal_block = core.block_type.__eq__
     broadcast = TritonSemantic.broadcast_impl_value
     integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
     floats = frozenset(core.dtype.FP_TYPES)
@@ -101,8 +106,22 @@ def _build_types_once() -> None:
         self.element_ty, self.shape, self.numel = element_ty, shape, numel_of(shape)
         self.name = name_of(shape, element_ty.name)
 
+    @cache
+    def is_plain(kind: type) -> bool:
+        return not issubclass(kind, (list, tuple, core.tuple, core.constexpr))
+
     def unwrap_quickly(value: Any) -> Any:
-        return value if type(value) in (int, core.tensor) else unwrap(value)
+        return value if is_plain(type(value)) else unwrap(value)
+
+    @cache
+    def block_of(element: Any, shape: tuple[int, ...]) -> Any:
+        return core.block_type(element, shape)
+
+    def with_element_type(self: Any, element: Any) -> Any:
+        return block_of(element, self.shape)
+
+    def is_equal_block(self: Any, other: Any) -> bool:
+        return self is other or equal_block(self, other)
 
     def is_equal(self: Any, other: Any) -> bool:
         return self is other or equal(self, other)
@@ -115,6 +134,9 @@ def _build_types_once() -> None:
     core.tensor.__init__ = init_tensor
     core.block_type.__init__ = init_block_type
     core._unwrap_if_constexpr = unwrap_quickly
+    core.block_type.with_element_ty = with_element_type
+    core.block_type.__eq__ = is_equal_block
+    core.pointer_type.__hash__ = core.dtype.__hash__
     core.dtype.__eq__ = is_equal
     core.dtype.is_int = lambda self: self.name in integers
     core.dtype.is_floating = lambda self: self.name in floats
@@ -122,6 +144,68 @@ def _build_types_once() -> None:
 
 
 def _promote_types_once() -> None:
+    """Operands of equal types are checked and converted too, for nothing."""
+    from triton.language import core
     from triton.language.semantic import TritonSemantic
 
     TritonSemantic.computation_type_impl = cache(TritonSemantic.computation_type_impl)
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    convert = TritonSemantic._cast_to_computation_type
+
+    def is_number(dtype: Any) -> bool:
+        return dtype.is_int() or dtype.is_floating()
+
+    def is_result(self: Any, dtype: Any, other: Any, is_scalar: bool, div_or_mod: bool) -> bool:
+        """Whether an operation on tensors of `dtype` with `other` has the type `dtype`."""
+        return self.computation_type_impl(dtype, False, other, is_scalar, div_or_mod) is dtype
+
+    @cache
+    def constant_of(self: Any, kind: type, value: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        constant = convert(self, value, dtype)
+        if not shape:
+            return constant
+
+        block = core.tensor(None, core.block_type(dtype, list(shape)))
+        return broadcast(self, block, constant)[1]
+
+    def check_quickly(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        kind, constant_kind = type(lhs), type(rhs)
+        if kind is constant_kind is core.tensor:
+            dtype, other = lhs.dtype, rhs.dtype
+            if dtype is other and lhs.type == rhs.type and is_number(dtype):
+                if not arithmetic_check or is_result(self, dtype, other, False, div_or_mod):
+                    return lhs, rhs
+
+            if allow_lhs_ptr and dtype.is_ptr() and other.is_int():
+                return broadcast(self, lhs, rhs)
+
+        elif kind is core.tensor and constant_kind in (int, float) and arithmetic_check:
+            dtype = lhs.dtype
+            # Zeros of both signs are equal, but not the same.
+            if (rhs or constant_kind is int) and is_number(dtype):
+                other = self.to_tensor_type(rhs)
+                if is_result(self, dtype, other, True, div_or_mod):
+                    shape = lhs.type.shape if lhs.type.is_block() else ()
+                    return lhs, constant_of(self, constant_kind, rhs, dtype, tuple(shape))
+
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    TritonSemantic.binary_op_type_checking_impl = check_quickly
+
+
+def _omit_checks_of_handles() -> None:
+    """Every operation checks that its result has no more bits than its type."""
+    from triton.runtime.interpreter import TensorHandle
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    TensorHandle.__init__ = init
