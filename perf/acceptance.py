@@ -25,6 +25,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from perf.harness.machine import default_device
+from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run, write
 from perf.harness.recording import dtype_name
 from perf.harness.table import show
@@ -128,10 +129,10 @@ def acceptance_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("target", help="folder, .gguf file or hub id")
     made.add_argument("--draft", required=True, help="an EAGLE-3 head, folder or hub id")
-    made.add_argument("--num-draft-tokens", type=int, default=3, help="per round")
+    made.add_argument("--num-draft-tokens", type=at_least(1), default=3, help="per round")
     made.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     made.add_argument("--prompts", type=Path, help="text, a prompt in each line")
-    made.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    made.add_argument("--max-tokens", type=at_least(1), default=128, help="of an answer")
     made.add_argument("--aux-layer-convention", choices=("output", "boundary"), help="as in Speculation")
     made.add_argument("--min-length", type=float, help="least acceptance length")
     made.add_argument("--executor", default="auto", help="as in EngineConfig")

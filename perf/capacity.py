@@ -30,6 +30,7 @@ from drift_sdk.errors import ConfigError
 from drift_sdk.pool.prompt_blocks import BLOCK_TOKENS, PromptBlocks
 from drift_sdk.pool.router import Router
 from perf.harness.host import percentile
+from perf.harness.numbers import at_least
 from perf.harness.record import read
 from perf.harness.table import show
 from perf.service.load import Case, Request, requests_of
@@ -256,7 +257,7 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("results", type=Path, help="result file of perf.serving with runs of one replica")
     made.add_argument("--cases", nargs="+", type=Case.parse, default=(), metavar="NAME")
-    made.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4], metavar="N")
+    made.add_argument("--replicas", nargs="+", type=at_least(1), default=[1, 2, 4], metavar="N")
     made.add_argument("--check", type=Path, help="result file whose runs are compared with their prediction")
     given = made.parse_args(arguments)
     if min(given.replicas) < 1:

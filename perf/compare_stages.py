@@ -32,6 +32,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from perf.harness.draft_stages import Reference, StageDifference, compare, compare_reference, own_reference
+from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run, write
 
 __all__ = ["PLAIN", "StageRun", "main", "stage_table"]
@@ -77,14 +78,14 @@ def stages_parser() -> argparse.ArgumentParser:
     made.add_argument("target", help="folder, .gguf file or hub id")
     made.add_argument("draft", type=Path, help="folder")
     tokens = made.add_mutually_exclusive_group(required=True)
-    tokens.add_argument("--tokens", type=int, nargs="+", help="token ids, two or more")
+    tokens.add_argument("--tokens", type=at_least(0), nargs="+", help="token ids, two or more")
     tokens.add_argument("--text", type=Path, help="a file of text")
     tokens.add_argument("--reference", type=Path, help="stages of another engine, with their token ids")
-    made.add_argument("--max-tokens", type=int, default=512, help="of the text, from its start")
+    made.add_argument("--max-tokens", type=at_least(1), default=512, help="of the text, from its start")
     made.add_argument("--device", default="cpu")
     made.add_argument("--dtype", choices=tuple(THRESHOLDS), default="float32")
     made.add_argument("--aux-layer-convention", choices=("output", "boundary"))
-    made.add_argument("--top-k", type=int, default=10)
+    made.add_argument("--top-k", type=at_least(1), default=10)
     made.add_argument("--min-cosine", type=float, help="least cosine (default: by dtype)")
     made.add_argument("--min-overlap", type=float, help="least share of the largest k (default: by dtype)")
     made.add_argument("--save", type=Path, help="file for the stages of this engine")

@@ -42,6 +42,7 @@ from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits
+from perf.harness.numbers import at_least
 from perf.harness.published import LLAMA, PUBLISHED
 
 __all__ = ["GPUS", "Found", "kernels_of", "main", "violations"]
@@ -303,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-dtype", choices=("fp8",), help="as in EngineConfig")
     parser.add_argument("--largest", action="store_true", help="only the largest kernels with a pipeline")
     parser.add_argument(
-        "--tensor-parallel", type=int, help="only the kernels with which so many GPUs exchange sums"
+        "--tensor-parallel", type=at_least(1), help="only the kernels with which so many GPUs exchange sums"
     )
     given = parser.parse_args(arguments)
     num_found = num_kernels = 0

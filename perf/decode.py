@@ -26,6 +26,7 @@ from drift_sdk import Engine, SamplingParams
 from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generation_seconds, slow_paths
 from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
+from perf.harness.numbers import at_least
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, add_tensor_parallel, add_weights, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
@@ -149,7 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME"
     )
     arguments_parser.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
-    arguments_parser.add_argument("--max-model-len", type=int, help="default: what the scenarios need")
+    arguments_parser.add_argument(
+        "--max-model-len", type=at_least(1), help="default: what the scenarios need"
+    )
     arguments_parser.add_argument(
         "--peer", nargs="+", choices=PEERS, default=(), help="engines to measure in the same run"
     )

@@ -36,6 +36,7 @@ from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingPa
 from drift_sdk._kernels.gemm import tuning
 from perf.harness import machine
 from perf.harness.byte_tokenizer import NUM_SPECIAL
+from perf.harness.numbers import at_least
 from perf.harness.shapes import Model, prepare, prepare_draft
 
 __all__ = ["Conditions", "Mode", "ModeResult", "Report", "main", "make_cases", "modes_of"]
@@ -304,8 +305,10 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-shapes", help="a model of perf.harness.shapes")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--longest-prompt", type=int, default=max(NUM_PROMPT_TOKENS), help="in tokens")
+    parser.add_argument("--requests", type=at_least(1), default=200)
+    parser.add_argument(
+        "--longest-prompt", type=at_least(1), default=max(NUM_PROMPT_TOKENS), help="in tokens"
+    )
     parser.add_argument("--device", default=machine.default_device())
     parser.add_argument("--modes", nargs="+", help="names of modes, default all")
     parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")

@@ -29,6 +29,7 @@ from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_ex
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from perf.harness.exchanged_steps import LAYERS, SUMS, Layers, PartWeights, Sums
+from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, parser
 from perf.harness.shapes import prepare
@@ -149,8 +150,8 @@ def _microseconds(device: ServingDevice, replay: Replay) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
-    made.add_argument("--tensor-parallel", type=int, default=2, help="GPUs")
-    made.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    made.add_argument("--tensor-parallel", type=at_least(1), default=2, help="GPUs")
+    made.add_argument("--rows", type=at_least(1), nargs="+", default=[1, 4, 16, 64, 256, 1024])
     given = made.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(given.model, Path(folder)).config

@@ -22,6 +22,7 @@ from drift_sdk.execution.stages import NoStageMarks, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
+from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, dtype_name, free_memory, parser
 from perf.harness.shapes import Model, prepare, prepare_draft
@@ -127,9 +128,9 @@ def open_executor(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
-    made.add_argument("--batch", type=int, default=64, help="most sequences")
-    made.add_argument("--max-model-len", type=int, default=4096)
-    made.add_argument("--num-draft-tokens", type=int, default=3, help="0: without a draft")
+    made.add_argument("--batch", type=at_least(1), default=64, help="most sequences")
+    made.add_argument("--max-model-len", type=at_least(1), default=4096)
+    made.add_argument("--num-draft-tokens", type=at_least(0), default=3, help="0: without a draft")
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):
         made.error(f"device={given.device!r}: graphs are captured on a GPU")

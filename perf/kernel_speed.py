@@ -26,6 +26,7 @@ from perf.cases.quantised_experts import quantised_expert_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.cases.trees import tree_cases
 from perf.harness.bandwidth import matmul_tflop_s
+from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.shapes import Model, prepare
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given_parser = parser(__doc__)
     given_parser.add_argument("--suite", nargs="+", choices=SUITES, default=tuple(SUITES))
     given_parser.add_argument("--no-library", action="store_true", help="leave the vendor's products out")
-    given_parser.add_argument("--rows", type=int, nargs="+", default=ROW_COUNTS, help="row counts")
+    given_parser.add_argument("--rows", type=at_least(1), nargs="+", default=ROW_COUNTS, help="row counts")
     given = given_parser.parse_args(arguments)
     if not given.device.startswith("cuda"):
         given_parser.error(f"device={given.device!r}: kernels are timed in CUDA graphs, expected a GPU")

@@ -29,6 +29,7 @@ from msgspec import Struct
 from drift_sdk.errors import ConfigError
 from perf.harness import machine
 from perf.harness.gpu_queue import Job, Outcome, run_jobs
+from perf.harness.numbers import over_zero
 from perf.harness.processes import ROOT, module_command
 from perf.harness.table import show
 
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("command", choices=("list", "run"))
     made.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     made.add_argument("--gpus", nargs="+", default=["0"], metavar="N", help="as in CUDA_VISIBLE_DEVICES")
-    made.add_argument("--seconds", type=float, help="limit of the whole run")
+    made.add_argument("--seconds", type=over_zero, help="limit of the whole run")
     made.add_argument("--out", type=Path, default=OUT, help="folder")
     given = made.parse_intermixed_args(arguments)  # names may follow options
     known = load_measurements()

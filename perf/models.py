@@ -20,6 +20,7 @@ from drift_sdk import Engine
 from perf.decode import PEERS, measure_rate
 from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.machine import default_device
+from perf.harness.numbers import at_least
 from perf.harness.record import DecodeRun
 from perf.harness.recording import Recording, free_memory
 from perf.harness.scenario import LENGTHS, Scenario
@@ -70,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="untuned: models of 4B and more without measured products of this GPU, which gates judge",
     )
     parser.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats; the result is their median")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, help="timed repeats; the result is their median"
+    )
     parser.add_argument("--out", type=Path, help="result file (default: perf/results/GPU/TOPIC.json)")
     given = parser.parse_args(arguments)
 

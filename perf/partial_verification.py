@@ -26,6 +26,7 @@ from drift_sdk import Chain, ConfigError, Engine, EngineConfig, NGram, PartialVe
 from drift_sdk.measurement import RecordedEngine, recorded_engine, simulated_engine
 from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
+from perf.harness.numbers import at_least, over_zero
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
@@ -252,24 +253,23 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     together."""
     made = parser(__doc__)
     made.add_argument("--draft", help="a head, a model or ngram; default: a head with random weights")
-    made.add_argument("--num-draft-tokens", type=int, nargs="+", default=[3, 5])
+    made.add_argument("--num-draft-tokens", type=at_least(1), nargs="+", default=[3, 5])
     made.add_argument(
         "--scenario",
         type=Scenario.parse,
         nargs="+",
         default=[Scenario.parse(f"single-{size}k") for size in (16, 32, 64)],
     )
-    made.add_argument("--acceptance-length", type=float, help="tokens a round to simulate")
-    made.add_argument("--agreement", type=int, default=0, help="tokens of which agreement is measured")
+    made.add_argument("--acceptance-length", type=over_zero, help="tokens a round to simulate")
+    made.add_argument(
+        "--agreement", type=at_least(0), default=0, help="tokens of which agreement is measured"
+    )
     made.add_argument("--no-speed", action="store_true", help="measure agreement alone")
     made.add_argument("--text", type=Path, help="file to take prompts from; default: random tokens")
     for name in PartialVerification.__struct_fields__:
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(PARTIAL, name))
     given = made.parse_args(arguments)
     least, most = min(given.num_draft_tokens), max(given.num_draft_tokens)
-    if least < 1:
-        made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 1 or more")
-
     try:
         Chain(most)
         sizes = {name: getattr(given, name) for name in PartialVerification.__struct_fields__}
@@ -286,10 +286,8 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
             given.executor = "graph"
         if given.executor != "graph" or not given.device.startswith("cuda"):
             made.error("simulated acceptance needs the graph executor on a GPU")
-    if given.repeats < 1:
-        made.error(f"--repeats {given.repeats}: expected 1 or more")
-    if given.agreement < 0 or given.no_speed and not given.agreement:
-        made.error(f"--agreement {given.agreement}: expected 0 or more, and 1 or more with --no-speed")
+    if given.no_speed and not given.agreement:
+        made.error("--agreement 0: expected 1 or more with --no-speed")
 
     return given
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.decoding import slow_paths
+from perf.harness.numbers import at_least
 from perf.harness.record import PrefillRun, Run
 from perf.harness.recording import Recording, add_weights, dtype_name, free_memory, parser
 from perf.harness.scenario import random_tokens
@@ -119,10 +120,10 @@ async def first_token_seconds(engine: Engine, prompt: Sequence[int]) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments_parser = parser(__doc__)
     arguments_parser.add_argument(
-        "--tokens", type=int, nargs="+", default=(8192, 32_768), help="prompt lengths"
+        "--tokens", type=at_least(1), nargs="+", default=(8192, 32_768), help="prompt lengths"
     )
     arguments_parser.add_argument(
-        "--prefill-token-budget", type=int, default=EngineConfig().prefill_token_budget
+        "--prefill-token-budget", type=at_least(1), default=EngineConfig().prefill_token_budget
     )
     arguments_parser.add_argument(
         "--peer", nargs="+", choices=("vllm",), default=(), help="engines to measure in the same run"

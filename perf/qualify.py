@@ -32,6 +32,7 @@ from perf.gating.history import Place
 from perf.harness import machine
 from perf.harness.commands import Command, RunCommand, run_command
 from perf.harness.head_files import HeadFiles, check_files
+from perf.harness.numbers import at_least
 from perf.harness.own_folder import remove_results, result_names
 from perf.harness.processes import ROOT
 from perf.harness.record import UNFINISHED
@@ -136,14 +137,16 @@ def qualify_parser() -> argparse.ArgumentParser:
     made.add_argument("--reference", type=Path, help="stages of another engine; see perf.compare_stages")
     made.add_argument("--text", type=Path, default=TEXT, help="UTF-8, of prompts and stages; better long")
     made.add_argument("--prompts", type=Path, help="text, a prompt in each line, for acceptance")
-    made.add_argument("--max-tokens", type=int, default=128, help="of an answer, for acceptance")
+    made.add_argument("--max-tokens", type=at_least(1), default=128, help="of an answer, for acceptance")
     made.add_argument("--scenario", nargs="+", type=scenario_name, default=SCENARIOS, metavar="NAME")
-    made.add_argument("--num-draft-tokens", nargs="+", type=int, default=NUM_DRAFT_TOKENS, metavar="K")
+    made.add_argument(
+        "--num-draft-tokens", nargs="+", type=at_least(1), default=NUM_DRAFT_TOKENS, metavar="K"
+    )
     made.add_argument("--aux-layer-convention", choices=("output", "boundary"), help="as in Speculation")
     made.add_argument("--min-cosine", type=float, help="of stages (default: by dtype)")
     made.add_argument("--min-overlap", type=float, help="top-k, of stages (default: by dtype)")
     made.add_argument("--min-length", type=float, help="least acceptance length, at both temperatures")
-    made.add_argument("--repeats", type=int, default=5, help="timed repeats")
+    made.add_argument("--repeats", type=at_least(1), default=5, help="timed repeats")
     made.add_argument("--device", default=machine.default_device(), help="cpu, cuda or cuda:N")
     made.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     made.add_argument("--out", type=Path, default=OUT, help="folder of results, logs and report")

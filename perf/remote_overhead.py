@@ -24,6 +24,7 @@ import psutil
 from drift_sdk import BaseEngine, Engine, EnginePool, ProcessEngine
 from drift_sdk.testing import ScriptedModel
 from perf.harness.host import percentile
+from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run, result_path, write
 from perf.harness.scripted import next_character
 from perf.harness.table import show, title_of
@@ -196,10 +197,10 @@ def overhead_table(results: Results) -> tuple[str, Sequence[str], Sequence[Seque
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    made.add_argument("--streams", nargs="+", type=int, default=(1, 64), metavar="N")
+    made.add_argument("--streams", nargs="+", type=at_least(1), default=(1, 64), metavar="N")
     made.add_argument("--step-ms", nargs="+", type=float, default=(5.0, 0.0), metavar="MS")
-    made.add_argument("--tokens", type=int, default=200, help="of each stream")
-    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--tokens", type=at_least(1), default=200, help="of each stream")
+    made.add_argument("--repeats", type=at_least(1), default=5)
     made.add_argument("--out", type=Path, help="result file (default: perf/results/MACHINE/overhead.json)")
     given = made.parse_args(arguments)
     if min(*given.streams, given.tokens - 1, given.repeats) < 1 or min(given.step_ms) < 0:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from drift_sdk import EngineConfig, ProcessEngine, Routing, SamplingParams
 from perf.harness.killed_replica import SCRIPTED, KilledReplica, LossRun, engine_of, requests_of
+from perf.harness.numbers import at_least
 from perf.harness.record import Results, result_path, write
 from perf.harness.shapes import MODELS, prepare
 from perf.harness.table import show, title_of
@@ -69,8 +70,8 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)} or {SCRIPTED}")
     made.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], metavar="DEVICE")
-    made.add_argument("--streams", type=int, default=64, metavar="N")
-    made.add_argument("--tokens", type=int, default=256, metavar="N", help="of each stream")
+    made.add_argument("--streams", type=at_least(1), default=64, metavar="N")
+    made.add_argument("--tokens", type=at_least(1), default=256, metavar="N", help="of each stream")
     made.add_argument("--out", type=Path, help="result file (default: perf/results/GPU/replica-loss.json)")
     given = made.parse_args(arguments)
     if len(given.devices) < 2 or given.streams < 2 or given.tokens < 16:

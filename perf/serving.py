@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from perf.harness.numbers import at_least, over_zero
 from perf.harness.shapes import MODELS
 from perf.harness.table import show
 from perf.service.benchmark import WARM_UPS, Benchmark, Plan
@@ -64,13 +65,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)}, {SCRIPTED} (a dry run) or a folder"
     )
     made.add_argument("--cases", nargs="+", type=Case.parse, default=CASES, metavar="NAME")
-    made.add_argument("--num-requests", type=int, help="per case; default: about 20 s on an H200")
-    made.add_argument("--seconds", type=float, default=40.0, help="limit for a case")
-    made.add_argument("--repeats", type=int, default=1, help="each repeat draws new requests")
+    made.add_argument("--num-requests", type=at_least(1), help="per case; default: about 20 s on an H200")
+    made.add_argument("--seconds", type=over_zero, default=40.0, help="limit for a case")
+    made.add_argument("--repeats", type=at_least(1), default=1, help="each repeat draws new requests")
     made.add_argument("--seed", default="0")
     made.add_argument("--draft", action="store_true", help="EAGLE-3 drafts of random weights on all engines")
-    made.add_argument("--num-draft-tokens", type=int, default=3, metavar="K")
-    made.add_argument("--acceptance-length", type=float, default=3.2, help="simulated tokens per round")
+    made.add_argument("--num-draft-tokens", type=at_least(1), default=3, metavar="K")
+    made.add_argument("--acceptance-length", type=over_zero, default=3.2, help="simulated tokens per round")
     made.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of EngineConfig")
     made.add_argument(
         "--compare-set", action="append", metavar='"FIELD=VALUE ..."', help="a configuration; repeatable"
@@ -80,13 +81,17 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--peer-set", nargs="+", default=[], metavar="FIELD=VALUE", help="AsyncEngineArgs")
     made.add_argument(
         "--replicas",
-        type=int,
+        type=at_least(1),
         default=1,
         metavar="N",
         help="engines behind one pool, each on a GPU of its own",
     )
     made.add_argument(
-        "--devices", nargs="+", type=int, default=[0], help="GPUs: one per engine, or one for all in turn"
+        "--devices",
+        nargs="+",
+        type=at_least(0),
+        default=[0],
+        help="GPUs: one per engine, or one for all in turn",
     )
     made.add_argument("--swap", action="store_true", help="engines swap GPUs after each repeat")
     made.add_argument("--logs", type=Path, help="folder for the engines' output (default: temporary)")

@@ -36,6 +36,7 @@ from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence as Running
 from drift_sdk.steps import ExecutorLimits, PrefillChunk, SlotOutput, SlotSampling, StepPlan, StepResult
 from perf.harness.host import percentile
+from perf.harness.numbers import at_least
 from perf.harness.published import LLAMA, PUBLISHED
 from perf.harness.table import show
 from perf.service.load import Case, Request, requests_of
@@ -317,8 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--cases", nargs="+", type=Case.parse, metavar="CASE", default=[Case.parse("closed-64")]
     )
     made.add_argument("--margin-ms", nargs="+", type=margin, default=[None, 1500.0])
-    made.add_argument("--repeats", type=int, default=1)
-    made.add_argument("--num-requests", type=int, help="per case; default: as perf.serving")
+    made.add_argument("--repeats", type=at_least(1), default=1)
+    made.add_argument("--num-requests", type=at_least(1), help="per case; default: as perf.serving")
     made.add_argument(
         "--gpu", default="nvidia-h100-80gb-hbm3", help="whose tuned table has the products' times"
     )

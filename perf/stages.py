@@ -25,6 +25,7 @@ from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.drafting import Drafting
 from perf.harness.driven import NUM_WARM_UP_ROUNDS, Driven
+from perf.harness.numbers import at_least, over_zero
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
@@ -130,10 +131,10 @@ STAGE_COLUMNS = ("scenario", "drafts", "stage", "us", "limit us", "of limit", "o
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
-    made.add_argument("--num-draft-tokens", type=int, default=3, help="0: plain rounds alone")
-    made.add_argument("--acceptance-length", type=float, default=3.2, help="to simulate")
+    made.add_argument("--num-draft-tokens", type=at_least(0), default=3, help="0: plain rounds alone")
+    made.add_argument("--acceptance-length", type=over_zero, default=3.2, help="to simulate")
     made.add_argument("--draft", help="an EAGLE-3 head, folder or hub id; the default has random weights")
-    made.add_argument("--rounds", type=int, default=32)
+    made.add_argument("--rounds", type=at_least(1), default=32)
     made.add_argument("--by-active", action="store_true", help="of --scenario batch4-16k, if none is named")
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):

@@ -24,6 +24,7 @@ from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.progress import ignore_progress
 from perf.cases.gemm import weight_roles
 from perf.harness.decoding import DecodeOptions, engine_config
+from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, parser
 from perf.harness.scenario import SCENARIOS, Scenario
@@ -223,8 +224,10 @@ def traced(work: Callable[[], None]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--scenario", nargs="+", type=Scenario.parse, default=SCENARIOS, metavar="NAME")
-    made.add_argument("--steps", type=int, default=8)
-    made.add_argument("--prompt-tokens", type=int, default=0, metavar="N", help="of a chunk in each step")
+    made.add_argument("--steps", type=at_least(1), default=8)
+    made.add_argument(
+        "--prompt-tokens", type=at_least(0), default=0, metavar="N", help="of a chunk in each step"
+    )
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):
         made.error(f"device={given.device!r}: kernels are traced on a GPU")

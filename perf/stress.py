@@ -29,6 +29,7 @@ from drift_sdk.measurement import RecordedEngine
 from perf.harness.decoding import slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.integrity import IntegrityChecks, Memory, check_integrity_of
+from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run
 from perf.harness.recording import Recording, dtype_name, free_memory, parser
 from perf.harness.shapes import Model, prepare, prepare_draft
@@ -218,7 +219,7 @@ def stress_parser() -> argparse.ArgumentParser:
     made.add_argument("--context", nargs="+", type=length, default=(32_768, 65_536), metavar="TOKENS")
     made.add_argument("--num-draft-tokens", nargs="+", type=int, default=(2, 3, 4, 5), metavar="K")
     made.add_argument("--fill", nargs="+", type=float, default=(0.75, 0.9), metavar="SHARE")
-    made.add_argument("--num-long", type=int, default=4, help="sequences of the longest context")
+    made.add_argument("--num-long", type=at_least(1), default=4, help="sequences of the longest context")
     made.add_argument("--minutes", type=float, default=0.0, help="of random requests, in all")
     made.add_argument("--seed", type=int, default=0, help="of the random requests")
     return made
@@ -234,8 +235,8 @@ def stress_of(arguments: Sequence[str] | None) -> tuple[Any, Stress]:
     if not all(1 <= number <= 16 for number in given.num_draft_tokens):
         made.error(f"--num-draft-tokens {given.num_draft_tokens}: expected 1 to 16")
 
-    if min(given.context) < 1 or given.num_long < 1 or not 0 <= given.minutes <= MOST_MINUTES:
-        made.error(f"--context and --num-long: expected at least 1; --minutes: 0 to {MOST_MINUTES}")
+    if min(given.context) < 1 or not 0 <= given.minutes <= MOST_MINUTES:
+        made.error(f"--context: expected at least 1; --minutes: 0 to {MOST_MINUTES}")
 
     if given.device.startswith("cuda") and given.executor == "auto":
         given.executor = "graph"

@@ -34,6 +34,7 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from perf.harness.byte_tokenizer import NUM_SPECIAL
 from perf.harness.checkpoint import write_checkpoint
+from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, dtype_name, free_memory, parser
 from perf.harness.shapes import Model, prepare
@@ -151,8 +152,8 @@ async def own_answers(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
-    made.add_argument("--prompts", type=int, default=16)
-    made.add_argument("--tokens", type=int, default=64, help="tokens that continue each prompt")
+    made.add_argument("--prompts", type=at_least(1), default=16)
+    made.add_argument("--tokens", type=at_least(1), default=64, help="tokens that continue each prompt")
     made.add_argument("--peer", choices=("vllm",), help="an engine to check as well")
     made.set_defaults(model="gpt-oss-20b")
     given = made.parse_args(arguments)

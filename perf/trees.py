@@ -33,6 +33,7 @@ from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees.limits import MAX_PATH_LENGTH, max_batch_drafts
 from drift_sdk.trees.rank_paths import rank_tree
+from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.shapes import Model, prepare, prepare_draft
@@ -287,9 +288,11 @@ def table_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
-    made.add_argument("--nodes", type=int, nargs="+", default=NODES, help="verified tokens of a sequence")
-    made.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    made.add_argument("--context", type=int, default=512)
+    made.add_argument(
+        "--nodes", type=at_least(1), nargs="+", default=NODES, help="verified tokens of a sequence"
+    )
+    made.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 4])
+    made.add_argument("--context", type=at_least(1), default=512)
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):
         made.error(f"device={given.device!r}: rounds are CUDA graphs, expected a GPU")

@@ -29,6 +29,7 @@ from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from perf.cases.experts import DOWN, GATE_UP, expert_cases, prepare_product
 from perf.harness.bandwidth import matmul_tflop_s
+from perf.harness.numbers import at_least
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.shapes import Model, prepare
 from perf.harness.table import show
@@ -109,8 +110,8 @@ def measure_tiles(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
-    made.add_argument("--rows", type=int, nargs="+", default=ROW_COUNTS)
-    made.add_argument("--jobs", type=int, default=8, help="processes that compile candidates")
+    made.add_argument("--rows", type=at_least(1), nargs="+", default=ROW_COUNTS)
+    made.add_argument("--jobs", type=at_least(1), default=8, help="processes that compile candidates")
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):
         made.error(f"device={given.device!r}: products are timed in CUDA graphs, expected a GPU")

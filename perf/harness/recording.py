@@ -14,6 +14,7 @@ from drift_sdk.errors import ConfigError
 from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
+from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run, read, result_path, write
 from perf.harness.shapes import MODELS, model_name
 from perf.harness.table import progress
@@ -68,7 +69,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--executor", default="auto", help="as in EngineConfig")
     made.add_argument("--device", default=default_device(), help="cpu, cuda or cuda:N")
     made.add_argument("--dtype", default="auto", help="as in EngineConfig")
-    made.add_argument("--repeats", type=int, default=5, help="timed repeats; the result is their median")
+    made.add_argument(
+        "--repeats", type=at_least(1), default=5, help="timed repeats; the result is their median"
+    )
     made.add_argument("--out", type=Path, help="result file (default: perf/results/GPU/TOPIC.json)")
     return made
 
@@ -84,7 +87,7 @@ def add_tensor_parallel(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--tensor-parallel",
         nargs="+",
-        type=int,
+        type=at_least(1),
         default=(),
         metavar="GPUS",
         help="numbers of GPUs to divide the model between; peers take the largest",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.measurement import AcceptanceTrace
+from perf.harness.numbers import at_least, over_zero
 from perf.harness.published import PUBLISHED
 from perf.harness.recording import add_tensor_parallel, add_weights, parser
 from perf.harness.scenario import SCENARIOS, Scenario
@@ -75,7 +76,7 @@ def speculative_parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument(
         "--num-draft-tokens",
         nargs="+",
-        type=int,
+        type=at_least(0),
         default=[3],
         metavar="K",
         help="per round; 0 adds nothing to the run without drafts",
@@ -83,7 +84,7 @@ def speculative_parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument(
         "--acceptance-length",
         nargs="+",
-        type=float,
+        type=over_zero,
         metavar="TOKENS",
         help="per round, to simulate, up to drafts + 1; an engine for each",
     )
