@@ -115,7 +115,7 @@ def test_files_of_other_topics_are_refused(tmp_path: Path, capsys: pytest.Captur
         capacity.main([str(tmp_path / "missing.json")])
     with pytest.raises(SystemExit):
         capacity.main([str(RESULTS), "--cases", "closed-8", "--replicas", "0"])
-    assert "--replicas [0]: expected 1 or more" in capsys.readouterr().err
+    assert "--replicas: 0: expected a whole number of 1 or more" in capsys.readouterr().err
 
 
 def test_requests_of_a_run_that_was_cut_off_are_cut_off() -> None:

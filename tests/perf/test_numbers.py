@@ -1,4 +1,4 @@
-"""Numbers of measuring scripts that are out of range are refused as arguments, before anything is measured."""
+"""Numbers out of range are refused as arguments of measuring scripts, before anything is measured."""
 
 from __future__ import annotations
 

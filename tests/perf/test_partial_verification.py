@@ -81,7 +81,7 @@ def test_sizes_identify_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-draft-tokens", "0"], "expected 1 or more"),
+        (["--num-draft-tokens", "0"], "--num-draft-tokens: 0: expected a whole number of 1 or more"),
         (["--num-draft-tokens", "17"], "num_draft_tokens=17"),
         (["--sink-tokens", "0"], "sink_tokens=0"),
         (["--refresh-tokens", "5"], "expected more than 5 drafts"),
