@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import OFFSETS, PROPOSABLE, DraftTensors, read_target_ids
@@ -79,7 +79,8 @@ def reduce_vocabulary(
     reduced[OFFSETS] = ids - torch.arange(len(ids))
     reduced[PROPOSABLE] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     output.mkdir(parents=True, exist_ok=True)
-    save_file(reduced, output / "model.safetensors", metadata={"format": "pt"})
+    # Not by save_file, whose files no other user may read.
+    (output / "model.safetensors").write_bytes(save(reduced, metadata={"format": "pt"}))
     for table in (config, config.get("eagle_config") or {}, config.get("transformer_layer_config") or {}):
         for key in VOCABULARY_KEYS:
             table.pop(key, None)

@@ -15,7 +15,7 @@ import command_line
 import smollm2
 import torch
 
-from drift_sdk import ConfigError, Engine, EngineConfig, Progress
+from drift_sdk import ConfigError, Engine, EngineConfig, ModelLoadError, Progress
 from drift_sdk.models.draft_config import DraftConfig
 
 from .answers import AnswerError, AnswerFolder, Limits, generate
@@ -29,6 +29,8 @@ __all__ = ["main"]
 
 MAX_MODEL_LEN = 1024
 """Longest question and answer in training, in tokens."""
+BATCHES, SHAPE_BATCHES = (1, 8, 64), (1, 8)
+"""Requests at a time for which speed is measured by default."""
 NUM_SIZED = 64
 """Answers from which the sizes of features are found."""
 
@@ -79,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
         "--unrolled", type=number(1, 16), default=5, help="steps of drafting that the loss covers"
     )
     training.add_argument("--learning-rate", type=positive, default=1e-3)
-    training.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    training.add_argument(
+        "--device", type=device_name, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
 
     measuring = command("measure", run_measure, "measure acceptance and speed in the engine")
     measuring.add_argument("--draft", type=Path, required=True, help="folder of the head")
@@ -87,7 +91,10 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--prompts", type=Path, help="JSONL of kind and prompt")
     measuring.add_argument("--max-tokens", type=number(8), default=256)
     measuring.add_argument(
-        "--batches", type=number(1), nargs="*", default=[1, 8, 64], help="requests at a time; none: no speeds"
+        "--batches",
+        type=number(1, 4096),
+        nargs="*",
+        help="requests at a time, default 1, 8 and 64, with --shapes 1 and 8; none: no speeds",
     )
     measuring.add_argument("--exact-prefill", action="store_true", help="as in EngineConfig")
     measuring.add_argument("--trace", type=Path, help="file for the rounds of greedy chat answers")
@@ -102,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
         "--executor",
         choices=("auto", "eager", "graph"),
         default="auto",
-        help="with --shapes, as in EngineConfig",
+        help="as in EngineConfig",
     )
     return made
 
@@ -114,6 +121,19 @@ def positive(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text}: expected a number over 0")
 
     return value
+
+
+def device_name(text: str) -> str:
+    """A device that torch has here, of an argument."""
+    try:
+        kind = torch.device(text).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda") or kind == "cuda" and not torch.cuda.is_available():
+        has_gpu = " or cuda" if torch.cuda.is_available() else ", as there is no GPU here"
+        raise argparse.ArgumentTypeError(f"{text}: expected cpu{has_gpu}")
+
+    return text
 
 
 def shape_name(text: str) -> str:
@@ -190,6 +210,7 @@ def run_train(options: argparse.Namespace) -> None:
         target, aux_layers, [each.prompt_ids + each.token_ids for each in answers[:NUM_SIZED]]
     )
     if options.start is not None:
+        check_head("--start", options.start)
         head = DraftHead.load(options.start, target, sizes)
     else:
         head = DraftHead.start(settings, target, vocabulary, sizes, seed=0, has_head=not options.shared_head)
@@ -213,12 +234,33 @@ def run_train(options: argparse.Namespace) -> None:
     training.run(folder.training, evaluation)
 
 
+def check_head(option: str, folder: Path) -> None:
+    """Raise ModelLoadError for a folder without a head."""
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ModelLoadError(f"{option} {folder}: expected the folder of a head; it has no {name}")
+
+
 def run_measure(options: argparse.Namespace) -> None:
-    given = {"prompts": options.prompts, "max_tokens": options.max_tokens, "batches": options.batches}
-    if options.shapes:
-        run: Any = partial(measure_shapes, names=options.shapes, executor=options.executor, **given)
+    check_head("--draft", options.draft)
+    shapes = options.shapes or []
+    if len(set(shapes)) < len(shapes) or shapes and options.trace is not None:
+        raise ConfigError.of("shapes", shapes, "different ones, and no --trace")
+
+    if not options.output.resolve().parent.is_dir():
+        raise ConfigError.of("output", str(options.output), "a file in a folder that exists")
+
+    given = {
+        "prompts": options.prompts,
+        "max_tokens": options.max_tokens,
+        "batches": (SHAPE_BATCHES if shapes else BATCHES) if options.batches is None else options.batches,
+        "executor": options.executor,
+        "exact_prefill": options.exact_prefill,
+    }
+    if shapes:
+        run: Any = partial(measure_shapes, names=shapes, **given)
     else:
-        run = partial(measure, trace=options.trace, exact_prefill=options.exact_prefill, **given)
+        run = partial(measure, trace=options.trace, **given)
     record = anyio.run(run, options.model or str(smollm2.path()), options.draft)
     print(json.dumps(record, indent=1))
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

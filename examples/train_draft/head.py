@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.models.decoder import rms_norm
@@ -138,7 +138,8 @@ class DraftHead:
         ids = self.target_ids.cpu()
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": self.is_proposable.cpu()}
         part = folder / "model.part"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
+        # Not by save_file, whose files no other user may read.
+        part.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
         (folder / "config.json").write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
         part.rename(folder / "model.safetensors")
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 from drift_sdk import (
     Chain,
     Completion,
+    ConfigError,
     DynamicTree,
     Engine,
     EngineConfig,
@@ -20,6 +21,7 @@ from drift_sdk import (
     NGram,
     SamplingParams,
     Speculation,
+    SpeculationStats,
 )
 from drift_sdk.measurement import recorded_engine
 from drift_sdk.trees.limits import MAX_TREE_ROWS
@@ -90,37 +92,57 @@ async def measure_shapes(
     max_tokens: int,
     batches: Sequence[int],
     executor: ExecutorName,
+    exact_prefill: bool = False,
 ) -> dict[str, Any]:
     """The acceptance of drafts of several shapes, by kind of question and temperature, the rows that the
     model verifies in a round, and the speed for numbers of requests at a time; with such numbers, that
-    without drafts as well. names: as of `speculation_of`."""
-    questions = evaluation_questions(prompts or EVALUATION_FILE)
+    without drafts as well.
+
+    names: as of `speculation_of`. executor, exact_prefill: as in EngineConfig. Raises ConfigError for more
+    requests at a time than can be measured with these shapes.
+    """
+    file = prompts or EVALUATION_FILE
+    questions = evaluation_questions(file)
     speculations = {name: speculation_of(draft, name) for name in names}
     # In larger batches, trees would have fewer nodes. All shapes are measured with the same sequences.
     most_verified = max(each.shape.num_draft_tokens + 1 for each in speculations.values())
     max_num_seqs = min(DEFAULT_SEQS, MAX_TREE_ROWS // most_verified)
-    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor)
+    if max(batches, default=0) > max_num_seqs:
+        expected = f"at most {max_num_seqs} with rounds of {most_verified} rows"
+        raise ConfigError.of("batches", max(batches), expected)
+
+    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor, exact_prefill=exact_prefill)
 
     async def speeds(engine: Engine) -> dict[str, float]:
         return {
             str(batch): round(await tokens_per_s(engine, questions, max_tokens, batch), 1)
             for batch in batches
-            if batch <= max_num_seqs
         }
 
-    record: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
+    record = head_of_record(draft, file, max_tokens) | {"exact_prefill": exact_prefill, "shapes": shapes}
     if batches:
         async with Engine(model, config) as engine:
-            record["plain"] = {"num_verified": 1, "tokens_per_s": await speeds(engine)}
+            shapes["plain"] = {"num_verified": 1, "tokens_per_s": await speeds(engine)}
     for name, speculation in speculations.items():
         async with Engine(model, config.replace(speculation=speculation)) as engine:
+            record["executor"] = engine.executor
             answered = await answer_all(engine, questions, max_tokens)
-            record[name] = {
+            shapes[name] = {
                 "num_verified": speculation.shape.num_draft_tokens + 1,
                 "acceptance": acceptance_by_group(answered),
                 "tokens_per_s": await speeds(engine),
             }
     return record
+
+
+def head_of_record(draft: Path, file: Path, max_tokens: int) -> dict[str, Any]:
+    """What a record says of the head and the questions."""
+    return {
+        "draft_sha256": hashlib.sha256((draft / "model.safetensors").read_bytes()).hexdigest(),
+        "prompts_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "max_tokens": max_tokens,
+    }
 
 
 async def record_trace(
@@ -142,14 +164,15 @@ async def measure(
     prompts: Path | None,
     max_tokens: int,
     batches: Sequence[int],
+    executor: ExecutorName = "auto",
     exact_prefill: bool = False,
     trace: Path | None = None,
 ) -> dict[str, Any]:
     """The acceptance of chains of NUM_DRAFTS tokens, by kind of question and temperature, and the speed
     with and without the head for numbers of requests at a time; without any, acceptance alone.
 
-    exact_prefill: as in EngineConfig. trace: file for the rounds of greedy answers in conversations, but for
-    those that repeat themselves.
+    executor, exact_prefill: as in EngineConfig. trace: file for the rounds of greedy answers in
+    conversations, but for those that repeat themselves.
     """
     file = prompts or EVALUATION_FILE
     questions = evaluation_questions(file)
@@ -157,16 +180,12 @@ async def measure(
     speculations = {"always": Speculation(draft=draft, shape=shape, adaptive=False)}
     if batches:
         speculations |= {"adaptive": Speculation(draft=draft, shape=shape)}
-    config = EngineConfig(max_num_seqs=max(batches, default=DEFAULT_SEQS), exact_prefill=exact_prefill)
+    max_num_seqs = max(batches, default=DEFAULT_SEQS)
+    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor, exact_prefill=exact_prefill)
     tokens: dict[str, list[tuple[int, ...]]] = {}
     speeds: dict[int, dict[str, float]] = {batch: {} for batch in batches}
-    record: dict[str, Any] = {
-        "draft_sha256": hashlib.sha256((draft / "model.safetensors").read_bytes()).hexdigest(),
-        "prompts_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        "max_tokens": max_tokens,
-        "num_draft_tokens": NUM_DRAFTS,
-        "exact_prefill": exact_prefill,
-    }
+    record = head_of_record(draft, file, max_tokens)
+    record |= {"num_draft_tokens": NUM_DRAFTS, "exact_prefill": exact_prefill}
 
     async def use(name: str, speculation: Speculation | None) -> None:
         async with Engine(model, config.replace(speculation=speculation)) as engine:
@@ -216,26 +235,33 @@ async def answer_all(engine: Engine, questions: Sequence[Question], max_tokens: 
 
 
 def acceptance_by_group(answered: Sequence[Answered]) -> dict[str, dict[str, Any]]:
-    """Acceptance length, rates by position, and numbers of rounds and answers, of each group."""
+    """Of each group: acceptance length and rates by position in rounds with drafts, 1 and zeros without such
+    rounds; their number; tokens a step, of all steps that gave tokens; and the number of answers."""
     totals: dict[str, Acceptance] = {}
-    counts: dict[str, int] = {}
+    tokens: dict[str, list[tuple[int, int]]] = {}
     for each in answered:
-        stats = each.completion.speculation
-        if stats is None or not stats.num_rounds:
-            continue
-
+        stats = each.completion.speculation or SpeculationStats()
         rounds = Acceptance(num_rounds=stats.num_rounds, accepted_at=stats.accepted_at)
         totals[each.group] = totals.get(each.group, Acceptance()).plus(rounds)
-        counts[each.group] = counts.get(each.group, 0) + 1
+        found = (each.completion.usage.completion_tokens, stats.num_accepted)
+        tokens.setdefault(each.group, []).append(found)
     return {
         name: {
             "acceptance_length": round(total.length, 4),
             "rates": [round(rate, 4) for rate in total.rates],
             "num_rounds": total.num_rounds,
-            "num_answers": counts[name],
+            "tokens_per_step": round(per_step(tokens[name]), 4),
+            "num_answers": len(tokens[name]),
         }
         for name, total in sorted(totals.items())
     }
+
+
+def per_step(answers: Sequence[tuple[int, int]]) -> float:
+    """Tokens a step, given the tokens of each answer and how many of them were drafted: each of the others
+    was a step's own."""
+    num_tokens, num_drafted = sum(tokens for tokens, _ in answers), sum(drafted for _, drafted in answers)
+    return num_tokens / max(num_tokens - num_drafted, 1)
 
 
 async def tokens_per_s(engine: Engine, questions: Sequence[Question], max_tokens: int, batch: int) -> float:

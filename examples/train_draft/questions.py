@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "KINDS",
     "Overlaps",
     "Question",
+    "QuestionError",
     "Templates",
     "evaluation_questions",
 ]
@@ -31,8 +33,12 @@ OVERLAP = 8
 """Words in a row that a question for training must not share with one for evaluation."""
 
 
+class QuestionError(OSError):
+    """Questions that cannot be used. The message names file, line and reason."""
+
+
 class Question(Struct, frozen=True):
-    """A question of one of KINDS."""
+    """A question of one of KINDS, or of the user's own kind."""
 
     kind: str
     prompt: str
@@ -62,16 +68,33 @@ class Templates:
 
 
 def evaluation_questions(file: Path = EVALUATION_FILE) -> list[Question]:
-    """The questions of a JSONL file with "kind" and "prompt" in each line.
+    """The questions of a JSONL file with "kind" and "prompt" in each line that is not blank.
 
-    Raises ValueError if the committed file was changed.
+    Raises QuestionError for a line of another form and a file without questions, and ValueError if the
+    committed file was changed.
     """
     content = file.read_bytes()
     if file == EVALUATION_FILE and hashlib.sha256(content).hexdigest() != EVALUATION_SHA256:
         raise ValueError(f"{file}: is not the committed file, of sha256 {EVALUATION_SHA256}")
 
-    rows = [json.loads(line) for line in content.decode().splitlines()]
-    return [Question(row["kind"], row["prompt"]) for row in rows]
+    lines = enumerate(content.split(b"\n"), 1)
+    questions = [read_question(line, f"{file}, line {number}") for number, line in lines if line.strip()]
+    if not questions:
+        raise QuestionError(f'{file}: expected lines with "kind" and "prompt"; it has none')
+
+    return questions
+
+
+def read_question(line: bytes, place: str) -> Question:
+    try:
+        question = msgspec.json.decode(line, type=Question)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise QuestionError(f'{place}: expected an object with "kind" and "prompt": {error}') from error
+
+    if not question.prompt:
+        raise QuestionError(f"{place}: expected a prompt that is not empty")
+
+    return question
 
 
 class Overlaps:

@@ -124,6 +124,10 @@ class Training:
     def checkpoint(self) -> Path:
         return self._work / "checkpoint.pt"
 
+    @property
+    def _curve(self) -> Path:
+        return self._work / "curve.jsonl"
+
     def restore(self) -> bool:
         """Continue from the folder's checkpoint; False if there is none. CheckpointError if it is damaged or
         of another head."""
@@ -177,7 +181,8 @@ class Training:
                 self._evaluate(evaluation, losses)
                 losses, evaluated_at = [], time.monotonic()
 
-        self._evaluate(evaluation, losses)
+        if losses or not self._curve.is_file():
+            self._evaluate(evaluation, losses)
 
     @property
     def progress(self) -> float:
@@ -231,7 +236,7 @@ class Training:
             },
         }
         print(json.dumps(line), flush=True)
-        with (self._work / "curve.jsonl").open("a", encoding="utf-8") as curve:
+        with self._curve.open("a", encoding="utf-8") as curve:
             curve.write(json.dumps(line) + "\n")
         judged = lengths.get(JUDGED, sum(lengths.values()))
         if judged > self.best:

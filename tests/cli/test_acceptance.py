@@ -14,7 +14,7 @@ from model_zoo import make_model
 from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
 from drift_sdk.__main__ import main
 from drift_sdk.cli import acceptance
-from drift_sdk.cli.acceptance import PROMPTS, Measured, layers_of, measure, read_prompts, verdict
+from drift_sdk.cli.acceptance import PROMPTS, Measured, conventions_of, measure, read_prompts, verdict
 from drift_sdk.models.eagle3 import DraftDecoder
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
@@ -117,10 +117,20 @@ def test_command_prints_each_convention(
         assert part in printed
 
 
+def test_missing_head_is_an_error_of_its_own(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not a reason that neither convention can be used."""
+    status = main(["acceptance", str(folders[0]), "--draft", str(tmp_path / "missing"), "--device", "cpu"])
+    printed = capsys.readouterr()
+    assert status == 1 and printed.out == ""
+    assert printed.err.startswith("ModelLoadError: draft") and printed.err.count("does not exist") == 1
+
+
 def test_model_in_place_of_a_head_is_rejected(folders: tuple[Path, Path]) -> None:
     config = EngineConfig(speculation=Speculation(draft=folders[0]))
     with pytest.raises(ConfigError, match="expected an EAGLE-3 head; this is a whole model"):
-        layers_of(folders[0], config, "output")
+        conventions_of(folders[0], config)
 
 
 @pytest.mark.parametrize(

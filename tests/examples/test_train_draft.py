@@ -24,7 +24,14 @@ from train_draft.answers import Answer, AnswerError, AnswerFolder, repeated_shar
 from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches
 from train_draft.commands import main
 from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
-from train_draft.questions import KINDS, Overlaps, Question, Templates, evaluation_questions
+from train_draft.questions import (
+    KINDS,
+    Overlaps,
+    Question,
+    QuestionError,
+    Templates,
+    evaluation_questions,
+)
 from train_draft.target import Target, load_chat_format, load_target
 from train_draft.training import CheckpointError, Training, TrainingSettings, draft_loss
 
@@ -370,7 +377,7 @@ def test_training_continues_where_it_was_stopped(
     for name, weight in one["weights"].items():
         torch.testing.assert_close(weight, other["weights"][name], rtol=0, atol=0)
     lines = (tmp_path / "parts" / "curve.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
 def test_resumed_head_proposes_the_tokens_that_it_proposed(target: Target, tmp_path: Path) -> None:
@@ -445,6 +452,8 @@ def test_commands_make_a_head_for_the_engine(
     heads = [load_file(each / "draft" / "model.safetensors") for each in (work, shared, further)]
     assert ["lm_head.weight" in head for head in heads] == [True, False, False]
     assert heads[2]["midlayer.mlp.down_proj.weight"].shape[1] == 40
+    (mode,) = {each.stat().st_mode for each in (further / "draft").iterdir()}  # of both files
+    assert mode & 0o044 == (work / "curve.jsonl").stat().st_mode & 0o044
     options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
     run("measure", folder, "--draft", further / "draft", "--output", output, "--exact-prefill", *options)
     record = json.loads(output.read_text())
@@ -463,8 +472,15 @@ def test_commands_make_a_head_for_the_engine(
     shapes = ("--shapes", "chain-2", "tree-5", "ngram-2", "hybrid-2", "--executor", "eager")
     run("measure", folder, *options, *shapes, "--batches", 2)
     record = json.loads(output.read_text())
-    assert all(found["tokens_per_s"]["2"] > 0 for found in record.values())
-    assert {name: found["num_verified"] for name, found in record.items()} == {
+    assert record["executor"] == "eager" and record["max_tokens"] == 8 and not record["exact_prefill"]
+    assert all(found["tokens_per_s"]["2"] > 0 for found in record["shapes"].values())
+    for shape in ("chain-2", "ngram-2"):
+        groups = record["shapes"][shape]["acceptance"]
+        assert sum(group["num_answers"] for group in groups.values()) == 2 * len(
+            file.read_text().splitlines()
+        )
+        assert all(group["tokens_per_step"] >= 1 for group in groups.values())
+    assert {name: found["num_verified"] for name, found in record["shapes"].items()} == {
         "plain": 1,
         "chain-2": 3,
         "tree-5": 6,
@@ -517,6 +533,61 @@ def test_unknown_shapes_are_refused(name: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["measure", "--draft", "anywhere", "--output", "anywhere", "--shapes", name])
     assert "argument --shapes" in capsys.readouterr().err
+
+
+def test_tokens_of_all_steps_are_counted() -> None:
+    """Three drafted tokens of ten: seven steps. The other answer has none."""
+    assert measuring.per_step([(10, 3)]) == pytest.approx(10 / 7)
+    assert measuring.per_step([(10, 3), (5, 0)]) == pytest.approx(15 / 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shapes", "chain-2", "chain-2"), "shapes=['chain-2', 'chain-2']: expected different ones"),
+        (("--shapes", "chain-2", "--trace", "trace.json"), "and no --trace"),
+        (("--shapes", "tree-63", "--batches", "8"), "batches=8: expected at most 4 with rounds of 64 rows"),
+        (("--output", "missing/record.json"), "missing/record.json'"),
+        (("--draft", "missing"), "--draft missing: expected the folder of a head; it has no config.json"),
+    ],
+)
+def test_measurements_that_cannot_be_made_are_refused_first(
+    options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--draft", smollm2.DRAFT, "--output", tmp_path / "record.json", *options)
+    assert main(["measure", "anywhere", *map(str, given)]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n \n", 'expected lines with "kind" and "prompt"; it has none'),
+        (b'{"kind": "chat", "prompt": "one"}\n{"kind": ', ", line 2: expected an object"),
+        (b'{"prompt": "one"}', ", line 1: expected an object"),
+        (b'{"kind": "chat", "prompt": ""}', ", line 1: expected a prompt that is not empty"),
+        (b"\xff\xfe", ", line 1: expected an object"),
+    ],
+)
+def test_questions_of_another_form_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(QuestionError) as raised:
+        evaluation_questions(file)
+    assert str(raised.value).startswith(str(file)) and message in str(raised.value)
+
+
+def test_blank_lines_between_questions_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('\n{"kind": "poem", "prompt": "one"}\n\n{"kind": "chat", "prompt": "two"}\n')
+    assert [question.prompt for question in evaluation_questions(file)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "meta"])
+def test_devices_that_cannot_train_are_refused(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--work", "anywhere", "--device", device])
+    assert f"argument --device: {device}: expected cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1.1", "nan"])

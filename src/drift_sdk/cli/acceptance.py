@@ -3,7 +3,7 @@ layer ids in the head's config, and says which one fits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -96,10 +96,11 @@ async def measure(
         else Job(key=None, prompt=prompt)
         for prompt in prompts
     ]
+    layers_under = conventions_of(model, config)
     found: list[Measured] = []
     for convention in get_args(Convention):
         try:
-            layers = layers_of(model, config, convention)
+            layers = layers_under(convention)
         except ModelLoadError as error:
             found.append(Measured(convention=convention, reason=str(error)))
             continue
@@ -118,9 +119,13 @@ async def measure(
     return found
 
 
-def layers_of(model: str | Path, config: EngineConfig, convention: Convention) -> tuple[int, ...]:
-    """The layers whose input a head reads. Raises ModelLoadError if its config does not permit them, and
-    ConfigError for a model in place of a head."""
+def conventions_of(model: str | Path, config: EngineConfig) -> Callable[[Convention], tuple[int, ...]]:
+    """A function that returns the layers whose input a head reads under a convention, or raises
+    ModelLoadError if the head's config does not permit it.
+
+    Raises ModelLoadError if the head or the model is not found, and ConfigError for a model in place of a
+    head.
+    """
     # Imported here, so that the command line starts without torch.
     from drift_sdk.loading.source import resolve
     from drift_sdk.models.decoder_config import DecoderConfig
@@ -136,7 +141,10 @@ def layers_of(model: str | Path, config: EngineConfig, convention: Convention) -
     if is_whole_model(source):
         raise ConfigError.of("draft", config.speculation.draft, "an EAGLE-3 head; this is a whole model")
 
-    return DraftConfig.from_hf(source.config, target, aux_layer_convention=convention).aux_layers
+    def layers_under(convention: Convention) -> tuple[int, ...]:
+        return DraftConfig.from_hf(source.config, target, aux_layer_convention=convention).aux_layers
+
+    return layers_under
 
 
 def verdict(found: Sequence[Measured]) -> str:
