@@ -164,9 +164,8 @@ def run_generate(options: argparse.Namespace) -> None:
         own_share=options.own_share,
     )
     model = options.model or str(smollm2.path())
-    options.work.mkdir(parents=True, exist_ok=True)
-
     chat = load_chat_format(model)
+    options.work.mkdir(parents=True, exist_ok=True)
     length = min(MAX_MODEL_LEN, chat.max_model_len)
     config = EngineConfig(
         max_model_len=length, max_num_seqs=options.lanes, kv_cache_tokens=options.lanes * length
@@ -187,7 +186,6 @@ def show(progress: Progress) -> None:
 
 def run_train(options: argparse.Namespace) -> None:
     folder = AnswerFolder(options.answers or options.work)
-    options.work.mkdir(parents=True, exist_ok=True)
     target = load_target(options.model or str(smollm2.path()), torch.device(options.device))
     if options.wait_tokens is not None:
         folder.wait(options.wait_tokens)
@@ -216,6 +214,7 @@ def run_train(options: argparse.Namespace) -> None:
         head = DraftHead.start(settings, target, vocabulary, sizes, seed=0, has_head=not options.shared_head)
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     print(f"{len(answers)} answers, {num_tokens} tokens, {share:.2%} can be proposed", file=sys.stderr)
+    options.work.mkdir(parents=True, exist_ok=True)
     training = Training(
         head,
         target,

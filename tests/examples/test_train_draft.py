@@ -507,8 +507,10 @@ def test_several_processes_may_write_the_evaluation(tmp_path: Path, monkeypatch:
 def test_training_without_answers_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(folder), "--work", str(tmp_path), "--device", "cpu"]) == 1
+    work = tmp_path / "work"
+    assert main(["train", str(folder), "--work", str(work), "--device", "cpu"]) == 1
     assert "holds no answers: run generate first" in capsys.readouterr().err
+    assert not work.exists()
 
 
 def test_training_on_too_short_answers_is_refused(target: Target, tmp_path: Path) -> None:
