@@ -243,8 +243,11 @@ def check_head(option: str, folder: Path) -> None:
 def run_measure(options: argparse.Namespace) -> None:
     check_head("--draft", options.draft)
     shapes = options.shapes or []
-    if len(set(shapes)) < len(shapes) or shapes and options.trace is not None:
-        raise ConfigError.of("shapes", shapes, "different ones, and no --trace")
+    if len(set(shapes)) < len(shapes):
+        raise ConfigError.of("shapes", shapes, "different ones")
+
+    if shapes and options.trace is not None:
+        raise ConfigError.of("trace", str(options.trace), "none with --shapes")
 
     if not options.output.resolve().parent.is_dir():
         raise ConfigError.of("output", str(options.output), "a file in a folder that exists")

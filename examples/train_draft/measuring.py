@@ -120,7 +120,7 @@ async def measure_shapes(
         }
 
     shapes: dict[str, Any] = {}
-    record = head_of_record(draft, file, max_tokens) | {"exact_prefill": exact_prefill, "shapes": shapes}
+    record = inputs_of(draft, file, max_tokens) | {"exact_prefill": exact_prefill, "shapes": shapes}
     if batches:
         async with Engine(model, config) as engine:
             shapes["plain"] = {"num_verified": 1, "tokens_per_s": await speeds(engine)}
@@ -136,8 +136,8 @@ async def measure_shapes(
     return record
 
 
-def head_of_record(draft: Path, file: Path, max_tokens: int) -> dict[str, Any]:
-    """What a record says of the head and the questions."""
+def inputs_of(draft: Path, file: Path, max_tokens: int) -> dict[str, Any]:
+    """The inputs of a measurement: hashes of head and questions, and the most tokens of an answer."""
     return {
         "draft_sha256": hashlib.sha256((draft / "model.safetensors").read_bytes()).hexdigest(),
         "prompts_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
@@ -184,7 +184,7 @@ async def measure(
     config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor, exact_prefill=exact_prefill)
     tokens: dict[str, list[tuple[int, ...]]] = {}
     speeds: dict[int, dict[str, float]] = {batch: {} for batch in batches}
-    record = head_of_record(draft, file, max_tokens)
+    record = inputs_of(draft, file, max_tokens)
     record |= {"num_draft_tokens": NUM_DRAFTS, "exact_prefill": exact_prefill}
 
     async def use(name: str, speculation: Speculation | None) -> None:

@@ -14,7 +14,7 @@ from model_zoo import make_model
 from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
 from drift_sdk.__main__ import main
 from drift_sdk.cli import acceptance
-from drift_sdk.cli.acceptance import PROMPTS, Measured, conventions_of, measure, read_prompts, verdict
+from drift_sdk.cli.acceptance import PROMPTS, Measured, layers_by_convention, measure, read_prompts, verdict
 from drift_sdk.models.eagle3 import DraftDecoder
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
@@ -130,7 +130,7 @@ def test_missing_head_is_an_error_of_its_own(
 def test_model_in_place_of_a_head_is_rejected(folders: tuple[Path, Path]) -> None:
     config = EngineConfig(speculation=Speculation(draft=folders[0]))
     with pytest.raises(ConfigError, match="expected an EAGLE-3 head; this is a whole model"):
-        conventions_of(folders[0], config)
+        layers_by_convention(folders[0], config)
 
 
 @pytest.mark.parametrize(

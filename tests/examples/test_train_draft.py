@@ -547,7 +547,7 @@ def test_tokens_of_all_steps_are_counted() -> None:
     ("options", "message"),
     [
         (("--shapes", "chain-2", "chain-2"), "shapes=['chain-2', 'chain-2']: expected different ones"),
-        (("--shapes", "chain-2", "--trace", "trace.json"), "and no --trace"),
+        (("--shapes", "chain-2", "--trace", "trace.json"), "trace='trace.json': expected none with --shapes"),
         (("--shapes", "tree-63", "--batches", "8"), "batches=8: expected at most 4 with rounds of 64 rows"),
         (("--output", "missing/record.json"), "missing/record.json'"),
         (("--draft", "missing"), "--draft missing: expected the folder of a head; it has no config.json"),

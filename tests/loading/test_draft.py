@@ -353,6 +353,7 @@ def test_reduced_vocabulary(name: str, target: Decoder, target_folder: Path, tmp
     (tmp_path / "counts.json").write_text(json.dumps(counts))
     arguments = ["--size", "11", "--frequencies", str(tmp_path / "counts.json"), "--keep", str(kept)]
     reduce_vocab.main([str(tmp_path / "draft"), str(tmp_path / "small"), *arguments])
+    assert len({file.stat().st_mode for file in (tmp_path / "small").iterdir()}) == 1  # others may read them
 
     small = DraftDecoder.load(tmp_path / "small", target)
     assert small.target_ids.tolist() == sorted([*frequent[:10], kept])

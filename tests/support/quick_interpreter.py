@@ -155,8 +155,8 @@ def _promote_types_once() -> None:
     def is_number(dtype: Any) -> bool:
         return dtype.is_int() or dtype.is_floating()
 
-    def is_result(self: Any, dtype: Any, other: Any, is_scalar: bool, div_or_mod: bool) -> bool:
-        """Whether an operation on tensors of `dtype` with `other` has the type `dtype`."""
+    def keeps_type(self: Any, dtype: Any, other: Any, is_scalar: bool, div_or_mod: bool) -> bool:
+        """True if an operation on a tensor of `dtype` and an operand of type `other` has type `dtype`."""
         return self.computation_type_impl(dtype, False, other, is_scalar, div_or_mod) is dtype
 
     @cache
@@ -181,7 +181,7 @@ def _promote_types_once() -> None:
         if kind is constant_kind is core.tensor:
             dtype, other = lhs.dtype, rhs.dtype
             if dtype is other and lhs.type == rhs.type and is_number(dtype):
-                if not arithmetic_check or is_result(self, dtype, other, False, div_or_mod):
+                if not arithmetic_check or keeps_type(self, dtype, other, False, div_or_mod):
                     return lhs, rhs
 
             if allow_lhs_ptr and dtype.is_ptr() and other.is_int():
@@ -192,7 +192,7 @@ def _promote_types_once() -> None:
             # Zeros of both signs are equal, but not the same.
             if (rhs or constant_kind is int) and is_number(dtype):
                 other = self.to_tensor_type(rhs)
-                if is_result(self, dtype, other, True, div_or_mod):
+                if keeps_type(self, dtype, other, True, div_or_mod):
                     shape = lhs.type.shape if lhs.type.is_block() else ()
                     return lhs, constant_of(self, constant_kind, rhs, dtype, tuple(shape))
 

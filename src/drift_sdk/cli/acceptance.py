@@ -3,7 +3,7 @@ layer ids in the head's config, and says which one fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -96,13 +96,10 @@ async def measure(
         else Job(key=None, prompt=prompt)
         for prompt in prompts
     ]
-    layers_under = conventions_of(model, config)
     found: list[Measured] = []
-    for convention in get_args(Convention):
-        try:
-            layers = layers_under(convention)
-        except ModelLoadError as error:
-            found.append(Measured(convention=convention, reason=str(error)))
+    for convention, layers in layers_by_convention(model, config).items():
+        if isinstance(layers, ModelLoadError):
+            found.append(Measured(convention=convention, reason=str(layers)))
             continue
 
         if any(one.layers == layers for one in found):
@@ -119,9 +116,10 @@ async def measure(
     return found
 
 
-def conventions_of(model: str | Path, config: EngineConfig) -> Callable[[Convention], tuple[int, ...]]:
-    """A function that returns the layers whose input a head reads under a convention, or raises
-    ModelLoadError if the head's config does not permit it.
+def layers_by_convention(
+    model: str | Path, config: EngineConfig
+) -> dict[Convention, tuple[int, ...] | ModelLoadError]:
+    """The layers whose input a head reads under each convention; an error if its config does not permit it.
 
     Raises ModelLoadError if the head or the model is not found, and ConfigError for a model in place of a
     head.
@@ -141,10 +139,14 @@ def conventions_of(model: str | Path, config: EngineConfig) -> Callable[[Convent
     if is_whole_model(source):
         raise ConfigError.of("draft", config.speculation.draft, "an EAGLE-3 head; this is a whole model")
 
-    def layers_under(convention: Convention) -> tuple[int, ...]:
-        return DraftConfig.from_hf(source.config, target, aux_layer_convention=convention).aux_layers
-
-    return layers_under
+    found: dict[Convention, tuple[int, ...] | ModelLoadError] = {}
+    for convention in get_args(Convention):
+        try:
+            draft = DraftConfig.from_hf(source.config, target, aux_layer_convention=convention)
+            found[convention] = draft.aux_layers
+        except ModelLoadError as error:
+            found[convention] = error
+    return found
 
 
 def verdict(found: Sequence[Measured]) -> str:

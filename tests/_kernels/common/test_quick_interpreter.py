@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +81,51 @@ def test_types_of_blocks_compare_by_element_and_shape() -> None:
     for shape, error in (((), TypeError), ((3,), ValueError)):
         with pytest.raises(error):
             tl.block_type(tl.int32, shape)
+
+
+SCRIPT = """
+import sys
+
+sys.path[:0] = [SUPPORT]
+import quick_interpreter
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def operations(x_ptr, y_ptr, n_ptr, out_ptr, counts_ptr, scalar, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    x, y, n = tl.load(x_ptr + place), tl.load(y_ptr + place), tl.load(n_ptr + place)
+    results = (x + y, x / y, x * -0.0, x * 0.0, x - 2, 2 - x, x + 0.1, x * scalar, tl.where(x > y, x, 1.5))
+    for index in tl.static_range(9):
+        tl.store(out_ptr + index * SIZE + place, results[index].to(tl.float32))
+    counts = (n + n, n // 3, n % 3, n - 1, n * 65536, n + 1073741824, (n > 4).to(tl.int32), -n, n & 6)
+    for index in tl.static_range(9):
+        tl.store(counts_ptr + index * SIZE + place, counts[index].to(tl.int64))
+
+
+def results():
+    torch.manual_seed(0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        x, y = torch.randn(2, 16).to(dtype)
+        n = torch.randint(-9, 9, (16,), dtype=torch.int32)
+        out, counts = torch.zeros(9, 16), torch.zeros(9, 16, dtype=torch.int64)
+        operations[(1,)](x, y, n, out, counts, 0.3, SIZE=16)
+        yield out.view(torch.int32).tolist(), counts.tolist()
+
+
+plain = [*results()]
+quick_interpreter.install()
+assert [*results()] == plain
+print("equal")
+"""
+
+
+def test_results_are_those_of_the_interpreter(tmp_path: Path) -> None:
+    """In a process of its own, where it is not installed yet."""
+    script = tmp_path / "kernels.py"
+    support = Path(__file__).parents[2] / "support"
+    script.write_text(SCRIPT.replace("SUPPORT", repr(str(support))))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr
