@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
+from interrupts import one_interrupt
 from loops import WAIT_S, run
 
 from drift_sdk import EngineClosed
@@ -49,17 +49,18 @@ def test_call_interrupted_before_it_has_begun_is_cancelled(thread: LoopThread) -
         finally:
             ended.append(1)
 
-    def interrupt() -> None:
+    def interrupt_where_it_waits(interrupt: Callable[[], None]) -> None:
         while not main_thread_waits():
-            pass
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.001)
+        interrupt()
 
     thread.post(lambda: [may_go_on.wait(WAIT_S)])
-    interrupter = threading.Thread(target=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        interrupter.start()
-        thread.call(wait)
-    interrupter.join()
+    with one_interrupt() as interrupt:
+        interrupter = threading.Thread(target=interrupt_where_it_waits, args=(interrupt,))
+        with pytest.raises(KeyboardInterrupt):
+            interrupter.start()
+            thread.call(wait)
+        interrupter.join()
     may_go_on.set()
     thread.stop()
     assert ended == [1]

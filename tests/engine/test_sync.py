@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType
 
 import pytest
+from interrupts import one_interrupt
 from loops import WAIT_S, run
 
 from drift_sdk import (
@@ -257,28 +257,34 @@ def waits_in(*functions: FunctionType) -> bool:
     return Future.result.__code__ in running and not running.isdisjoint(each.__code__ for each in functions)
 
 
-def interrupt(*functions: FunctionType) -> None:
-    """As Ctrl-C does, interrupt the main thread, where it waits in one of these functions: what it has made
-    before has a name by then, and `pytest.raises` is entered."""
-    until(lambda: waits_in(*functions))
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+@pytest.fixture
+def interrupt_in() -> Iterator[Callable[..., None]]:
+    """What interrupts the main thread, as Ctrl-C does, where it waits in one of the functions that it is
+    given: what the main thread has made before has a name by then, and `pytest.raises` is entered."""
+    with one_interrupt() as interrupt:
+
+        def interrupt_in(*functions: FunctionType) -> None:
+            until(lambda: waits_in(*functions))
+            interrupt()
+
+        yield interrupt_in
 
 
 WAITS = (SyncStream.result, SyncStream.__next__, SyncEngine._results)
 
 
 @pytest.mark.parametrize("how", ["result", "iterate", "map", "count"])
-def test_keyboard_interrupt_closes_the_engine(how: str) -> None:
+def test_keyboard_interrupt_closes_the_engine(interrupt_in: Callable[..., None], how: str) -> None:
     def endless(prompt_ids, output_ids, seed) -> int:
         if len(output_ids) == 5 and bytes(prompt_ids) == b"x":
-            interrupt(*WAITS)
+            interrupt_in(*WAITS)
         time.sleep(0.001)
         return 65
 
     engine = sync_engine(endless, LARGE)
     with pytest.raises(KeyboardInterrupt), engine:
         if how == "count":
-            threading.Thread(target=interrupt, args=[SyncEngine.count_tokens]).start()
+            threading.Thread(target=interrupt_in, args=[SyncEngine.count_tokens]).start()
             while True:
                 engine.count_tokens("y")
         stream = engine.generate("x", max_tokens=None) if how != "map" else None
@@ -294,10 +300,12 @@ def test_keyboard_interrupt_closes_the_engine(how: str) -> None:
         engine.generate("x")
 
 
-def test_interrupted_wait_cancels_its_request_and_keeps_the_engine() -> None:
+def test_interrupted_wait_cancels_its_request_and_keeps_the_engine(
+    interrupt_in: Callable[..., None],
+) -> None:
     def endless(prompt_ids, output_ids, seed) -> int:
         if len(output_ids) == 5 and bytes(prompt_ids) == b"x":
-            interrupt(SyncStream.result)
+            interrupt_in(SyncStream.result)
         time.sleep(0.001)
         return 65
 
@@ -309,11 +317,11 @@ def test_interrupted_wait_cancels_its_request_and_keeps_the_engine() -> None:
         assert engine.generate("y", max_tokens=3).result().text == "AAA"
 
 
-def test_keyboard_interrupt_ends_a_start() -> None:
+def test_keyboard_interrupt_ends_a_start(interrupt_in: Callable[..., None]) -> None:
     model = ScriptedModel(TEXT)
 
     def slow(report, limits=None) -> LoadedModel:
-        interrupt(SyncEngine.start)
+        interrupt_in(SyncEngine.start)
         ends_at = time.monotonic() + WAIT_S
         while time.monotonic() < ends_at:
             report("load weights", 0.5)  # raises when the engine is closed
@@ -353,10 +361,10 @@ def test_result_with_a_timeout_leaves_the_request_running() -> None:
                 stream.result(wrong)
 
 
-def test_interrupted_wait_with_a_timeout_cancels_its_request() -> None:
+def test_interrupted_wait_with_a_timeout_cancels_its_request(interrupt_in: Callable[..., None]) -> None:
     def endless(prompt_ids, output_ids, seed) -> int:
         if len(output_ids) == 5:
-            interrupt(SyncStream.result)
+            interrupt_in(SyncStream.result)
         time.sleep(0.001)
         return 65
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupts import one_interrupt
 
 from drift_sdk.errors import ConfigError
 from perf import measure
@@ -134,16 +135,17 @@ def assert_ended(pid: int) -> None:
 def test_interrupted_queue_ends_its_jobs(tmp_path: Path) -> None:
     code = f"import os; (folder / 'pid').write_text(str(os.getpid()))\n{waits_for('never')}"
 
-    def interrupt() -> None:
+    def interrupt_when_it_runs(interrupt: Callable[[], None]) -> None:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupt()
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_jobs([job("waiting", code, tmp_path)], ["0"], None)
-    thread.join()
+    with one_interrupt() as interrupt:
+        thread = threading.Thread(target=interrupt_when_it_runs, args=(interrupt,))
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_jobs([job("waiting", code, tmp_path)], ["0"], None)
+        thread.join()
     assert_ended(int((tmp_path / "pid").read_text()))
 
 

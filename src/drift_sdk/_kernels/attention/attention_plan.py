@@ -40,6 +40,7 @@ from drift_sdk._kernels.attention.shared_prefixes import (
     shared_prefixes_reference,
 )
 from drift_sdk._kernels.common.arguments import check_range
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
@@ -137,7 +138,7 @@ def next_partition(
     return tl.where(is_start, tile_index, tile_index + num_skipped)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_sequences"],
     do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
 )

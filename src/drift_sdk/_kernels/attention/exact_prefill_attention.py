@@ -41,6 +41,7 @@ from drift_sdk._kernels.attention.partitions import Partitions, partition_of, pa
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = ["ExactPrefillConfig", "exact_prefill_attention", "exact_prefill_config"]
@@ -137,7 +138,7 @@ def _load_tile(
     return keys, values
 
 
-@triton.jit
+@kernel
 def _exact_prefill_attention(
     query_ptr,  # [N, NUM_HEADS, HEAD_DIM], storage type
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes

@@ -33,7 +33,6 @@ end, or where programs have few keys, when it has waited: memory can read weight
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -62,6 +61,7 @@ from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_pa
 from drift_sdk._kernels.attention.partitions import partition_of, partition_start
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.shared_prefixes import most_companions
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
@@ -76,7 +76,7 @@ EARLY_TILES = tl.constexpr(2)
 """Up to so many tiles for each share, `_attend` permits its dependents to start before it computes."""
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_partitions", "max_blocks"],
     do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
 )

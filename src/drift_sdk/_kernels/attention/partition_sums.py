@@ -35,6 +35,7 @@ from drift_sdk._kernels.attention.online_softmax import add_sink
 from drift_sdk._kernels.attention.partitions import partition_of
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = ["AttentionScratch", "add_partitions"]
@@ -179,7 +180,7 @@ def _add_several(
     return tl.max(highest, 0), weight, total
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_partitions"],
     do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
 )

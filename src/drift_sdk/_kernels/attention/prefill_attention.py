@@ -36,6 +36,7 @@ from drift_sdk._kernels.attention.online_softmax import LOG2_E, head_scale
 from drift_sdk._kernels.attention.prefill_config import PrefillAttentionConfig, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
@@ -132,7 +133,7 @@ def _attend_keys(
     return maximum, weight, total
 
 
-@triton.jit
+@kernel
 def _prefill_attention(
     query_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type; rows have a stride
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes

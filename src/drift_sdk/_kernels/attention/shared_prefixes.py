@@ -24,7 +24,6 @@ Dependent launch: the kernel waits first, then permits its dependents to start.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
@@ -33,6 +32,7 @@ from drift_sdk._kernels.attention.layer_attention import padded_size
 from drift_sdk._kernels.attention.partitions import Partitions, partition_of, partition_start
 from drift_sdk._kernels.attention.planned_rows import PlannedRows, sequences_of_rows
 from drift_sdk._kernels.common.arguments import check_range, check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
 __all__ = [
@@ -96,7 +96,7 @@ def most_companions(rows: PlannedRows, group: int, window: int) -> int:
     return min(int(MAX_COMPANIONS.value), padded_size(num_query_rows) // num_query_rows)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_sequences", "max_blocks"],
     do_not_specialize_on_alignment=["row_slot_ptr", "row_position_ptr"],
 )

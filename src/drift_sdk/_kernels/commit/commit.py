@@ -20,7 +20,6 @@ its dependents start right after that. It is the last kernel of a round, or the 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -39,6 +38,7 @@ from drift_sdk._kernels.commit.records import (
     write_slot,
 )
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.input_ring import entry_after
@@ -47,7 +47,7 @@ from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotSta
 __all__ = ["commit", "commit_reference", "commit_tensors"]
 
 
-@triton.jit
+@kernel
 def _commit(
     # The rows of the step, and what was chosen behind them.
     row_slot_ptr,  # [R] int32

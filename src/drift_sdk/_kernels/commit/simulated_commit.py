@@ -11,7 +11,6 @@ Grid, ownership, bytes and programmatic dependent launch: as of `commit`, and th
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
@@ -27,6 +26,7 @@ from drift_sdk._kernels.commit.records import (
     write_slot,
 )
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.input_ring import entry_after
@@ -55,7 +55,7 @@ class SimulatedRounds(Struct, frozen=True):
         return max(1, round(GOLDEN_SECTION * self.trace.shape[0]))
 
 
-@triton.jit
+@kernel
 def _commit_simulated(
     # The rows of the step, and what was chosen behind them.
     row_slot_ptr,  # [R] int32

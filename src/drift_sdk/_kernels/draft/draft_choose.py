@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max, gumbel_from_bits
@@ -48,7 +49,7 @@ def _noise(seed, position, token_ids):
     return gumbel_from_bits(tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)))
 
 
-@triton.jit(do_not_specialize=["depth", "rows_per_slot"])
+@kernel(do_not_specialize=["depth", "rows_per_slot"])
 def _best_of_chunks(
     logits_ptr,  # [B, D], or partial sums [NUM_SLICES, B, D] fp32
     target_ids_ptr,  # [D] int32
@@ -92,7 +93,7 @@ def _best_of_chunks(
         tl.store(chunk_token_ptr + cell, token)
 
 
-@triton.jit(do_not_specialize=["depth", "rows_per_slot"])
+@kernel(do_not_specialize=["depth", "rows_per_slot"])
 def _place_tokens(
     chunk_value_ptr,  # [B, C] fp32
     chunk_token_ptr,  # [B, C] int32

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm_reference, weigh
@@ -56,7 +57,7 @@ def _exchange_block_feature(
     return feature
 
 
-@triton.jit(do_not_specialize=["num_features"])
+@kernel(do_not_specialize=["num_features"])
 def _draft_inputs(
     # The rows.
     row_slot_ptr,  # [R] int32

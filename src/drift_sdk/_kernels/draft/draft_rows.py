@@ -13,11 +13,11 @@ their dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 
@@ -27,7 +27,7 @@ TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _round_rows(
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
@@ -55,7 +55,7 @@ def _round_rows(
     tl.store(draft_position_ptr + row, position + 1, mask=is_row)
 
 
-@triton.jit
+@kernel
 def _chunk_rows(
     row_slot_ptr,  # [N] int32
     row_token_ptr,  # [N] int32

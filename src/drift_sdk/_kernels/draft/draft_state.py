@@ -10,11 +10,11 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import norm_warps
@@ -22,7 +22,7 @@ from drift_sdk._kernels.layers.rms_norm import norm_warps
 __all__ = ["keep_last_rows", "keep_last_rows_reference"]
 
 
-@triton.jit
+@kernel
 def _keep_last_rows(
     row_slot_ptr,  # [R] int32
     output_ptr,  # [R, SIZE]

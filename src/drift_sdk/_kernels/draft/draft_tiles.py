@@ -22,6 +22,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 
@@ -51,7 +52,7 @@ def _find_starts(
     return slot, (slot >= 0) & ((slot != before) | (row % TILE_ROWS == 0))
 
 
-@triton.jit
+@kernel
 def _draft_tiles(
     row_slot_ptr,  # [N + C] int32
     row_position_ptr,  # [N + C] int32

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 
@@ -49,7 +50,7 @@ END_MASK = tl.constexpr(2**31 - 1)
 """The place of a find: positions are int32 and not negative."""
 
 
-@triton.jit
+@kernel
 def _search(
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
@@ -124,7 +125,7 @@ def found_tokens(
     return row, is_draft, own_slot, token
 
 
-@triton.jit
+@kernel
 def _propose(
     row_slot_ptr,  # [R] int32, written for rows that are drafted
     row_position_ptr,  # [R] int32
@@ -149,7 +150,7 @@ def _propose(
     tl.store(row_slot_ptr + row, tl.where(token >= 0, own_slot, -1), mask=is_draft)
 
 
-@triton.jit
+@kernel
 def _append(
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.draft.ngram import found_tokens, num_searchers
@@ -28,7 +29,7 @@ from drift_sdk._kernels.draft.ngram import found_tokens, num_searchers
 __all__ = ["score_ngrams", "take_ngrams"]
 
 
-@triton.jit
+@kernel
 def _take_ngrams(
     row_slot_ptr,  # [B * ROWS_PER_SLOT] int32, written where the n-gram is taken
     row_position_ptr,  # [B * ROWS_PER_SLOT] int32
@@ -82,7 +83,7 @@ def _num_right(
     return tl.min(tl.where(token == chosen, PADDED_ROWS, place), axis=0)
 
 
-@triton.jit
+@kernel
 def _score_ngrams(
     row_slot_ptr,  # [B * ROWS_PER_SLOT] int32
     chosen_ptr,  # [B * ROWS_PER_SLOT] int32

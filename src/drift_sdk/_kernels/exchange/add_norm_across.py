@@ -32,6 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerSums, is_compiled, peer_pointer
@@ -79,7 +80,7 @@ def _await_part(
     return tl.where(values == EMPTY, 0, values).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["flag", "rank"])
+@kernel(do_not_specialize=["flag", "rank"])
 def _add_norm_across(
     hidden_ptr,  # [R, SIZE], storage type; updated in place
     parts_ptr,  # [NUM_RANKS, NUM_SLICES, R, SIZE] int32, the bits of fp32: this rank's, and places for peers'

@@ -13,11 +13,11 @@ Dependent launch: the kernel follows the product that made the part, so it permi
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.exchange.peer_memory import (
@@ -35,7 +35,7 @@ BLOCK_COLUMNS = 2048
 """Columns that a program copies: 16 fp32 a thread of 4 warps, four loads of 16 bytes."""
 
 
-@triton.jit(do_not_specialize=["flag", "rank", "num_flags"])
+@kernel(do_not_specialize=["flag", "rank", "num_flags"])
 def _gather_logits(
     logits_ptr,  # [R, NUM_RANKS * NUM_COLUMNS] fp32, written
     bases,  # NUM_RANKS addresses of blocks

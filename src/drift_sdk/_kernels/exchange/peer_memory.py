@@ -31,6 +31,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     is_interpreted,
     launch_options,
@@ -242,7 +243,7 @@ def await_flag(
                 tl.store(report_ptr, flag + 1)
 
 
-@triton.jit(do_not_specialize=["flag", "rank", "num_flags"])
+@kernel(do_not_specialize=["flag", "rank", "num_flags"])
 def _begin_exchange(
     bases,  # NUM_RANKS addresses
     flags_ptr,  # [NUM_RANKS, num_flags] int32

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.exchange.peer_memory import (
     PeerTensor,
@@ -41,7 +41,7 @@ BLOCK_ROWS = 1024
 """Rows that are copied at a time: 8 a thread of 4 warps."""
 
 
-@triton.jit(do_not_specialize=["flag", "rank", "num_flags", "num_rows"])
+@kernel(do_not_specialize=["flag", "rank", "num_flags", "num_rows"])
 def _share_drafts(
     first_ptr,  # [R] int32, written
     second_ptr,  # [R] int32, written

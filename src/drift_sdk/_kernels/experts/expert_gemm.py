@@ -20,11 +20,11 @@ only the store is left.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
     prefetch,
@@ -49,7 +49,7 @@ from drift_sdk._kernels.experts.routing import ExpertRows
 __all__ = ["expert_multiply", "expert_multiply_reference"]
 
 
-@triton.jit(do_not_specialize=["num_tiles_m", "num_rows"])
+@kernel(do_not_specialize=["num_tiles_m", "num_rows"])
 def _expert_multiply(
     x_ptr,  # [R * NUM_ACTIVE, K], storage type: by pair
     values_ptr,  # [E, N, K], storage type; or [E, N, K / 2] uint8

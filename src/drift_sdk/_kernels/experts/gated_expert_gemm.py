@@ -20,12 +20,12 @@ dependents to start after its loop, when only the store is left.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.experts.expert_tiles import (
@@ -51,7 +51,7 @@ class ClampedActivation(Struct, frozen=True):
     limit: float
 
 
-@triton.jit(do_not_specialize=["num_tiles_m", "num_rows"])
+@kernel(do_not_specialize=["num_tiles_m", "num_rows"])
 def _gated_expert_multiply(
     x_ptr,  # [R, K], storage type
     values_ptr,  # [E, 2 * N, K], storage type; or [E, 2 * N, K / 2] uint8

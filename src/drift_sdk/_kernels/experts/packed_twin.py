@@ -9,10 +9,10 @@ Dependent launch: the kernels wait first. They permit their dependents to start 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
     start_dependents,
@@ -31,7 +31,7 @@ TILES = ExpertGemmConfig(tile_n=64, tile_m=16, tile_k=0, num_stages=0, num_warps
 """Tiles of the output and warps; the others have no meaning here."""
 
 
-@triton.jit(do_not_specialize=["num_tiles_m", "num_rows"])
+@kernel(do_not_specialize=["num_tiles_m", "num_rows"])
 def _twin_expert_multiply(
     x_ptr,  # [R, K] of a gated weight, else [R * NUM_ACTIVE, K]: storage type
     codes_ptr,  # uint8, as packing.py arranges them, of all experts

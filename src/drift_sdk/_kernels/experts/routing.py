@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 
@@ -90,7 +90,7 @@ class ExpertRows(Struct, frozen=True):
         return self.counts.shape[0]
 
 
-@triton.jit
+@kernel
 def _choose_experts(
     logits_ptr,  # [NUM_SLICES, R, NUM_EXPERTS] fp32: partial sums
     bias_ptr,  # [NUM_EXPERTS], storage type; or None
@@ -150,7 +150,7 @@ def _choose_experts(
     tl.store(shares_ptr + pair, ranked, mask=is_rank)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
+@kernel(do_not_specialize=["num_pairs", "num_rows"])
 def _list_rows(
     experts_ptr,  # [R, NUM_ACTIVE] int32
     pairs_ptr,  # [NUM_EXPERTS, R] int32, written

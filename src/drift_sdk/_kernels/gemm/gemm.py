@@ -27,6 +27,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
     prefetch,
@@ -183,7 +184,7 @@ def _slice_product(
     return total
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _multiply(
     x_ptr,  # [M, K], storage type
     weight_ptr,  # [N, K], storage type
@@ -231,7 +232,7 @@ def _multiply(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _gated_multiply(
     x_ptr,  # [M, K], storage type
     weight_ptr,  # [2 * N, K], storage type: N rows of the gate, then N of up

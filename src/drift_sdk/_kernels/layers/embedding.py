@@ -13,11 +13,11 @@ Dependent launch: the kernel waits first, then permits its dependents to start.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
@@ -25,7 +25,7 @@ from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps
 __all__ = ["embed_norm", "embed_norm_reference"]
 
 
-@triton.jit
+@kernel
 def _embed_norm(
     row_token_ptr,  # [R] int32; negative: padding row
     row_slot_ptr,  # [R] int32; negative: padding row

@@ -11,11 +11,11 @@ Dependent launch: the kernel waits first, then permits its dependents to start.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.layers.activation import Activation, activate, activate_reference
@@ -28,7 +28,7 @@ BLOCK_COLUMNS = 1_024
 NUM_WARPS = 4
 
 
-@triton.jit
+@kernel
 def _glu(
     gate_up_ptr,  # [R, 2 * SIZE], storage type: gate, then up
     output_ptr,  # [R, SIZE], storage type

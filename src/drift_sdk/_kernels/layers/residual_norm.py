@@ -33,6 +33,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensor,
     check_tensors,
 )
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
@@ -83,7 +84,7 @@ def normalise(
     return weigh(scaled, weight, NORM_KIND)
 
 
-@triton.jit
+@kernel
 def _add_norm(
     hidden_ptr,  # [R, SIZE], storage type; updated in place
     delta_ptr,  # [NUM_SLICES, R, SIZE] fp32, or [R, SIZE] in the storage type, or None

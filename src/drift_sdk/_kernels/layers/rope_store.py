@@ -45,6 +45,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensor,
     check_tensors,
 )
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, weigh
@@ -113,7 +114,7 @@ def _store_heads(
         tl.store(cache_ptr + dim, x, mask=mask)
 
 
-@triton.jit
+@kernel
 def _rotate_and_store(
     qkv_ptr,  # [NUM_SLICES, R, width] fp32, or [R, width] in the storage type; see NUM_HEADS for width
     bias_ptr,  # [width], storage type, or None

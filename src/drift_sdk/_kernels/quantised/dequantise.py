@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
@@ -144,7 +145,7 @@ def scale_place(
     return place * 64 + packed_row % 64 // 16 * 16 + packed_row % 8 * 2 + packed_row % 16 // 8
 
 
-@triton.jit
+@kernel
 def _dequantise(
     codes_ptr,  # uint8, as packing.py arranges them
     scales_ptr,  # [panels, groups, 4, 8, 2], or None

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
     start_dependents,
@@ -86,7 +87,7 @@ def packed_sums(
     return total
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M"])
 def _twin_multiply(
     x_ptr,  # [M, K], storage type
     codes_ptr,  # uint8, as packing.py arranges them

@@ -20,7 +20,6 @@ start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from drift_sdk._kernels.attention.layer_attention import padded_size
 from drift_sdk._kernels.attention.online_softmax import LOG2_E
 from drift_sdk._kernels.common.arguments import check_power_of_two, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
 
@@ -40,7 +40,7 @@ TILE_BLOCKS = 64
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
+@kernel(do_not_specialize=["max_blocks"])
 def _sum_blocks(
     query_ptr,  # [B * QUERY_ROWS, num_heads, HEAD_DIM], storage type
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], storage type
@@ -104,7 +104,7 @@ def _sum_blocks(
         tl.store(sum_ptrs, tl.where(is_empty, float("-inf"), sums), mask=is_sum)
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
+@kernel(do_not_specialize=["max_blocks"])
 def _add_shares(
     sums_ptr,  # [B, NUM_KV_HEADS, max_blocks, ROWS * GROUP_SIZE] fp32
     row_slot_ptr,  # [B * ROWS] int32

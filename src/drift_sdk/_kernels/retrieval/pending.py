@@ -14,11 +14,11 @@ start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.retrieval.view import Retrieval
@@ -27,7 +27,7 @@ from drift_sdk.partial_verification import ViewLayout
 __all__ = ["note_round", "note_round_reference", "refresh_rows", "refresh_rows_reference"]
 
 
-@triton.jit
+@kernel
 def _refresh_rows(
     round_slot_ptr,  # [B * ROUND_ROWS] int32; -1: padding row
     round_token_ptr,  # as round_slot
@@ -68,7 +68,7 @@ def _refresh_rows(
     tl.store(row_position_ptr + out, tl.maximum(newest_position + depth, 0), mask=is_row)
 
 
-@triton.jit
+@kernel
 def _note_round(
     row_slot_ptr,  # [B * ROUND_ROWS] int32; -1: padding row
     row_token_ptr,  # as row_slot

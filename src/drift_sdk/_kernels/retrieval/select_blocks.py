@@ -12,11 +12,11 @@ after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.partial_verification import ViewLayout
@@ -27,7 +27,7 @@ TOP_BIT, NUM_BITS = tl.constexpr(1 << 30), tl.constexpr(31)
 """The highest bit of a number that is not negative, and how many there are."""
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
+@kernel(do_not_specialize=["max_blocks"])
 def _select_blocks(
     shares_ptr,  # [B, NUM_KV_HEADS, max_blocks] fp32
     row_slot_ptr,  # [B * ROWS] int32; -1: padding row

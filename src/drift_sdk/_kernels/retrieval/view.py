@@ -13,12 +13,12 @@ dependents start right after that. Attention reads views before it waits, severa
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.partial_verification import ViewLayout
@@ -48,7 +48,7 @@ class Retrieval(Struct, frozen=True):
         check_tensor("selected", self.selected, (num_layers, num_slots, layout.num_retrieved), torch.int32)
 
 
-@triton.jit(do_not_specialize=["num_slots", "max_blocks"])
+@kernel(do_not_specialize=["num_slots", "max_blocks"])
 def _view_blocks(
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32

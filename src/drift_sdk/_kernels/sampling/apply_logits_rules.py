@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.gumbel import arg_max
 from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
@@ -198,7 +199,7 @@ def _forbid(
     return logits
 
 
-@triton.jit
+@kernel
 def rule_logits(
     # The rows.
     logits_ptr,  # [2, R, V] fp32: plane 0 is read, plane 1 written

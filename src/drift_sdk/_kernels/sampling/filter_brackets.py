@@ -26,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.apply_logits_rules import find_ruled_row
 from drift_sdk._kernels.sampling.filter_settings import BRACKET_FIELDS, LEVELS, PASSES, load_filter
@@ -111,7 +112,7 @@ def _find_bracket(
     return low, high
 
 
-@triton.jit
+@kernel
 def _refine_bracket(
     # The rows.
     logits_ptr,  # [2, R, V] fp32
@@ -187,7 +188,7 @@ def _refine_bracket(
                     tl.store(chunk_weights_ptr + number, 0.0)
 
 
-@triton.jit
+@kernel
 def _collect_candidates(
     # The rows.
     logits_ptr,  # [2, R, V] fp32

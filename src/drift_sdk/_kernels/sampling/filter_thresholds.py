@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.apply_logits_rules import find_ruled_row
 from drift_sdk._kernels.sampling.filter_settings import BRACKET_FIELDS, PASSES, load_filter
@@ -135,7 +136,7 @@ def _find_threshold(
     return threshold
 
 
-@triton.jit
+@kernel
 def _find_thresholds(
     # The rows.
     logits_ptr,  # [2, R, V] fp32

@@ -15,9 +15,9 @@ Reference: `sample.sample`.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.apply_logits_rules import find_ruled_row
 from drift_sdk._kernels.sampling.gumbel import arg_max, gumbel
@@ -28,7 +28,7 @@ from drift_sdk._kernels.sampling.scaled_logits import NEGLIGIBLE_LOGIT, scale
 __all__ = ["add_noise"]
 
 
-@triton.jit
+@kernel
 def _gumbel_sample(
     # The rows.
     logits_ptr,  # [2, R, V] fp32

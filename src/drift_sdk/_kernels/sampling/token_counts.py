@@ -13,11 +13,11 @@ Reference: `LogitsProcessors.count` in execution.eager.logits_processors.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag
@@ -30,7 +30,7 @@ TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""
 
 
-@triton.jit
+@kernel
 def _count_tokens(
     row_slot_ptr,  # [N] int32; -1: padding
     row_token_ptr,  # [N] int32; -1: none

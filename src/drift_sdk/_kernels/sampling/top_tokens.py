@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max
@@ -40,7 +41,7 @@ def _next_token(values, token_ids, last_value, last_token):
     return value, tl.min(tl.where(is_first, token_ids, LAST_ID), axis=0)
 
 
-@triton.jit
+@kernel
 def _rank_chunks(
     logits_ptr,  # [2, R, V] fp32: plane 0
     row_slot_ptr,  # [R] int32
@@ -78,7 +79,7 @@ def _rank_chunks(
             tl.store(chunk_top_token_ptr + first_place + rank, token)
 
 
-@triton.jit
+@kernel
 def _pick_tokens(
     logits_ptr,  # [2, R, V] fp32: plane 0
     row_slot_ptr,  # [R] int32

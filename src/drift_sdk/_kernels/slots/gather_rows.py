@@ -11,11 +11,11 @@ dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotState
@@ -26,7 +26,7 @@ MIN_PADDED_ROWS = 16
 """Least number of rows that a program is compiled for: steps of 1 to 16 rows share one."""
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_rows", "rows_per_slot"],
     do_not_specialize_on_alignment=["max_drafts_ptr"],
 )

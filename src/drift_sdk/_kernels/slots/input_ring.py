@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotFlag
@@ -61,7 +62,7 @@ def entry_after(entry_index, num_entries):
     return tl.where(entry_index + 1 == num_entries, 0, entry_index + 1)
 
 
-@triton.jit(do_not_specialize=["payload_words"])
+@kernel(do_not_specialize=["payload_words"])
 def _enter(
     input_ring_ptr,  # [num_entries, entry_words] int32, pinned
     next_entry_ptr,  # [1] int32: the entry of this replay
@@ -96,7 +97,7 @@ def _enter(
         tl.store(payload_ptr + word, values, mask=is_word)
 
 
-@triton.jit
+@kernel
 def _advance(
     next_entry_ptr,  # [1] int32, read and written
     num_entries,
@@ -107,7 +108,7 @@ def _advance(
     tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _show_drafts(
     row_slot_ptr,  # [R] int32
     row_token_ptr,  # [R] int32
@@ -131,7 +132,7 @@ def _show_drafts(
     tl.store(next_entry_ptr, entry_after(tl.load(next_entry_ptr), num_entries))
 
 
-@triton.jit
+@kernel
 def _copy_masks(
     row_slot_ptr,  # [R] int32
     flags_ptr,  # [S] int32

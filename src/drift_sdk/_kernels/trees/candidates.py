@@ -17,12 +17,12 @@ their dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.draft.draft_choose import CHUNK_TOKENS, _noise, num_draft_chunks
@@ -49,7 +49,7 @@ class CandidateBuffers(Struct, frozen=True):
     chunk_token: Tensor
 
 
-@triton.jit
+@kernel
 def _rank_chunks(
     logits_ptr,  # [M, D], or partial sums [NUM_SLICES, M, D] fp32
     target_ids_ptr,  # [D] int32
@@ -100,7 +100,7 @@ def _rank_chunks(
             scores = tl.where(token_ids == token, -float("inf"), scores)
 
 
-@triton.jit
+@kernel
 def _merge_chunks(
     chunk_max_ptr,  # [M, K] fp32
     chunk_sum_ptr,  # [M, K] fp32

@@ -12,12 +12,12 @@ start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.e4m3 import cache_words
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.round_checks import NOTHING, check_rows, set_flag
@@ -33,7 +33,7 @@ TWO_NANS = tl.constexpr(0x7F7F)
 """A word of two codes of e4m3 that are NaN."""
 
 
-@triton.jit
+@kernel
 def _check_acceptance(
     row_slot_ptr,  # [R] int32
     row_parent_ptr,  # [R] int32
@@ -90,7 +90,7 @@ def _check_acceptance(
             set_flag(flag_ptr + tree, LENGTH, emitted)
 
 
-@triton.jit
+@kernel
 def _check_cache(
     keys_ptr,  # [L, num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], as words; read and written
     values_ptr,  # as keys

@@ -29,6 +29,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.trees.candidates import CandidateBuffers
@@ -59,7 +60,7 @@ class CandidatePool(Struct, frozen=True):
         return size // num_trees
 
 
-@triton.jit(do_not_specialize=["num_nodes", "depth", "first_candidate", "first_node"])
+@kernel(do_not_specialize=["num_nodes", "depth", "first_candidate", "first_node"])
 def _expand(
     candidate_token_ptr,  # [B * NUM_SOURCES, NUM_CANDIDATES] int32
     candidate_logprob_ptr,  # [B * NUM_SOURCES, NUM_CANDIDATES] fp32
@@ -160,7 +161,7 @@ def _count_before(
     return tl.sum((is_cheaper | is_earlier).to(tl.int32), 1)
 
 
-@triton.jit
+@kernel
 def _keep_best(
     pool_cost_ptr,  # [B * P] fp32
     pool_token_ptr,  # [B * P] int32

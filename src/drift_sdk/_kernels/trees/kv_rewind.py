@@ -16,12 +16,12 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.e4m3 import cache_words
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -29,7 +29,7 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 __all__ = ["kv_rewind", "kv_rewind_reference"]
 
 
-@triton.jit
+@kernel
 def _kv_rewind(
     keys_ptr,  # [L, num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], of any type, read and written
     values_ptr,  # as keys

@@ -14,11 +14,11 @@ their dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_rows, check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import norm_warps
@@ -27,7 +27,7 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 __all__ = ["gather_hidden", "gather_hidden_reference", "path_rows", "path_rows_reference"]
 
 
-@triton.jit
+@kernel
 def _path_rows(
     row_slot_ptr,  # [R] int32
     row_position_ptr,  # [R] int32
@@ -62,7 +62,7 @@ def _path_rows(
     tl.store(source_ptr + place, tl.where(is_live, row, -1), mask=is_entry)
 
 
-@triton.jit
+@kernel
 def _gather_hidden(
     source_ptr,  # [M] int32; -1: none
     hidden_ptr,  # [N, SIZE]

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors
@@ -65,7 +66,7 @@ def set_flag(flag_ptr, reason, place):
         tl.store(flag_ptr, word)
 
 
-@triton.jit
+@kernel
 def _check_drafts(
     row_slot_ptr,  # [R] int32, read and written
     row_token_ptr,  # [R] int32
@@ -148,7 +149,7 @@ def _check_drafts(
             tl.store(row_slot_ptr + first_row + node, -1, mask=node < NUM_NODES)
 
 
-@triton.jit
+@kernel
 def _check_paths(
     row_slot_ptr,  # [R] int32
     row_parent_ptr,  # [R] int32
@@ -191,7 +192,7 @@ def _check_paths(
             set_flag(flag_ptr + tree, MASK, wrong)
 
 
-@triton.jit
+@kernel
 def _check_hidden(
     row_slot_ptr,  # [R] int32
     hidden_ptr,  # [R, SIZE]
@@ -214,7 +215,7 @@ def _check_hidden(
             set_flag(flag_ptr + row // NUM_NODES, FINITE, row % NUM_NODES)
 
 
-@triton.jit
+@kernel
 def _report_flags(
     flag_ptr,  # [B] int32
     output_ring_ptr,  # [num_entries, entry_words] int32, pinned, written

@@ -14,12 +14,12 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -27,7 +27,7 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 __all__ = ["simulate_choices", "simulate_choices_reference"]
 
 
-@triton.jit
+@kernel
 def _simulate_choices(
     row_slot_ptr,  # [R] int32
     row_parent_ptr,  # [R] int32

@@ -15,12 +15,12 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.candidates import CandidateBuffers
@@ -46,7 +46,7 @@ class StaticTables(Struct, frozen=True):
     frontier: tuple[Tensor, ...]
 
 
-@triton.jit(do_not_specialize=["depth", "first_node"])
+@kernel(do_not_specialize=["depth", "first_node"])
 def _grow_static(
     candidate_token_ptr,  # [B * NUM_SOURCES, NUM_CANDIDATES] int32
     limits_ptr,  # [B, LIMIT_WORDS] int32

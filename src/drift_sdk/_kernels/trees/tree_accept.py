@@ -18,7 +18,6 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from drift_sdk._kernels.commit.records import (
     write_slot,
 )
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
@@ -60,7 +60,7 @@ TreeRing = tuple[Tensor, Tensor, Tensor]
 """The output ring, and the indices of its current and its next entry."""
 
 
-@triton.jit
+@kernel
 def _tree_accept(
     # The rows of the step, and what was chosen behind them.
     row_slot_ptr,  # [R] int32

@@ -30,7 +30,6 @@ permits its dependents to start at its end.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -39,6 +38,7 @@ from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.trees.path_attention import attend_paths
@@ -53,7 +53,7 @@ MAX_TILE_ROWS = 32
 threads of two warps, and spill."""
 
 
-@triton.jit(do_not_specialize=["num_partitions", "max_blocks", "num_trees", "num_shares"])
+@kernel(do_not_specialize=["num_partitions", "max_blocks", "num_trees", "num_shares"])
 def _attend_trees(
     query_ptr,  # [R, num_heads, HEAD_DIM], storage type; heads of a group side by side
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes

@@ -17,12 +17,12 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
@@ -53,7 +53,7 @@ class RootTensors(Struct, frozen=True):
     draft_kv_slot: Tensor
 
 
-@triton.jit
+@kernel
 def _tree_roots(
     slots_ptr,  # [B] int32; -1: none
     max_drafts_ptr,  # [B] int32

@@ -22,11 +22,11 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.trees.limits import MAX_PATH_LENGTH, MAX_TREE_NODES
@@ -42,7 +42,7 @@ TreeRowTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Position, ancestor bits, KV slot and path of each row."""
 
 
-@triton.jit
+@kernel
 def _tree_rows(
     row_slot_ptr,  # [R] int32; -1: no node
     row_parent_ptr,  # [R] int32: number of the parent in its tree; -1: the root

@@ -1,0 +1,108 @@
+"""The decorator of kernels that are launched: Triton's, with launches that take less time when repeated.
+
+A step launches each of its kernels once a layer, and many steps are captured when an engine starts. Most of
+the time of Triton's launch is spent on finding the compiled kernel: what the arguments are specialised on,
+options and constants that may have changed. None of it changes between layers, so the compiled kernel is kept
+under a key that is found faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import itemgetter
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from drift_sdk._kernels.common.launching import is_interpreted
+
+__all__ = ["RepeatedKernel", "kernel"]
+
+ALIGNMENT = 16
+"""Bytes: Triton specialises kernels on pointers that are multiples of it."""
+
+
+def kernel(
+    function: Callable[..., None] | None = None,
+    *,
+    do_not_specialize: Sequence[str] = (),
+    do_not_specialize_on_alignment: Sequence[str] = (),
+) -> Any:
+    """`triton.jit` for a function that is launched. Functions that kernels call have Triton's own decorator.
+
+    do_not_specialize, do_not_specialize_on_alignment: names of arguments, as for Triton.
+    """
+    options = {
+        "do_not_specialize": do_not_specialize,
+        "do_not_specialize_on_alignment": do_not_specialize_on_alignment,
+    }
+
+    def decorated(function: Callable[..., None]) -> Any:
+        return triton.jit(function, **options) if is_interpreted() else RepeatedKernel(function, **options)
+
+    return decorated if function is None else decorated(function)
+
+
+class RepeatedKernel(JITFunction):  # type: ignore[misc,type-arg,unused-ignore]
+    """A compiled kernel that finds what it has launched before by a key of its own.
+
+    The key has what Triton may specialise on: of tensors the type and whether the pointer is aligned, of
+    other arguments and of options the value. Constants of modules are not in it: they are constant.
+    """
+
+    def __init__(self, function: Callable[..., None], **options: Any) -> None:
+        super().__init__(function, **options)
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def run(self, *values: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
+        """Launch the kernel and return it compiled; with `warmup`, only compile it.
+
+        values, options: arguments by position; arguments by name, and Triton's options of the launch. All
+        arguments are given.
+        """
+        if warmup:
+            return super().run(*values, grid=grid, warmup=True, **options)
+
+        key = launch_key(values, options)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = super().run(*values, grid=grid, warmup=False, **options)
+            if compiled is not None:  # None: a hook of Triton's has kept it from being compiled
+                self._compiled[key] = compiled
+            return compiled
+
+        for hook in self.pre_run_hooks:
+            hook(*values, **options)
+        named = [options[name] for name in self.arg_names[len(values) :]]
+        compiled[(*grid, 1, 1)[:3]](*values, *named)
+        return compiled
+
+
+def launch_key(values: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what identifies the compiled kernel of a launch on the current device."""
+    given = (*values, *options.values())
+    kinds = tuple(map(type, given))  # 1 equals True
+    tensors, floats, others = places_of(kinds)
+    pointers = [given[place] for place in tensors]
+    return (
+        torch.cuda.current_device(),
+        *options,
+        kinds,
+        others(given),
+        *[repr(given[place]) for place in floats],  # 0.0 equals -0.0
+        *[tensor.dtype for tensor in pointers],
+        *[tensor.data_ptr() % ALIGNMENT == 0 for tensor in pointers],
+    )
+
+
+@cache
+def places_of(kinds: tuple[type, ...]) -> tuple[list[int], list[int], Callable[[Sequence[Any]], Any]]:
+    """Return where arguments of these types have tensors and floats, and what returns the others of them."""
+    tensors = [place for place, kind in enumerate(kinds) if issubclass(kind, Tensor)]
+    floats = [place for place, kind in enumerate(kinds) if kind is float]
+    others = [place for place in range(len(kinds)) if place not in (*tensors, *floats)]
+    return tensors, floats, itemgetter(*others) if others else len

@@ -1,0 +1,144 @@
+"""Repeated launches of kernels go to the compiled kernel, and the others to Triton."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from drift_sdk._kernels.common import kernel as kernel_module
+
+SOURCE = """
+from drift_sdk._kernels.common.kernel import RepeatedKernel
+
+@RepeatedKernel
+def add(x_ptr, y_ptr, size, scale, SIZE):
+    pass
+"""
+
+
+class Launched:
+    """A compiled kernel that keeps its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *values: self.launches.append((grid, values))
+
+
+class Triton:
+    """What stands for Triton's own launch: it returns a new compiled kernel each time."""
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+        self.compiles = True
+
+    def run(self, warmup: bool) -> Launched | None:
+        self.calls.append(warmup)
+        return Launched() if self.compiles else None
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Triton:
+    found = Triton()
+
+    def run(kernel: Any, *values: Any, warmup: bool, **options: Any) -> Launched | None:
+        return found.run(warmup)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return found
+
+
+@pytest.fixture
+def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "module_of_add.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "module_of_add", raising=False)
+    return importlib.import_module("module_of_add").add
+
+
+def aligned(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor at an address that is a multiple of 64, which the allocator gives."""
+    return torch.zeros(64, dtype=dtype)
+
+
+def test_a_repeated_launch_gets_all_arguments_in_their_order(triton: Triton, add: Any) -> None:
+    compiled = add[(7,)](aligned(), aligned(), 64, SIZE=8, scale=0.5, num_warps=4)
+    x, y = aligned(), aligned()
+    assert add[(9, 2)](x, y, 64, SIZE=8, scale=0.5, num_warps=4) is compiled
+    assert triton.calls == [False]
+    ((grid, values),) = compiled.launches
+    assert grid == (9, 2, 1)
+    assert values[0] is x and values[1] is y and values[2:] == (64, 0.5, 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x_ptr": aligned(torch.float16)},
+        {"x_ptr": aligned()[1:]},
+        {"x_ptr": None},
+        {"size": 2},
+        {"size": True},
+        {"scale": -0.0},
+        {"SIZE": 16},
+        {"num_warps": 8},
+        {"launch_pdl": True},
+    ],
+    ids=["type", "alignment", "none", "number", "bool", "sign", "constant", "warps", "option"],
+)
+def test_what_triton_may_specialise_on_is_looked_up_by_triton(
+    triton: Triton, add: Any, change: dict[str, Any]
+) -> None:
+    launch = {"x_ptr": aligned(), "y_ptr": aligned(), "size": 1, "scale": 0.0, "SIZE": 8, "num_warps": 4}
+    first = add[(1,)](**launch)
+    other = add[(1,)](**launch | change)
+    assert other is not first
+    assert add[(1,)](**launch) is first
+    assert add[(1,)](**launch | change) is other
+    assert triton.calls == [False, False]
+
+
+def test_devices_have_compiled_kernels_of_their_own(
+    triton: Triton, add: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = {"x_ptr": aligned(), "y_ptr": aligned(), "size": 1, "scale": 0.0, "SIZE": 8}
+    first = add[(1,)](**launch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert add[(1,)](**launch) is not first
+
+
+def test_hooks_see_repeated_launches(triton: Triton, add: Any) -> None:
+    """The check of programmatic launches is such a hook."""
+    seen = list[tuple[int, str]]()
+    launch = {"x_ptr": aligned(), "y_ptr": aligned(), "size": 1, "scale": 0.0, "SIZE": 8}
+    add[(1,)](**launch)  # Triton's own launch calls hooks itself
+    add.add_pre_run_hook(lambda *values, **options: seen.append((len(values), *options)))
+    add[(1,)](launch["x_ptr"], **{name: launch[name] for name in ("y_ptr", "size", "scale", "SIZE")})
+    assert not seen  # another way to give the arguments: the first of its kind
+    add[(1,)](**launch)
+    assert seen == [(0, "x_ptr", "y_ptr", "size", "scale", "SIZE")]
+
+
+def test_warm_ups_and_kernels_that_were_not_compiled_are_not_kept(triton: Triton, add: Any) -> None:
+    launch = {"x_ptr": aligned(), "y_ptr": aligned(), "size": 1, "scale": 0.0, "SIZE": 8}
+    add.warmup(**launch, grid=(1,))
+    triton.compiles = False
+    assert add[(1,)](**launch) is None
+    triton.compiles = True
+    compiled = add[(1,)](**launch)
+    assert add[(1,)](**launch) is compiled
+    assert triton.calls == [True, False, False]
+
+
+def test_interpreted_kernels_are_tritons() -> None:
+    assert kernel_module.is_interpreted()
+    assert not isinstance(kernel_module.kernel(lambda x_ptr: None), kernel_module.RepeatedKernel)

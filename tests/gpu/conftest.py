@@ -1,0 +1,29 @@
+"""Every launch of these tests is checked: a repeated one uses the kernel that Triton would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+from drift_sdk._kernels.common.kernel import RepeatedKernel
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launches_as_triton_chooses() -> Iterator[None]:
+    run = RepeatedKernel.run
+
+    def checked(kernel: Any, *values: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = run(kernel, *values, grid=grid, warmup=warmup, **options)
+        if not warmup and compiled is not None:
+            with pytest.MonkeyPatch.context() as without:
+                without.setattr(kernel, "pre_run_hooks", [])  # they note launches, of which this is none
+                chosen = JITFunction.run(kernel, *values, grid=grid, warmup=True, **options)
+            assert compiled is chosen, f"{kernel.__name__} {values} {options}"
+        return compiled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RepeatedKernel, "run", checked)
+        yield
