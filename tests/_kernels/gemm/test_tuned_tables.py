@@ -1,0 +1,74 @@
+"""Products of every entry of the shipped tables have the bits of products without a table."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import pytest
+import torch
+
+from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.gemm import gated_multiply, multiply
+from drift_sdk._kernels.gemm.tuning import TunedTable, shape_of_key, table_for
+
+MAX_ROWS = 1024
+TABLES = sorted(
+    path.name.removesuffix(".json")
+    for path in (resources.files("drift_sdk._kernels.gemm") / "tuned").iterdir()
+    if path.name.endswith(".json")
+)
+WEIGHTS = sorted({key for gpu in TABLES for key in table_for(gpu).gemms})
+
+
+@pytest.mark.kernel
+def test_every_table_has_entries() -> None:
+    assert TABLES == ["nvidia-h100-80gb-hbm3", "nvidia-h200"]
+    assert all(table_for(gpu).gemms for gpu in TABLES)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernel
+@pytest.mark.parametrize("key", WEIGHTS)
+def test_tuned_products_have_the_bits_of_untuned_ones(key: str, device: str) -> None:
+    """For one number of rows of each entry, and one less. What is compared with is computed by the tiles of
+    one number of rows: a row's bits do not depend on the others."""
+    num_columns, inner, is_gated = shape_of_key(key)
+    generator = torch.Generator(device).manual_seed(inner)
+    weight = torch.randn(num_columns, inner, generator=generator, device=device).mul_(inner**-0.5).bfloat16()
+    rows = torch.randn(MAX_ROWS, inner, generator=generator, device=device)
+    # Numbers of several magnitudes, whose sums depend most on their order.
+    rows[1::2] *= torch.exp2(torch.randint(-6, 7, rows[1::2].shape, generator=generator, device=device))
+    x = rows.bfloat16()
+    untuned = TunedTable().gemm(num_columns, inner, is_gated=is_gated).config(64)
+    if is_gated:
+        expected = torch.empty(MAX_ROWS, num_columns // 2, dtype=torch.bfloat16, device=device)
+        gated_multiply(x, weight, expected, untuned)
+    else:
+        expected = torch.empty(untuned.num_partials, MAX_ROWS, num_columns, device=device)
+        multiply(x, weight, expected, untuned)
+        expected = in_order(expected)
+    for gpu in TABLES:
+        if key not in table_for(gpu).gemms:
+            continue
+
+        tuned = table_for(gpu).gemm(num_columns, inner, is_gated=is_gated)
+        counts = {min(most, MAX_ROWS) - less for most, _ in tuned.tiles.by_rows for less in (0, 1)} - {0}
+        for num_rows in sorted(counts):
+            config = tuned.config(num_rows)
+            if is_gated:
+                out = torch.full_like(expected[:num_rows], torch.nan)
+                gate_up = x.new_empty(num_rows, num_columns) if config.is_library else None
+                fastest_gated_multiply(x[:num_rows], weight, out, config, gate_up)
+            else:
+                out = torch.full((config.num_partials, num_rows, num_columns), torch.nan, device=device)
+                fastest_multiply(x[:num_rows], weight, out, config)
+                out = in_order(out)
+            assert torch.equal(out, expected[:num_rows]), f"{gpu}: {num_rows} rows, {config}"
+
+
+def in_order(partials: torch.Tensor) -> torch.Tensor:
+    """The sum of partial sums [slices, rows, columns], as the next kernel adds them."""
+    total = partials[0].clone()
+    for partial in partials[1:]:
+        total += partial
+    return total
