@@ -6,9 +6,11 @@ from importlib import resources
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.gemm.gemm import gated_multiply, multiply
+from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuning import TunedTable, shape_of_key, table_for
 
 MAX_ROWS = 1024
@@ -26,6 +28,20 @@ def test_every_table_has_entries() -> None:
     assert all(table_for(gpu).gemms for gpu in TABLES)
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("key", WEIGHTS)
+def test_entries_are_usable_for_any_number_of_slices(key: str) -> None:
+    """A part of a weight may have the shape of a whole one, and fewer slices."""
+    num_columns, inner, is_gated = shape_of_key(key)
+    for gpu in TABLES:
+        for slices in (None, 1) if is_gated else (None, 1, 2):
+            tuned = table_for(gpu).gemm(num_columns, inner, is_gated=is_gated, slices=slices)
+            for num_rows in (1, 64, 100, 256, 512, 4096):
+                config = tuned.config(num_rows)
+                assert config.num_slices == tuned.num_slices
+                assert config.num_partials in (1, config.num_slices)
+
+
 @pytest.mark.gpu
 @pytest.mark.kernel
 @pytest.mark.parametrize("key", WEIGHTS)
@@ -39,31 +55,28 @@ def test_tuned_products_have_the_bits_of_untuned_ones(key: str, device: str) -> 
     # Numbers of several magnitudes, whose sums depend most on their order.
     rows[1::2] *= torch.exp2(torch.randint(-6, 7, rows[1::2].shape, generator=generator, device=device))
     x = rows.bfloat16()
-    untuned = TunedTable().gemm(num_columns, inner, is_gated=is_gated).config(64)
-    if is_gated:
-        expected = torch.empty(MAX_ROWS, num_columns // 2, dtype=torch.bfloat16, device=device)
-        gated_multiply(x, weight, expected, untuned)
-    else:
-        expected = torch.empty(untuned.num_partials, MAX_ROWS, num_columns, device=device)
-        multiply(x, weight, expected, untuned)
-        expected = in_order(expected)
-    for gpu in TABLES:
-        if key not in table_for(gpu).gemms:
-            continue
 
-        tuned = table_for(gpu).gemm(num_columns, inner, is_gated=is_gated)
-        counts = {min(most, MAX_ROWS) - less for most, _ in tuned.tiles.by_rows for less in (0, 1)} - {0}
-        for num_rows in sorted(counts):
-            config = tuned.config(num_rows)
-            if is_gated:
-                out = torch.full_like(expected[:num_rows], torch.nan)
-                gate_up = x.new_empty(num_rows, num_columns) if config.is_library else None
-                fastest_gated_multiply(x[:num_rows], weight, out, config, gate_up)
-            else:
-                out = torch.full((config.num_partials, num_rows, num_columns), torch.nan, device=device)
-                fastest_multiply(x[:num_rows], weight, out, config)
-                out = in_order(out)
-            assert torch.equal(out, expected[:num_rows]), f"{gpu}: {num_rows} rows, {config}"
+    def product(config: GemmConfig, num_rows: int) -> torch.Tensor:
+        if not is_gated:
+            partials = torch.full((config.num_partials, num_rows, num_columns), torch.nan, device=device)
+            fastest_multiply(x[:num_rows], weight, partials, config)
+            return in_order(partials)
+
+        out = torch.full((num_rows, num_columns // 2), torch.nan, dtype=torch.bfloat16, device=device)
+        gate_up = x.new_empty(num_rows, num_columns) if config.is_library else None
+        fastest_gated_multiply(x[:num_rows], weight, out, config, gate_up)
+        return out
+
+    own = num_slices(num_columns, inner, is_whole=is_gated)
+    for slices in {own, max(1, own // 2)}:  # of a whole weight, and of half of a larger one
+        untuned = TunedTable().gemm(num_columns, inner, is_gated=is_gated, slices=slices)
+        expected = product(replace(untuned.config(64), is_library=False), MAX_ROWS)
+        for gpu in TABLES:
+            tuned = table_for(gpu).gemm(num_columns, inner, is_gated=is_gated, slices=slices)
+            counts = {min(most, MAX_ROWS) - less for most, _ in tuned.tiles.by_rows for less in (0, 1)}
+            for num_rows in sorted(counts - {0}):
+                config = tuned.config(num_rows)
+                assert torch.equal(product(config, num_rows), expected[:num_rows]), f"{gpu}: {config}"
 
 
 def in_order(partials: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
@@ -74,6 +74,12 @@ class GemmTiles(Struct, frozen=True, forbid_unknown_fields=True):
     num_stages: int = 3
     num_warps: int = 4
     is_library: bool = False
+
+    def config(self, num_slices: int) -> GemmConfig:
+        """Return the configuration of a weight with so many slices, which are spread for the library. Tiles
+        may say otherwise: a part of a weight can have the shape of a whole weight that has more slices."""
+        tiles = structs.replace(self, is_spread=True) if self.is_library else self
+        return GemmConfig(num_slices=num_slices, **structs.asdict(tiles))
 
 
 class GemmConfig(GemmTiles, frozen=True, kw_only=True):

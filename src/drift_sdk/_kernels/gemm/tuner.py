@@ -162,12 +162,7 @@ def candidates(
         is_near = num_changes <= 1 and abs(tiles.num_stages - first.num_stages) <= 1
         if fits(shape, tiles, limits) and (all_candidates or is_near):
             check_tiles(tiles)
-            yield config_of(shape, tiles)
-
-
-def config_of(shape: GemmShape, tiles: GemmTiles) -> GemmConfig:
-    """Return a weight's configuration with these tiles."""
-    return GemmConfig(num_slices=shape.num_slices, **msgspec.structs.asdict(tiles))
+            yield tiles.config(shape.num_slices)
 
 
 def tiles_of(config: GemmConfig) -> GemmTiles:

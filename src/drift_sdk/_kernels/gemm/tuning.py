@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from importlib import resources
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles
@@ -109,7 +109,7 @@ class TunedGemm(Struct, frozen=True):
 
     def config(self, num_rows: int) -> GemmConfig:
         """Return the configuration for a number of rows."""
-        return GemmConfig(num_slices=self.num_slices, **structs.asdict(self.tiles.tiles(num_rows)))
+        return self.tiles.tiles(num_rows).config(self.num_slices)
 
 
 class TunedTable(Struct, frozen=True, kw_only=True):
