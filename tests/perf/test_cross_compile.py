@@ -47,7 +47,8 @@ def test_kernels_of_two_gpus_fit_gpus_of_9_0(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--kv-dtype", "fp8")], ids=["", "fp8 KV"])
 def test_all_kernels_fit_all_gpus(options: tuple[str, ...], tmp_path: Path) -> None:
-    done = run_command("--covering", "--model", "llama-3.1-8b", "smollm2-shapes", *options, folder=tmp_path)
+    models = ("llama-3.1-8b", "smollm2-shapes", "qwen3-30b-a3b")
+    done = run_command("--covering", "--model", *models, *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

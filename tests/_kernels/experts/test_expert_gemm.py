@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from expert_matrices import (
@@ -14,6 +16,7 @@ from expert_matrices import (
 )
 from tolerances import assert_near
 
+from drift_sdk._kernels.common.gpu_limits import GpuLimits, limited_gpu
 from drift_sdk._kernels.experts.expert_gemm import expert_multiply, expert_multiply_reference
 from drift_sdk._kernels.experts.expert_tiles import (
     QUANTISED_TILE_K,
@@ -28,6 +31,7 @@ from drift_sdk._kernels.experts.gated_expert_gemm import (
 )
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk.loading.mxfp4 import dequantise
+from perf.cross_compile import GPUS
 
 pytestmark = pytest.mark.kernel
 
@@ -228,6 +232,23 @@ def test_the_configuration_follows_the_rows_of_an_expert() -> None:
                 for num_rows in (1, 64, 65, 512, 8192)
             ]
             assert found == expected
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=str)
+def test_stages_fit_the_shared_memory_of_every_gpu(gpu: GpuLimits) -> None:
+    with limited_gpu(gpu):
+        for num_rows, num_experts, num_active in itertools.product(
+            (1, 8, 64, 512, 8192), (8, 32, 128), (1, 2, 8)
+        ):
+            rows = ExpertRows.take(
+                lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"),
+                num_rows, num_experts, num_active,
+            )  # fmt: skip
+            for dtype, is_gated in itertools.product((torch.bfloat16, torch.float32), (True, False)):
+                config = expert_gemm_config(rows, dtype, is_gated=is_gated)
+                tile_rows = config.tile_n * (2 if is_gated else 1) + config.tile_m
+                num_bytes = tile_rows * config.tile_k * dtype.itemsize * config.num_stages
+                assert config.num_stages >= 2 and num_bytes + 2048 <= gpu.shared_bytes
 
 
 def test_errors_name_the_argument(device: str) -> None:

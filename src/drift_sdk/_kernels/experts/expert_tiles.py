@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.experts.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, dequantise_codes, scale_factors
 from drift_sdk._kernels.experts.routing import ExpertRows
 
@@ -87,6 +89,9 @@ class ExpertGemmConfig(Struct, frozen=True):
         return num_used + (num_pairs - num_used) // self.tile_m
 
 
+SHARED_RESERVE = 2048
+"""Bytes of shared memory that Triton may take beside the stages."""
+
 SOME_ROWS = (
     (64, ExpertGemmConfig(64, 64, 64, 4, 4)),
     (2**31, ExpertGemmConfig(128, 128, 64, 3, 8)),
@@ -100,15 +105,20 @@ DOWN_CONFIGS = ((8, ExpertGemmConfig(128, 16, 64, 6, 4)), *SOME_ROWS)
 WIDE_CONFIGS = ((8, ExpertGemmConfig(64, 16, 64, 2, 4)), (2**31, ExpertGemmConfig(64, 64, 64, 2, 4)))
 """Pairs (highest average number of rows of an expert, configuration): of the gated and the other product with
 two bytes a number, and of both with four. Those of up to 8 rows are the best of 23 for the shapes of
-Qwen3-30B-A3B on an H200; the others are not tuned. The largest take 147,456 bytes of shared memory, of the
-232,448 that a CTA may have on compute capability 9.0."""
+Qwen3-30B-A3B on an H200; the others are not tuned. The largest take 147,456 bytes of shared memory; see
+`expert_gemm_config` for GPUs that have less."""
 
 
 def expert_gemm_config(rows: ExpertRows, dtype: torch.dtype, *, is_gated: bool) -> ExpertGemmConfig:
-    """Return the configuration for a number of rows of a storage type."""
+    """Return the configuration for a number of rows of a storage type, with as many of its stages as fit the
+    shared memory of the current GPU."""
     rows_per_expert = rows.num_rows * rows.num_active / rows.num_experts
     configs = WIDE_CONFIGS if dtype.itemsize == 4 else GATED_CONFIGS if is_gated else DOWN_CONFIGS
-    return next(config for most, config in configs if rows_per_expert <= most)
+    config = next(config for most, config in configs if rows_per_expert <= most)
+    tile_rows = config.tile_n * (2 if is_gated else 1) + config.tile_m
+    stage_bytes = tile_rows * config.tile_k * dtype.itemsize
+    num_fitting = (gpu_limits().shared_bytes - SHARED_RESERVE) // stage_bytes
+    return replace(config, num_stages=min(config.num_stages, num_fitting))
 
 
 @triton.jit
