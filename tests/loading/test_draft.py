@@ -165,6 +165,10 @@ def test_unknown_convention_and_small_target_are_rejected() -> None:
     with pytest.raises(ModelLoadError, match="a target of 2 layers: expected 3"):
         DraftConfig.from_hf(*_llama(2))
 
+    config_of_one, small = _llama(1, eagle_aux_hidden_state_layer_ids=[0, 0, 0])
+    with pytest.raises(ModelLoadError, match=r"as output ids, and a target of 1 layers: expected 3 or more"):
+        DraftConfig.from_hf(config_of_one, small)
+
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 17, 36]}
     with pytest.raises(ModelLoadError, match="as output ids"):
         DraftConfig.from_hf(config | ids, target, aux_layer_convention="output")

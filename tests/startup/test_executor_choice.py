@@ -7,11 +7,21 @@ import torch
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
+from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.speculation import Speculation
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.executor_factory import choose_executor
 
 GPU = torch.device("cuda")
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +43,14 @@ def test_setting_without_graphs_is_named() -> None:
     for config in ({"executor": "graph"}, {"strict_performance": True}):
         with pytest.raises(ConfigError, match=reason):
             choose_executor(EngineConfig(kv_dtype="nvfp4", **config), GPU)
+
+
+@pytest.mark.parametrize(("head_dim", "is_large"), [(128, False), (256, False), (258, True), (320, True)])
+def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) -> None:
+    model = DecoderConfig.from_hf(CONFIG | {"head_dim": head_dim})
+    reason = f"CUDA graphs support heads of up to 256 dimensions, this model has {head_dim}"
+    expected = ("eager", reason) if is_large else ("graph", None)
+    assert choose_executor(EngineConfig(), GPU, model) == expected
+    if is_large:
+        with pytest.raises(ConfigError, match=reason):
+            choose_executor(EngineConfig(executor="graph"), GPU, model)

@@ -277,6 +277,12 @@ def _layers_of_ids(ids: list[int], num_layers: int, convention: str | None) -> l
 
     first = 1 if convention == "output" else 0
     aux_layers = sorted(layer_id + first for layer_id in ids)
+    if len(ids) > num_layers + 1 - first:
+        raise ModelLoadError(
+            f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)} as {convention} ids, "
+            f"and a target of {num_layers} layers: expected {len(ids) + first - 1} or more"
+        )
+
     is_distinct = len(set(aux_layers)) == len(ids)
     if not is_distinct or not all(first <= aux_layer <= num_layers for aux_layer in aux_layers):
         raise ModelLoadError(

@@ -46,6 +46,10 @@ __all__ = [
 MIN_CAPABILITY = (8, 0)
 """The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""
 
+MAX_HEAD_DIM = 256
+"""The most dimensions of a head with which attention of prompts fits the shared memory of the GPUs that
+kernels are compiled for."""
+
 RESERVE_BYTES = 2**28
 GRAPH_BYTES_PER_LAYER = 2**15
 """Memory kept free for what is allocated after the KV cache. A captured graph takes 0.6 MiB for the 32 layers
@@ -72,16 +76,19 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
 
 
-def choose_executor(config: EngineConfig, device: torch.device) -> tuple[str, str | None]:
+def choose_executor(
+    config: EngineConfig, device: torch.device, model: DecoderConfig | None = None
+) -> tuple[str, str | None]:
     """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
 
+    model: None before it is known, when obstacles that lie in it are not found.
     Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
     need the graph executor where it cannot run.
     """
     if config.executor == "eager":
         obstacle: str | None = 'executor="eager"'
     else:
-        obstacle = _device_obstacle(device) or _config_obstacle(config)
+        obstacle = _device_obstacle(device) or _config_obstacle(config) or _model_obstacle(model)
         if obstacle is None:
             return "graph", None
 
@@ -281,6 +288,14 @@ def _device_obstacle(device: torch.device) -> str | None:
 def _config_obstacle(config: EngineConfig) -> str | None:
     """Why the graph executor cannot run with a config; None if it can."""
     return "CUDA graphs do not support a KV cache in NVFP4" if config.kv_dtype == "nvfp4" else None
+
+
+def _model_obstacle(model: DecoderConfig | None) -> str | None:
+    """Why the graph executor cannot run a model; None if it can, or if the model is not known yet."""
+    if model is None or model.head_dim <= MAX_HEAD_DIM:
+        return None
+
+    return f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {model.head_dim}"
 
 
 def _is_installed(package: str) -> bool:

@@ -56,7 +56,9 @@ class Inspection:
         device = self._try(lambda: choose_device(self._config))
         dtype = None if device is None else self._try(lambda: choose_dtype(self._config, device))
         shapes = self._try(lambda: read_config(self._found.source, self._config))
-        executor = None if device is None else self._try(lambda: choose_executor(self._config, device)[0])
+        executor = None
+        if device is not None:
+            executor = self._try(lambda: choose_executor(self._config, device, shapes)[0])
         if shapes is not None and executor is not None and device is not None and dtype is not None:
             self._config = with_weight_form(self._config, shapes, executor, device, dtype)
         if shapes is not None:

@@ -186,7 +186,7 @@ def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: t
     """Choose how to open a model. Raises ModelLoadError or ConfigError for what cannot be served."""
     decoder_config = read_config(source, config)
     check_kv_scheme(source, config, decoder_config)
-    executor_name, fallback = choose_executor(config, device)
+    executor_name, fallback = choose_executor(config, device, decoder_config)
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)
