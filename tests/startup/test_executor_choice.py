@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drift_sdk._kernels.common.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.speculation import Speculation
 from drift_sdk.startup import executor_factory
-from drift_sdk.startup.executor_factory import choose_executor
+from drift_sdk.startup.executor_factory import check_head_size, choose_executor
+from perf.cross_compile import GPUS
 
 GPU = torch.device("cuda")
 CONFIG = {
@@ -54,3 +56,25 @@ def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) ->
     if is_large:
         with pytest.raises(ConfigError, match=reason):
             choose_executor(EngineConfig(executor="graph"), GPU, model)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "capability", "is_refused"),
+    [
+        (256, torch.float32, 86, True),
+        (192, torch.float32, 120, True),
+        (256, torch.float32, 80, False),
+        (256, torch.float32, 90, False),
+        (256, torch.bfloat16, 86, False),
+        (128, torch.float32, 86, False),
+    ],
+)
+def test_heads_in_float32_without_room_are_refused(
+    head_dim: int, dtype: torch.dtype, capability: int, is_refused: bool
+) -> None:
+    with limited_gpu(GPUS[capability]):
+        if is_refused:
+            with pytest.raises(ConfigError, match=f"no room on this GPU for heads of {head_dim} dimensions"):
+                check_head_size(EngineConfig(dtype="float32"), head_dim, dtype)
+        else:
+            check_head_size(EngineConfig(), head_dim, dtype)

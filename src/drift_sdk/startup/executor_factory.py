@@ -81,7 +81,8 @@ def choose_executor(
 ) -> tuple[str, str | None]:
     """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
 
-    model: None before it is known, when obstacles that lie in it are not found.
+    model: None before it is known: what graphs do not support of it is not found then.
+
     Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
     need the graph executor where it cannot run.
     """
@@ -156,6 +157,7 @@ def open_graph_executor(
     from drift_sdk.startup.gemm_tuning import engine_table
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
+    check_head_size(config, decoder.config.head_dim, decoder.dtype)
     draft = drafter_factory.draft
     for part in parts:
         arrange_decoder(part.decoder, part.drafter_factory.draft)
@@ -196,6 +198,17 @@ def open_graph_executor(
         refresh_costs=refresh_costs,
         mixed_tokens=executor.mixed_tokens,
     )
+
+
+def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
+    from drift_sdk._kernels.attention.exact_prefill_attention import WIDE_FLOAT32_SHARED_BYTES
+    from drift_sdk._kernels.common.gpu_limits import gpu_limits
+
+    is_wide = dtype == torch.float32 and head_dim > 128
+    if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
+        found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
+        raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
 
 
 def _graph_options(
