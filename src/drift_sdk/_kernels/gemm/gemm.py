@@ -78,7 +78,7 @@ class GemmTiles(Struct, frozen=True, forbid_unknown_fields=True):
     def config(self, num_slices: int) -> GemmConfig:
         """Return the configuration of a weight with so many slices, which are spread for the library. Tiles
         may say otherwise: a part of a weight can have the shape of a whole weight that has more slices."""
-        tiles = structs.replace(self, is_spread=True) if self.is_library else self
+        tiles = structs.replace(self, is_spread=True) if self.is_library and num_slices > 1 else self
         return GemmConfig(num_slices=num_slices, **structs.asdict(tiles))
 
 
