@@ -28,7 +28,8 @@ NGRAM_NAMES = ("ngram", "n-gram", "n_gram")
 class Chain(Struct, frozen=True):
     """Drafts of one token after another.
 
-    num_draft_tokens: most tokens drafted in a round, 1 to 16.
+    num_draft_tokens: most tokens drafted in a round, 1 to 16. Where attention on a GPU has room for fewer,
+        the error of the start says how many.
 
     A wrong value raises ConfigError.
     """

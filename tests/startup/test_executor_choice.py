@@ -8,10 +8,12 @@ import torch
 from drift_sdk._kernels.common.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.weights import meta_weights
 from drift_sdk.speculation import Speculation
 from drift_sdk.startup import executor_factory
-from drift_sdk.startup.executor_factory import check_head_size, choose_executor
+from drift_sdk.startup.executor_factory import check_chain, check_head_size, choose_executor
 from perf.cross_compile import GPUS
 
 GPU = torch.device("cuda")
@@ -78,3 +80,32 @@ def test_heads_in_float32_without_room_are_refused(
                 check_head_size(EngineConfig(dtype="float32"), head_dim, dtype)
         else:
             check_head_size(EngineConfig(), head_dim, dtype)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "dtype", "capability", "most"),
+    [
+        (128, 8, torch.bfloat16, 90, 16),
+        (256, 16, torch.bfloat16, 90, 15),
+        (128, 8, torch.bfloat16, 86, 15),
+        (256, 4, torch.bfloat16, 86, 15),
+        (256, 8, torch.bfloat16, 86, 7),
+        (128, 4, torch.float32, 89, 15),
+        (128, 4, torch.bfloat16, 89, 16),
+    ],
+)
+def test_chains_longer_than_attention_has_room_for_are_refused(
+    head_dim: int, num_heads: int, dtype: torch.dtype, capability: int, most: int
+) -> None:
+    """Longest chains have 16 drafts."""
+    settings = CONFIG | {"head_dim": head_dim, "num_attention_heads": num_heads, "num_key_value_heads": 1}
+    config = DecoderConfig.from_hf(settings)
+    decoder = Decoder(config, meta_weights(config, dtype))
+    with limited_gpu(GPUS[capability]):
+        for num_drafts in range(most + 1):
+            check_chain(num_drafts, decoder)
+        for num_drafts in range(most + 1, 17):
+            with pytest.raises(
+                ConfigError, match=f"num_draft_tokens={num_drafts}: expected at most {most} here"
+            ):
+                check_chain(num_drafts, decoder)

@@ -158,6 +158,8 @@ def open_graph_executor(
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
     check_head_size(config, decoder.config.head_dim, decoder.dtype)
+    chains = set(drafter_factory.draft_choices) - drafter_factory.tree_plans.keys()
+    check_chain(max(chains, default=0), decoder)
     draft = drafter_factory.draft
     for part in parts:
         arrange_decoder(part.decoder, part.drafter_factory.draft)
@@ -209,6 +211,18 @@ def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> 
     if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
         found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
         raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
+
+
+def check_chain(num_drafts: int, decoder: Decoder) -> None:
+    """Raise ConfigError for a chain of more drafts than attention can verify at once on the current GPU."""
+    from drift_sdk._kernels.attention.attention_config import most_query_rows
+    from drift_sdk._kernels.attention.partitions import Partitions
+
+    group = decoder.config.num_heads // decoder.config.num_kv_heads
+    most = most_query_rows(decoder.config.head_dim, decoder.dtype, Partitions().tile) // group - 1
+    if num_drafts > max(most, 0):
+        reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
+        raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
 
 
 def _graph_options(

@@ -9,7 +9,7 @@ from drift_sdk._kernels.attention.layer_attention import padded_size
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk.quantised.e4m3 import E4M3
 
-__all__ = ["AttentionConfig", "attention_config"]
+__all__ = ["AttentionConfig", "attention_config", "most_query_rows"]
 
 SHARED_RESERVE = 24 * 1024
 """Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""
@@ -51,3 +51,11 @@ def attention_config(head_dim: int, kv_dtype: torch.dtype, tile_keys: int) -> At
         num_programs=PROGRAMS_PER_MULTIPROCESSOR * limits.num_multiprocessors,
         num_stages=max(1, min(E4M3_STAGES if kv_dtype == E4M3 else STAGES, num_fitting)),
     )
+
+
+def most_query_rows(head_dim: int, dtype: torch.dtype, tile_keys: int) -> int:
+    """Return how many query rows of a sequence, over the heads of a group, fit the shared memory of the
+    current GPU: a power of two, beside whose queries and scores there is room for a tile of keys."""
+    padded_dim = padded_size(head_dim)
+    num_numbers = gpu_limits().shared_bytes // dtype.itemsize - padded_dim * tile_keys
+    return 1 << max(num_numbers // (padded_dim + tile_keys), 1).bit_length() - 1
