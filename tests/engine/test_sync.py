@@ -259,7 +259,7 @@ def waits_in(*functions: FunctionType) -> bool:
 
 @pytest.fixture
 def interrupt_in() -> Iterator[Callable[..., None]]:
-    """What interrupts the main thread, as Ctrl-C does, where it waits in one of the functions that it is
+    """A function that interrupts the main thread, as Ctrl-C does, where that waits in one of the functions
     given: what the main thread has made before has a name by then, and `pytest.raises` is entered."""
     with one_interrupt() as interrupt:
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from drift_sdk._kernels.common.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
+from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import meta_weights
-from drift_sdk.speculation import Speculation
+from drift_sdk.progress import ignore_progress
+from drift_sdk.speculation import NGram, Speculation
 from drift_sdk.startup import executor_factory
-from drift_sdk.startup.executor_factory import check_chain, check_head_size, choose_executor
+from drift_sdk.startup.executor_factory import (
+    check_chain,
+    check_head_size,
+    choose_executor,
+    kv_demand,
+    open_graph_executor,
+)
 from perf.cross_compile import GPUS
 
 GPU = torch.device("cuda")
@@ -109,3 +120,19 @@ def test_chains_longer_than_attention_has_room_for_are_refused(
                 ConfigError, match=f"num_draft_tokens={num_drafts}: expected at most {most} here"
             ):
                 check_chain(num_drafts, decoder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "longest", "message"),
+    [(torch.float32, 1, "for heads of 256 dimensions in float32"), (torch.bfloat16, 16, "at most 7 here")],
+)
+def test_what_has_no_room_is_refused_before_an_executor_is_made(
+    dtype: torch.dtype, longest: int, message: str
+) -> None:
+    settings = CONFIG | {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 1}
+    config = DecoderConfig.from_hf(settings)
+    decoder = Decoder(config, meta_weights(config, dtype))
+    part: Any = SimpleNamespace(decoder=decoder, drafter_factory=NGramDrafterFactory(NGram(), (1, longest)))
+    demand = kv_demand(decoder, part.drafter_factory, 64)
+    with limited_gpu(GPUS[86]), pytest.raises(ConfigError, match=message):
+        open_graph_executor(EngineConfig(), [part], demand, ignore_progress)

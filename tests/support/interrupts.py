@@ -12,7 +12,7 @@ RESEND_S = 0.05
 
 @contextmanager
 def one_interrupt() -> Iterator[Callable[[], None]]:
-    """Yield what interrupts the main thread, for another thread to call: it raises one KeyboardInterrupt.
+    """Yield a function, for another thread to call, that raises one KeyboardInterrupt in the main thread.
 
     A signal that arrives just before the main thread blocks is noticed when the next one wakes it up, so
     signals are sent until the exception has been raised.

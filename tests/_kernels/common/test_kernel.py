@@ -34,7 +34,7 @@ class Launched:
 
 
 class Triton:
-    """What stands for Triton's own launch: it returns a new compiled kernel each time."""
+    """A stand-in for Triton's launch, which returns a new compiled kernel each time."""
 
     def __init__(self) -> None:
         self.calls: list[bool] = []

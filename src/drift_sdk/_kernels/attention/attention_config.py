@@ -58,4 +58,4 @@ def most_query_rows(head_dim: int, dtype: torch.dtype, tile_keys: int) -> int:
     current GPU: a power of two, beside whose queries and scores there is room for a tile of keys."""
     padded_dim = padded_size(head_dim)
     num_numbers = gpu_limits().shared_bytes // dtype.itemsize - padded_dim * tile_keys
-    return 1 << max(num_numbers // (padded_dim + tile_keys), 1).bit_length() - 1
+    return 1 << (max(num_numbers // (padded_dim + tile_keys), 1).bit_length() - 1)

@@ -1,9 +1,9 @@
 """The decorator of kernels that are launched: Triton's, with launches that take less time when repeated.
 
-A step launches each of its kernels once a layer, and many steps are captured when an engine starts. Most of
-the time of Triton's launch is spent on finding the compiled kernel: what the arguments are specialised on,
-options and constants that may have changed. None of it changes between layers, so the compiled kernel is kept
-under a key that is found faster.
+A step launches each of its kernels once a layer, and many steps are captured when an engine starts. At every
+launch, Triton finds the compiled kernel again, by what arguments are specialised on, by options, and by
+constants that may have changed. Little of that differs between layers: the compiled kernel is kept under a
+key that takes less time to make.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def kernel(
     return decorated if function is None else decorated(function)
 
 
-class RepeatedKernel(JITFunction):  # type: ignore[misc,type-arg,unused-ignore]
-    """A compiled kernel that finds what it has launched before by a key of its own.
+class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
+    """A kernel whose compiled variants are found by a key of its own, once Triton has launched them.
 
     The key has what Triton may specialise on: of tensors the type and whether the pointer is aligned, of
     other arguments and of options the value. Constants of modules are not in it: they are constant.
@@ -101,7 +101,8 @@ def launch_key(values: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...
 
 @cache
 def places_of(kinds: tuple[type, ...]) -> tuple[list[int], list[int], Callable[[Sequence[Any]], Any]]:
-    """Return where arguments of these types have tensors and floats, and what returns the others of them."""
+    """Return the places of tensors and of floats among arguments of these types, and a function that returns
+    the other arguments."""
     tensors = [place for place, kind in enumerate(kinds) if issubclass(kind, Tensor)]
     floats = [place for place, kind in enumerate(kinds) if kind is float]
     others = [place for place in range(len(kinds)) if place not in (*tensors, *floats)]

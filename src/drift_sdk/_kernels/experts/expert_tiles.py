@@ -23,6 +23,7 @@ from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.experts.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, dequantise_codes, scale_factors
 from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
 
 __all__ = [
     "QUANTISED_TILE_K",
@@ -88,9 +89,6 @@ class ExpertGemmConfig(Struct, frozen=True):
         num_used = min(rows.num_experts, num_pairs)
         return num_used + (num_pairs - num_used) // self.tile_m
 
-
-SHARED_RESERVE = 2048
-"""Bytes of shared memory that Triton may take beside the stages."""
 
 SOME_ROWS = (
     (64, ExpertGemmConfig(64, 64, 64, 4, 4)),
