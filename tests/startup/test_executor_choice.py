@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from drift_sdk._kernels.common.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
+from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import meta_weights
@@ -25,6 +28,7 @@ from drift_sdk.startup.executor_factory import (
     kv_demand,
     open_graph_executor,
 )
+from drift_sdk.startup.model_startup import _choose
 from perf.cross_compile import GPUS
 
 GPU = torch.device("cuda")
@@ -136,3 +140,10 @@ def test_what_has_no_room_is_refused_before_an_executor_is_made(
     demand = kv_demand(decoder, part.drafter_factory, 64)
     with limited_gpu(GPUS[86]), pytest.raises(ConfigError, match=message):
         open_graph_executor(EngineConfig(), [part], demand, ignore_progress)
+
+
+def test_models_with_large_heads_are_opened_eagerly(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 320}))
+    source = resolve(tmp_path, has_weights=False)
+    chosen = _choose(source, EngineConfig(load="random"), GPU, torch.bfloat16)
+    assert chosen.executor_name == "eager" and "this model has 320" in (chosen.fallback or "")
