@@ -21,9 +21,8 @@ from drift_sdk.models.weights import meta_weights
 from drift_sdk.progress import ignore_progress
 from drift_sdk.speculation import NGram, Speculation
 from drift_sdk.startup import executor_factory
+from drift_sdk.startup.attention_room import check_chain, check_head_size
 from drift_sdk.startup.executor_factory import (
-    check_chain,
-    check_head_size,
     choose_executor,
     kv_demand,
     open_graph_executor,

@@ -23,6 +23,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
+from drift_sdk.startup.attention_room import check_chain, check_head_size
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.startup.tensor_parallel import shards_of
@@ -200,29 +201,6 @@ def open_graph_executor(
         refresh_costs=refresh_costs,
         mixed_tokens=executor.mixed_tokens,
     )
-
-
-def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
-    from drift_sdk._kernels.attention.exact_prefill_attention import WIDE_FLOAT32_SHARED_BYTES
-    from drift_sdk._kernels.common.gpu_limits import gpu_limits
-
-    is_wide = dtype == torch.float32 and head_dim > 128
-    if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
-        found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
-        raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
-
-
-def check_chain(num_drafts: int, decoder: Decoder) -> None:
-    """Raise ConfigError for a chain of more drafts than attention can verify at once on the current GPU."""
-    from drift_sdk._kernels.attention.attention_config import most_query_rows
-    from drift_sdk._kernels.attention.partitions import Partitions
-
-    group = decoder.config.num_heads // decoder.config.num_kv_heads
-    most = most_query_rows(decoder.config.head_dim, decoder.dtype, Partitions().tile) // group - 1
-    if num_drafts > max(most, 0):
-        reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
-        raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
 
 
 def _graph_options(
