@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,24 +12,17 @@ import torch
 from drift_sdk._kernels.common.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
-from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.weights import meta_weights
-from drift_sdk.progress import ignore_progress
-from drift_sdk.speculation import NGram, Speculation
+from drift_sdk.speculation import Chain, DynamicTree, Speculation, StaticTree
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.attention_room import check_chain, check_head_size
-from drift_sdk.startup.executor_factory import (
-    choose_executor,
-    kv_demand,
-    open_graph_executor,
-)
+from drift_sdk.startup.executor_factory import choose_executor
 from drift_sdk.startup.model_startup import _choose
 from perf.cross_compile import GPUS
 
 GPU = torch.device("cuda")
+CHAIN_OF_16 = StaticTree(tuple((0,) * length for length in range(1, 17)))
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 64,
@@ -114,31 +106,38 @@ def test_chains_longer_than_attention_has_room_for_are_refused(
     """Longest chains have 16 drafts."""
     settings = CONFIG | {"head_dim": head_dim, "num_attention_heads": num_heads, "num_key_value_heads": 1}
     config = DecoderConfig.from_hf(settings)
-    decoder = Decoder(config, meta_weights(config, dtype))
     with limited_gpu(GPUS[capability]):
         for num_drafts in range(most + 1):
-            check_chain(num_drafts, decoder)
+            check_chain(num_drafts, config, dtype)
         for num_drafts in range(most + 1, 17):
             with pytest.raises(
                 ConfigError, match=f"num_draft_tokens={num_drafts}: expected at most {most} here"
             ):
-                check_chain(num_drafts, decoder)
+                check_chain(num_drafts, config, dtype)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "longest", "message"),
-    [(torch.float32, 1, "for heads of 256 dimensions in float32"), (torch.bfloat16, 16, "at most 7 here")],
+    ("dtype", "shape", "message"),
+    [
+        ("float32", Chain(1), "for heads of 256 dimensions in float32"),
+        ("bfloat16", Chain(16), "num_draft_tokens=16: expected at most 7 here"),
+        ("bfloat16", CHAIN_OF_16, "num_draft_tokens=16"),
+        ("bfloat16", Chain(7), None),
+        ("bfloat16", DynamicTree(), None),
+    ],
+    ids=str,
 )
-def test_what_has_no_room_is_refused_before_an_executor_is_made(
-    dtype: torch.dtype, longest: int, message: str
+def test_what_has_no_room_is_refused_before_weights_are_downloaded(
+    dtype: str, shape: Chain | StaticTree | DynamicTree, message: str | None, tmp_path: Path
 ) -> None:
     settings = CONFIG | {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 1}
-    config = DecoderConfig.from_hf(settings)
-    decoder = Decoder(config, meta_weights(config, dtype))
-    part: Any = SimpleNamespace(decoder=decoder, drafter_factory=NGramDrafterFactory(NGram(), (1, longest)))
-    demand = kv_demand(decoder, part.drafter_factory, 64)
-    with limited_gpu(GPUS[86]), pytest.raises(ConfigError, match=message):
-        open_graph_executor(EngineConfig(), [part], demand, ignore_progress)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    source = resolve(tmp_path, has_weights=False)
+    speculation = Speculation(draft="head", shape=shape)
+    config = EngineConfig(load="random", dtype=dtype, speculation=speculation)
+    refused = nullcontext() if message is None else pytest.raises(ConfigError, match=message)
+    with limited_gpu(GPUS[86]), refused:
+        _choose(source, config, GPU, getattr(torch, dtype))
 
 
 def test_models_with_large_heads_are_opened_eagerly(tmp_path: Path) -> None:

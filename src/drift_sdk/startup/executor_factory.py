@@ -23,7 +23,6 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
-from drift_sdk.startup.attention_room import check_chain, check_head_size
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.startup.tensor_parallel import shards_of
@@ -158,9 +157,6 @@ def open_graph_executor(
     from drift_sdk.startup.gemm_tuning import engine_table
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
-    check_head_size(config, decoder.config.head_dim, decoder.dtype)
-    chains = set(drafter_factory.draft_choices) - drafter_factory.tree_plans.keys()
-    check_chain(max(chains, default=0), decoder)
     draft = drafter_factory.draft
     for part in parts:
         arrange_decoder(part.decoder, part.drafter_factory.draft)

@@ -22,6 +22,7 @@ from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.startup.attention_room import check_attention_room
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import (
     OpenedExecutor,
@@ -190,6 +191,8 @@ def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: t
     config = with_weight_form(config, decoder_config, executor_name, device, dtype)
     check_division(config, decoder_config, executor_name)
     check_views(config, decoder_config)
+    if executor_name == "graph":
+        check_attention_room(config, decoder_config, dtype, device)
     return Choices(
         config=config, decoder_config=decoder_config, executor_name=executor_name, fallback=fallback
     )
