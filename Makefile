@@ -17,6 +17,9 @@ PROCESSES ?= 2
 # pytest-benchmark is disabled because, where it is installed, it warns when several processes run tests.
 GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
 
+# The tests start many processes, which need not compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test unit ray-test client-test check fuzz gpu-test gpu-perf clean
 
 demo:
