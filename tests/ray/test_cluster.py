@@ -38,6 +38,7 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from drift_sdk.ray import Placement, RayEngine  # noqa: E402
+from drift_sdk.ray.ray_engine import RayChannel  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 GPU = Placement(num_cpus=0, timeout_s=WAIT_S)
@@ -241,12 +242,22 @@ async def test_starts_that_fail_are_reported(nodes: TwoNodes, engines: list[RayE
 async def test_cancelled_start_ends_the_actor(nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for a node, and one that opens its model."""
     killed: list[Any] = []
-    kill = ray.kill
+    called: list[str] = []
+    kill, call = ray.kill, RayChannel.call
+
+    def noted(self: RayChannel, method: str, *arguments: Any) -> Any:
+        called.append(method)
+        return call(self, method, *arguments)
+
     monkeypatch.setattr(ray, "kill", lambda actor: (killed.append(actor), kill(actor)))
+    monkeypatch.setattr(RayChannel, "call", noted)
     nowhere = Placement(num_gpus=0, num_cpus=0, resources={"nowhere": 1}, timeout_s=WAIT_S)
     waiting, loading = nodes.engine(nowhere), nodes.engine(HEAD, failing_models.hang)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(waiting.start(), 0.5)
+    task = asyncio.create_task(waiting.start())
+    await until(lambda: called == ["__ray_ready__"])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert len(killed) == 1
     task = asyncio.create_task(loading.start())
     await until(lambda: loading._link is not None and loading._link.channel is not None)
