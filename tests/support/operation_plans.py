@@ -15,8 +15,8 @@ from typing import Any
 
 __all__ = ["planned"]
 
-READ_STATE = ("program_id", "num_programs", "load", "store", "atomic", "print", "assert", "barrier")
-"""In names of the builder's functions that do more than compute from their arguments."""
+IMPURE_WORDS = ("program_id", "num_programs", "load", "store", "atomic", "print", "assert", "barrier")
+"""Words in the names of those functions of the builder that do more than compute from their arguments."""
 
 
 class _Unplanned(Exception):
@@ -50,6 +50,7 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
         if len(handles) > 1 and len({*map(id, handles)}) < len(handles):
             first = [*map(id, handles)]
             key.append(tuple([first.index(one) for one in first]))  # which operands are the same
+
         place = tuple(key)
         plan = plans.get(place)
         if plan is not None:
@@ -73,7 +74,7 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _kind(kind: type) -> str | None:
-    """How `_key` handles values of a type."""
+    """Kind of an operand of this type, by which `_key` handles it; None if plans do not know it."""
     from triton.language import core
 
     if kind in (int, bool, str, type(None)) or issubclass(kind, Enum):
@@ -87,7 +88,8 @@ def _kind(kind: type) -> str | None:
 
 
 def _key(value: Any, handles: list[Any]) -> Any:
-    """What an operation can know of an operand before it computes. Appends the handles of tensors."""
+    """Key of an operand: its type, and its value if it is no tensor. Handles of tensors are appended to
+    `handles`."""
     kind = type(value)
     how = _kind(kind)
     if how == "value":
@@ -172,7 +174,7 @@ class _Recorder:
 
         self._kept.append((args, result))
         given = [self._argument(arg) for arg in args]
-        is_constant = not any(word in name for word in READ_STATE) and all(
+        is_constant = not any(word in name for word in IMPURE_WORDS) and all(
             n in self._constants for n in given
         )
         if kwargs or isinstance(result, (tuple, list)):

@@ -76,7 +76,7 @@ def operations(x_ptr, y_ptr, n_ptr, out_ptr, counts_ptr, scalar, SIZE: tl.conste
     x, y, n = tl.load(x_ptr + place), tl.load(y_ptr + place), tl.load(n_ptr + place)
     table = x[:, None].to(tl.float32) * y[None, :].to(tl.float32) + tl.zeros((1, SIZE), tl.float32)
     results = (
-        x + y, x + x, y + x, y - x, x / y, x * -0.0, x * 0.0, x * 0, x * False, x * True, x - 2, 2 - x,
+        x + x, x + y, y + x, y - x, x / y, x * -0.0, x * 0.0, x * 0, x * False, x * True, x - 2, 2 - x,
         x + 0.1, x * scalar, x + program, x * float("nan"), -x, tl.abs(x), tl.maximum(x, y),
         tl.where(x > y, x, 1.5), tl.where(x > x, x, 1.5), halved(x, 2), halved(x, 4),
         tl.load(x_ptr + place, mask=n > 2, other=-0.0), tl.load(x_ptr + place, mask=n > 2, other=0.0),

@@ -52,7 +52,7 @@ WIDE_SHARED_BYTES = 107_000
 """Shared memory that 64 rows of heads of 256 dimensions take, rounded up; compute capability 8.6 has less."""
 
 WIDE_FLOAT32_SHARED_BYTES = 147_456
-"""Shared memory that 16 rows of such heads take in float32."""
+"""Shared memory that 16 rows of heads of 256 dimensions take in float32."""
 
 
 class ExactPrefillConfig(Struct, frozen=True):
