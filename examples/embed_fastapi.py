@@ -142,7 +142,8 @@ def add_status(app: FastAPI, engine: Engine) -> None:
             raise EngineClosed("the engine is not open")
 
         stats = engine.stats()
-        return {"status": "ok", "num_running": stats.num_running, "num_waiting": stats.num_waiting}
+        status = "asleep" if stats.is_asleep else "paused" if stats.is_paused else "ok"
+        return {"status": status, "num_running": stats.num_running, "num_waiting": stats.num_waiting}
 
 
 def add_error_handlers(app: FastAPI) -> None:

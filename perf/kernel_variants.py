@@ -23,6 +23,7 @@ from msgspec import Struct
 from drift_sdk import Chain, EngineConfig
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile
 from drift_sdk._kernels.gemm.tuning import table_for
+from drift_sdk.config import prefill_token_budget
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
 from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.graph.executor import GraphExecutor
@@ -89,7 +90,7 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
             block_size=BLOCK_SIZE,
             vocab_size=config.vocab_size,
         )
-        options = GraphOptions(prefill_token_budget=engine.prefill_token_budget)
+        options = GraphOptions(prefill_token_budget=prefill_token_budget(engine, "cuda"))
         GraphExecutor(device, decoder, limits, table_for(GPU), options, drafter_factory=factory).close()
     return list({repr(kernel): kernel for kernel in device.kernels}.values())
 

@@ -17,6 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
+from drift_sdk.config import PREFILL_TOKEN_BUDGETS
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.decoding import slow_paths
 from perf.harness.numbers import at_least
@@ -40,7 +41,7 @@ class PrefillOptions(Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str = "auto"
     executor: str = "auto"
-    prefill_token_budget: int = EngineConfig().prefill_token_budget
+    prefill_token_budget: int = PREFILL_TOKEN_BUDGETS["cuda"]
     strict_performance: bool = False
     exact_prefill: bool = False
     repeats: int = 5
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--tokens", type=at_least(1), nargs="+", default=(8192, 32_768), help="prompt lengths"
     )
     arguments_parser.add_argument(
-        "--prefill-token-budget", type=at_least(1), default=EngineConfig().prefill_token_budget
+        "--prefill-token-budget", type=at_least(1), default=PREFILL_TOKEN_BUDGETS["cuda"]
     )
     arguments_parser.add_argument(
         "--peer", nargs="+", choices=("vllm",), default=(), help="engines to measure in the same run"

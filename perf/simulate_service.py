@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from drift_sdk._kernels.gemm.tuning import gemm_key, table_for
-from drift_sdk.config import EngineConfig
+from drift_sdk.config import PREFILL_TOKEN_BUDGETS, EngineConfig
 from drift_sdk.driver.driver import LAUNCH_DEPTH
 from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
 from drift_sdk.models.decoder import Decoder
@@ -131,7 +131,7 @@ def model_buckets() -> GraphBuckets:
     """The sizes of steps of a default engine."""
     config = DecoderConfig.from_hf(LLAMA | PUBLISHED[MODEL] | {"num_hidden_layers": 1})
     decoder = Decoder(config, meta_weights(config, torch.bfloat16))
-    return GraphBuckets.of(decoder, LIMITS, DEFAULTS.prefill_token_budget, is_exact=False)
+    return GraphBuckets.of(decoder, LIMITS, PREFILL_TOKEN_BUDGETS["cuda"], is_exact=False)
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ class Simulation:
                 max_num_seqs=LIMITS.max_num_seqs,
                 num_blocks=LIMITS.num_blocks,
                 block_size=LIMITS.block_size,
-                prefill_token_budget=DEFAULTS.prefill_token_budget,
+                prefill_token_budget=PREFILL_TOKEN_BUDGETS["cuda"],
                 mixed_tokens=buckets.mixed_tokens,
             )
         )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
+from drift_sdk.config import prefill_token_budget
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.progress import ignore_progress
 from perf.cases.gemm import weight_roles
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = engine_config(model, scenarios, options)
         print(f"opening {model.name}", flush=True)
         opened = open_model(model.path, config, ignore_progress)
-        slots = ManualDriver(opened.executor, prefill_token_budget=config.prefill_token_budget)
+        slots = ManualDriver(opened.executor, prefill_token_budget=prefill_token_budget(config, "cuda"))
 
         def rounds(number: int) -> None:
             for _ in range(number):

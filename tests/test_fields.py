@@ -145,7 +145,7 @@ CONFIG = {
     "max_model_len": integer(2, 2**24, optional=True),
     "block_size": Case((None, 1, 2, 16, 1024), (0, -1, 3, 24, 2048, True, "16", 16.0, NAN, 10**400)),
     "kv_cache_tokens": integer(1, MOST, optional=True),
-    "prefill_token_budget": integer(1, 2**20),
+    "prefill_token_budget": integer(1, 2**20, optional=True),
     "max_queued_requests": integer(0, MOST, optional=True),
     "gpu_memory_fraction": number(0.0, 1.0, is_open=True),
     "target_latency_ms_p50": number(0.0, 1e6, optional=True, is_open=True),

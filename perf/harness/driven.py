@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from drift_sdk import EngineConfig
+from drift_sdk.config import prefill_token_budget
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import Executor
 from perf.harness.decoding import DecodeOptions
@@ -65,7 +66,7 @@ class Driven(Struct, frozen=True, kw_only=True):
 
     def slots(self, executor: Executor) -> ManualDriver:
         """A driver that launches steps of `executor`."""
-        return ManualDriver(executor, prefill_token_budget=self.config.prefill_token_budget)
+        return ManualDriver(executor, prefill_token_budget=prefill_token_budget(self.config, "cuda"))
 
     def work(self, batch: int, mean_context: float) -> dict[str, Work]:
         """The work of each stage, see `stage_work`."""

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from msgspec import Struct
 
 from drift_sdk import EngineConfig, EngineStats
+from drift_sdk.config import prefill_token_budget
 from drift_sdk.measurement import RecordedEngine
 from perf.harness.decoding import BLOCK_SIZE, DecodeOptions, engine_config, generation_seconds
 from perf.harness.scenario import Scenario
@@ -132,7 +133,7 @@ def batch_config(model: Model, scenarios: Sequence[Scenario], options: DecodeOpt
     All sequences of a batch can start in one step: the prefix cache lacks one block of each.
     """
     config = engine_config(model, scenarios, options)
-    budget = max(config.prefill_token_budget, BLOCK_SIZE * config.max_num_seqs)
+    budget = max(prefill_token_budget(config, "cuda"), BLOCK_SIZE * config.max_num_seqs)
     return config.replace(prefill_token_budget=budget)
 
 

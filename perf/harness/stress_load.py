@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from drift_sdk import Completion, Engine, EngineConfig, SamplingParams, TokenStream
+from drift_sdk.config import PREFILL_TOKEN_BUDGETS
 from perf.harness.decoding import BLOCK_SIZE
 from perf.harness.scenario import random_tokens
 from perf.harness.shapes import Model
@@ -71,7 +72,7 @@ class Stress(Struct, frozen=True, kw_only=True):
     def num_tokens(self, num_draft_tokens: int) -> int:
         """Tokens of each completion: as many as a sequence can emit while the others' prompts are computed,
         of which a step has a quarter of the budget beside sequences that decode."""
-        num_chunks = self.num_long * max(self.contexts) // (EngineConfig().prefill_token_budget // 4) + 1
+        num_chunks = self.num_long * max(self.contexts) // (PREFILL_TOKEN_BUDGETS["cuda"] // 4) + 1
         return (num_chunks + NUM_LAST_ROUNDS) * (num_draft_tokens + 1)
 
     def config(self, model: Model, num_draft_tokens: int) -> EngineConfig:

@@ -56,6 +56,7 @@ INSPECT_SETTINGS = {
 
 WITHOUT_OPTION = {
     "max_model_len": "the model's own context",
+    "prefill_token_budget": "2048 on a GPU, 256 on a CPU",
     "kv_dtype": "as dtype",
     "weights": "stored where kernels multiply by them, else expanded",
     "kv_cache_tokens": "as many as fit",

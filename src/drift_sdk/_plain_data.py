@@ -9,8 +9,11 @@ import msgspec
 
 from drift_sdk.errors import RequestError
 
-__all__ = ["to_plain"]
+__all__ = ["MAX_DEPTH", "check_depth", "to_plain"]
 
+MAX_DEPTH = 500
+"""Most levels of nested data. Recursive functions fail on more, at a depth that depends on the version of
+Python."""
 MAX_ITEMS = 2**20
 """Most items of a sequence that is no list or tuple: it may compute them, as a range does, without end."""
 
@@ -19,10 +22,25 @@ def to_plain(field: str, value: object) -> Any:
     """A deep copy of `value` that shares nothing mutable with it; RequestError naming `field` if it is not
     plain data."""
     try:
-        return msgspec.to_builtins(value, enc_hook=to_builtin)
+        plain = msgspec.to_builtins(value, enc_hook=to_builtin)
+        check_depth(plain)
+        return plain
     except Exception as error:
         allowed = f"plain data: mappings, sequences and scalars ({error})"
         raise RequestError.of(field, value, allowed) from error
+
+
+def check_depth(value: object) -> None:
+    """Raise ValueError for dicts, lists and tuples that are nested deeper than MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [each for each in level if isinstance(each, dict | list | tuple)]
+        if not containers:
+            return
+
+        insides = (each.values() if isinstance(each, dict) else each for each in containers)
+        level = [inner for inside in insides for inner in inside]
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
 def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:

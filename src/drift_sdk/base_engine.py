@@ -84,8 +84,8 @@ class BaseEngine(Serving):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's state and of its counters since the start. EngineClosed if it is not
-        open."""
+        """A snapshot of the engine's state and of its counters since the start, also of an engine that has
+        failed. EngineClosed before the start and when it is closed."""
 
     @abstractmethod
     def metrics(self) -> EngineMetrics:

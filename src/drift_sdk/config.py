@@ -25,7 +25,11 @@ from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
 from drift_sdk.speculation import Speculation
 
-__all__ = ["EngineConfig", "EngineOptions"]
+__all__ = ["PREFILL_TOKEN_BUDGETS", "EngineConfig", "EngineOptions", "prefill_token_budget"]
+
+PREFILL_TOKEN_BUDGETS = {"cpu": 256, "cuda": 2048}
+"""Most prompt tokens in a step by default, by type of device. On a CPU, larger steps compute no faster, and
+everybody waits for the end of a step: other sequences, and whoever cancels or closes."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")
@@ -52,7 +56,7 @@ class EngineOptions(TypedDict, total=False):
     block_size: int | None
     kv_cache_tokens: int | None
     gpu_memory_fraction: float
-    prefill_token_budget: int
+    prefill_token_budget: int | None
     max_queued_requests: int | None
     target_latency_ms_p50: float | None
     target_latency_ms_p95: float | None
@@ -100,7 +104,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               over 0 to 1. Weights, graphs and scratch memory are subtracted; the rest holds
                               the KV cache. Without effect on a CPU. kv_cache_tokens takes precedence.
     prefill_token_budget:     most prompt tokens computed in one step, 1 to 2**20; longer prompts are cut into
-                              chunks.
+                              chunks. Cancelling and closing wait for the end of a step. None = 2,048 on a
+                              GPU, 256 on a CPU.
     max_queued_requests:      most requests waiting to start; further ones raise QueueFull. None = unbounded.
     target_latency_ms_p50:    target for the median time between tokens, in milliseconds: the prefill share of
                               a step shrinks to meet it. None = no target.
@@ -180,7 +185,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     block_size: int | None = None
     kv_cache_tokens: int | None = None
     gpu_memory_fraction: float = 0.9
-    prefill_token_budget: int = 2048
+    prefill_token_budget: int | None = None
     max_queued_requests: int | None = None
     target_latency_ms_p50: float | None = None
     target_latency_ms_p95: float | None = None
@@ -216,7 +221,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError.of("block_size", self.block_size, "a power of two from 1 to 1024")
         check_int(ConfigError, "kv_cache_tokens", self.kv_cache_tokens, ge=1, le=2**31 - 1, optional=True)
         check_float(ConfigError, "gpu_memory_fraction", self.gpu_memory_fraction, gt=0.0, le=1.0)
-        check_int(ConfigError, "prefill_token_budget", self.prefill_token_budget, ge=1, le=2**20)
+        check_int(
+            ConfigError, "prefill_token_budget", self.prefill_token_budget, ge=1, le=2**20, optional=True
+        )
         check_int(
             ConfigError, "max_queued_requests", self.max_queued_requests, ge=0, le=2**31 - 1, optional=True
         )
@@ -325,3 +332,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """A copy with some fields changed, checked like a new one: ConfigError for a wrong value, and for an
         unknown field, with the name of the most similar one."""
         return replace_fields(ConfigError, self, changes)
+
+
+def prefill_token_budget(config: EngineConfig, device_type: str) -> int:
+    """The most prompt tokens in a step of an engine on a device of a type."""
+    return config.prefill_token_budget or PREFILL_TOKEN_BUDGETS[device_type]

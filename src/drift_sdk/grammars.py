@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import msgspec
 from msgspec import Struct
 
+from drift_sdk._plain_data import check_depth
 from drift_sdk._validation import check_str, plain_fields
 from drift_sdk.errors import RequestError
 
@@ -133,7 +134,9 @@ def _check_text(field: str, text: str) -> None:
 
 def _dump(schema: dict[str, Any]) -> str:
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        check_depth(schema)  # of what contains itself, there is no text
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError.of("schema", schema, f"plain JSON values ({error})") from error
 

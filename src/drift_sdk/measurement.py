@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from drift_sdk._validation import check_int
-from drift_sdk.config import EngineConfig
+from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
@@ -143,7 +143,7 @@ def stage_times(
     most = config.speculation.shape.num_draft_tokens if config.speculation is not None else 0
     check_int(ConfigError, "num_draft_tokens", num_draft_tokens, ge=0, le=most)
     with staged_executor(model, config, acceptance) as (executor, take_stages):
-        slots = ManualDriver(executor, prefill_token_budget=config.prefill_token_budget)
+        slots = ManualDriver(executor, prefill_token_budget=prefill_token_budget(config, "cuda"))
         return time_stages(
             slots,
             take_stages,

@@ -4,9 +4,11 @@
 name                                      type      what
 ========================================= ========= ====================================================
 drift_engine_info{model, executor}        gauge     always 1
+drift_paused                              gauge     1 while the engine is paused, else 0
+drift_asleep                              gauge     1 while it sleeps, else 0
 drift_requests_running                    gauge     in a slot
 drift_requests_waiting                    gauge     waiting for a slot, preempted ones included
-drift_requests_submitted_total            counter   admitted
+drift_requests_submitted_total            counter   submitted and not rejected
 drift_requests_rejected_total             counter   rejected with QueueFull
 drift_requests_ended_total{reason}        counter   stop, length, cancelled, error
 drift_preemptions_total                   counter   sequences that gave up their KV to others
@@ -159,9 +161,11 @@ class MetricsCollector(Collector):
 
 
 def requests(families: Families) -> Iterator[Metric]:
+    yield families.gauge("paused", "Whether the engine is paused", lambda s: s.is_paused)
+    yield families.gauge("asleep", "Whether the engine sleeps", lambda s: s.is_asleep)
     yield families.gauge("requests_running", "Requests in a slot", lambda s: s.num_running)
     yield families.gauge("requests_waiting", "Requests waiting for a slot", lambda s: s.num_waiting)
-    yield families.counter("requests_submitted", "Requests admitted", lambda s: s.num_submitted)
+    yield families.counter("requests_submitted", "Requests submitted", lambda s: s.num_submitted)
     yield families.counter(
         "requests_rejected", "Requests rejected because the queue was full", lambda s: s.num_rejected
     )

@@ -49,9 +49,10 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
 class Chunk(Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of a stream. Tokens that have not been read are joined into the next chunk.
 
-    text:          text of the tokens, of `chat` without reasoning and tool calls. It never splits a
-                   character, so it may be empty, and it lags behind token_ids while a stop string or a
-                   marker of the model's format could still begin in it. The texts of all chunks, joined,
+    text:          text of the tokens, of `chat` without reasoning and tool calls. A character comes
+                   whole, so the text may be empty, and it lags behind token_ids while a stop string or a
+                   marker of the model's format could still begin in it. If the last token is only a part
+                   of a character, the text ends with U+FFFD. The texts of all chunks, joined,
                    equal `Completion.text`.
     token_ids:     the tokens; empty in a last chunk that brings none.
     logprobs:      an entry for each token if the request asks for them, else None.

@@ -87,9 +87,9 @@ class Serving(ABC):
                     "req-" and a number.
         options:    fields of SamplingParams, which replace those of `params`, or of the defaults.
 
-        Raises RequestError for a wrong argument, QueueFull, and EngineClosed. What is known only after the
-        prompt has been tokenised (PromptTooLong, a token id outside the vocabulary, no tokens) is raised by
-        the stream."""
+        Raises RequestError for a wrong argument, QueueFull, EngineClosed, and ExecutorError if the engine
+        has failed. What is known only after the prompt has been tokenised (PromptTooLong, a token id outside
+        the vocabulary, no tokens) is raised by the stream."""
         return self._submit(as_prompt(prompt), self._params(params, options), request_id)
 
     def chat(

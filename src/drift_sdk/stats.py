@@ -25,6 +25,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     Current state, zeros when the engine has failed:
 
+    is_paused:         whether the engine is paused: no step runs until `resume`.
+    is_asleep:         whether it sleeps: weights and KV cache are freed until `wake`.
     num_running:       sequences in a slot.
     num_waiting:       sequences waiting for a slot, preempted ones included.
     num_queued:        of them, those that never had a slot.
@@ -38,7 +40,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     Counted since the start:
 
-    num_submitted:            requests admitted.
+    num_submitted:            requests submitted and not rejected.
     num_rejected:             requests rejected with QueueFull.
     num_stopped:              requests ended by the end of sequence, a stop token or a stop string.
     num_length_limited:       requests ended by max_tokens or by the end of the context.
@@ -82,6 +84,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_allocations:    allocations of GPU memory by torch, in the whole process, counted every 256 steps.
     """
 
+    is_paused: bool = False
+    is_asleep: bool = False
     num_running: int = 0
     num_waiting: int = 0
     num_queued: int = 0
@@ -169,15 +173,16 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 
 STATE = (
-    "num_running", "num_waiting", "num_queued", "num_free_slots", "num_blocks", "num_free_blocks",
-    "num_cached_blocks", "num_prefill_rows", "num_decode_rows", "tokens_per_second",
+    "is_paused", "is_asleep", "num_running", "num_waiting", "num_queued", "num_free_slots", "num_blocks",
+    "num_free_blocks", "num_cached_blocks", "num_prefill_rows", "num_decode_rows", "tokens_per_second",
 )  # fmt: skip
 """Fields of `EngineStats` that are its current state."""
 
 
 def counts_of(stats: EngineStats) -> EngineStats:
     """The statistics of an engine that has ended: its counts since the start, and a state of zeros."""
-    return replace(stats, **dict.fromkeys(STATE, 0))
+    empty = EngineStats()
+    return replace(stats, **{name: getattr(empty, name) for name in STATE})
 
 
 def load_of(stats: EngineStats) -> dict[str, str]:

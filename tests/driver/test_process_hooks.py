@@ -72,6 +72,14 @@ def test_objects_made_in_a_block_count_as_old() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_objects_that_the_interpreter_has_frozen_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts with some."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 400)
+    with without_collection():
+        made: list[object] = []
+    assert not is_young(made)
+
+
 def test_garbage_of_a_block_is_collected() -> None:
     class Made:
         pass

@@ -32,8 +32,10 @@ def test_pause_stops_steps_and_resume_goes_on(loop: str) -> None:
             expected = await engine.generate("x", SamplingParams(max_tokens=200))
             stream = engine.generate("x", SamplingParams(max_tokens=200))
             await anext(stream)
+            assert not engine.stats().is_paused
             await engine.pause()
             await engine.pause()
+            assert engine.stats().is_paused and "drift_paused" in engine.metrics_text()
             num_steps = engine.stats().num_steps
             late = engine.generate("y", SamplingParams(max_tokens=3))
             await anyio.sleep(0.03)
@@ -41,7 +43,9 @@ def test_pause_stops_steps_and_resume_goes_on(loop: str) -> None:
             doomed = engine.generate("z", ENDLESS)
             doomed.cancel()
             assert (await doomed).finish_reason == "cancelled"
+            assert engine.stats().is_paused and not engine.stats().is_asleep
             await engine.resume()
+            assert not engine.stats().is_paused
             assert (await stream).token_ids == expected.token_ids
             assert len((await late).token_ids) == 3
 
@@ -66,7 +70,9 @@ def test_sleep_frees_the_executor_and_wake_continues_all_requests(loop: str) -> 
             assert engine.stats().num_free_blocks == engine.executors[0].limits.num_blocks
             await anyio.sleep(0.02)
             await engine.sleep()
+            assert engine.is_open and engine.stats().is_asleep and not engine.stats().is_paused
             await engine.wake()
+            assert not engine.stats().is_asleep
             await engine.wake()
             assert len(engine.executors) == 2
             for stream, completion in zip(streams, expected, strict=True):
@@ -91,6 +97,7 @@ def test_engine_stays_asleep_after_a_failed_wake(loop: str) -> None:
                 opener._open_model = failing
                 with pytest.raises(ModelLoadError, match=message):
                     await engine.wake()
+                assert engine.stats().is_asleep
             stream = engine.generate("x")
             opener._open_model = opens
             await engine.wake()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from drift_sdk._plain_data import MAX_DEPTH
 from drift_sdk.errors import ModelLoadError, RequestError
 from drift_sdk.text import template_budget, template_rules
 from drift_sdk.text.chat import ChatTemplate
@@ -329,6 +330,13 @@ def test_deeply_nested_messages_are_rejected() -> None:
         with pytest.raises(RequestError, match="messages=.*: expected plain data") as caught:
             render("x", [{"role": "user", "content": nested(depth)}])
         assert caught.value.field == "messages"
+
+
+def test_depth_of_messages_does_not_depend_on_the_version_of_python() -> None:
+    place = 2  # of the content: in a message, in a list
+    assert render("x", [{"role": "user", "content": nested(MAX_DEPTH - place)}]) == "x"
+    with pytest.raises(RequestError, match=f"nested deeper than {MAX_DEPTH} levels"):
+        render("x", [{"role": "user", "content": nested(MAX_DEPTH - place + 1)}])
 
 
 def test_sequences_computed_without_end_are_rejected() -> None:

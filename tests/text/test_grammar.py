@@ -352,6 +352,10 @@ def test_schema_that_json_cannot_represent_is_rejected() -> None:
         JsonSchema({"const": value})
     with pytest.raises(RequestError, match="^schema=.*: expected plain JSON values"):
         JsonSchema({"minimum": 10**5000})
+    endless: dict[str, Any] = {}
+    endless["items"] = [endless, endless]
+    with pytest.raises(RequestError, match="^schema=.*: expected plain JSON values .Circular"):
+        JsonSchema(endless)
 
 
 def merging(num_objects: int) -> dict[str, Any]:

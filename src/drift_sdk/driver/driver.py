@@ -301,8 +301,10 @@ class Driver(Startable):
             case Unpause(pause):
                 self._pauses.discard(pause)
                 self._deferred = [each for each in self._deferred if each is not pause]
+                self._note_state()
             case Resume(done):
                 self._pauses.clear()
+                self._note_state()
                 done.set()
             case Sleep() | Wake():
                 self._deferred.append(command)
@@ -314,8 +316,15 @@ class Driver(Startable):
         for command in commands:
             if isinstance(command, Sleep):
                 self._fall_asleep()
-            command.done.set(self._wake() if isinstance(command, Wake) else None)
+            error = self._wake() if isinstance(command, Wake) else None
+            self._note_state()
+            command.done.set(error)
         return bool(commands)
+
+    def _note_state(self) -> None:
+        """Publish whether steps may run. A pause that steps in flight hold up does not count yet."""
+        is_paused = any(pause not in self._deferred for pause in self._pauses)
+        self.stats_recorder.set_state(self._scheduler, is_paused=is_paused, is_asleep=self._executor is None)
 
     def _fall_asleep(self) -> None:
         """Free weights and KV cache, unless they are freed already."""
@@ -326,7 +335,6 @@ class Driver(Startable):
         self._scheduler.forget_kv()
         self._executor.close()
         self._executor = None
-        self.stats_recorder.publish(self._scheduler)
         log.info("asleep in %.2f s: weights and KV cache are freed", time.monotonic() - started_at)
 
     def _wake(self) -> Exception | None:

@@ -47,6 +47,7 @@ class StatsRecorder:
         self._now = 0.0  # time.monotonic() when the current step was collected
         self._gap_from = 0.0  # the same of the step that brought the last chunks of `_num_gaps` streams
         self._num_gaps = 0
+        self._is_paused = self._is_asleep = False
         self._num_prefill_rows = 0
         self._num_decode_rows = 0
         self._num_steps = 0
@@ -210,6 +211,11 @@ class StatsRecorder:
         self._events.failed(request.request_id, EngineClosed("the request's event loop has ended"))
         log.debug("%s ends: its event loop is closed", request.request_id)
 
+    def set_state(self, scheduler: Scheduler, *, is_paused: bool, is_asleep: bool) -> None:
+        """The engine is paused or runs, sleeps or is awake, from now on."""
+        self._is_paused, self._is_asleep = is_paused, is_asleep
+        self.publish(scheduler)
+
     def publish(self, scheduler: Scheduler) -> None:
         """Replace the snapshot. Called once a step, and when requests come or go between steps."""
         self._close_gap()
@@ -217,6 +223,8 @@ class StatsRecorder:
         config, num_running, ended = scheduler.config, scheduler.num_running, self._num_ended
         drafts = self._drafts.stats()
         self.stats = EngineStats(
+            is_paused=self._is_paused,
+            is_asleep=self._is_asleep,
             num_running=num_running,
             num_waiting=scheduler.num_waiting,
             num_queued=scheduler.num_queued,

@@ -47,8 +47,9 @@ class ReplicaStats(Struct, frozen=True, kw_only=True):
 
 def summed_stats(each: Sequence[EngineStats]) -> EngineStats:
     """Sums of all counters and of the current state. `mean_active`, `min_active` and `max_active` are sums
-    too: of replicas whose steps overlap. `start_seconds` are those of the replica that took longest, and
-    `kv_dtype` is that of all, if it is the same."""
+    too: of replicas whose steps overlap. `is_paused` and `is_asleep` hold if they hold for all.
+    `start_seconds` are those of the replica that took longest, and `kv_dtype` is that of all, if it is the
+    same."""
     found: dict[str, Any] = {}
     for field in fields(EngineStats):
         values = [getattr(stats, field.name) for stats in each]
@@ -59,6 +60,8 @@ def summed_stats(each: Sequence[EngineStats]) -> EngineStats:
                 found[field.name] = summed_pairs(values)
             case "start_seconds":
                 found[field.name] = max(values, key=lambda stages: sum(s for _, s in stages), default=())
+            case "is_paused" | "is_asleep":
+                found[field.name] = bool(values) and all(values)
             case "kv_dtype":
                 found[field.name] = values[0] if len(set(values)) == 1 else ""
             case _:

@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from drift_sdk.config import EngineConfig
+from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
@@ -205,7 +205,7 @@ def _graph_options(
     from drift_sdk.execution.graph.options import GraphOptions
 
     return GraphOptions(
-        prefill_token_budget=config.prefill_token_budget,
+        prefill_token_budget=prefill_token_budget(config, "cuda"),
         exact_prefill=config.exact_prefill or num_gpus > 1,
         step_timeout_s=config.step_timeout_s,
         acceptance_trace=acceptance_trace,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
-from drift_sdk.config import EngineConfig
+from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.execution.drafter_factory import DrafterFactory
@@ -115,7 +115,7 @@ def open_model(
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
-        scheduling=_scheduling(config, opened, drafter_factory, decoder_config),
+        scheduling=_scheduling(config, device, opened, drafter_factory, decoder_config),
         text=model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
 
@@ -130,7 +130,11 @@ def _load_parts(weights: Sequence[StoredWeights], config: EngineConfig, report: 
 
 
 def _scheduling(
-    config: EngineConfig, opened: OpenedExecutor, drafter_factory: DrafterFactory, model: DecoderConfig
+    config: EngineConfig,
+    device: torch.device,
+    opened: OpenedExecutor,
+    drafter_factory: DrafterFactory,
+    model: DecoderConfig,
 ) -> SchedulerConfig:
     limits = opened.executor.limits
     layout = view_layout(config, limits, drafter_factory.draft_choices)
@@ -138,7 +142,7 @@ def _scheduling(
         max_num_seqs=limits.max_num_seqs,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
-        prefill_token_budget=config.prefill_token_budget,
+        prefill_token_budget=prefill_token_budget(config, device.type),
         draft_choices=drafter_factory.draft_choices,
         max_tree_depth=drafter_factory.max_tree_depth,
         is_draft_adaptive=drafter_factory.is_adaptive,

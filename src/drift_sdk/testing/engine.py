@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from drift_sdk._validation import check_float, check_int
-from drift_sdk.config import EngineConfig
+from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
@@ -192,7 +192,7 @@ def scripted_scheduling(
         max_num_seqs=limits.max_num_seqs,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
-        prefill_token_budget=config.prefill_token_budget,
+        prefill_token_budget=prefill_token_budget(config, "cuda"),
         draft_choices=(tokens_per_step - 1,) if tokens_per_step > 1 else (),
         is_draft_adaptive=False,
         target_latency_ms_p50=config.target_latency_ms_p50,

@@ -177,7 +177,10 @@ class Tokenizer:
         return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).hexdigest()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Bytes that are not a character become U+FFFD; unknown ids add nothing."""
+        """The text of token ids. Bytes that are not a character become U+FFFD; unknown ids add nothing.
+
+        skip_special_tokens: leave out special tokens, such as that of the end of a text.
+        """
         known = [token_id for token_id in ids if 0 <= token_id < NUM_IDS]
         return self._raw.decode(known, skip_special_tokens=skip_special_tokens)
 
