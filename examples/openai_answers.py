@@ -25,22 +25,26 @@ class TokenLog:
         self,
         text: str,
         entries: Sequence[TokenLogprobs],
-        finish_reason: str | None,
+        completion: Completion | None,
         *,
         is_split: bool = False,
     ) -> list[tuple[int, TokenLogprobs]]:
         """Add the entries of a chunk; returns those that can be sent with its text, with their offsets.
-        is_split: the text is not all that was generated, so that it does not show where it ends."""
+
+        completion: given with the last chunk. is_split: the text is not all that was generated, so that it
+        does not show where it ends."""
         self._num_sent += len(text)
         for entry in entries:
             self._waiting.append((self._num_generated, entry))
             self._num_generated += len(self._detokenizer.push([entry.token_id]))
         if is_split:
             self._num_sent = self._num_generated
-        if finish_reason in ("length", "cancelled"):
-            ready = len(self._waiting)
-        else:
+        if completion is None or (
+            completion.finish_reason == "stop" and isinstance(completion.stop_reason, str)
+        ):
             ready = sum(offset < self._num_sent for offset, _ in self._waiting)
+        else:
+            ready = len(self._waiting) - isinstance(completion.stop_reason, int)
         taken, self._waiting = self._waiting[:ready], self._waiting[ready:]
         return taken
 
@@ -83,7 +87,8 @@ class ChatAnswer:
             delta["content"] = text
         if calls:
             delta["tool_calls"] = [{"index": call.index, **call_json(call)} for call in calls]
-        piece = {"delta": delta, "logprobs": self._logprobs(chunk, chunk.logprobs), "finish_reason": None}
+        logprobs = self._logprobs(chunk, completion)
+        piece = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if completion is None:
             return [piece]
 
@@ -99,7 +104,7 @@ class ChatAnswer:
         if calls:
             message["content"] = None if self._is_forced else completion.text or None
             message["tool_calls"] = [call_json(call) for call in calls]
-        logprobs = self._logprobs(completion, completion.logprobs)
+        logprobs = self._logprobs(completion, completion)
         return {"message": message, "logprobs": logprobs, **self._ended(completion)}
 
     def _kept(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
@@ -112,14 +117,12 @@ class ChatAnswer:
         is_call = bool(calls) and (reason == "stop" or (reason == "length" and is_full))
         return {**ended_json(completion), **({"finish_reason": "tool_calls"} if is_call else {})}
 
-    def _logprobs(
-        self, part: Chunk | Completion, entries: Sequence[TokenLogprobs] | None
-    ) -> dict[str, Any] | None:
-        if entries is None:
+    def _logprobs(self, part: Chunk | Completion, completion: Completion | None) -> dict[str, Any] | None:
+        if part.logprobs is None:
             return None
 
         self._is_split |= bool(part.reasoning or part.tool_calls)
-        taken = self._log.take(part.text, entries, part.finish_reason, is_split=self._is_split)
+        taken = self._log.take(part.text, part.logprobs, completion, is_split=self._is_split)
         content = [
             {
                 **self._token(entry.token_id, entry.logprob),
@@ -143,21 +146,19 @@ class TextAnswer:
         self._log = TokenLog(engine)
 
     def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
-        logprobs = self._logprobs(chunk.text, chunk.logprobs, chunk.finish_reason)
+        logprobs = self._logprobs(chunk, completion)
         ended = ended_json(completion) if completion is not None else {"finish_reason": None}
         return [{"text": chunk.text, "logprobs": logprobs, **ended}]
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        logprobs = self._logprobs(completion.text, completion.logprobs, completion.finish_reason)
+        logprobs = self._logprobs(completion, completion)
         return {"text": completion.text, "logprobs": logprobs, **ended_json(completion)}
 
-    def _logprobs(
-        self, text: str, entries: Sequence[TokenLogprobs] | None, reason: str | None
-    ) -> dict[str, Any] | None:
-        if entries is None:
+    def _logprobs(self, part: Chunk | Completion, completion: Completion | None) -> dict[str, Any] | None:
+        if part.logprobs is None:
             return None
 
-        taken = self._log.take(text, entries, reason)
+        taken = self._log.take(part.text, part.logprobs, completion)
         text_of = self._log.text_of
         return {
             "tokens": [text_of(entry.token_id) for _, entry in taken],

@@ -57,9 +57,13 @@ class JsonSchema(Struct, frozen=True, dict=True):
 
     def decode(self, text: str) -> Any:
         """The value of a completion's text: of the schema's type, or plain JSON. A type that checks more than
-        its schema says raises its own validation error."""
+        its schema says raises its own validation error, and msgspec.ValidationError is raised for an integer
+        with more digits than Python reads."""
         if isinstance(self.schema, str):
-            return json.loads(text)
+            try:
+                return json.loads(text)
+            except ValueError as error:
+                raise msgspec.ValidationError(str(error)) from error
 
         if _is_pydantic(self.schema):
             return self.schema.model_validate_json(text)

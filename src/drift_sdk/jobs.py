@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
@@ -74,6 +74,14 @@ class JobResult(Struct, frozen=True, kw_only=True):
     error: DriftError | None = None
 
 
+class Running(NamedTuple):
+    """A prompt that is submitted, and the key of its result."""
+
+    key: Any
+    prompt: PromptLike
+    stream: TokenStream
+
+
 class JobMap:
     """Prompts that are submitted as places become free, and their results.
 
@@ -108,8 +116,8 @@ class JobMap:
         self._yields_errors = yields_errors
         self._num_added = 0
         self._num_yielded = 0
-        self._waiting: list[tuple[int, PromptLike]] = []  # the prompt that there was no room for, if any
-        self._running: dict[int, tuple[Any, TokenStream]] = {}  # by index of the prompt
+        self._waiting: list[tuple[int, PromptLike]] = []  # prompts that there was no room for
+        self._running: dict[int, Running] = {}  # by index of the prompt
         self._results: dict[int, JobResult] = {}  # unread ones by index, in the order of their ends
         self._is_complete = False  # there are no more prompts
         self._failure: Exception | None = None  # of the prompts, or of submitting one
@@ -125,8 +133,9 @@ class JobMap:
             await checkpoint_if_cancelled()
         while True:
             self._collect()
-            if self._waiting and self._has_place():
-                self._try_submit(*self._waiting.pop())
+            for _ in range(len(self._waiting)):
+                if self._has_place():
+                    self._try_submit(*self._waiting.pop(0))
             if not self._waiting and not self._is_complete and self._has_place():
                 return True
 
@@ -134,7 +143,7 @@ class JobMap:
                 return result
 
             if self._running:
-                _, stream = next(iter(self._running.values()))
+                stream = next(iter(self._running.values())).stream
                 updates_of(stream).check_loop()
                 await updates_of(stream).wait(self._end_signal)
             elif self._waiting or not self._is_complete:
@@ -167,8 +176,8 @@ class JobMap:
 
     def cancel(self) -> None:
         """Cancel what has not ended."""
-        for _, stream in self._running.values():
-            stream.cancel()
+        for running in self._running.values():
+            running.stream.cancel()
 
     def _has_place(self) -> bool:
         is_below = len(self._running) < self._max_concurrent and self._num_ahead < self._max_ahead
@@ -194,16 +203,20 @@ class JobMap:
             self.end(error)
         else:
             updates_of(stream).end_signal = self._end_signal
-            self._running[index] = key, stream
+            self._running[index] = Running(key, prompt, stream)
 
     def _collect(self) -> None:
-        """Turn the requests that have ended into results."""
-        ended = [index for index, (_, stream) in self._running.items() if updates_of(stream).is_done]
+        """Turn the requests that have ended into results. Those for which an engine in another process had no
+        room any more wait again."""
+        ended = [index for index, each in self._running.items() if updates_of(each.stream).is_done]
         for index in ended:
-            key, stream = self._running.pop(index)
+            key, prompt, stream = self._running.pop(index)
             completion, error = updates_of(stream).completion, updates_of(stream).error
             assert isinstance(error, DriftError | None)
-            self._results[index] = JobResult(key=key, completion=completion, error=error)
+            if isinstance(error, QueueFull):
+                self._waiting.append((index, prompt))
+            else:
+                self._results[index] = JobResult(key=key, completion=completion, error=error)
 
     def _take(self) -> JobResult | None:
         """Remove and return the result that is to be yielded next; None if it is not there. Raises its error

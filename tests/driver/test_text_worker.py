@@ -16,6 +16,7 @@ from drift_sdk import (
     EngineClosed,
     EngineConfig,
     PromptTooLong,
+    QueueFull,
     Regex,
     RequestError,
     SamplingParams,
@@ -97,6 +98,26 @@ class Clock:
         self.offset_s += text_worker.JOB_TIMEOUT_S
         with engine._driver._text_worker._changed:
             engine._driver._text_worker._changed.notify_all()
+
+
+def test_cancelled_prompts_that_wait_for_a_thread_leave_the_queue(stall: Stall) -> None:
+    async def main() -> None:
+        config = EngineConfig(max_num_seqs=1, max_queued_requests=3)
+        async with scripted_engine("ok", config=config) as engine:
+            held = [engine.generate(f"stall {index}") for index in range(4)]
+            await until(lambda: len(stall.begun) == 2)
+            with pytest.raises(QueueFull):
+                engine.generate("hi")
+            for stream in held[2:]:
+                stream.cancel()
+                assert (await stream).finish_reason == "cancelled"
+            await until(lambda: engine._has_room)
+            more = [engine.generate("hi") for _ in range(2)]
+            stall.released.set()
+            for stream in (*more, *held[:2]):
+                assert (await stream).text == "ok"
+
+    run("asyncio", main)
 
 
 def test_hanging_text_work_fails_only_its_own_request(stall: Stall, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,12 @@ from drift_sdk import (
     Job,
     JobResult,
     PromptTooLong,
+    QueueFull,
     RequestError,
     SamplingParams,
     ToolCall,
 )
+from drift_sdk.driver.prompts import ModelText, PreparedPrompt, TextPrompt
 from drift_sdk.jobs import MAX_AHEAD, MAX_AHEAD_UNORDERED
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
@@ -52,6 +54,29 @@ class LongAndShort:
 
         time.sleep(0.001 if len(output_ids) < 2000 else 0.02)  # for the event loop on a busy machine
         return ord("l")
+
+
+def test_prompt_that_the_queue_has_no_room_for_any_more_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine in another process learns of room late, so that its streams may end with QueueFull."""
+    prepare, refused = TextPrompt.prepare, set()
+
+    def refuse_once(prompt: TextPrompt, model: ModelText) -> PreparedPrompt:
+        if prompt.text not in refused:
+            refused.add(prompt.text)
+            raise QueueFull("full")
+
+        return prepare(prompt, model)
+
+    async def main() -> None:
+        monkeypatch.setattr(TextPrompt, "prepare", refuse_once)
+        async with scripted_engine(counting) as engine:
+            prompts = [f"prompt {number}" for number in range(5)]
+            found = [each async for each in engine.map(prompts, max_tokens=3, max_concurrent=3)]
+            assert refused == set(prompts)
+            expected = [await engine.generate(prompt, max_tokens=3) for prompt in prompts]
+            assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+
+    run("asyncio", main)
 
 
 @on_every_loop

@@ -314,6 +314,30 @@ def test_stop_strings_end_generation_and_cut_the_text(loop: str) -> None:
     run(loop, main)
 
 
+def test_stop_string_may_end_with_a_part_of_a_character() -> None:
+    """Which is U+FFFD, and part of the text only when no more tokens come."""
+    part = "é".encode()[0]
+
+    def reply(prompt_ids, output_ids, seed) -> int:
+        return [97, 98, part, EOS_TOKEN_ID][len(output_ids)]
+
+    async def main() -> None:
+        async with scripted_engine(reply) as engine:
+            for stop, expected in (("\ufffd", "ab"), ("b\ufffd", "a")):
+                for options in ({}, {"max_tokens": 3}, {"max_tokens": 3, "min_tokens": 1}, {"logprobs": 0}):
+                    found = await engine.generate("x", stop=stop, **options)
+                    assert (found.text, found.finish_reason, found.stop_reason) == (expected, "stop", stop)
+                    assert found.token_ids == (97, 98, part)
+                    assert found.logprobs is None or len(found.logprobs) == 3
+            for options in ({"stop": "\ufffd", "min_tokens": 3}, {"stop": "x"}):
+                found = await engine.generate("x", max_tokens=3, **options)
+                assert (found.text, found.finish_reason, found.stop_reason) == ("ab\ufffd", "length", None)
+            found = await engine.generate("x", stop="b\ufffd", include_stop=True, max_tokens=3)
+            assert (found.text, found.stop_reason) == ("ab\ufffd", "b\ufffd")
+
+    run("asyncio", main)
+
+
 @on_every_loop
 @pytest.mark.parametrize("tokens_per_step", [2, 5])
 def test_tokens_behind_a_stop_string_are_left_out(loop: str, tokens_per_step: int) -> None:
@@ -424,6 +448,7 @@ def test_chat_rejects_arguments_that_are_not_plain_data() -> None:
                 ("tools", {"messages": [message], "tools": [object()]}),
                 ("template_args", {"messages": [message], "template_args": {"f": print}}),
                 ("template_args", {"messages": [message], "template_args": [1]}),
+                ("template_args", {"messages": [message], "template_args": {5: 1}}),
             ):
                 with pytest.raises(RequestError, match=f"^{field}=") as caught:
                     engine.chat(**arguments)

@@ -431,6 +431,20 @@ async def test_bytes_of_logprobs_equal_those_of_the_text(stop: str | None, text:
     assert logprobs.text_offset == offsets
 
 
+async def test_logprobs_of_an_answer_that_ends_within_a_character() -> None:
+    reply = [*b"a", "é".encode()[0], EOS_TOKEN_ID]
+    config = EngineConfig(chat_template=TOOLS_TEMPLATE)
+    with serving(scripted_engine(lambda prompt, output, seed: reply[len(output)], config=config)) as url:
+        async with client_of(url) as client:
+            options = {"model": MODEL, "messages": QUESTION, "logprobs": True}
+            whole = (await client.chat.completions.create(**options)).choices[0]
+            streamed = (await joined(await client.chat.completions.create(**options, stream=True)))[0]
+            text = (await client.completions.create(model=MODEL, prompt="x", logprobs=0)).choices[0]
+    assert [entry.bytes for entry in whole.logprobs.content] == [[reply[0]], [reply[1]]]
+    assert streamed.logprobs == whole.logprobs.content
+    assert (text.text, text.logprobs.text_offset) == ("a\ufffd", [0, 1])
+
+
 async def test_nulls_stand_for_defaults(echo: str) -> None:
     names = (
         *("stream", "stream_options", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty"),

@@ -434,6 +434,98 @@ async def test_restarted_replica_of_a_paused_pool_is_paused() -> None:
         assert (await pool.generate("a", max_tokens=2)).finish_reason == "length"
 
 
+async def test_replicas_that_are_started_again_are_as_the_others() -> None:
+    """Paused in a paused pool, asleep in one that sleeps."""
+    async with pool_of(2) as pool:
+        for begin, end, name in (("pause", "resume", "is_paused"), ("sleep", "wake", "is_asleep")):
+            await getattr(pool, begin)()
+            await pool.restart(0)
+            assert all(getattr(engine.stats(), name) for engine in pool.engines)
+            await pool.engines[1].aclose()
+            await pool.start()
+            assert all(getattr(engine.stats(), name) for engine in pool.engines)
+            stream = pool.generate("a", max_tokens=2)
+            await stream.accepted()
+            await getattr(pool, end)()
+            assert not any(getattr(engine.stats(), name) for engine in pool.engines)
+            assert (await stream).finish_reason == "length"
+        await pool.sleep()
+        await pool.aclose()
+        await pool.start()
+        assert not pool.stats().is_asleep
+
+
+async def test_replica_that_is_paused_late_does_not_remain_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is restarted while the pool is being paused, and that is cancelled or ended meanwhile."""
+    async with pool_of(2) as pool:
+        for ends_by_resume in (False, True):
+            for index in range(2):
+                engine, is_asked, may_answer = pool.engines[index], anyio.Event(), anyio.Event()
+                pause = engine._pause
+
+                async def slow(pause=pause, is_asked=is_asked, may_answer=may_answer):  # type: ignore[no-untyped-def]
+                    undo = await pause()
+                    is_asked.set()
+                    await may_answer.wait()
+                    return undo
+
+                await engine.aclose()
+                undo = await pool._pause()
+                with monkeypatch.context() as patch:
+                    patch.setattr(engine, "_pause", slow)
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(pool.restart(index))
+                        await is_asked.wait()
+                        undo()
+                        if ends_by_resume:
+                            await pool.resume()
+                        may_answer.set()
+                await until(lambda engine=engine: not engine.stats().is_paused)  # type: ignore[misc]
+
+
+async def test_replica_is_out_of_service_while_one_of_two_drains_waits() -> None:
+    async with pool_of(1, step_s=SLOW_S) as pool:
+        stream = pool.generate("a", max_tokens=None)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(pool.drain(0))
+            second = tasks.create_task(pool.drain(0))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+            assert pool.replicas()[0].state == "drained"
+            stream.cancel()
+        assert second.done() and pool.replicas()[0].state == "drained"
+        with anyio.move_on_after(0.0):
+            await pool.drain(0)
+        assert pool.replicas()[0].state == "drained"
+        pool.restore(0)
+        assert pool.replicas()[0].state == "open"
+
+
+async def test_restored_replica_is_in_service_although_a_drain_ends_later() -> None:
+    async with pool_of(1, step_s=SLOW_S) as pool:
+        stream = pool.generate("a", max_tokens=None)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pool.drain(0))
+            await asyncio.sleep(0)
+            pool.restore(0)
+            assert pool.replicas()[0].state == "open"
+            stream.cancel()
+        assert pool.replicas()[0].state == "open"
+
+
+async def test_wrong_and_unusual_prompts_have_the_outcome_that_an_engine_gives() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = EngineConfig(chat_template=template)
+    question = {"role": "user", "content": "x"}
+    async with EnginePool([scripted_engine("ok", config=config)]) as pool:
+        for item in ([1], {1}, {"a": 1}):
+            with pytest.raises(RequestError, match="prompt"):
+                await pool.generate([5] * 63 + [item])  # type: ignore[list-item]
+        assert (await pool.chat([{**question, "number": 10**5000}])).text == "ok"
+        assert (await pool.chat([question], template_args={"x": 10**5000})).text == "ok"
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_races_of_pause_drain_restart_and_close_end_every_stream(seed: int) -> None:
     numbers = random.Random(seed)

@@ -204,7 +204,7 @@ class Routing(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, NUM_REPLICAS - 1), is_drained=st.booleans())
     def drain_or_restore(self, index: int, is_drained: bool) -> None:
-        self.replicas[index].is_drained = is_drained
+        self.replicas[index]._has_drained = is_drained
 
     @rule()
     def desert(self) -> None:

@@ -358,6 +358,11 @@ def test_schema_that_json_cannot_represent_is_rejected() -> None:
         JsonSchema(endless)
 
 
+def test_number_with_too_many_digits_for_python_has_no_value() -> None:
+    with pytest.raises(msgspec.ValidationError, match="digits"):
+        JsonSchema({"type": "integer"}).decode("1" * 5000)
+
+
 def merging(num_objects: int) -> dict[str, Any]:
     """A schema with many objects that merge the same large one."""
     large = {"properties": {f"p{i}": {"pattern": "a"} for i in range(900)}}

@@ -143,8 +143,9 @@ def as_chat_prompt(
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
 
-    if template_args is not None and not isinstance(template_args, Mapping):
-        raise RequestError.of("template_args", template_args, "a mapping")
+    is_named = isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
+    if template_args is not None and not is_named:
+        raise RequestError.of("template_args", template_args, "a mapping of names to values")
 
     check_bool(RequestError, "continue_final", continue_final)
     check_contents(messages)

@@ -216,14 +216,19 @@ class Request:
                 self._stop_reason = stop
                 logprobs = logprobs[:num_used] if logprobs is not None else None
 
-        if finish is not None:
-            text += self._remaining_text(is_stopped=isinstance(self._stop_reason, str))
+        if finish is not None and not isinstance(self._stop_reason, str):
+            tail, stop = self._remaining_text(len(self._completion_ids) + len(shown_ids))
+            text += tail
+            if stop is not None:
+                token_ids, finish = shown_ids, "stop"
+                self._stop_reason = stop
+                logprobs = logprobs[: len(shown_ids)] if logprobs is not None else None
 
         return self._record(text, token_ids, logprobs, finish)
 
     def end(self, finish: FinishReason) -> Chunk:
         """End the request without a further token; returns its last chunk."""
-        text = self._remaining_text(is_stopped=False) if self.sequence is not None else ""
+        text, _ = self._remaining_text(len(self._completion_ids)) if self.sequence is not None else ("", None)
         return self._record(text, (), None, finish)
 
     def completion(self) -> Completion:
@@ -285,17 +290,15 @@ class Request:
 
         return "".join(texts), len(token_ids), None
 
-    def _remaining_text(self, *, is_stopped: bool) -> str:
-        """Text that detokeniser and stop matcher still hold back at the end; none behind a stop string."""
-        if is_stopped:
-            return ""
-
+    def _remaining_text(self, num_tokens: int) -> tuple[str, str | None]:
+        """(text that detokeniser and stop matcher still hold back after so many tokens, the stop string that
+        it completes or None)."""
         tail = self._detokenizer.flush()
-        if self._matcher is None:
-            return tail
+        if self._matcher is None or num_tokens <= self.params.min_tokens:
+            return tail, None
 
         text, stop = self._matcher.push(tail)
-        return text if stop is not None else text + self._matcher.flush()
+        return (text, stop) if stop is not None else (text + self._matcher.flush(), None)
 
     def _record(
         self,

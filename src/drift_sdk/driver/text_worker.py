@@ -132,11 +132,14 @@ class TextWorker:
         return count.num_tokens
 
     def abandon(self, client: Client) -> None:
-        """Abandon a client's job in progress, if there is one: the outcome is of no interest any more."""
-        if not self._in_progress:
+        """Answer a client's job, if there is one, and abandon it: the outcome is of no interest any more."""
+        if not self._in_progress:  # then none waits either
             return
 
         with self._changed:
+            for job in [job for job in self._waiting if job.client is client]:
+                self._waiting.remove(job)
+                self._answer(job, None)
             for job in [job for job in self._in_progress if job.client is client]:
                 self._abandon(job, None)
 

@@ -19,7 +19,7 @@ from drift_sdk.engine import Engine
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
-from drift_sdk.pool.pool_state import PoolState
+from drift_sdk.pool.pool_state import PoolPause, PoolState
 from drift_sdk.pool.replica import Replica
 from drift_sdk.pool.routing import Routing
 from drift_sdk.pool.summed import ReplicaStats, summed_histograms, summed_stats
@@ -112,10 +112,15 @@ class EnginePool(BaseEngine):
         not open is closed then, and if the task is cancelled, unless another task starts it too."""
         num_closed = self._state.num_closed
         self._state.num_starting += 1
+
+        async def start(engine: BaseEngine) -> None:
+            was_open = engine.is_open
+            await engine.start()
+            if not was_open:
+                await self._state.apply_to(engine)
+
         try:
-            await for_each(
-                self.engines, lambda engine: engine.start(), stops_early=not self._state.is_started
-            )
+            await for_each(self.engines, start, stops_early=not self._state.is_started)
             await self._check_kinds()
             self._check_not_closed(num_closed)
             self._state.is_started = True
@@ -139,8 +144,9 @@ class EnginePool(BaseEngine):
             self._state.num_closing -= 1
             self._state.traffic.is_closing = self._state.num_closing > 0
         self._state.pauses.clear()
+        self._state.is_asleep = False
         for replica in self._state.replicas:
-            replica.is_drained = False
+            replica.restore()
             self._state.router.forget(replica.index)
 
     async def drain(self, index: int) -> None:
@@ -150,7 +156,7 @@ class EnginePool(BaseEngine):
 
     def restore(self, index: int) -> None:
         """Take a drained replica back into service."""
-        self._replica(index).is_drained = False
+        self._replica(index).restore()
 
     async def restart(self, index: int) -> None:
         """Close a replica and start it again, one that has failed or any other, and take it into service.
@@ -164,26 +170,30 @@ class EnginePool(BaseEngine):
         try:
             await self._check_kinds()
             self._check_not_closed(num_closed)
-            for undos in self._state.pauses:
-                undos.append(await replica.engine._pause())
+            await self._state.apply_to(replica.engine)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await replica.engine.aclose()
             raise
 
-        replica.is_drained = False
+        replica.restore()
 
     async def resume(self) -> None:
-        self._state.pauses.clear()
-        await for_each(self._open_engines(), lambda engine: engine.resume())
+        engines = self._open_engines()
+        self._state.end_pauses()
+        await for_each(engines, lambda engine: engine.resume())
 
     async def sleep(self) -> None:
-        await for_each(self._open_engines(), lambda engine: engine.sleep())
+        engines = self._open_engines()
+        self._state.is_asleep = True
+        await for_each(engines, lambda engine: engine.sleep())
         for replica in self._state.replicas:
             self._state.router.forget(replica.index)
 
     async def wake(self) -> None:
-        await for_each(self._open_engines(), lambda engine: engine.wake())
+        engines = self._open_engines()
+        self._state.is_asleep = False
+        await for_each(engines, lambda engine: engine.wake())
 
     @property
     def is_open(self) -> bool:
@@ -238,20 +248,17 @@ class EnginePool(BaseEngine):
         return shown | load_of(self.stats()) if num_open else shown
 
     async def _pause(self) -> Callable[[], None]:
-        undos: list[Callable[[], None]] = []
-
-        async def pause(engine: BaseEngine) -> None:
-            undos.append(await engine._pause())
+        pause, pauses = PoolPause(), self._state.pauses
+        engines = self._open_engines()
 
         def undo() -> None:
-            if undos in self._state.pauses:
-                self._state.pauses.remove(undos)
-            for each in undos:
-                each()
+            if pause in pauses:
+                pauses.remove(pause)
+            pause.undo()
 
-        self._state.pauses.append(undos)
+        pauses.append(pause)
         try:
-            await for_each(self._open_engines(), pause)
+            await for_each(engines, pause.add)
         except BaseException:
             undo()
             raise

@@ -11,7 +11,33 @@ from drift_sdk.pool.router import Router
 from drift_sdk.pool.routing import Routing
 from drift_sdk.pool.traffic import Traffic
 
-__all__ = ["PoolState"]
+__all__ = ["PoolPause", "PoolState"]
+
+
+class PoolPause:
+    """A pause of the replicas of a pool, also of those that are started while it lasts."""
+
+    def __init__(self) -> None:
+        self._undos: list[Callable[[], None]] = []
+        self._has_ended = False
+
+    async def add(self, engine: BaseEngine) -> None:
+        """Pause a replica, unless the pause ends before that is done."""
+        undo = await engine._pause()
+        if self._has_ended:
+            undo()
+        else:
+            self._undos.append(undo)
+
+    def end(self) -> None:
+        """Pause no further replica. Those that are paused resume by `resume`."""
+        self._has_ended = True
+
+    def undo(self) -> None:
+        """Take the pauses of all replicas back."""
+        self.end()
+        for undo in self._undos:
+            undo()
 
 
 class PoolState:
@@ -21,20 +47,34 @@ class PoolState:
     num_closing:  calls of `aclose` in progress.
     num_closed:   calls of `aclose` that have begun.
     num_starting: calls of `start` in progress.
-    pauses:       for each pause, the functions that take it back.
+    pauses:       those that have not ended.
+    is_asleep:    whether the replicas are to sleep.
     """
 
     def __init__(self, engines: Sequence[BaseEngine], routing: Routing) -> None:
         self._num_forks = num_forks()
         self.num_closing = self.num_closed = self.num_starting = 0
-        self.is_started = False
+        self.is_started = self.is_asleep = False
         self.router = Router(len(engines), routing.affinity)
         self.replicas = [
             Replica(index, engine, load)
             for index, (engine, load) in enumerate(zip(engines, self.router.loads, strict=True))
         ]
         self.traffic = Traffic(self.replicas, self.router, replays=routing.replay)
-        self.pauses: list[list[Callable[[], None]]] = []
+        self.pauses: list[PoolPause] = []
+
+    async def apply_to(self, engine: BaseEngine) -> None:
+        """Pause a replica that has been started, and have it sleep, as the others do."""
+        for pause in list(self.pauses):
+            await pause.add(engine)
+        if self.is_asleep:
+            await engine.sleep()
+
+    def end_pauses(self) -> None:
+        """End all pauses."""
+        pauses, self.pauses = self.pauses, []
+        for pause in pauses:
+            pause.end()
 
     @property
     def is_from_parent(self) -> bool:

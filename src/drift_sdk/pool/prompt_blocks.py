@@ -41,10 +41,15 @@ class PromptBlocks(Struct, frozen=True):
 
 
 def rolling_hashes(items: Sequence[Any], block_size: int) -> Iterator[int]:
-    """For each full block, the hash of it and of the hash before."""
+    """For each full block, the hash of it and of the hash before. There are none from the first block on
+    with an item that has no hash, which the replica rejects."""
     found = 0
     for end in range(block_size, min(len(items), block_size * MAX_BLOCKS) + 1, block_size):
-        found = hash((found, items[end - block_size : end]))
+        try:
+            found = hash((found, items[end - block_size : end]))
+        except Exception:  # of whatever a caller gives for a token id
+            return
+
         yield found
 
 
@@ -55,6 +60,14 @@ def written(prompt: Prompt) -> str:
 
     if isinstance(prompt, ChatPrompt):
         parts = (prompt.offered_tools, prompt.template_args, *prompt.messages)
-        return "\n".join(map(repr, parts))
+        return "\n".join(map(text_of, parts))
 
     return ""
+
+
+def text_of(part: object) -> str:
+    """A text of plain data; none of an integer with more digits than Python writes."""
+    try:
+        return repr(part)
+    except ValueError:
+        return ""

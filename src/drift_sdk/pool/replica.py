@@ -24,7 +24,8 @@ class Replica:
     def __init__(self, index: int, engine: BaseEngine, load: Load) -> None:
         self.index = index
         self.engine = engine
-        self.is_drained = False
+        self._has_drained = False
+        self._drains: list[object] = []  # calls of `drain` that wait
         self.is_restarting = False
         self.num_moved = self.num_replayed = self.num_lost = 0
         self._load = load
@@ -36,6 +37,17 @@ class Replica:
         """Whether it gets new requests."""
         return not self.is_drained and self.engine.is_open
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether `drain` has taken it out of service."""
+        return self._has_drained or bool(self._drains)
+
+    def restore(self) -> None:
+        """Take it back into service, also if calls of `drain` wait."""
+        with self._lock:
+            self._has_drained = False
+            self._drains.clear()
+
     def became_idle(self) -> None:
         """Its last request has ended."""
         with self._lock:
@@ -45,18 +57,22 @@ class Replica:
 
     async def drain(self) -> None:
         """Take it out of service and wait until it has no requests. If the task is cancelled, it is back in
-        service."""
-        was_drained, self.is_drained = self.is_drained, True
-        idle = Latch()
+        service, unless another task has drained it or waits for that."""
+        drain, idle = object(), Latch()
         with self._lock:
+            self._drains.append(drain)
             self._idle.append(idle)
         if not self._load.num_requests:
             self.became_idle()
+        has_drained = False
         try:
             await idle.wait()
-        except BaseException:
-            self.is_drained = was_drained
-            raise
+            has_drained = True
+        finally:
+            with self._lock:
+                if drain in self._drains:  # else it was restored
+                    self._drains.remove(drain)
+                    self._has_drained |= has_drained
 
     async def restart(self, check: Callable[[], None]) -> None:
         """Close the engine and start it again. DriftError if that is being done already.
