@@ -58,6 +58,15 @@ def test_disabled_collector_stays_disabled() -> None:
     assert not gc.isenabled()
 
 
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Nothing is frozen at the beginning of a test."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def is_young(found: object) -> bool:
     return any(each is found for generation in (0, 1) for each in gc.get_objects(generation))
 
