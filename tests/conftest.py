@@ -53,8 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imported modules hold remains: the garbage collector, which tests make run often, need not look
-    at it."""
+    """Have the garbage collector, which runs often in tests, not look at what imported modules hold."""
     gc.collect()
     gc.freeze()
 
