@@ -133,7 +133,7 @@ class TextWorker:
 
     def abandon(self, client: Client) -> None:
         """Answer a client's job, if there is one, and abandon it: the outcome is of no interest any more."""
-        if not self._in_progress:  # then none waits either
+        if not self._in_progress:  # then a thread is about to take a job that waits
             return
 
         with self._changed:
