@@ -28,8 +28,8 @@ from drift_sdk.speculation import Speculation
 __all__ = ["PREFILL_TOKEN_BUDGETS", "EngineConfig", "EngineOptions", "prefill_token_budget"]
 
 PREFILL_TOKEN_BUDGETS = {"cpu": 256, "cuda": 2048}
-"""Most prompt tokens in a step by default, by type of device. On a CPU, larger steps compute no faster, and
-everybody waits for the end of a step: other sequences, and whoever cancels or closes."""
+"""Most prompt tokens in a step by default, by type of device. On a CPU, a step takes long, and its end is
+waited for by other sequences, by cancelling and by closing."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTORS = ("auto", "eager", "graph")

@@ -315,7 +315,7 @@ def test_stop_strings_end_generation_and_cut_the_text(loop: str) -> None:
 
 
 def test_stop_string_may_end_with_a_part_of_a_character() -> None:
-    """Which is U+FFFD, and part of the text only when no more tokens come."""
+    """U+FFFD stands for a part of a character when no more tokens come."""
     part = "é".encode()[0]
 
     def reply(prompt_ids, output_ids, seed) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -455,24 +456,34 @@ async def test_replicas_that_are_started_again_are_as_the_others() -> None:
         assert not pool.stats().is_asleep
 
 
+def held(
+    pause: Callable[[], Awaitable[Callable[[], None]]], is_asked: anyio.Event, may_answer: anyio.Event
+) -> Callable[[], Awaitable[Callable[[], None]]]:
+    """A `pause` that sets `is_asked`, and answers when `may_answer` is set."""
+
+    async def pause_held() -> Callable[[], None]:
+        undo = await pause()
+        is_asked.set()
+        await may_answer.wait()
+        return undo
+
+    return pause_held
+
+
+def is_running(engine: BaseEngine) -> bool:
+    return not engine.stats().is_paused
+
+
 async def test_replica_that_is_paused_late_does_not_remain_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is restarted while the pool is being paused, and that is cancelled or ended meanwhile."""
     async with pool_of(2) as pool:
         for ends_by_resume in (False, True):
             for index in range(2):
                 engine, is_asked, may_answer = pool.engines[index], anyio.Event(), anyio.Event()
-                pause = engine._pause
-
-                async def slow(pause=pause, is_asked=is_asked, may_answer=may_answer):  # type: ignore[no-untyped-def]
-                    undo = await pause()
-                    is_asked.set()
-                    await may_answer.wait()
-                    return undo
-
                 await engine.aclose()
                 undo = await pool._pause()
                 with monkeypatch.context() as patch:
-                    patch.setattr(engine, "_pause", slow)
+                    patch.setattr(engine, "_pause", held(engine._pause, is_asked, may_answer))
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(pool.restart(index))
                         await is_asked.wait()
@@ -480,7 +491,7 @@ async def test_replica_that_is_paused_late_does_not_remain_so(monkeypatch: pytes
                         if ends_by_resume:
                             await pool.resume()
                         may_answer.set()
-                await until(lambda engine=engine: not engine.stats().is_paused)  # type: ignore[misc]
+                await until(partial(is_running, engine))
 
 
 async def test_replica_is_out_of_service_while_one_of_two_drains_waits() -> None:
@@ -519,9 +530,10 @@ async def test_wrong_and_unusual_prompts_have_the_outcome_that_an_engine_gives()
     config = EngineConfig(chat_template=template)
     question = {"role": "user", "content": "x"}
     async with EnginePool([scripted_engine("ok", config=config)]) as pool:
-        for item in ([1], {1}, {"a": 1}):
+        items: tuple[Any, ...] = ([1], {1}, {"a": 1})
+        for item in items:
             with pytest.raises(RequestError, match="prompt"):
-                await pool.generate([5] * 63 + [item])  # type: ignore[list-item]
+                await pool.generate([5] * 63 + [item])
         assert (await pool.chat([{**question, "number": 10**5000}])).text == "ok"
         assert (await pool.chat([question], template_args={"x": 10**5000})).text == "ok"
 
