@@ -254,7 +254,7 @@ async def test_cancelled_start_ends_the_actor(nodes: TwoNodes, monkeypatch: pyte
     nowhere = Placement(num_gpus=0, num_cpus=0, resources={"nowhere": 1}, timeout_s=WAIT_S)
     waiting, loading = nodes.engine(nowhere), nodes.engine(HEAD, failing_models.hang)
     task = asyncio.create_task(waiting.start())
-    await until(lambda: called == ["__ray_ready__"])
+    await until(lambda: "__ray_ready__" in called)  # open engines of other tests call, too
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
