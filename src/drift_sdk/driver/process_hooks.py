@@ -28,6 +28,8 @@ EXIT_TIMEOUT_S = 20.0
 MAX_BUILTIN_FROZEN = 1000
 """Most objects that are frozen because the interpreter has frozen them: Python 3.12 starts with about 400. A
 program that freezes its objects has many times as many."""
+MIN_MOVED = 10_000
+"""Fewest young objects that are moved when a pause ends. A collection looks at fewer in 2 ms."""
 
 
 class Closable(Protocol):
@@ -94,9 +96,9 @@ def without_collection() -> Iterator[None]:
 
 
 def _count_as_old() -> None:
-    """Move all objects to the collector's oldest generation, without looking at them. Nothing is moved if
-    the program has frozen objects, which would be thawed."""
-    if gc.get_freeze_count() <= MAX_BUILTIN_FROZEN:
+    """Move all objects to the collector's oldest generation, without looking at them. Nothing is moved if few
+    are young, or if the program has frozen objects, which would be thawed."""
+    if gc.get_count()[0] >= MIN_MOVED and gc.get_freeze_count() <= MAX_BUILTIN_FROZEN:  # it counts one by one
         gc.freeze()
         gc.unfreeze()
 
