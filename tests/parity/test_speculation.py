@@ -198,17 +198,32 @@ def test_every_acceptance_length_occurs(
     print(f"K={num_draft_tokens} corruption={corruption}:", dict(sorted(oracle.histogram.items())))  # noqa: T201
 
 
-@pytest.mark.parametrize(("alone", "adaptive"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+# All pairs of variant and policy, and of variant and temperature.
+NGRAM_RUNS = [
+    (temperature, index, (index + temperature) % 2 == 1) for temperature in (0, 1) for index in range(4)
+]
+
+
+@pytest.mark.parametrize(("temperature", "variant", "adaptive"), NGRAM_RUNS)
 def test_ngram_drafter(
-    folder: Path, plain: dict[float, list[Completion]], temperature: float, alone: bool, adaptive: bool
+    folder: Path, plain: dict[float, list[Completion]], temperature: int, variant: int, adaptive: bool
 ) -> None:
-    for variant in VARIANTS[1:2] if alone else VARIANTS:
-        speculation = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=adaptive)
-        config = config_of(speculation=speculation, **variant)
-        found = anyio.run(lambda c=config: run_all(folder, c, cases(temperature), alone=alone))
-        assert_same(found, plain[temperature])
-        assert adaptive or sum(f.speculation.num_drafted for f in found) > 0
+    speculation = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=adaptive)
+    config = config_of(speculation=speculation, **VARIANTS[variant])
+    found = anyio.run(lambda: run_all(folder, config, cases(temperature), alone=False))
+    assert_same(found, plain[temperature])
+    assert adaptive or sum(f.speculation.num_drafted for f in found) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ngram_drafter_of_one_request_at_a_time(
+    folder: Path, plain: dict[float, list[Completion]], temperature: float
+) -> None:
+    speculation = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False)
+    config = config_of(speculation=speculation, **VARIANTS[1])
+    found = anyio.run(lambda: run_all(folder, config, cases(temperature), alone=True))
+    assert_same(found, plain[temperature])
+    assert sum(f.speculation.num_drafted for f in found) > 0
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (2, 3), (3, 1), (4, 0), (5, 2)])
