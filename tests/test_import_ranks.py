@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -56,9 +58,19 @@ def member_of(package: str, module: str) -> str | None:
     return module.removeprefix(prefix).split(".")[0] if module.startswith(prefix) else None
 
 
+def statements_of(file: Path) -> Iterator[ast.AST]:
+    """All statements of a module, also those inside others: `ast.walk` without the expressions."""
+    waiting: list[ast.AST] = [ast.parse(file.read_text())]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            waiting += getattr(node, name, ())
+
+
+@functools.cache
 def imports_of(file: Path, *, top_level: bool) -> list[str]:
-    tree = ast.parse(file.read_text())
-    nodes = tree.body if top_level else list(ast.walk(tree))
+    nodes = ast.parse(file.read_text()).body if top_level else statements_of(file)
     names: list[str] = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -70,6 +82,7 @@ def imports_of(file: Path, *, top_level: bool) -> list[str]:
     return names
 
 
+@functools.cache
 def modules() -> list[tuple[str, Path]]:
     found = []
     for file in sorted(ROOT.rglob("*.py")):
@@ -144,7 +157,7 @@ def test_a_file_fits_in_the_head() -> None:
 def test_long_functions_say_why() -> None:
     """A body has at most 60 lines, signature and docstring aside, or the docstring says why it is longer."""
     for name, file in modules():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in statements_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 docstring = ast.get_docstring(node)
                 first = node.body[1 if docstring and len(node.body) > 1 else 0]

@@ -25,7 +25,7 @@ NAME = f"drift_engine-{VERSION}"
 pytestmark = pytest.mark.timeout(300)
 
 INSTALLED = """
-import importlib.metadata, json, pathlib, sys
+import importlib.metadata, json, runpy, sys
 import drift_sdk
 metadata = importlib.metadata.metadata("drift-engine")
 has_torch = "torch" in sys.modules
@@ -35,8 +35,11 @@ print(json.dumps({
     "versions": [drift_sdk.__version__, metadata["Version"]],
     "has_torch": has_torch,
     "rare": sorted({"gguf", "huggingface_hub", "triton"} & sys.modules.keys()),
-}))
+}), flush=True)
+sys.argv[1:] = ["doctor", "--json"]
+runpy.run_module("drift_sdk", run_name="__main__", alter_sys=True)
 """
+"""A program whose first line tells of what an engine imports; the others are those of the command."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -140,14 +143,15 @@ def test_installed_wheel_works(wheel_of_sdist: Path, tmp_path: Path) -> None:
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "dependencies.pth").write_text("\n".join(others) + "\n")
 
-    isolated = (python, "-I", "-W", "error")  # without PYTHONPATH and the working directory
-    found = json.loads(run(*isolated, "-c", INSTALLED, cwd=tmp_path))
+    # Without PYTHONPATH and the working directory.
+    first, _, diagnosed = run(python, "-I", "-W", "error", "-c", INSTALLED, cwd=tmp_path).partition("\n")
+    found = json.loads(first)
     assert Path(found["file"]).is_relative_to(packages)
     assert found["versions"] == [VERSION, VERSION]
     assert not found["has_torch"]
     assert found["rare"] == []  # libraries that only some models need
 
-    diagnosis = json.loads(run(*isolated, "-m", "drift_sdk", "doctor", "--json", cwd=tmp_path))
+    diagnosis = json.loads(diagnosed)
     assert (diagnosis["is_usable"], diagnosis["drift_sdk"]) == (True, VERSION)
 
 

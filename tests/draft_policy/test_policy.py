@@ -6,6 +6,7 @@ import random
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from operator import mul
 
@@ -28,9 +29,10 @@ SHARE_OF_THREE = {0: 0.0, 1: 0.4, 3: 1.0, 5: 1.75}
 CHOICES = [(1, 3), (1, 3, 5)]
 NUM_IN_FLIGHT = 2  # rounds that are chosen before the result of an earlier one is known
 
-Rates = Sequence[float]
+Rates = tuple[float, ...]
 
 
+@cache
 def round_seconds(bucket: int, num_drafts: int) -> float:
     index = BUCKETS.index(bucket)
     return (PLAIN_MS[index] + SHARE_OF_THREE[num_drafts] * (THREE_MS[index] - PLAIN_MS[index])) / 1e3
@@ -48,14 +50,15 @@ def even_rates(acceptance_length: float) -> Rates:
         is_short = 1 + rate + rate**2 + rate**3 < acceptance_length
         low, high = (rate, high) if is_short else (low, rate)
 
-    return [low] * 5
+    return (low,) * 5
 
 
 def falling_rates(acceptance_length: float) -> Rates:
     """Rates of a draft that is right up to some position and wrong after it."""
-    return [min(max(acceptance_length - 1 - index, 0.0), 1.0) for index in range(5)]
+    return tuple(min(max(acceptance_length - 1 - index, 0.0), 1.0) for index in range(5))
 
 
+@cache
 def tokens_of(rates: Rates, num_drafts: int) -> float:
     total = reached = 1.0
     for rate in rates[:num_drafts]:
@@ -111,9 +114,10 @@ def play(
         extra = attention(number, slots)
         true = {k: round_seconds(bucket, k) + extra * (1 + 0.03 * k) for k in (0, *choices)}
         k = policy.num_draft_tokens(slots)
-        # Of the falling shares of slots that accept 1, 2, ... drafts, each slot is within some.
+        # Of the falling shares of slots that accept 1, 2, ... drafts, each slot is within some. Slots without
+        # drafts are alike, and one stands for all.
         shares = [-share for share in accumulate(now[:k], mul)]
-        accepted = [(k, bisect_left(shares, -rng.random())) for _ in range(slots)]
+        accepted = [(k, bisect_left(shares, -rng.random())) for _ in range(slots if k else 1)]
         in_flight.append((slots, k, true[k] * noise(rng), accepted))
         if len(in_flight) > NUM_IN_FLIGHT:
             policy.record(*in_flight.popleft())
@@ -186,7 +190,7 @@ def test_acceptance_that_changes(choices: Sequence[int], period: int) -> None:
 def test_drafting_resumes_when_acceptance_rises(slots: int) -> None:
     # A high rate, because at 64 sequences only a good draft gains time.
     policy, good = adaptive((1, 3)), even_rates(3.8)
-    off = play(policy, (1, 3), 600, lambda _: slots, lambda _: [0.0] * 5)
+    off = play(policy, (1, 3), 600, lambda _: slots, lambda _: (0.0,) * 5)
     assert off.chosen[0] > 0.9 * off.chosen.total()
     on = play(policy, (1, 3), 1200, lambda _: slots, lambda _: good, num_learning=800)
     assert on.chosen[3] > 0.9 * on.chosen.total()
@@ -254,7 +258,7 @@ def test_any_draft_and_any_attention(slots: int, rates: list[float], attention_f
         (1, 3),
         400,
         lambda _: slots,
-        lambda _: rates,
+        lambda _: tuple(rates),
         attention=lambda number, slots: attention_factor * 100e-6 * slots,
     )
     assert found.against_plain >= 0.96
@@ -262,7 +266,7 @@ def test_any_draft_and_any_attention(slots: int, rates: list[float], attention_f
 
 def test_largest_number_without_adapting() -> None:
     policy = DraftPolicy([1, 3], is_adaptive=False, round_costs=round_costs((1, 3)))
-    assert set(play(policy, (1, 3), 50, lambda _: 4, lambda _: [0.0] * 5, num_learning=0).chosen) == {3}
+    assert set(play(policy, (1, 3), 50, lambda _: 4, lambda _: (0.0,) * 5, num_learning=0).chosen) == {3}
 
 
 def plan_of(drafts: Sequence[int], *, has_chunk: bool = False) -> StepPlan:

@@ -440,7 +440,8 @@ def test_commands_make_a_head_for_the_engine(
     )
     added = AnswerFolder(work).training()[num_answers:]
     assert added and num_answers
-    templates = [load_chat_format(folder).prompt_ids(f"Number {number}?") for number in range(64)]
+    chat_format = load_chat_format(folder)
+    templates = [chat_format.prompt_ids(f"Number {number}?") for number in range(64)]
     assert all(answer.prompt_ids in templates for answer in added)
     settings = ("--vocabulary", 60, "--steps", 2, "--batch-tokens", 256, "--device", "cpu")
     settings += ("--wait-tokens", 100)

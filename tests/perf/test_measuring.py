@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from perf.harness.table import prefill_table
 from perf.prefill import first_token_seconds
 from perf.prefill import main as prefill_main
 
+SHORT = (2, 66)
+"""Lengths of generations that differ by more than what else happens on a busy machine."""
+
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Model:
@@ -34,8 +38,16 @@ def tiny(tmp_path: Path) -> Model:
 
 
 @pytest.fixture(autouse=True)
-def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds of the machine are measured in tests of their own."""
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
+    monkeypatch.setattr("perf.prefill.matmul_tflop_s", lambda device: 0.5)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command measures shorter generations."""
+    monkeypatch.setattr(decode, "DecodeOptions", partial(DecodeOptions, lengths=SHORT))
 
 
 async def test_decode_run_has_plausible_figures(tiny: Model) -> None:
@@ -105,6 +117,7 @@ async def test_rejected_prompt_ends_the_wait() -> None:
             await generation_seconds(engine, [[70] * 8, [70] * engine.max_model_len], 2)
 
 
+@pytest.mark.usefixtures("short")
 def test_decode_writes_a_result_file(tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
     arguments = ["--model", "tiny", "--device", "cpu", "--scenario", "batch2-16", "--repeats", "1"]
@@ -162,6 +175,7 @@ def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytes
     assert found == [(1, True), (2, True)]
 
 
+@pytest.mark.usefixtures("short")
 def test_sampled_runs_are_sampled_and_recorded_as_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,8 @@ SIZES = ["--sink-tokens", "16", "--retrieved-tokens", "16", "--window-tokens", "
 
 
 @pytest.fixture(autouse=True)
-def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_verification, "LENGTHS", (8, 72))
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
-def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path) -> None:
+def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "DecodeOptions", partial(DecodeOptions, lengths=(8, 72)))
     out = tmp_path / "speculative.json"
     speculative.main(
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -97,28 +98,28 @@ async def check_serves(engine: ProcessEngine) -> None:
 
 
 @on_every_loop
-@every_hang
 def test_cancelled_start_ends_the_child_and_leaves_nothing(
-    loop: str, hang: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
+    loop: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         engine = engine_of()
         await check_serves(engine)
         num_open = psutil.Process().num_fds()
-        with monkeypatch.context() as patch:
-            hang_at_start(patch, hang)
-            for _ in range(2):
-                with anyio.CancelScope() as scope:
-                    async with anyio.create_task_group() as tasks:
-                        tasks.start_soon(engine.start)
-                        await hung(earlier, hang)
-                        scope.cancel()
-                assert scope.cancelled_caught
-                assert not new_children(earlier) and psutil.Process().num_fds() == num_open
-                assert not engine.is_open and engine.pid is None
-                with pytest.raises(EngineClosed, match="start"):
-                    engine.generate("a")
-        await check_serves(engine)
+        for hang in HANGS:
+            with monkeypatch.context() as patch:
+                hang_at_start(patch, hang)
+                for _ in range(2):
+                    with anyio.CancelScope() as scope:
+                        async with anyio.create_task_group() as tasks:
+                            tasks.start_soon(engine.start)
+                            await hung(earlier, hang)
+                            scope.cancel()
+                    assert scope.cancelled_caught, hang
+                    assert not new_children(earlier) and psutil.Process().num_fds() == num_open, hang
+                    assert not engine.is_open and engine.pid is None, hang
+                    with pytest.raises(EngineClosed, match="start"):
+                        engine.generate("a")
+            await check_serves(engine)
 
     run(loop, main)
 
@@ -216,14 +217,18 @@ class HangsAt:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
-@pytest.mark.parametrize("hang", ["silent", "stopped when it has opened"])
-@pytest.mark.parametrize("how", ["cancel", "close"])
 def test_pool_of_which_one_child_hangs_at_its_start(
-    loop: str, hang: str, how: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
+    loop: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         engines = [engine_of() for _ in range(3)]
         pool = EnginePool(engines)
+        for case in itertools.product(["silent", "stopped when it has opened"], ["cancel", "close"]):
+            await begin(pool, engines, *case)
+        async with pool:
+            assert all(engine.is_open for engine in engines)
+
+    async def begin(pool: EnginePool, engines: list[ProcessEngine], hang: str, how: str) -> None:
         ended: list[str] = []
 
         async def start() -> None:
@@ -248,8 +253,6 @@ def test_pool_of_which_one_child_hangs_at_its_start(
                     assert not new_children(earlier)
         assert ended == [how] and not new_children(earlier)
         assert not any(engine.is_open for engine in engines)
-        async with pool:
-            assert all(engine.is_open for engine in engines)
 
     run(loop, main)
 
