@@ -87,7 +87,7 @@ def test_objects_made_in_a_block_count_as_old() -> None:
 
 
 def test_few_objects_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting the frozen objects of a program that has a million takes 30 ms."""
+    """Frozen objects, of which a program may have millions, would be counted one by one."""
     monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counts frozen objects"))
     gc.collect()
     with without_collection():

@@ -29,7 +29,7 @@ MAX_BUILTIN_FROZEN = 1000
 """Most objects that are frozen because the interpreter has frozen them: Python 3.12 starts with about 400. A
 program that freezes its objects has many times as many."""
 MIN_MOVED = 10_000
-"""Fewest young objects that are moved when a pause ends. A collection looks at fewer in 2 ms."""
+"""Fewest young objects that are moved when a pause ends. A collection looks at fewer within milliseconds."""
 
 
 class Closable(Protocol):
