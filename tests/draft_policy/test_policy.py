@@ -114,10 +114,9 @@ def play(
         extra = attention(number, slots)
         true = {k: round_seconds(bucket, k) + extra * (1 + 0.03 * k) for k in (0, *choices)}
         k = policy.num_draft_tokens(slots)
-        # Of the falling shares of slots that accept 1, 2, ... drafts, each slot is within some. Slots without
-        # drafts are alike, and one stands for all.
+        # Of the falling shares of slots that accept 1, 2, ... drafts, each slot is within some.
         shares = [-share for share in accumulate(now[:k], mul)]
-        accepted = [(k, bisect_left(shares, -rng.random())) for _ in range(slots if k else 1)]
+        accepted = [(k, bisect_left(shares, -rng.random())) for _ in range(slots)]
         in_flight.append((slots, k, true[k] * noise(rng), accepted))
         if len(in_flight) > NUM_IN_FLIGHT:
             policy.record(*in_flight.popleft())

@@ -21,14 +21,14 @@ MAX_BYTES = 2**28
 
 
 def can_map(tensor: torch.Tensor) -> bool:
-    """Whether `map_nan` can make a tensor to be used instead of this one, which has no values."""
+    """Whether a tensor without values can be replaced by one of `map_nan`."""
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
     return is_plain and tensor.dtype in DTYPES and MIN_BYTES <= tensor.nbytes <= MAX_BYTES
 
 
 def map_nan(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of NaN on the CPU. Memory is taken for the pages that are written, and time alike: a KV cache
-    of which a test uses little is made in microseconds instead of tens of milliseconds."""
+    """A tensor of NaN on the CPU. Only pages that are written take memory and time, which are few of a KV
+    cache that a test hardly uses."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     file = _file()
     missing = num_bytes - os.fstat(file).st_size
@@ -40,10 +40,7 @@ def map_nan(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @cache
 def _file() -> int:
-    """A file of ones, as long as the longest tensor so far."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("nan")
-
+    """A file whose bits are all 1, as long as the longest tensor so far."""
     file, path = tempfile.mkstemp()
     os.unlink(path)
     return file

@@ -98,7 +98,8 @@ def without_collection() -> Iterator[None]:
 def _count_as_old() -> None:
     """Move all objects to the collector's oldest generation, without looking at them. Nothing is moved if few
     are young, or if the program has frozen objects, which would be thawed."""
-    if gc.get_count()[0] >= MIN_MOVED and gc.get_freeze_count() <= MAX_BUILTIN_FROZEN:  # it counts one by one
+    has_many_young = gc.get_count()[0] >= MIN_MOVED
+    if has_many_young and gc.get_freeze_count() <= MAX_BUILTIN_FROZEN:  # counted one by one, so asked last
         gc.freeze()
         gc.unfreeze()
 

@@ -39,7 +39,7 @@ class Replica:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the replica is out of service because of `drain`."""
+        """Whether `drain` keeps the replica out of service."""
         return self._has_drained or bool(self._drains)
 
     def restore(self) -> None:

@@ -1,5 +1,4 @@
-"""Kernels compiled for GPUs that are not here fit their shared memory and use no instruction that they
-lack. A default engine compiles only so many when it first starts."""
+"""Kernels compiled for GPUs that are not here: their shared memory, their instructions, and their number."""
 
 from __future__ import annotations
 
