@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from expert_matrices import CLAMPED, drawn, poisoned, quantised_matrix, routed
+from prompt_chunks import Prompt
 from ptx_access import access_of_ptx, has_nvrtc, ptx_of
 from quantised_cases import FORMATS, QuantisedFormat, draw
 
 from drift_sdk import _kernels
+from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention
+from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.common import cuda_programs, launch_order
 from drift_sdk._kernels.common.cuda_programs import CudaKernel
 from drift_sdk._kernels.common.gpu_limits import HOPPER
@@ -127,7 +130,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         monkeypatch.setattr(module, "launch_kernel", launch)
     for module in (quantised_gemm, dequantise, packed_products):
         monkeypatch.setattr(module, "has_programs", lambda *_: True)
-    for module in (quantised_gemm, packed_products):
+    for module in (cuda_programs, quantised_gemm, packed_products):
         monkeypatch.setattr(module, "map_boxes", lambda matrix, *_: matrix)
     if not torch.cuda.is_available():
         properties = SimpleNamespace(multi_processor_count=HOPPER.num_multiprocessors)
@@ -162,6 +165,7 @@ def test_every_program_is_compared() -> None:
         "multiply.cu",
         "dequantise.cu",
         "few_rows.cu",
+        "exact_prefill.cu",
         "expert_products.cu",
         "ring_products.cu",
         "packed_products.cu",
@@ -197,6 +201,17 @@ def test_quantised_products_wait_as_they_declare(
 def test_products_of_few_rows_wait_as_they_declare(launches: list[Launch], device: str) -> None:
     x, weight = (drawn(rows, 2880, dtype=BF16, device=device) for rows in (4, 5120))
     few_rows_multiply(x, weight, torch.empty(2, 4, 5120, device=device), GemmConfig(num_slices=2))
+    assert_declared(launches)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_of_prompts_waits_as_it_declares(
+    head_dim: int, tile_rows: int, launches: list[Launch], device: str
+) -> None:
+    prompt = Prompt([(0, 0, 70)], (2, 1, head_dim), 64, device, BF16, has_sinks=True)
+    cuda_prefill_attention(prompt.layer(), prompt.tiles(tile_rows), tile_rows, Partitions())
     assert_declared(launches)
 
 

@@ -27,6 +27,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention, has_cuda_prefill
 from drift_sdk._kernels.attention.e4m3 import decode_rows
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.online_softmax import (
@@ -70,7 +71,7 @@ class ExactPrefillConfig(Struct, frozen=True):
     narrow_stages: int = 3
 
 
-FEW_ROWS = 192
+FEW_ROWS = 256
 """Most rows of a step for which tiles are halved: wide ones would leave multiprocessors without a program."""
 
 
@@ -307,9 +308,14 @@ def exact_prefill_attention(
 
     tiles: as of `prefill_attention`. partitions: those of `paged_attention`, for equal bits.
     The first key is 0. All tensors are contiguous. Raises ValueError for another shape, type or layout.
+    Where it can, cuda_prefill.py computes the same bits in less time.
     """
     layer.check(max_first_key=0)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
+    if has_cuda_prefill(layer, config.tile_rows, partitions):
+        cuda_prefill_attention(layer, tiles, config.tile_rows, partitions)
+        return
+
     _exact_prefill_attention[(layer.num_heads, tiles.shape[0])](
         value_scale_ptr=layer.kv.value_scale,
         tiles_ptr=tiles,

@@ -91,6 +91,11 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def log2_scale(self) -> float:
+        """The scale of scores, times log2(e): kernels compute powers of two."""
+        return self.score_scale * float(LOG2_E.value)
+
     def of_rows(self, rows: slice) -> LayerAttention:
         """The attention of some of the rows, or all."""
         if rows == slice(0, self.query.shape[0]):
@@ -132,7 +137,7 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
             "values_ptr": cache_words(self.kv.values),
             "key_scale_ptr": self.kv.key_scale,
             "block_table_ptr": self.block_table,
-            "scale": self.score_scale * LOG2_E.value,
+            "scale": self.log2_scale,
             "NUM_KV_HEADS": self.kv.num_heads,
             "HEAD_DIM": self.head_dim,
             "NUM_PARTS": num_parts,

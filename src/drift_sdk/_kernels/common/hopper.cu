@@ -1,5 +1,5 @@
 // Instructions of compute capability 9.0: barriers in shared memory, copies that they count, and products
-// of a warpgroup. Follows the types u8 to u64.
+// of a warpgroup. Follows types.cu.
 
 // A CUtensorMap of x.
 struct alignas(64) TensorMap {
@@ -53,6 +53,22 @@ __device__ __forceinline__ void copy_rows(void* to, const TensorMap* x, int colu
 // A barrier of the first NUM_THREADS threads of the CTA.
 template <int NUM_THREADS> __device__ __forceinline__ void sync_first() {
   asm volatile("bar.sync 1, %0;" ::"n"(NUM_THREADS) : "memory");
+}
+
+// A barrier of the warpgroup of an index.
+__device__ __forceinline__ void sync_warpgroup(int index) {
+  asm volatile("bar.sync %0, 128;" ::"r"(index + 1) : "memory");
+}
+
+// Makes what threads have stored in shared memory known to the copy engine and to wgmma.
+__device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// Changes the registers of a warpgroup's threads, 0: not at all.
+template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+  if constexpr (REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void give_registers() {
+  if constexpr (REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // d += a * b, or d = a * b, for 64 rows of a and 8 * NT columns of b: every warp of a warpgroup has 16 rows of a

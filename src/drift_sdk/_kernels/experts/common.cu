@@ -1,9 +1,5 @@
 // What the programs of this folder share: loads, the MMA, bfloat16.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int WARPS = 8;  // part of the order of summation

@@ -63,7 +63,7 @@ CHUNK = 128
 FEW_ROWS_PER_EXPERT = 5
 """Up to so many rows of an expert on average, few experts have more than the 8 of the smallest tile."""
 
-FILES = ("common/dependent_launch.cu", "experts/common.cu")
+FILES = ("common/types.cu", "common/dependent_launch.cu", "experts/common.cu")
 """What the programs of experts begin with."""
 PRODUCT_FILES = ("experts/expert_rows.cu", "experts/mxfp4.cu", "experts/expert_arguments.cu")
 """What the programs of products have after these."""

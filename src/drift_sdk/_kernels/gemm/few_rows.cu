@@ -1,15 +1,10 @@
 // Products of a few rows: out[s, m, n] = sum over the columns k of slice s of x[m, k] * weight[n, k], in bfloat16
-// with fp32 sums. few_rows_gemm.py describes them. Follows dependent_launch.cu.
+// with fp32 sums. few_rows_gemm.py describes them. Follows types.cu and dependent_launch.cu.
 //
 // A warp has one tile of the weight, 16 rows of one slice. It copies them to shared memory as early as there is
 // room. The tiles of a warpgroup are the A operand of wgmma, and x is the B operand.
 //
 // Order of summation: the columns of a slice in ascending order, 16 at a time, in one chain of wgmma.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 constexpr int TILE = 16;                      // rows of a tile of the weight
 constexpr int CHUNK = 64;                     // columns of a chunk: 128 bytes of a row

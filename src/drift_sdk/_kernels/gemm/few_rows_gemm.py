@@ -38,7 +38,7 @@ __all__ = [
     "has_few_rows_product",
 ]
 
-FILES = ("common/dependent_launch.cu", "gemm/few_rows.cu")
+FILES = ("common/types.cu", "common/dependent_launch.cu", "gemm/few_rows.cu")
 ACCESS = KernelAccess(frozenset({"weight"}), frozenset({"out"}), False)
 
 TILE, CHUNK = 16, 64

@@ -1,10 +1,5 @@
 // Formats of quantised weights, as packing.py arranges them, and the conversion of their codes to bfloat16.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 enum Codes { E4M3, INT8, INT4, E2M1 };
 enum Scales { CHANNEL, GROUP_FLOAT32, GROUP_BFLOAT16, GROUP_FLOAT16 };
 enum Shifts { NO_SHIFTS, ZEROS, OFFSETS };  // of a group: zero points of its codes, or offsets of its numbers

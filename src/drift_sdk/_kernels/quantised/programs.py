@@ -9,7 +9,7 @@ from drift_sdk._kernels.quantised.packing import STEP, UNIT, PackedWeight
 
 __all__ = ["has_programs", "program", "programs_run"]
 
-FILES = ("common/dependent_launch.cu", "quantised/formats.cu", "common/hopper.cu")
+FILES = ("common/types.cu", "common/dependent_launch.cu", "quantised/formats.cu", "common/hopper.cu")
 """What the programs begin with."""
 SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torch.float16: "GROUP_FLOAT16"}
 

@@ -1,0 +1,119 @@
+"""Attention of prompt chunks in CUDA C++, with the bits of `exact_prefill_attention`.
+
+On GPUs of compute capability 9.0, for bfloat16 and heads of 64 or 128 dimensions. Keys and values come by the
+copy engine several tiles ahead, across partitions; the softmax of a tile is computed while the values of the
+tile before are multiplied.
+
+Order of summation: that of online_softmax.py. Scores and values are products of wgmma, the denominator one
+with 8 columns of ones.
+
+Grid: (query heads, CTAs). A CTA goes through tiles of 64 or 128 rows, so that the unused tiles of a step's
+table need no CTAs of their own. Few rows have small tiles, which fill more multiprocessors.
+
+Bytes: a tile of rows reads the keys and values that it sees, from the L2 cache where other heads and tiles
+have read them. Flops: 4 * num_heads * head_dim for each pair of a row and a key.
+
+Dependent launch: a CTA waits before it reads anything, and permits its dependents to start by ending.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.common.gpu_limits import gpu_limits
+from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+
+__all__ = ["cuda_prefill_attention", "has_cuda_prefill"]
+
+FILES = (
+    "common/types.cu",
+    "common/dependent_launch.cu",
+    "common/hopper.cu",
+    "attention/prefill_stages.cu",
+    "attention/prefill_products.cu",
+    "attention/exact_prefill.cu",
+)
+ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+
+ROWS, KEYS, HALF_DIM = 64, 64, 64
+"""Rows of a warpgroup; keys of a tile; dimensions of a head that lie side by side in shared memory."""
+ONES_BYTES, BARRIER_BYTES = 1024, 8
+
+SHAPES = {64: (4, 160, "0, 0"), 128: (6, 384, "40, 232")}
+"""By rows of a tile: stages of keys and values; threads; registers of a thread that copies and of one that
+computes, 0 for as many as it starts with."""
+
+
+def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitions) -> bool:
+    """Return True if `cuda_prefill_attention` computes this attention."""
+    query = layer.query
+    if query.device.type != "cuda" or query.dtype != torch.bfloat16 or layer.kv.keys.dtype != torch.bfloat16:
+        return False
+
+    has_shape = tile_rows in SHAPES and layer.head_dim in (HALF_DIM, 2 * HALF_DIM)
+    has_tiles = partitions.tile == KEYS and layer.kv.block_size % KEYS == 0
+    if layer.window or not has_shape or not has_tiles:
+        return False
+
+    # Imported here: cuda.core is installed where there is a GPU.
+    from drift_sdk._kernels.common.cuda_programs import has_compiler
+
+    return torch.cuda.get_device_capability(query.device) == (9, 0) and has_compiler()
+
+
+def cuda_prefill_attention(
+    layer: LayerAttention, tiles: Tensor, tile_rows: int, partitions: Partitions
+) -> None:
+    """`exact_prefill_attention` where `has_cuda_prefill`, whose arguments it has checked. In `tiles`, those
+    that are used come first."""
+    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
+
+    num_stages, num_threads, registers = SHAPES[tile_rows]
+    tile_bytes = KEYS * layer.head_dim * 2
+    num_warpgroups = tile_rows // ROWS
+    shared_bytes = (
+        (num_warpgroups + 2 * num_stages) * tile_bytes + ONES_BYTES + 4 * num_stages * BARRIER_BYTES
+    )
+    macros = {
+        "DIM": layer.head_dim,
+        "NARROW": partitions.narrow,
+        "NARROW_END": partitions.narrow_end,
+        "WIDE": partitions.wide,
+        "ATTEND": f"attend<{num_warpgroups}, {num_stages}, {registers}>",
+        "THREADS": num_threads,
+    }
+    kernel = CudaKernel(FILES, "exact_prefill", tuple((name, str(value)) for name, value in macros.items()))
+    keys, values = (
+        map_boxes(cache.view(prod(cache.shape[:-1]), layer.head_dim), KEYS, HALF_DIM)
+        for cache in (layer.kv.keys, layer.kv.values)
+    )
+    # Rows in whole tiles may all be of one chunk. More chunks take turns, if the heads fill the GPU.
+    num_rows, num_tiles = layer.query.shape[0], tiles.shape[0]
+    filling = -(-gpu_limits().num_multiprocessors // layer.num_heads)
+    num_ctas = min(num_tiles, max(filling, -(-num_rows // tile_rows)))
+    launch_kernel(
+        compile_kernel(kernel, layer.query.device.index or 0, shared_bytes),
+        (layer.num_heads, num_ctas),
+        num_threads,
+        shared_bytes,
+        layer.query,
+        keys,
+        values,
+        layer.block_table,
+        tiles,
+        layer.sinks,
+        layer.out,
+        layer.log2_scale,
+        layer.query.stride(0),
+        layer.block_table.stride(0),
+        num_tiles,
+        layer.kv.num_heads,
+        layer.group,
+        layer.kv.block_size,
+    )
+    note_kernel("attention of prompts", ACCESS, {"out": layer.out})

@@ -1,0 +1,104 @@
+"""Attention of prompts in CUDA C++: bit for bit the sums of the kernel in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import tolerances
+import torch
+from prompt_chunks import Prompt
+
+from drift_sdk._kernels.attention import exact_prefill_attention as in_triton
+from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention, has_cuda_prefill
+from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
+from drift_sdk._kernels.attention.partitions import Partitions
+
+pytestmark = pytest.mark.kernel
+
+# Slot, position of the first row, rows: one row and an empty context, ends on borders of tiles and partitions
+# and behind them, warpgroups without rows, tiles that only the second warpgroup sees.
+CHUNKS = [
+    [(0, 0, 1)],
+    [(0, 63, 65), (1, 0, 64), (2, 127, 1), (3, 1023, 66)],
+    [(0, 5, 37), (1, 700, 129), (2, 1027, 70), (3, 1900, 333)],
+]
+MAX_KEYS = 2304
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Prompt, int], torch.Tensor]:
+    """Attention of a prompt by the kernel in Triton."""
+
+    def attend(prompt: Prompt, tile_rows: int) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(in_triton, "has_cuda_prefill", lambda *_: False)
+            return prompt.exact(ExactPrefillConfig(tile_rows=tile_rows), Partitions())
+
+    return attend
+
+
+def attend(prompt: Prompt, tile_rows: int, num_unused: int = 1) -> torch.Tensor:
+    layer, tiles = prompt.layer(), prompt.tiles(tile_rows)
+    unused = torch.full((num_unused, tiles.shape[1]), -1, dtype=torch.int32, device=tiles.device)
+    assert has_cuda_prefill(layer, tile_rows, Partitions())
+    cuda_prefill_attention(layer, torch.cat((tiles, unused)), tile_rows, Partitions())
+    return layer.out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("block_size", [64, 256])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (1, 1, 128), (14, 2, 64), (9, 3, 64)], ids=str)
+def test_bits_are_those_of_triton(
+    heads: tuple[int, int, int],
+    block_size: int,
+    has_sinks: bool,
+    tile_rows: int,
+    alone: Callable[[Prompt, int], torch.Tensor],
+    device: str,
+) -> None:
+    """With NaN wherever no key was written. With one head, CTAs go through several tiles of rows."""
+    for chunks in CHUNKS:
+        prompt = Prompt(chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, has_sinks=has_sinks)
+        found = attend(prompt, tile_rows)
+        assert torch.equal(found, alone(prompt, tile_rows)), chunks
+        tolerances.assert_near(
+            found, prompt.expected(), inner=MAX_KEYS, magnitude=8.0, num_roundings=1, name=f"{chunks}"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_rows", [64, 128])
+def test_a_cta_goes_through_tiles_of_different_lengths(
+    tile_rows: int, alone: Callable[[Prompt, int], torch.Tensor], device: str
+) -> None:
+    """More tiles than the GPU has multiprocessors, so many times that rings of stages wrap at any stage."""
+    for num_chunks in (200, 700):
+        chunks = [(i % 4, 0, 1 + i * 37 % 191) for i in range(num_chunks)]
+        prompt = Prompt(chunks, (3, 1, 128), 64, device, torch.bfloat16, MAX_KEYS)
+        assert torch.equal(attend(prompt, tile_rows, num_unused=50), alone(prompt, tile_rows))
+
+
+def test_other_attention_is_left_to_triton(device: str) -> None:
+    kv = torch.empty(4, 2, 64, 128, dtype=torch.bfloat16, device=device)
+    query = torch.empty(5, 4, 128, dtype=torch.bfloat16, device=device)
+    table = torch.zeros(1, 4, dtype=torch.int32, device=device)
+
+    def found(
+        query: torch.Tensor = query, kv: torch.Tensor = kv, window: int = 0, tile_rows: int = 64
+    ) -> bool:
+        layer = LayerAttention(
+            query=query, out=torch.empty_like(query), kv=LayerKV(kv, kv), block_table=table, window=window
+        )
+        return has_cuda_prefill(layer, tile_rows, Partitions())
+
+    assert not found(window=64)
+    assert not found(tile_rows=32)
+    assert not found(kv=kv.view(8, 2, 32, 128))
+    assert not found(query.half(), kv.half())
+    assert not found(query[..., :80].contiguous(), kv[..., :80].contiguous())
+    if not torch.cuda.is_available():
+        assert not found()
