@@ -1,4 +1,5 @@
-"""Cases of attention: decode and verify rows over long and short contexts, and a whole prompt."""
+"""Cases of attention: decode and verify rows over long and short contexts, chunks of prompts, and a whole
+prompt."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
+from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_attention, exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
 from drift_sdk._kernels.attention.partitions import Partitions
@@ -24,7 +26,7 @@ from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import ITEMSIZE
 from perf.harness.shapes import Model
 
-__all__ = ["attention_cases", "decode_case", "prefill_case"]
+__all__ = ["attention_cases", "chunk_case", "decode_case", "prefill_case"]
 
 BLOCK_SIZE = 64
 CONTEXTS, BATCHES, ROWS_PER_SEQUENCE = (512, 16_384, 32_768), (1, 4, 8, 64), (1, 4)
@@ -33,6 +35,8 @@ SHARING_BATCH, SHARING_CONTEXT, SHARED_KEYS = 32, 2176, 2048
 """Sequences, their tokens, and the tokens of the prefix that every four of them share."""
 PROMPT = 8192
 """Tokens of the prompt."""
+CHUNKS = ((0, 448), (700, 192), (1000, 448), (0, PROMPT))
+"""Keys before a chunk, and its rows: of mixed steps, and a whole prompt with `exact_prefill`."""
 KV_NAMES = {torch.bfloat16: "", E4M3: ", fp8 KV"}
 """Names of dtypes of the KV cache, appended to the name of a kernel."""
 
@@ -40,8 +44,8 @@ KV_NAMES = {torch.bfloat16: "", E4M3: ", fp8 KV"}
 def attention_cases(
     model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
 ) -> Iterator[Case]:
-    """Yield the cases of CONTEXTS, BATCHES and ROWS_PER_SEQUENCE, of shared prefixes, and of a prompt; in
-    bfloat16, with caches of bfloat16 and of e4m3.
+    """Yield the cases of CONTEXTS, BATCHES and ROWS_PER_SEQUENCE, of shared prefixes, of CHUNKS, and of a
+    prompt; in bfloat16, with caches of bfloat16 and of e4m3.
 
     row_counts and table have no influence on attention.
     """
@@ -52,6 +56,8 @@ def attention_cases(
                     yield decode_case(model.config, context, batch, rows, device, dtype)
         for shared in (0, SHARED_KEYS):
             yield decode_case(model.config, SHARING_CONTEXT, SHARING_BATCH, 1, device, dtype, shared)
+        for num_before, num_rows in CHUNKS:
+            yield chunk_case(model.config, num_before, num_rows, device, dtype)
         yield prefill_case(model.config, PROMPT, device, dtype)
 
 
@@ -98,6 +104,26 @@ def prefill_case(
     )
 
 
+def chunk_case(
+    config: DecoderConfig,
+    num_before: int,
+    num_rows: int,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    """Return the case of a chunk of `num_rows` tokens behind `num_before` others, summed as decoding does."""
+    row_size, num_keys = config.num_heads * config.head_dim, num_before + num_rows
+    kv_bytes = num_keys * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return Case(
+        kernel=f"exact prefill attention{KV_NAMES[dtype]}",
+        shape=f"{num_rows} tokens behind {num_before}",
+        num_rows=num_rows,
+        num_bytes=kv_bytes + 2 * num_rows * row_size * ITEMSIZE,
+        num_flops=4 * row_size * num_rows * (num_before + num_rows / 2),
+        prepare=partial(prepare_chunk, config, num_before, num_rows, device, dtype),
+    )
+
+
 def prepare_decode(
     config: DecoderConfig,
     context: int,
@@ -135,20 +161,46 @@ def prepare_decode(
 
 def prepare_prefill(config: DecoderConfig, num_tokens: int, device: str, dtype: torch.dtype) -> Prepared:
     """Make the inputs of `prefill_case`: random queries, keys and values, and the table of tiles."""
-    caches, block_table = cache_of(config, num_tokens, 1, device, dtype)
     attention = prefill_attention_config(config.head_dim, torch.bfloat16)
-    found = np.empty((-(-num_tokens // attention.tile_rows), TILE_FIELDS), np.int32)
-    prefill_tiles([(0, 0, num_tokens)], attention.tile_rows, found)
-    tiles = torch.from_numpy(found).to(device)
-    query = torch.randn(num_tokens, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
-    out = torch.empty_like(query)
-    layers = [LayerAttention(query=query, out=out, kv=kv, block_table=block_table) for kv in caches]
+    layers, tiles = chunk_of(config, 0, num_tokens, attention.tile_rows, device, dtype)
 
     def step() -> None:
         for layer in layers:
             prefill_attention(layer, tiles, attention)
 
-    return Prepared(step, len(caches), (out,))
+    return Prepared(step, len(layers), (layers[0].out,))
+
+
+def prepare_chunk(
+    config: DecoderConfig, num_before: int, num_rows: int, device: str, dtype: torch.dtype
+) -> Prepared:
+    """Make the inputs of `chunk_case`, as those of `prefill_case`."""
+    attention = exact_prefill_config(config.head_dim, torch.bfloat16, num_rows)
+    layers, tiles = chunk_of(config, num_before, num_rows, attention.tile_rows, device, dtype)
+
+    def step() -> None:
+        for layer in layers:
+            exact_prefill_attention(layer, tiles, attention, Partitions())
+
+    return Prepared(step, len(layers), (layers[0].out,))
+
+
+def chunk_of(
+    config: DecoderConfig,
+    num_before: int,
+    num_rows: int,
+    tile_rows: int,
+    device: str,
+    dtype: torch.dtype,
+) -> tuple[list[LayerAttention], Tensor]:
+    """Return several layers with random keys, values and queries of a chunk, and its tiles of rows."""
+    caches, block_table = cache_of(config, num_before + num_rows, 1, device, dtype)
+    found = np.empty((-(-num_rows // tile_rows), TILE_FIELDS), np.int32)
+    prefill_tiles([(0, num_before, num_rows)], tile_rows, found)
+    query = torch.randn(num_rows, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
+    out = torch.empty_like(query)
+    layers = [LayerAttention(query=query, out=out, kv=kv, block_table=block_table) for kv in caches]
+    return layers, torch.from_numpy(found).to(device)
 
 
 def cache_of(

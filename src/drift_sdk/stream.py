@@ -119,7 +119,8 @@ class TokenStream(AsyncIterator[Chunk]):
         updates.check_loop()
         self._is_iterated = True
         try:
-            await checkpoint_if_cancelled()
+            if updates.has_chunk or updates.is_done:  # a wait would notice a cancellation too
+                await checkpoint_if_cancelled()
             while not updates.has_chunk and not updates.is_done:
                 await updates.wait()
         except BaseException:

@@ -25,6 +25,7 @@ from drift_sdk import (
     TokenStream,
 )
 from drift_sdk.driver.request import ModelText, Request
+from drift_sdk.stream import updates_of
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
 
 TEXT = "Grüße, 世界! 🎉 That is all."
@@ -175,6 +176,33 @@ def test_cancelled_wait_cancels_a_stream_outside_async_with(loop: str, how: str)
             assert scope.cancelled_caught
             await until(lambda: is_idle(engine))
             assert (await stream).finish_reason == "cancelled"
+
+    run(loop, main)
+
+
+@on_every_loop
+@pytest.mark.parametrize("has_chunk", [False, True])
+def test_a_cancelled_task_reads_no_chunk(loop: str, has_chunk: bool) -> None:
+    """Whether one has come or not; it is read afterwards."""
+
+    async def main() -> None:
+        async with (
+            scripted_engine(endless, step_s=0.001) as engine,
+            engine.generate("x", ENDLESS) as stream,
+        ):
+            await anext(stream)
+            updates = updates_of(stream)
+            await until(lambda: updates.has_chunk)
+            await engine.pause()
+            if not has_chunk:
+                await anext(stream)
+            assert updates.has_chunk == has_chunk
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await anext(stream)
+            assert scope.cancelled_caught
+            await engine.resume()
+            assert (await anext(stream)).text
 
     run(loop, main)
 

@@ -18,7 +18,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
 from drift_sdk.quantised.e4m3 import E4M3
 from perf.cases import ngrams
-from perf.cases.attention import attention_cases, decode_case, prefill_case
+from perf.cases.attention import attention_cases, chunk_case, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
 from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
@@ -148,6 +148,7 @@ def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.M
     ):
         filled(case)
     filled(prefill_case(config, 100, "cpu", E4M3))
+    filled(chunk_case(config, 70, 30, "cpu"))
 
 
 def test_attention_cases_count_bytes_read(tmp_path: Path) -> None:
@@ -159,9 +160,11 @@ def test_attention_cases_count_bytes_read(tmp_path: Path) -> None:
     shared = decode_case(config, 1000, 5, 1, "cpu", num_shared=128)
     assert shared.num_bytes == (5 * 1000 - 3 * 128) * 2 * 2 * 16 * 2 + 5 * 2 * 4 * 16 * 2
     assert four.num_flops == 4 * one.num_flops == 4 * 3 * 1000 * 4 * 4 * 16
-    assert (
-        prefill_case(config, 1000, "cpu").num_flops == 1000 * decode_case(config, 500, 1, 1, "cpu").num_flops
-    )
+    prompt = prefill_case(config, 1000, "cpu")
+    assert prompt.num_flops == 1000 * decode_case(config, 500, 1, 1, "cpu").num_flops
+    chunk, rest = chunk_case(config, 600, 400, "cpu"), prefill_case(config, 600, "cpu")
+    assert chunk.num_flops == prompt.num_flops - rest.num_flops
+    assert chunk.num_bytes == prompt.num_bytes - 600 * 2 * 4 * 16 * 2
 
 
 KERNELS_OF_FP8 = ("attention, fp8 KV", "prefill attention, fp8 KV")
@@ -169,7 +172,7 @@ KERNELS_OF_FP8 = ("attention, fp8 KV", "prefill attention, fp8 KV")
 
 def test_attention_cases_cover_all_contexts_and_batches(tmp_path: Path) -> None:
     cases = list(attention_cases(prepare("llama-3.1-8b", tmp_path), (1,), TunedTable(), "cpu"))
-    assert len(cases) == 2 * (3 * 4 * 2 + 3)
+    assert len(cases) == 2 * (3 * 4 * 2 + 2 + 4 + 1)
     for names, size in ((("attention", "prefill attention"), 4096), (KERNELS_OF_FP8, 2048)):
         long = next(
             case

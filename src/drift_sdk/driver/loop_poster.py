@@ -47,6 +47,11 @@ class LoopPoster:
         except (anyio.NoEventLoopError, RuntimeError):
             return False
 
+    def event(self) -> asyncio.Event | anyio.Event:
+        """An event for tasks of this loop. On asyncio it is asyncio's own, which takes less time to make and
+        to wait for than anyio's: streams wait for every chunk."""
+        return asyncio.Event() if self._is_asyncio else anyio.Event()
+
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop call `function(*args)` soon; `LoopClosed` if the loop has ended. From any thread."""
         try:

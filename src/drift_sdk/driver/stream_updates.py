@@ -59,18 +59,19 @@ class Signal:
     __slots__ = ("_event",)
 
     def __init__(self) -> None:
-        self._event: anyio.Event | None = None  # set by the next call of `give`
+        self._event: asyncio.Event | anyio.Event | None = None  # set by the next call of `give`
 
     def give(self) -> None:
         if self._event is not None:
             self._event.set()
             self._event = None
 
-    async def wait(self) -> None:
-        if self._event is None:
-            self._event = anyio.Event()
-
-        await self._event.wait()
+    async def wait(self, loop_poster: LoopPoster) -> None:
+        """Wait for the next call of `give`. loop_poster: to the running loop."""
+        event = self._event
+        if event is None:
+            event = self._event = loop_poster.event()
+        await event.wait()
 
 
 class StreamUpdates:
@@ -168,7 +169,7 @@ class StreamUpdates:
         if self.is_from_parent:
             raise EngineClosed("the engine runs in the process that this one was forked from")
 
-        await (signal or self._signal).wait()
+        await (signal or self._signal).wait(self.loop_poster)
 
 
 class LoopDelivery:

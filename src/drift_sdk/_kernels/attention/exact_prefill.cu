@@ -90,7 +90,7 @@ __device__ __forceinline__ void attend_rows(const PrefillArguments& a, const Sha
 #pragma unroll
     for (int n = 0; n < 8; n++) keep(score[n]);
     if (lane == 0) arrive(shared.barrier(KEYS_EMPTY, keys.stage));
-    keys.advance();
+    keys.advance(1);
   };
   // Values of a tile; is_first: of a partition.
   auto start_values = [&](int tile, bool is_first) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void attend_rows(const PrefillArguments& a, const Sha
 #pragma unroll
     for (int k = 0; k < 4; k++) keep(share[k]);
     if (lane == 0) arrive(shared.barrier(VALUES_EMPTY, values.stage));
-    values.advance();
+    values.advance(1);
   };
   // The partition's sums, added to those before.
   auto add_partition = [&](const float (&maximum)[2]) {
@@ -231,10 +231,10 @@ __device__ __forceinline__ void attend_rows(const PrefillArguments& a, const Sha
   for (int tile = own_tiles; tile < (num_keys + KEYS - 1) / KEYS; tile++) {
     wait_for_phase(shared.barrier(KEYS_FULL, keys.stage), keys.parity);
     if (lane == 0) arrive(shared.barrier(KEYS_EMPTY, keys.stage));
-    keys.advance();
+    keys.advance(1);
     wait_for_phase(shared.barrier(VALUES_FULL, values.stage), values.parity);
     if (lane == 0) arrive(shared.barrier(VALUES_EMPTY, values.stage));
-    values.advance();
+    values.advance(1);
   }
   if (own_tiles == 0) return;
 

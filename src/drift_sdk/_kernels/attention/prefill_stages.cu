@@ -37,14 +37,6 @@ template <int WARPGROUPS, int STAGES> struct Shared {
 };
 enum { KEYS_FULL, VALUES_FULL, KEYS_EMPTY, VALUES_EMPTY };
 
-// A place in a ring of stages, and the parity of the phase that is waited for there.
-template <int STAGES> struct Turn {
-  int stage, parity;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
 // The place of a piece of 16 bytes of a row, in a tile of 64 rows.
 __device__ __forceinline__ u32 place_of(int row, int piece) {
   return (piece >> 3) * HALF_BYTES + row * 128 + (((piece ^ row) & 7) << 4);
@@ -99,7 +91,7 @@ __device__ __forceinline__ void copy_tiles(const PrefillArguments& a, const Shar
         for (int half = 0; half < HALVES; half++)
           copy_rows(shared.keys(keys.stage) + half * HALF_BYTES, keys_map, half * 64, row, full);
       }
-      keys.advance();
+      keys.advance(1);
     }
     if (tile > 0) {  // values are needed a tile later than keys
       if (lane == 0) {
@@ -110,7 +102,7 @@ __device__ __forceinline__ void copy_tiles(const PrefillArguments& a, const Shar
         for (int half = 0; half < HALVES; half++)
           copy_rows(shared.values(values.stage) + half * HALF_BYTES, values_map, half * 64, values_row, full);
       }
-      values.advance();
+      values.advance(1);
     }
     values_row = row;
   }

@@ -36,6 +36,17 @@ __device__ __forceinline__ void wait_for_phase(u64* barrier, u32 parity) {
       "bra AGAIN; END:}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+// A place in a ring of stages, and the parity of the phase that is waited for there. What copies begins with parity 1:
+// the phase before the first one counts as ended.
+template <int STAGES> struct Turn {
+  int stage, parity;
+
+  __device__ __forceinline__ void advance(int steps) {
+    stage += steps;
+    if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+  }
+};
+
 // Starts a copy of a multiple of 16 bytes, which `barrier` counts.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, u32 num_bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -183,17 +183,6 @@ template <int CODES, int SCALES, int SHIFTS, int GROUPS, int WM, int NT, int STA
   __device__ __forceinline__ u64* empty(int stage) const { return full(STAGES + stage); }
 };
 
-// The next stage of a warp, and the parity of the phase that it waits for. What copies begins with parity 1: the
-// phase before the first one counts as ended.
-template <int STAGES> struct Turn {
-  int stage, parity;
-
-  __device__ __forceinline__ void advance(int steps) {
-    stage += steps;
-    if (stage >= STAGES) stage -= STAGES, parity ^= 1;
-  }
-};
-
 // The sums of a warp's tile over every SPLIT-th step from `part` on. panel: the warpgroup's one of the stages. Each
 // warp arrives at the barrier of a stage that it has read: of one before the next step's products, of the last ones if
 // no other warpgroup takes turns.
