@@ -131,7 +131,10 @@ class ScriptedExecutor:
 
     def _tokens(self, slot: Slot, end: int) -> list[int]:
         """The tokens of a sequence before position `end`, from the KV cache."""
-        return [self._kv[self._kv_slot(slot, position)] for position in range(end)]
+        size, tokens = self.limits.block_size, list[int]()
+        for block in slot.block_table[: -(-end // size)]:
+            tokens += self._kv[block * size : (block + 1) * size]
+        return tokens[:end]
 
     def _kv_slot(self, slot: Slot, position: int) -> int:
         block_size = self.limits.block_size

@@ -25,7 +25,6 @@ struct PrefillArguments {
 template <int WARPGROUPS, int STAGES> struct Shared {
   u8* base;
   static constexpr int QUERIES = WARPGROUPS * ROWS * DIM * 2, ONES = 1024;
-  static constexpr int BYTES = QUERIES + STAGES * 2 * TILE_BYTES + ONES + 4 * STAGES * 8;
 
   __device__ __forceinline__ u8* queries(int warpgroup) const { return base + warpgroup * ROWS * DIM * 2; }
   __device__ __forceinline__ u8* keys(int stage) const { return base + QUERIES + stage * TILE_BYTES; }
