@@ -105,6 +105,6 @@ def dtype_name(dtype: str, device: str) -> str:
 
 def free_memory() -> None:
     """Return unused GPU memory of this process to the device."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()

@@ -58,13 +58,19 @@ def test_disabled_collector_stays_disabled() -> None:
     assert not gc.isenabled()
 
 
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """Nothing is frozen at the beginning of a test."""
-    gc.unfreeze()
+@pytest.fixture(autouse=True, scope="module")
+def frozen_afterwards() -> Iterator[None]:
+    """Other tests have what was imported frozen, so that their collections are short."""
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> None:
+    """Nothing is frozen at the beginning of a test, and nothing is young."""
+    gc.unfreeze()
+    gc.collect(1)
 
 
 def is_young(found: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -45,10 +46,10 @@ class Acceptance:
         """
         num_positions = len(self._rates)
         hits, trials = [0] * num_positions, [0] * num_positions
-        for num_planned, num_accepted in slots:
+        for (num_planned, num_accepted), num_slots in Counter(slots).items():
             for position in range(min(num_accepted + 1, num_planned)):
-                hits[position] += position < num_accepted
-                trials[position] += 1
+                hits[position] += num_slots if position < num_accepted else 0
+                trials[position] += num_slots
 
         for position, weight in enumerate(self._weights):
             faded = min(max(weight * MEMORY, MIN_WEIGHT), MAX_WEIGHT)

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -241,7 +242,9 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+@cache
 def _environment() -> BudgetedEnvironment:
+    """The environment of all templates, which cannot change it."""
     environment = BudgetedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
