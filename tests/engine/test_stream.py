@@ -183,7 +183,7 @@ def test_cancelled_wait_cancels_a_stream_outside_async_with(loop: str, how: str)
 @on_every_loop
 @pytest.mark.parametrize("has_chunk", [False, True])
 def test_a_cancelled_task_reads_no_chunk(loop: str, has_chunk: bool) -> None:
-    """Whether one has come or not; it is read afterwards."""
+    """A task in a cancelled scope, whether a chunk has come or not. Its chunk is read afterwards."""
 
     async def main() -> None:
         async with (
