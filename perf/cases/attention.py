@@ -3,7 +3,7 @@ prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -91,17 +91,10 @@ def decode_case(
 def prefill_case(
     config: DecoderConfig, num_tokens: int, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> Case:
-    """Return the case of a whole prompt. A token sees half of the tokens on average."""
-    row_size = config.num_heads * config.head_dim
-    kv_bytes = num_tokens * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return Case(
-        kernel=f"prefill attention{KV_NAMES[dtype]}",
-        shape=f"{num_tokens} tokens",
-        num_rows=num_tokens,
-        num_bytes=kv_bytes + 2 * num_tokens * row_size * ITEMSIZE,
-        num_flops=4 * row_size * num_tokens**2 / 2,
-        prepare=partial(prepare_prefill, config, num_tokens, device, dtype),
-    )
+    """Return the case of a whole prompt."""
+    kernel, shape = f"prefill attention{KV_NAMES[dtype]}", f"{num_tokens} tokens"
+    prepare = partial(prepare_prefill, config, num_tokens, device, dtype)
+    return rows_case(kernel, shape, config, 0, num_tokens, dtype, prepare)
 
 
 def chunk_case(
@@ -112,15 +105,31 @@ def chunk_case(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
     """Return the case of a chunk of `num_rows` tokens behind `num_before` others, summed as decoding does."""
+    kernel, shape = f"exact prefill attention{KV_NAMES[dtype]}", f"{num_rows} tokens behind {num_before}"
+    prepare = partial(prepare_chunk, config, num_before, num_rows, device, dtype)
+    return rows_case(kernel, shape, config, num_before, num_rows, dtype, prepare)
+
+
+def rows_case(
+    kernel: str,
+    shape: str,
+    config: DecoderConfig,
+    num_before: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    prepare: Callable[[], Prepared],
+) -> Case:
+    """Return the case of a prompt's tokens behind `num_before` others. A token sees half of them on average,
+    and all others."""
     row_size, num_keys = config.num_heads * config.head_dim, num_before + num_rows
     kv_bytes = num_keys * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
     return Case(
-        kernel=f"exact prefill attention{KV_NAMES[dtype]}",
-        shape=f"{num_rows} tokens behind {num_before}",
+        kernel=kernel,
+        shape=shape,
         num_rows=num_rows,
         num_bytes=kv_bytes + 2 * num_rows * row_size * ITEMSIZE,
         num_flops=4 * row_size * num_rows * (num_before + num_rows / 2),
-        prepare=partial(prepare_chunk, config, num_before, num_rows, device, dtype),
+        prepare=prepare,
     )
 
 

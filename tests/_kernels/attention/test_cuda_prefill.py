@@ -60,7 +60,7 @@ def test_bits_are_those_of_triton(
     alone: Callable[[Prompt, int], torch.Tensor],
     device: str,
 ) -> None:
-    """With NaN wherever no key was written. With one head, CTAs go through several tiles of rows."""
+    """With NaN wherever no key was written."""
     for chunks in CHUNKS:
         prompt = Prompt(chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, has_sinks=has_sinks)
         found = attend(prompt, tile_rows)
@@ -75,7 +75,7 @@ def test_bits_are_those_of_triton(
 def test_a_cta_goes_through_tiles_of_different_lengths(
     tile_rows: int, alone: Callable[[Prompt, int], torch.Tensor], device: str
 ) -> None:
-    """More tiles than the GPU has multiprocessors, so many times that rings of stages wrap at any stage."""
+    """More tiles than CTAs. The next tile begins at any stage of the rings."""
     for num_chunks in (200, 700):
         chunks = [(i % 4, 0, 1 + i * 37 % 191) for i in range(num_chunks)]
         prompt = Prompt(chunks, (3, 1, 128), 64, device, torch.bfloat16, MAX_KEYS)

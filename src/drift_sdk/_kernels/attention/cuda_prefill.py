@@ -21,6 +21,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
@@ -44,9 +45,22 @@ ROWS, KEYS, HALF_DIM = 64, 64, 64
 """Rows of a warpgroup; keys of a tile; dimensions of a head that lie side by side in shared memory."""
 ONES_BYTES, BARRIER_BYTES = 1024, 8
 
-SHAPES = {64: (4, 160, "0, 0"), 128: (6, 384, "40, 232")}
-"""By rows of a tile: stages of keys and values; threads; registers of a thread that copies and of one that
-computes, 0 for as many as it starts with."""
+
+class Launch(Struct, frozen=True):
+    """Launch configuration of a CTA; no bit depends on it.
+
+    num_stages: of keys, and of values. copy_registers, registers: of a thread that copies and of one that
+    computes; 0: as many as it starts with.
+    """
+
+    num_stages: int
+    num_threads: int
+    copy_registers: int = 0
+    registers: int = 0
+
+
+LAUNCHES = {64: Launch(4, 160), 128: Launch(6, 384, 40, 232)}
+"""By rows of a tile."""
 
 
 def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitions) -> bool:
@@ -55,7 +69,7 @@ def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitio
     if query.device.type != "cuda" or query.dtype != torch.bfloat16 or layer.kv.keys.dtype != torch.bfloat16:
         return False
 
-    has_shape = tile_rows in SHAPES and layer.head_dim in (HALF_DIM, 2 * HALF_DIM)
+    has_shape = tile_rows in LAUNCHES and layer.head_dim in (HALF_DIM, 2 * HALF_DIM)
     has_tiles = partitions.tile == KEYS and layer.kv.block_size % KEYS == 0
     if layer.window or not has_shape or not has_tiles:
         return False
@@ -69,37 +83,37 @@ def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitio
 def cuda_prefill_attention(
     layer: LayerAttention, tiles: Tensor, tile_rows: int, partitions: Partitions
 ) -> None:
-    """`exact_prefill_attention` where `has_cuda_prefill`, whose arguments it has checked. In `tiles`, those
-    that are used come first."""
+    """Attention of the rows of `tiles`, in `layer.out`, where `has_cuda_prefill`. The caller,
+    `exact_prefill_attention`, checks the arguments. Unused tiles are the last ones."""
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
 
-    num_stages, num_threads, registers = SHAPES[tile_rows]
-    tile_bytes = KEYS * layer.head_dim * 2
-    num_warpgroups = tile_rows // ROWS
-    shared_bytes = (
-        (num_warpgroups + 2 * num_stages) * tile_bytes + ONES_BYTES + 4 * num_stages * BARRIER_BYTES
-    )
+    options, num_warpgroups = LAUNCHES[tile_rows], tile_rows // ROWS
+    num_stages = options.num_stages
+    tile_bytes, barrier_bytes = KEYS * layer.head_dim * 2, 4 * num_stages * BARRIER_BYTES
+    shared_bytes = (num_warpgroups + 2 * num_stages) * tile_bytes + ONES_BYTES + barrier_bytes
+    sizes = (num_warpgroups, num_stages, options.copy_registers, options.registers)
     macros = {
         "DIM": layer.head_dim,
         "NARROW": partitions.narrow,
         "NARROW_END": partitions.narrow_end,
         "WIDE": partitions.wide,
-        "ATTEND": f"attend<{num_warpgroups}, {num_stages}, {registers}>",
-        "THREADS": num_threads,
+        "ATTEND": f"attend<{', '.join(map(str, sizes))}>",
+        "THREADS": options.num_threads,
     }
     kernel = CudaKernel(FILES, "exact_prefill", tuple((name, str(value)) for name, value in macros.items()))
     keys, values = (
         map_boxes(cache.view(prod(cache.shape[:-1]), layer.head_dim), KEYS, HALF_DIM)
         for cache in (layer.kv.keys, layer.kv.values)
     )
-    # Rows in whole tiles may all be of one chunk. More chunks take turns, if the heads fill the GPU.
+    # As many CTAs as one chunk of all rows has tiles, and at least one for each multiprocessor. Several chunks
+    # may have more tiles; some CTAs then take several.
     num_rows, num_tiles = layer.query.shape[0], tiles.shape[0]
     filling = -(-gpu_limits().num_multiprocessors // layer.num_heads)
     num_ctas = min(num_tiles, max(filling, -(-num_rows // tile_rows)))
     launch_kernel(
         compile_kernel(kernel, layer.query.device.index or 0, shared_bytes),
         (layer.num_heads, num_ctas),
-        num_threads,
+        options.num_threads,
         shared_bytes,
         layer.query,
         keys,
