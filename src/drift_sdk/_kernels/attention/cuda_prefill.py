@@ -105,8 +105,8 @@ def cuda_prefill_attention(
         map_boxes(cache.view(prod(cache.shape[:-1]), layer.head_dim), KEYS, HALF_DIM)
         for cache in (layer.kv.keys, layer.kv.values)
     )
-    # As many CTAs as one chunk of all rows has tiles, at least one for each multiprocessor. Several chunks may
-    # have more tiles; some CTAs then take several.
+    # As many CTAs as one chunk of all rows has tiles, at least one for each multiprocessor. Several chunks
+    # may have more tiles; some CTAs then take several.
     num_rows, num_tiles = layer.query.shape[0], tiles.shape[0]
     filling = -(-gpu_limits().num_multiprocessors // layer.num_heads)
     num_ctas = min(num_tiles, max(filling, -(-num_rows // tile_rows)))
