@@ -1,4 +1,4 @@
-"""Attention of prompts in CUDA C++: bit for bit the sums of the kernel in Triton."""
+"""Attention of prompts in CUDA C++: near the reference, and in decoding's order bit for bit as in Triton."""
 
 from __future__ import annotations
 
@@ -39,12 +39,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Prompt, int], torch.Tens
     return attend
 
 
-def attend(prompt: Prompt, tile_rows: int, num_unused: int = 1) -> torch.Tensor:
+def attend(
+    prompt: Prompt, tile_rows: int, partitions: Partitions | None, num_unused: int = 1
+) -> torch.Tensor:
     layer, tiles = prompt.layer(), prompt.tiles(tile_rows)
     unused = torch.full((num_unused, tiles.shape[1]), -1, dtype=torch.int32, device=tiles.device)
-    assert has_cuda_prefill(layer, tile_rows, Partitions())
-    cuda_prefill_attention(layer, torch.cat((tiles, unused)), tile_rows, Partitions())
+    assert has_cuda_prefill(layer, tile_rows, partitions)
+    cuda_prefill_attention(layer, torch.cat((tiles, unused)), tile_rows, partitions)
     return layer.out
+
+
+def assert_near(found: torch.Tensor, prompt: Prompt) -> None:
+    tolerances.assert_near(found, prompt.expected(), inner=MAX_KEYS, magnitude=8.0, num_roundings=1)
 
 
 @pytest.mark.gpu
@@ -52,7 +58,7 @@ def attend(prompt: Prompt, tile_rows: int, num_unused: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("block_size", [64, 256])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (1, 1, 128), (14, 2, 64), (9, 3, 64)], ids=str)
-def test_bits_are_those_of_triton(
+def test_sums_of_all_shapes(
     heads: tuple[int, int, int],
     block_size: int,
     has_sinks: bool,
@@ -63,23 +69,39 @@ def test_bits_are_those_of_triton(
     """With NaN wherever no key was written."""
     for chunks in CHUNKS:
         prompt = Prompt(chunks, heads, block_size, device, torch.bfloat16, MAX_KEYS, has_sinks=has_sinks)
-        found = attend(prompt, tile_rows)
-        assert torch.equal(found, alone(prompt, tile_rows)), chunks
-        tolerances.assert_near(
-            found, prompt.expected(), inner=MAX_KEYS, magnitude=8.0, num_roundings=1, name=f"{chunks}"
-        )
+        assert_near(attend(prompt, tile_rows, None), prompt)
+        exact = attend(prompt, tile_rows, Partitions())
+        assert torch.equal(exact, alone(prompt, tile_rows)), chunks
+        assert_near(exact, prompt)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile_rows", [64, 128])
+@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 64)], ids=str)
 def test_a_cta_goes_through_tiles_of_different_lengths(
-    tile_rows: int, alone: Callable[[Prompt, int], torch.Tensor], device: str
+    heads: tuple[int, int, int],
+    tile_rows: int,
+    alone: Callable[[Prompt, int], torch.Tensor],
+    device: str,
 ) -> None:
-    """More tiles than CTAs. The next tile begins at any stage of the rings."""
+    """More tiles than CTAs, and enough for heads with the same keys to run before others. The next tile begins
+    at any stage of the rings."""
     for num_chunks in (200, 700):
         chunks = [(i % 4, 0, 1 + i * 37 % 191) for i in range(num_chunks)]
-        prompt = Prompt(chunks, (3, 1, 128), 64, device, torch.bfloat16, MAX_KEYS)
-        assert torch.equal(attend(prompt, tile_rows, num_unused=50), alone(prompt, tile_rows))
+        prompt = Prompt(chunks, heads, 64, device, torch.bfloat16, MAX_KEYS)
+        assert torch.equal(attend(prompt, tile_rows, Partitions(), num_unused=50), alone(prompt, tile_rows))
+        assert_near(attend(prompt, tile_rows, None, num_unused=50), prompt)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_rows", [64, 128])
+def test_bits_of_a_row_do_not_depend_on_its_chunk(tile_rows: int, device: str) -> None:
+    whole = Prompt([(0, 0, 700)], (4, 2, 128), 64, device, torch.bfloat16, MAX_KEYS)
+    expected = attend(whole, tile_rows, None)
+    query = whole.query
+    for start, num_rows in ((699, 1), (333, 367), (65, 200)):
+        whole.chunks, whole.query = [(0, start, num_rows)], query[start : start + num_rows]
+        assert torch.equal(attend(whole, tile_rows, None), expected[start : start + num_rows])
 
 
 def test_other_attention_is_left_to_triton(device: str) -> None:
@@ -88,14 +110,22 @@ def test_other_attention_is_left_to_triton(device: str) -> None:
     table = torch.zeros(1, 4, dtype=torch.int32, device=device)
 
     def found(
-        query: torch.Tensor = query, kv: torch.Tensor = kv, window: int = 0, tile_rows: int = 64
+        query: torch.Tensor = query,
+        kv: torch.Tensor = kv,
+        tile_rows: int = 64,
+        partitions: Partitions | None = None,
+        **options: int,
     ) -> bool:
         layer = LayerAttention(
-            query=query, out=torch.empty_like(query), kv=LayerKV(kv, kv), block_table=table, window=window
+            query=query, out=torch.empty_like(query), kv=LayerKV(kv, kv), block_table=table, **options
         )
-        return has_cuda_prefill(layer, tile_rows, Partitions())
+        return has_cuda_prefill(layer, tile_rows, partitions)
 
     assert not found(window=64)
+    assert not found(first_key=1)
+    assert not found(partitions=Partitions(narrow=64))
+    assert not found(partitions=Partitions(tile=32))
+    assert not found(query.new_empty(5, 4 * 128 + 1)[:, :-1].view(5, 4, 128))
     assert not found(tile_rows=32)
     assert not found(kv=kv.view(8, 2, 32, 128))
     assert not found(query.half(), kv.half())

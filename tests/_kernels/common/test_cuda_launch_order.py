@@ -165,7 +165,7 @@ def test_every_program_is_compared() -> None:
         "multiply.cu",
         "dequantise.cu",
         "few_rows.cu",
-        "exact_prefill.cu",
+        "prefill_kernel.cu",
         "expert_products.cu",
         "ring_products.cu",
         "packed_products.cu",
@@ -207,11 +207,12 @@ def test_products_of_few_rows_wait_as_they_declare(launches: list[Launch], devic
 @needs_nvrtc
 @pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("partitions", [None, Partitions()], ids=["whole", "partitions"])
 def test_attention_of_prompts_waits_as_it_declares(
-    head_dim: int, tile_rows: int, launches: list[Launch], device: str
+    partitions: Partitions | None, head_dim: int, tile_rows: int, launches: list[Launch], device: str
 ) -> None:
     prompt = Prompt([(0, 0, 70)], (2, 1, head_dim), 64, device, BF16, has_sinks=True)
-    cuda_prefill_attention(prompt.layer(), prompt.tiles(tile_rows), tile_rows, Partitions())
+    cuda_prefill_attention(prompt.layer(), prompt.tiles(tile_rows), tile_rows, partitions)
     assert_declared(launches)
 
 

@@ -1,14 +1,16 @@
-"""Attention of prompt chunks in CUDA C++, with the bits of `exact_prefill_attention`.
+"""Attention of prompt chunks in CUDA C++: that of `prefill_attention`, and bit for bit that of
+`exact_prefill_attention`.
 
 On GPUs of compute capability 9.0, for bfloat16 and heads of 64 or 128 dimensions. Keys and values come by the
-copy engine several tiles ahead, across partitions; the softmax of a tile is computed while the values of the
-tile before are multiplied.
+copy engine ahead of the products; the softmax of a tile is computed while the values of the tile before are
+multiplied, and two warpgroups start their products in turns.
 
-Order of summation: that of online_softmax.py. Scores and values are products of wgmma, the denominator one
-with 8 columns of ones.
+Order of summation: with partitions, that of online_softmax.py. Scores and values are products of wgmma, the
+denominator one with 8 columns of ones. Without, tiles of 128 keys in ascending order, wherever a chunk began.
 
 Grid: (query heads, CTAs). A CTA goes through tiles of 64 or 128 rows, so that the unused tiles of a step's
-table need no CTAs of their own. Few rows have small tiles, which fill more multiprocessors.
+table need no CTAs of their own. Few rows have small tiles, which fill more multiprocessors. Of many rows, the
+heads that share keys run together, before others.
 
 Bytes: a tile of rows reads the keys and values that it sees, from the L2 cache where other heads and tiles
 have read them. Flops: 4 * num_heads * head_dim for each pair of a row and a key.
@@ -31,47 +33,57 @@ from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 
 __all__ = ["cuda_prefill_attention", "has_cuda_prefill"]
 
-FILES = (
+COMMON_FILES = (
     "common/types.cu",
     "common/dependent_launch.cu",
     "common/hopper.cu",
     "attention/prefill_stages.cu",
     "attention/prefill_products.cu",
-    "attention/exact_prefill.cu",
+    "attention/prefill_rows.cu",
 )
+FILES = (*COMMON_FILES, "attention/prefill.cu", "attention/prefill_kernel.cu")
+EXACT_FILES = (*COMMON_FILES, "attention/exact_prefill.cu", "attention/prefill_kernel.cu")
 ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
 
-ROWS, KEYS, HALF_DIM = 64, 64, 64
-"""Rows of a warpgroup; keys of a tile; dimensions of a head that lie side by side in shared memory."""
-ONES_BYTES, BARRIER_BYTES = 1024, 8
+ROWS, KEYS, BOX_KEYS, HALF_DIM = 64, 128, 64, 64
+"""Rows of a warpgroup; keys of a tile; keys that are copied at a time; dimensions of a head that lie side by
+side in shared memory."""
+PART_KEYS = 64
+"""Keys of a tile in decoding's order of summation."""
+NUM_STAGES = 2
+"""Tiles of keys, and of values, in shared memory."""
+ONES_BYTES, BARRIER_BYTES = 1024, 1024
+ALIGNMENT = 16
+"""Bytes of a query's row that are loaded at a time."""
 
 
 class Launch(Struct, frozen=True):
     """Launch configuration of a CTA; no bit depends on it.
 
-    num_stages: of keys, and of values. copy_registers, registers: of a thread that copies and of one that
-    computes; 0: as many as it starts with.
+    copy_registers, registers: of a thread that copies and of one that computes; 0: as many as it starts with.
     """
 
-    num_stages: int
     num_threads: int
     copy_registers: int = 0
     registers: int = 0
 
 
-LAUNCHES = {64: Launch(4, 160), 128: Launch(6, 384, 40, 232)}
+LAUNCHES = {64: Launch(160), 128: Launch(384, 40, 232)}
 """By rows of a tile."""
 
 
-def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitions) -> bool:
+def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitions | None) -> bool:
     """Return True if `cuda_prefill_attention` computes this attention."""
     query = layer.query
     if query.device.type != "cuda" or query.dtype != torch.bfloat16 or layer.kv.keys.dtype != torch.bfloat16:
         return False
 
     has_shape = tile_rows in LAUNCHES and layer.head_dim in (HALF_DIM, 2 * HALF_DIM)
-    has_tiles = partitions.tile == KEYS and layer.kv.block_size % KEYS == 0
-    if layer.window or not has_shape or not has_tiles:
+    has_rows = query.stride(0) * query.element_size() % ALIGNMENT == 0 and query.data_ptr() % ALIGNMENT == 0
+    if layer.window or layer.first_key or not has_shape or not has_rows or layer.kv.block_size % BOX_KEYS:
+        return False
+
+    if partitions is not None and not _has_whole_tiles(partitions):
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
@@ -81,28 +93,31 @@ def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitio
 
 
 def cuda_prefill_attention(
-    layer: LayerAttention, tiles: Tensor, tile_rows: int, partitions: Partitions
+    layer: LayerAttention, tiles: Tensor, tile_rows: int, partitions: Partitions | None
 ) -> None:
     """Attention of the rows of `tiles`, in `layer.out`, where `has_cuda_prefill`. The caller,
-    `exact_prefill_attention`, checks the arguments. Unused tiles are the last ones."""
+    `prefill_attention` or `exact_prefill_attention`, checks the arguments. Unused tiles are the last ones.
+
+    partitions: in whose order to sum; None: all keys in one.
+    """
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
 
-    options, num_warpgroups = LAUNCHES[tile_rows], tile_rows // ROWS
-    num_stages = options.num_stages
-    tile_bytes, barrier_bytes = KEYS * layer.head_dim * 2, 4 * num_stages * BARRIER_BYTES
-    shared_bytes = (num_warpgroups + 2 * num_stages) * tile_bytes + ONES_BYTES + barrier_bytes
-    sizes = (num_warpgroups, num_stages, options.copy_registers, options.registers)
+    options, num_warpgroups, head_dim = LAUNCHES[tile_rows], tile_rows // ROWS, layer.head_dim
+    stage_bytes = (tile_rows + 2 * NUM_STAGES * KEYS) * head_dim * 2
+    shared_bytes = stage_bytes + ONES_BYTES + BARRIER_BYTES
+    sizes = (num_warpgroups, NUM_STAGES, options.copy_registers, options.registers)
     macros = {
-        "DIM": layer.head_dim,
-        "NARROW": partitions.narrow,
-        "NARROW_END": partitions.narrow_end,
-        "WIDE": partitions.wide,
+        "DIM": head_dim,
         "ATTEND": f"attend<{', '.join(map(str, sizes))}>",
         "THREADS": options.num_threads,
     }
-    kernel = CudaKernel(FILES, "exact_prefill", tuple((name, str(value)) for name, value in macros.items()))
+    if partitions is not None:
+        macros |= {"NARROW": partitions.narrow, "NARROW_END": partitions.narrow_end, "WIDE": partitions.wide}
+        shared_bytes += tile_rows * head_dim * 4
+    files = FILES if partitions is None else EXACT_FILES
+    kernel = CudaKernel(files, "attend_prompts", tuple((name, str(value)) for name, value in macros.items()))
     keys, values = (
-        map_boxes(cache.view(prod(cache.shape[:-1]), layer.head_dim), KEYS, HALF_DIM)
+        map_boxes(cache.view(prod(cache.shape[:-1]), head_dim), BOX_KEYS, HALF_DIM)
         for cache in (layer.kv.keys, layer.kv.values)
     )
     # As many CTAs as one chunk of all rows has tiles, at least one for each multiprocessor. Several chunks
@@ -110,6 +125,8 @@ def cuda_prefill_attention(
     num_rows, num_tiles = layer.query.shape[0], tiles.shape[0]
     filling = -(-gpu_limits().num_multiprocessors // layer.num_heads)
     num_ctas = min(num_tiles, max(filling, -(-num_rows // tile_rows)))
+    # Where the heads that share keys fill the GPU, the L2 cache holds their keys until all rows are done.
+    is_filled = num_ctas * layer.group >= gpu_limits().num_multiprocessors
     launch_kernel(
         compile_kernel(kernel, layer.query.device.index or 0, shared_bytes),
         (layer.num_heads, num_ctas),
@@ -129,5 +146,12 @@ def cuda_prefill_attention(
         layer.kv.num_heads,
         layer.group,
         layer.kv.block_size,
+        layer.group if is_filled else layer.num_heads,
     )
     note_kernel("attention of prompts", ACCESS, {"out": layer.out})
+
+
+def _has_whole_tiles(partitions: Partitions) -> bool:
+    """Whether no tile of keys reaches across a border."""
+    borders = (partitions.narrow, partitions.narrow_end, partitions.wide)
+    return partitions.tile == PART_KEYS and not any(border % KEYS for border in borders)

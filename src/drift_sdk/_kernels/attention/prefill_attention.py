@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention, has_cuda_prefill
 from drift_sdk._kernels.attention.e4m3 import cache_numbers, decode_rows
 from drift_sdk._kernels.attention.layer_attention import MIN_DOT_SIZE, LayerAttention
 from drift_sdk._kernels.attention.online_softmax import LOG2_E, head_scale
@@ -249,9 +250,14 @@ def prefill_attention(layer: LayerAttention, tiles: Tensor, config: PrefillAtten
     0 ... position + j. Rows of no tile are left as they are.
     The first key is at most 15, and at most any row's own position. Rows of query and block table may have
     any stride. Raises ValueError for another shape, type or layout.
+    Where it can, cuda_prefill.py computes the same in less time, with other bits.
     """
     layer.check(max_first_key=MIN_DOT_SIZE - 1, has_strides=True)  # it lies in the first tile of keys
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
+    if has_cuda_prefill(layer, config.tile_rows, partitions=None):
+        cuda_prefill_attention(layer, tiles, config.tile_rows, partitions=None)
+        return
+
     _prefill_attention[(layer.num_heads, tiles.shape[0])](
         value_scale_ptr=layer.kv.value_scale,
         tiles_ptr=tiles,

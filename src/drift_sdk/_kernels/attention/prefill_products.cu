@@ -2,14 +2,16 @@
 
 #define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define EIGHT(n) FOUR(n), FOUR(n + 1), FOUR(n + 2), FOUR(n + 3), FOUR(n + 4), FOUR(n + 5), FOUR(n + 6), FOUR(n + 7)
-// Scores of 64 queries and 64 keys: d += a * b, or d = a * b. Both are rows of shared memory, see `descriptor`.
-__device__ __forceinline__ void multiply_keys(float (&d)[8][4], u64 a, u64 b, int is_added) {
+// Scores of 64 queries and 128 keys: d += a * b, or d = a * b. Both are rows of shared memory, see `descriptor`.
+__device__ __forceinline__ void multiply_keys(float (&d)[16][4], u64 a, u64 b, int is_added) {
   asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, p, 1, 1, 0, 0;}"
-      : EIGHT(0)
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1, 0, 0;}"
+      : EIGHT(0), EIGHT(8)
       : "l"(a), "l"(b), "r"(is_added));
 }
 

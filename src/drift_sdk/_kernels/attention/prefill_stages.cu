@@ -1,10 +1,13 @@
 // What attention of prompts takes: its arguments, its tiles of rows, and stages of keys and values in shared memory.
 // Follows types.cu and hopper.cu. Macro: DIM, of a head (64 or 128).
 
-constexpr int ROWS = 64, KEYS = 64;             // of a warpgroup; of a tile
+constexpr int ROWS = 64, KEYS = 128;            // of a warpgroup; of a tile
 constexpr int HALVES = DIM / 64, NT = DIM / 8;  // of a head's dimensions, 64 and 8 each
-constexpr int HALF_BYTES = KEYS * 128, TILE_BYTES = HALVES * HALF_BYTES;
-constexpr int PIECES = DIM / 8;  // of a row, 16 bytes each
+constexpr int ROW_BYTES = 128;                  // of a row's 64 dimensions
+constexpr int HALF_BYTES = KEYS * ROW_BYTES, TILE_BYTES = HALVES * HALF_BYTES;
+constexpr int QUERY_HALF_BYTES = ROWS * ROW_BYTES, QUERY_BYTES = HALVES * QUERY_HALF_BYTES;
+constexpr int PIECES = DIM / 8;                       // of a row, 16 bytes each
+constexpr int BOX_KEYS = 64, BOXES = KEYS / BOX_KEYS;  // copied at a time, of one block of the cache; in a tile
 
 // What the kernel takes.
 //   query: [N, num_heads, DIM] bfloat16, rows `query_stride` apart. out: [N, num_heads, DIM].
@@ -12,50 +15,67 @@ constexpr int PIECES = DIM / 8;  // of a row, 16 bytes each
 //   tiles: [num_tiles, 4] int32, see prefill_tiles.py: those that are used come first.
 //   sinks: [num_heads] bfloat16, or null.
 //   scale: of scores, times log2(e).
+//   heads_at_once: a divisor of num_heads: so many heads of all tiles before the next ones.
 struct PrefillArguments {
   const u16* query;
   const int *block_table, *tiles;
   const u16* sinks;
   u16* out;
   float scale;
-  int query_stride, table_stride, num_tiles, num_kv_heads, group, block_size;
+  int query_stride, table_stride, num_tiles, num_kv_heads, group, block_size, heads_at_once;
 };
 
 // The shared memory of a CTA.
 template <int WARPGROUPS, int STAGES> struct Shared {
   u8* base;
-  static constexpr int QUERIES = WARPGROUPS * ROWS * DIM * 2, ONES = 1024;
+  static constexpr int ONES_BYTES = 1024, BARRIER_BYTES = 1024;
 
-  __device__ __forceinline__ u8* queries(int warpgroup) const { return base + warpgroup * ROWS * DIM * 2; }
-  __device__ __forceinline__ u8* keys(int stage) const { return base + QUERIES + stage * TILE_BYTES; }
+  __device__ __forceinline__ u8* queries(int warpgroup) const { return base + warpgroup * QUERY_BYTES; }
+  __device__ __forceinline__ u8* keys(int stage) const { return queries(WARPGROUPS) + stage * TILE_BYTES; }
   __device__ __forceinline__ u8* values(int stage) const { return keys(STAGES + stage); }
   __device__ __forceinline__ u8* ones() const { return keys(2 * STAGES); }
   __device__ __forceinline__ u64* barrier(int kind, int stage) const {
-    return reinterpret_cast<u64*>(ones() + ONES) + kind * STAGES + stage;
+    return reinterpret_cast<u64*>(ones() + ONES_BYTES) + kind * STAGES + stage;
+  }
+  // A place that nothing is read from.
+  __device__ __forceinline__ u32* nowhere() const {
+    return reinterpret_cast<u32*>(ones() + ONES_BYTES + BARRIER_BYTES) - 1;
+  }
+  // Sums of partitions, of a program that keeps them here.
+  __device__ __forceinline__ float4* sums(int warpgroup) const {
+    return reinterpret_cast<float4*>(ones() + ONES_BYTES + BARRIER_BYTES + warpgroup * ROWS * DIM * 4);
   }
 };
 enum { KEYS_FULL, VALUES_FULL, KEYS_EMPTY, VALUES_EMPTY };
 
-// The place of a piece of 16 bytes of a row, in a tile of 64 rows.
-__device__ __forceinline__ u32 place_of(int row, int piece) {
-  return (piece >> 3) * HALF_BYTES + row * 128 + (((piece ^ row) & 7) << 4);
+// The place of a piece of 16 bytes of a row, in a tile of NUM_ROWS rows.
+template <int NUM_ROWS> __device__ __forceinline__ u32 place_of(int row, int piece) {
+  return (piece >> 3) * (NUM_ROWS * ROW_BYTES) + row * ROW_BYTES + (((piece ^ row) & 7) << 4);
 }
 
 // A tile of rows: slot, first row of the step, number of rows, position of the first one.
 struct RowTile {
   int slot, first_row, num_rows, position;
 
+  // The rows from the one of an index on, at most those of a warpgroup; there may be none.
+  __device__ __forceinline__ RowTile from(int index) const {
+    return {slot, first_row + index, min(num_rows - index, ROWS), position + index};
+  }
   __device__ __forceinline__ int num_keys() const { return position + num_rows; }
   __device__ __forceinline__ int num_tiles() const { return (num_keys() + KEYS - 1) / KEYS; }  // of keys
 };
 
-// The tiles of a CTA, one after the other.
+// The tiles of a CTA for a head, one after the other. CTAs are numbered as they start: heads first.
 struct RowTiles {
   const PrefillArguments& a;
-  int index;
+  int head, index;
   RowTile tile;
 
-  __device__ __forceinline__ explicit RowTiles(const PrefillArguments& a) : a(a), index(blockIdx.y) {}
+  __device__ __forceinline__ explicit RowTiles(const PrefillArguments& a) : a(a) {
+    const int num_ctas = a.heads_at_once * gridDim.y, cta = blockIdx.y * gridDim.x + blockIdx.x;
+    head = cta / num_ctas * a.heads_at_once + cta % num_ctas % a.heads_at_once;
+    index = cta % num_ctas / a.heads_at_once;
+  }
 
   // Goes to the next tile. Returns whether there is one.
   __device__ __forceinline__ bool advance() {
@@ -67,42 +87,49 @@ struct RowTiles {
   }
 };
 
-// Copies the keys and values that a tile of rows sees.
+// Starts the copies of a tile of keys or values, whose boxes begin at rows of the cache, once its stage is empty.
+template <int STAGES>
+__device__ __forceinline__ void copy_tile(u8* to, const TensorMap* map, const int (&rows)[BOXES], u64* empty, u64* full,
+                                          const Turn<STAGES>& turn) {
+  wait_for_phase(empty, turn.parity);
+  arrive_expecting(full, TILE_BYTES);
+#pragma unroll
+  for (int box = 0; box < BOXES; box++)
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+      copy_rows(to + half * HALF_BYTES + box * BOX_KEYS * ROW_BYTES, map, half * 64, rows[box], full);
+}
+
+// Copies the keys and values that a tile of rows sees. Boxes without any of these become zeros.
 template <int WARPGROUPS, int STAGES>
 __device__ __forceinline__ void copy_tiles(const PrefillArguments& a, const Shared<WARPGROUPS, STAGES>& shared,
                                            const TensorMap* keys_map, const TensorMap* values_map, const RowTile& rows,
-                                           Turn<STAGES>& keys, Turn<STAGES>& values) {
-  const int lane = threadIdx.x & 31, kv_head = blockIdx.x / a.group, num_tiles = rows.num_tiles();
+                                           int head, Turn<STAGES>& keys, Turn<STAGES>& values) {
+  const int lane = threadIdx.x & 31, kv_head = head / a.group, num_tiles = rows.num_tiles();
+  const int num_boxes = (rows.num_keys() + BOX_KEYS - 1) / BOX_KEYS, boxes_per_block = a.block_size / BOX_KEYS;
   const int* const table = a.block_table + static_cast<u64>(rows.slot) * a.table_stride;
-  const int tiles_per_block = a.block_size / KEYS;
-  int values_row = 0, block = 0;
+  int block = 0, key_rows[BOXES], value_rows[BOXES];
   for (int tile = 0; tile <= num_tiles; tile++) {
-    int row = 0;
-    if (tile < num_tiles) {
-      if (tile % 32 == 0 && tile + lane < num_tiles) block = table[(tile + lane) / tiles_per_block];
-      const int of_tile = __shfl_sync(~0u, block, tile % 32);
-      row = (of_tile * a.num_kv_heads + kv_head) * a.block_size + tile % tiles_per_block * KEYS;
-      if (lane == 0) {
-        wait_for_phase(shared.barrier(KEYS_EMPTY, keys.stage), keys.parity);
-        u64* const full = shared.barrier(KEYS_FULL, keys.stage);
-        arrive_expecting(full, TILE_BYTES);
 #pragma unroll
-        for (int half = 0; half < HALVES; half++)
-          copy_rows(shared.keys(keys.stage) + half * HALF_BYTES, keys_map, half * 64, row, full);
-      }
+    for (int i = 0; i < BOXES; i++) {
+      const int box = tile * BOXES + i;
+      value_rows[i] = key_rows[i];
+      if (box % 32 == 0 && box + lane < num_boxes) block = table[(box + lane) / boxes_per_block];
+      const int of_box = __shfl_sync(~0u, block, box % 32);
+      key_rows[i] = (of_box * a.num_kv_heads + kv_head) * a.block_size + box % boxes_per_block * BOX_KEYS;
+      if (box >= num_boxes) key_rows[i] = -BOX_KEYS;  // rows that do not exist
+    }
+    if (tile < num_tiles) {
+      if (lane == 0)
+        copy_tile(shared.keys(keys.stage), keys_map, key_rows, shared.barrier(KEYS_EMPTY, keys.stage),
+                  shared.barrier(KEYS_FULL, keys.stage), keys);
       keys.advance(1);
     }
     if (tile > 0) {  // values are needed a tile later than keys
-      if (lane == 0) {
-        wait_for_phase(shared.barrier(VALUES_EMPTY, values.stage), values.parity);
-        u64* const full = shared.barrier(VALUES_FULL, values.stage);
-        arrive_expecting(full, TILE_BYTES);
-#pragma unroll
-        for (int half = 0; half < HALVES; half++)
-          copy_rows(shared.values(values.stage) + half * HALF_BYTES, values_map, half * 64, values_row, full);
-      }
+      if (lane == 0)
+        copy_tile(shared.values(values.stage), values_map, value_rows, shared.barrier(VALUES_EMPTY, values.stage),
+                  shared.barrier(VALUES_FULL, values.stage), values);
       values.advance(1);
     }
-    values_row = row;
   }
 }
