@@ -84,7 +84,7 @@ def test_a_cta_goes_through_tiles_of_different_lengths(
     alone: Callable[[Prompt, int], torch.Tensor],
     device: str,
 ) -> None:
-    """More tiles than CTAs, and enough for heads with the same keys to run before others. The next tile begins
+    """More tiles than CTAs, and enough for heads with the same keys to run first. The next tile begins
     at any stage of the rings."""
     for num_chunks in (200, 700):
         chunks = [(i % 4, 0, 1 + i * 37 % 191) for i in range(num_chunks)]

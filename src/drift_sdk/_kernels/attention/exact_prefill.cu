@@ -102,6 +102,14 @@ __device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
     }
     has_sums = true;
   };
+  auto settle_probabilities = [&]() {
+    u32 signs = 0;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) signs |= __float_as_uint(r.score[n][e]);
+    r.settle(signs);
+  };
   // Whether a partition ends behind a tile.
   auto is_last = [&](int key_tile) {
     const int end = (key_tile + 1) * KEYS;
@@ -109,9 +117,7 @@ __device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
   };
 
   const int num_tiles = r.tile.num_tiles();
-  r.begin_turn();
   r.start_scores();
-  r.end_turn();
   wait_for_wgmma<0>();
   r.end_scores();
   take_scores(0);
@@ -119,7 +125,6 @@ __device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
   bool is_first = true;
 #pragma unroll 1
   for (int key_tile = 0; key_tile + 1 < num_tiles; key_tile++) {
-    r.begin_turn();
     r.wait_for_values(key_tile);
     if (!is_first) rescale_sums(0);
     start_values(0, is_first);
@@ -128,21 +133,19 @@ __device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
     keep_sums();
     rescale_sums(1);
     start_values(1, false);
-    r.end_turn();
     wait_for_wgmma<1>();
     r.end_scores();
     is_first = is_last(key_tile);
     const float maximum[2] = {softmax.maximum[0], softmax.maximum[1]};
     if (is_first) softmax.maximum[0] = softmax.maximum[1] = NOTHING;
     take_scores(key_tile + 1);
-    r.settle_probabilities();
+    settle_probabilities();
     wait_for_wgmma<0>();
     keep_sums();
     r.end_values();
     if (is_first) add_partition(maximum, false);
     r.round_probabilities();
   }
-  r.begin_turn();
   r.wait_for_values(num_tiles - 1);
   if (!is_first) rescale_sums(0);
   start_values(0, is_first);
@@ -150,7 +153,6 @@ __device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
   keep_sums();
   rescale_sums(1);
   start_values(1, false);
-  r.end_turn();
   wait_for_wgmma<0>();
   keep_sums();
   r.end_values();

@@ -3,6 +3,14 @@
 //
 // Order of summation: tiles of KEYS keys in ascending order.
 
+// Two warpgroups start their products in turns, so that the softmax of one runs beside the products of the other.
+__device__ __forceinline__ void wait_for_turn(int warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
+}
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory");
+}
+
 template <int WARPGROUPS, int STAGES>
 __device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
   float total[NT][4], maximum[2] = {NOTHING, NOTHING}, weight[2] = {0.0f, 0.0f}, rescale[2];
@@ -50,34 +58,36 @@ __device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
   };
 
   const int num_tiles = r.tile.num_tiles();
-  r.begin_turn();
+  const bool has_turns = WARPGROUPS == 2 && r.tile.num_rows > ROWS, is_second = r.warpgroup == 1;
+  if (has_turns && is_second) pass_turn(r.warpgroup);
+  if (has_turns) wait_for_turn(r.warpgroup);
   r.start_scores();
-  r.end_turn();
+  if (has_turns) pass_turn(r.warpgroup);
   wait_for_wgmma<0>();
   r.end_scores();
   take_scores(0);
   r.round_probabilities();
 #pragma unroll 1
   for (int key_tile = 0; key_tile + 1 < num_tiles; key_tile++) {
-    r.begin_turn();
+    if (has_turns) wait_for_turn(r.warpgroup);
     r.start_scores();
     rescale_total();
     r.wait_for_values(key_tile);
     start_values();
-    r.end_turn();
+    if (has_turns) pass_turn(r.warpgroup);
     wait_for_wgmma<1>();
     r.end_scores();
     take_scores(key_tile + 1);
-    r.settle_probabilities();
+    r.settle(__float_as_uint(weight[0] + weight[1]));
     wait_for_wgmma<0>();
     end_values();
     r.round_probabilities();
   }
   rescale_total();
-  r.begin_turn();
+  if (has_turns) wait_for_turn(r.warpgroup);
   r.wait_for_values(num_tiles - 1);
   start_values();
-  r.end_turn();
+  if (has_turns && !is_second) pass_turn(r.warpgroup);
   wait_for_wgmma<0>();
   end_values();
 

@@ -35,7 +35,6 @@ __device__ __forceinline__ void attend(const PrefillArguments& a, const TensorMa
     return;
   }
   take_registers<REGISTERS>();
-  if (WARPGROUPS == 2 && warpgroup == 1) pass_turn(warpgroup);
   Turn<STAGES> keys{0, 0}, values{0, 0};
   auto attend_tile = [&]() {
     Rows<WARPGROUPS, STAGES> rows(a, shared, tiles.tile, tiles.head, warpgroup, keys, values);

@@ -25,15 +25,6 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   return pair;
 }
 
-// Two warpgroups start their products in turns, so that the softmax of one runs beside the products of the other. The
-// second one passes the first turn.
-__device__ __forceinline__ void wait_for_turn(int warpgroup) {
-  asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
-}
-__device__ __forceinline__ void pass_turn(int warpgroup) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory");
-}
-
 // The rows of a warpgroup in a tile of rows, for a query head. A thread has numbers of two rows, `row` and row + 8: the
 // elements 0 and 1, 2 and 3 of each fragment.
 //   score: of the tile of keys that is taken, then probabilities. share: probabilities, rounded.
@@ -66,13 +57,6 @@ template <int WARPGROUPS, int STAGES> struct Rows {
     }
     fence_stores();
     sync_warpgroup(warpgroup);
-  }
-
-  __device__ __forceinline__ void begin_turn() {
-    if constexpr (WARPGROUPS == 2) wait_for_turn(warpgroup);
-  }
-  __device__ __forceinline__ void end_turn() {
-    if constexpr (WARPGROUPS == 2) pass_turn(warpgroup);
   }
 
   // Starts the products of queries and the next tile of keys.
@@ -118,14 +102,10 @@ template <int WARPGROUPS, int STAGES> struct Rows {
     return fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
   }
 
-  // Has the compiler compute all probabilities before what follows: none has a sign. It would wait for the values first.
-  __device__ __forceinline__ void settle_probabilities() {
-    u32 signs = 0;
-#pragma unroll
-    for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) signs |= __float_as_uint(score[n][e]);
-    if (static_cast<int>(signs) < 0) *shared.nowhere() = signs;
+  // Has the compiler compute a number that has no sign before what follows: probabilities, before the products of
+  // values have ended.
+  __device__ __forceinline__ void settle(u32 number) const {
+    if (static_cast<int>(number) < 0) *shared.nowhere() = number;
   }
 
   __device__ __forceinline__ void round_probabilities() {
@@ -163,12 +143,8 @@ template <int WARPGROUPS, int STAGES> struct Rows {
 
   // Lets the tiles of keys pass, of which this warpgroup needs none.
   __device__ __forceinline__ void pass_tiles() {
-    begin_turn();
-    end_turn();
 #pragma unroll 1
     for (int key_tile = 0; key_tile < tile.num_tiles(); key_tile++) {
-      begin_turn();
-      end_turn();
       wait_for_phase(shared.barrier(KEYS_FULL, keys.stage), keys.parity);
       if (lane == 0) arrive(shared.barrier(KEYS_EMPTY, keys.stage));
       keys.advance(1);
