@@ -3,7 +3,7 @@ prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -31,6 +31,8 @@ __all__ = ["attention_cases", "chunk_case", "decode_case", "prefill_case"]
 BLOCK_SIZE = 64
 CONTEXTS, BATCHES, ROWS_PER_SEQUENCE = (512, 16_384, 32_768), (1, 4, 8, 64), (1, 4)
 """Tokens of a sequence; sequences; rows of each: one to decode, or one and three drafts to verify."""
+UNEVEN_CONTEXTS = (100, 180, 260, 350, 480, 700, 1100, 3200)
+"""Tokens of sequences that a service decodes together, prompts having a median of 350 tokens."""
 SHARING_BATCH, SHARING_CONTEXT, SHARED_KEYS = 32, 2176, 2048
 """Sequences, their tokens, and the tokens of the prefix that every four of them share."""
 PROMPT = 8192
@@ -44,8 +46,8 @@ KV_NAMES = {torch.bfloat16: "", E4M3: ", fp8 KV"}
 def attention_cases(
     model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
 ) -> Iterator[Case]:
-    """Yield the cases of CONTEXTS, BATCHES and ROWS_PER_SEQUENCE, of shared prefixes, of CHUNKS, and of a
-    prompt; in bfloat16, with caches of bfloat16 and of e4m3.
+    """Yield the cases of CONTEXTS, BATCHES and ROWS_PER_SEQUENCE, of UNEVEN_CONTEXTS, of shared prefixes, of
+    CHUNKS, and of a prompt; in bfloat16, with caches of bfloat16 and of e4m3.
 
     row_counts and table have no influence on attention.
     """
@@ -53,9 +55,12 @@ def attention_cases(
         for context in CONTEXTS:
             for batch in BATCHES:
                 for rows in ROWS_PER_SEQUENCE:
-                    yield decode_case(model.config, context, batch, rows, device, dtype)
+                    yield decode_case(model.config, (context,) * batch, rows, device, dtype)
+        for repeats in (1, 8):
+            yield decode_case(model.config, UNEVEN_CONTEXTS * repeats, 1, device, dtype)
         for shared in (0, SHARED_KEYS):
-            yield decode_case(model.config, SHARING_CONTEXT, SHARING_BATCH, 1, device, dtype, shared)
+            contexts = (SHARING_CONTEXT,) * SHARING_BATCH
+            yield decode_case(model.config, contexts, 1, device, dtype, shared)
         for num_before, num_rows in CHUNKS:
             yield chunk_case(model.config, num_before, num_rows, device, dtype)
         yield prefill_case(model.config, PROMPT, device, dtype)
@@ -63,28 +68,29 @@ def attention_cases(
 
 def decode_case(
     config: DecoderConfig,
-    context: int,
-    batch: int,
+    contexts: Sequence[int],
     rows: int,
     device: str,
     dtype: torch.dtype = torch.bfloat16,
     num_shared: int = 0,
 ) -> Case:
-    """Return the case of the last `rows` rows of each of `batch` sequences of `context` tokens.
+    """Return the case of the last `rows` rows of each of several sequences.
 
-    dtype: of the KV cache. num_shared: keys of the prefix that every four sequences share. Their bytes are
-    counted once.
+    contexts: their tokens. dtype: of the KV cache. num_shared: keys of the prefix that every four sequences
+    share. Their bytes are counted once.
     """
-    num_keys = batch * context - (batch - -(-batch // MAX_COMPANIONS.value)) * num_shared
+    batch, least, most = len(contexts), min(contexts), max(contexts)
+    num_keys = sum(contexts) - (batch - -(-batch // MAX_COMPANIONS.value)) * num_shared
     kv_bytes = num_keys * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
     row_size = config.num_heads * config.head_dim
+    lengths = f"{most}" if least == most else f"{least} to {most}"
     return Case(
         kernel=f"attention{KV_NAMES[dtype]}",
-        shape=f"batch {batch}, {context} keys" + (f", {num_shared} of them shared" if num_shared else ""),
+        shape=f"batch {batch}, {lengths} keys" + (f", {num_shared} of them shared" if num_shared else ""),
         num_rows=batch * rows,
         num_bytes=kv_bytes + 2 * batch * rows * row_size * ITEMSIZE,
-        num_flops=4 * batch * rows * context * row_size,
-        prepare=partial(prepare_decode, config, context, batch, rows, device, dtype, num_shared),
+        num_flops=4 * rows * sum(contexts) * row_size,
+        prepare=partial(prepare_decode, config, contexts, rows, device, dtype, num_shared),
     )
 
 
@@ -135,21 +141,22 @@ def rows_case(
 
 def prepare_decode(
     config: DecoderConfig,
-    context: int,
-    batch: int,
+    contexts: Sequence[int],
     rows: int,
     device: str,
     dtype: torch.dtype,
     num_shared: int = 0,
 ) -> Prepared:
     """Make the inputs of `decode_case`: random queries, keys and values, and the attention plan."""
-    caches, block_table = cache_of(config, context, batch, device, dtype)
+    batch, most = len(contexts), max(contexts)
+    caches, block_table = cache_of(config, most, batch, device, dtype)
     first = torch.arange(batch, device=device) // MAX_COMPANIONS.value * MAX_COMPANIONS.value
     num_blocks = num_shared // BLOCK_SIZE
     block_table[:, :num_blocks] = block_table[first, :num_blocks]
     slot = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(rows)
-    position = torch.arange(context - rows, context, dtype=torch.int32, device=device).repeat(batch)
-    plan = AttentionPlan(batch, context, Partitions(), torch.device(device))
+    ends = torch.tensor(contexts, dtype=torch.int32, device=device)
+    position = (ends[:, None] + torch.arange(-rows, 0, dtype=torch.int32, device=device)).flatten()
+    plan = AttentionPlan(batch, most, Partitions(), torch.device(device))
     group = config.num_heads // config.num_kv_heads
     scratch = AttentionScratch.allocate(
         plan, num_kv_heads=config.num_kv_heads, num_rows=rows, group=group, head_dim=config.head_dim

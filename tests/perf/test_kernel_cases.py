@@ -142,9 +142,9 @@ def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "randn", torch.zeros)
     config = prepare("tiny", tmp_path).config
     for case in (
-        decode_case(config, 150, 2, 1, "cpu"),
-        decode_case(config, 70, 1, 4, "cpu", E4M3),
-        decode_case(config, 200, 5, 1, "cpu", num_shared=128),
+        decode_case(config, (150, 70), 1, "cpu"),
+        decode_case(config, (70,), 4, "cpu", E4M3),
+        decode_case(config, (200,) * 5, 1, "cpu", num_shared=128),
     ):
         filled(case)
     filled(prefill_case(config, 100, "cpu", E4M3))
@@ -153,15 +153,15 @@ def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.M
 
 def test_attention_cases_count_bytes_read(tmp_path: Path) -> None:
     config = prepare("tiny", tmp_path).config
-    one, four = (decode_case(config, 1000, 3, rows, "cpu") for rows in (1, 4))
+    one, four = (decode_case(config, (1000,) * 3, rows, "cpu") for rows in (1, 4))
     kv = 3 * 1000 * 2 * 2 * 16 * 2  # sequences, keys, keys and values, heads, head_dim, bytes
     assert one.num_bytes == kv + 3 * 2 * 4 * 16 * 2
     assert four.num_bytes - kv == 4 * (one.num_bytes - kv)
-    shared = decode_case(config, 1000, 5, 1, "cpu", num_shared=128)
+    shared = decode_case(config, (1000,) * 5, 1, "cpu", num_shared=128)
     assert shared.num_bytes == (5 * 1000 - 3 * 128) * 2 * 2 * 16 * 2 + 5 * 2 * 4 * 16 * 2
     assert four.num_flops == 4 * one.num_flops == 4 * 3 * 1000 * 4 * 4 * 16
     prompt = prefill_case(config, 1000, "cpu")
-    assert prompt.num_flops == 1000 * decode_case(config, 500, 1, 1, "cpu").num_flops
+    assert prompt.num_flops == 1000 * decode_case(config, (500,), 1, "cpu").num_flops
     chunk, rest = chunk_case(config, 600, 400, "cpu"), prefill_case(config, 600, "cpu")
     assert chunk.num_flops == prompt.num_flops - rest.num_flops
     assert chunk.num_bytes == prompt.num_bytes - 600 * 2 * 4 * 16 * 2
@@ -172,7 +172,8 @@ KERNELS_OF_FP8 = ("attention, fp8 KV", "prefill attention, fp8 KV")
 
 def test_attention_cases_cover_all_contexts_and_batches(tmp_path: Path) -> None:
     cases = list(attention_cases(prepare("llama-3.1-8b", tmp_path), (1,), TunedTable(), "cpu"))
-    assert len(cases) == 2 * (3 * 4 * 2 + 2 + 4 + 1)
+    assert len(cases) == 2 * (3 * 4 * 2 + 2 + 2 + 4 + 1)
+    assert sum(case.shape.endswith(", 100 to 3200 keys") for case in cases) == 2 * 2
     for names, size in ((("attention", "prefill attention"), 4096), (KERNELS_OF_FP8, 2048)):
         long = next(
             case
