@@ -12,7 +12,7 @@ struct Softmax {
 };
 
 template <int WARPGROUPS, int STAGES>
-__device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
+__device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r) {
   float4* const sums = r.shared.sums(r.warpgroup) + r.thread;
   const u64 ones = descriptor(place_of_rows(r.shared.ones()));
   float total[NT][4], weight[4], rescale[PARTS][2];  // of the partition; in the end, total is that of all partitions

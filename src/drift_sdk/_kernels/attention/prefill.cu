@@ -12,7 +12,7 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
 }
 
 template <int WARPGROUPS, int STAGES>
-__device__ __forceinline__ void attend_rows(Rows<WARPGROUPS, STAGES>& r) {
+__device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r) {
   float total[NT][4], maximum[2] = {NOTHING, NOTHING}, weight[2] = {0.0f, 0.0f}, rescale[2];
 #pragma unroll
   for (int n = 0; n < NT; n++)

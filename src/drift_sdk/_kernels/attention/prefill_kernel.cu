@@ -37,13 +37,13 @@ __device__ __forceinline__ void attend(const PrefillArguments& a, const TensorMa
   take_registers<REGISTERS>();
   Turn<STAGES> keys{0, 0}, values{0, 0};
   auto attend_tile = [&]() {
-    Rows<WARPGROUPS, STAGES> rows(a, shared, tiles.tile, tiles.head, warpgroup, keys, values);
-    if (rows.rows.num_rows <= 0) {
-      rows.pass_tiles();
+    WarpgroupRows<WARPGROUPS, STAGES> own(a, shared, tiles.tile, tiles.head, warpgroup, keys, values);
+    if (own.rows.num_rows <= 0) {
+      own.pass_tiles();
       return;
     }
-    rows.load_queries();
-    attend_rows(rows);
+    own.load_queries();
+    attend_rows(own);
   };
   // Outside of the loop, the compiler knows more of the first tile, which is the only one of most CTAs.
   if (tiles.advance()) attend_tile();

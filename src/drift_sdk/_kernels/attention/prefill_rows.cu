@@ -28,7 +28,7 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 // The rows of a warpgroup in a tile of rows, for a query head. A thread has numbers of two rows, `row` and row + 8: the
 // elements 0 and 1, 2 and 3 of each fragment.
 //   score: of the tile of keys that is taken, then probabilities. share: probabilities, rounded.
-template <int WARPGROUPS, int STAGES> struct Rows {
+template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
   const PrefillArguments& a;
   const Shared<WARPGROUPS, STAGES>& shared;
   const RowTile tile, rows;  // of the CTA, and those of them that this warpgroup has, maybe none
@@ -38,9 +38,9 @@ template <int WARPGROUPS, int STAGES> struct Rows {
   float score[KEYS / 8][4];
   u32 share[KEYS / 16][4];
 
-  __device__ __forceinline__ Rows(const PrefillArguments& a, const Shared<WARPGROUPS, STAGES>& shared,
-                                  const RowTile& tile, int head, int warpgroup, Turn<STAGES>& keys,
-                                  Turn<STAGES>& values)
+  __device__ __forceinline__ WarpgroupRows(const PrefillArguments& a, const Shared<WARPGROUPS, STAGES>& shared,
+                                           const RowTile& tile, int head, int warpgroup, Turn<STAGES>& keys,
+                                           Turn<STAGES>& values)
       : a(a), shared(shared), tile(tile), rows(tile.from(warpgroup * ROWS)), head(head), warpgroup(warpgroup),
         thread(threadIdx.x & 127), lane(threadIdx.x & 31), row(thread / 32 * 16 + lane / 4), keys(keys),
         values(values), queries(shared.queries(warpgroup)) {}
