@@ -144,7 +144,7 @@ CONFIG = {
     "max_num_seqs": integer(1, 4096),
     "max_model_len": integer(2, 2**24, optional=True),
     "block_size": Case((None, 1, 2, 16, 1024), (0, -1, 3, 24, 2048, True, "16", 16.0, NAN, 10**400)),
-    "kv_cache_tokens": integer(1, MOST, optional=True),
+    "kv_cache_tokens": integer(2, MOST, optional=True),
     "prefill_token_budget": integer(1, 2**20, optional=True),
     "max_queued_requests": integer(0, MOST, optional=True),
     "gpu_memory_fraction": number(0.0, 1.0, is_open=True),
@@ -512,6 +512,25 @@ def test_structs_are_immutable_hashable_and_can_be_pickled(
         twin = struct(**cases[field].given, **{field: value})
         assert made == twin and hash(made) == hash(twin)
         assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_tuples_of_subclasses_become_plain_tuples_of_plain_values() -> None:
+    class Values(tuple[Any, ...]):
+        def __iter__(self) -> Any:
+            raise TypeError("iterates in its own way")
+
+    class Number(int):
+        def __eq__(self, other: object) -> bool:
+            raise TypeError("compared in its own way")
+
+        __hash__ = int.__hash__
+
+    params = SamplingParams(
+        stop=Values(("a",)), stop_token_ids=Values((Number(3),)), allowed_token_ids=Values((Number(4),))
+    )
+    assert params == SamplingParams(stop=("a",), stop_token_ids=(3,), allowed_token_ids=(4,))
+    for value in (params.stop, params.stop_token_ids, params.allowed_token_ids):
+        assert type(value) is tuple and type(value[0]) in (int, str)
 
 
 def test_values_of_subclasses_become_values_of_the_plain_types() -> None:

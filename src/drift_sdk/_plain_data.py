@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from drift_sdk.errors import RequestError
 
-__all__ = ["MAX_DEPTH", "check_depth", "to_plain"]
+__all__ = ["MAX_DEPTH", "MAX_ITEMS", "check_depth", "to_plain"]
 
 MAX_DEPTH = 500
 """Most levels of nested data. Recursive functions fail on more, at a depth that depends on the version of
 Python."""
+MAX_INTEGER_BITS = 10_000
+"""Python writes no integer of more than 4,300 digits, about 14,000 bits, as JSON."""
 MAX_ITEMS = 2**20
 """Most items of a sequence that is no list or tuple: it may compute them, as a range does, without end."""
 
 
-def to_plain(field: str, value: object) -> Any:
+def to_plain(field: str, value: object, *, is_json: bool = False) -> Any:
     """A deep copy of `value` that shares nothing mutable with it; RequestError naming `field` if it is not
-    plain data."""
+    plain data, or with `is_json` has integers that cannot be written as JSON."""
     try:
         plain = msgspec.to_builtins(value, enc_hook=to_builtin)
         check_depth(plain)
+        if is_json:
+            check_integers(plain)
         return plain
     except Exception as error:
         allowed = f"plain data: mappings, sequences and scalars ({error})"
@@ -43,6 +48,17 @@ def check_depth(value: object) -> None:
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
+def check_integers(value: object) -> None:
+    """Raise ValueError for data with an integer of more than MAX_INTEGER_BITS bits."""
+    found = [value]
+    while found:
+        each = found.pop()
+        if isinstance(each, dict | list | tuple):
+            found += each.values() if isinstance(each, dict) else each
+        elif isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS:
+            raise ValueError(f"an integer of {each.bit_length()} bits: expected at most {MAX_INTEGER_BITS}")
+
+
 def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
     """The dict, list or str that stands for a value of a type that msgspec does not know."""
     if isinstance(value, Mapping):
@@ -57,6 +73,10 @@ def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
                 f"found {type(value).__name__} of {len(value)} items: expected at most {MAX_ITEMS}"
             )
 
-        return list(value)
+        items = list(islice(value, MAX_ITEMS + 1))  # it may be longer than it says
+        if len(items) > MAX_ITEMS:
+            raise TypeError(f"found {type(value).__name__} of more than {MAX_ITEMS} items")
+
+        return items
 
     raise TypeError(f"found {type(value).__name__}")

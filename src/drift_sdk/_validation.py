@@ -49,7 +49,8 @@ def plain_fields(struct: Struct) -> None:
         if type(value) in PLAIN_TYPES:
             continue
 
-        plain = tuple(map(plain_scalar, value)) if type(value) is tuple else plain_scalar(value)
+        is_tuple = isinstance(value, tuple)  # also of a subclass, which may iterate in its own way
+        plain = tuple(map(plain_scalar, tuple.__iter__(value))) if is_tuple else plain_scalar(value)
         if plain is not value:
             msgspec.structs.force_setattr(struct, name, plain)
 

@@ -219,7 +219,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_int(ConfigError, "block_size", self.block_size, ge=1, le=1024, optional=True)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError.of("block_size", self.block_size, "a power of two from 1 to 1024")
-        check_int(ConfigError, "kv_cache_tokens", self.kv_cache_tokens, ge=1, le=2**31 - 1, optional=True)
+        check_int(ConfigError, "kv_cache_tokens", self.kv_cache_tokens, ge=2, le=2**31 - 1, optional=True)
         check_float(ConfigError, "gpu_memory_fraction", self.gpu_memory_fraction, gt=0.0, le=1.0)
         check_int(
             ConfigError, "prefill_token_budget", self.prefill_token_budget, ge=1, le=2**20, optional=True

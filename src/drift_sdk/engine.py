@@ -12,7 +12,7 @@ from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.commands import Cancel, Pause, Resume, Sleep, Unpause, Wake
+from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.event_sender import check_on_event
 from drift_sdk.driver.life_cycle import LifeCycle
@@ -177,7 +177,7 @@ class Engine(BaseEngine):
             for submission in submissions
         ]
         driver.submit(requests)
-        return [partial(driver.send, Cancel(request)) for request in requests]
+        return [partial(driver.cancel_request, request) for request in requests]
 
     def _cancel(self, request_id: str) -> bool:
         driver = self._driver

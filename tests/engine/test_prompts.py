@@ -41,7 +41,8 @@ async def test_generate_names_an_empty_prompt_and_a_wrong_token_id() -> None:
             ([], [], "prompt=[]: expected at least one token id from 0 to 256"),
             ("", "", "prompt='': expected a text of at least one token"),
             ([5, 6, 300, -1], 300, "prompt[2]=300: expected a token id from 0 to 256"),
-            ([5, "x"], "x", "prompt[1]='x': expected a token id from 0 to 256"),
+            ([5, "x"], "x", "prompt[1]='x': expected a token id from 0 to 256, an int"),
+            ([True], True, "prompt[0]=True: expected a token id from 0 to 256, an int"),
         ):
             with pytest.raises(RequestError) as caught:
                 await engine.generate(prompt)
@@ -189,6 +190,50 @@ async def test_too_many_token_ids_are_rejected_before_they_are_copied() -> None:
             RequestError, match="prompt: expected at most 16777216 token ids, not 100000000000"
         ):
             engine.generate(range(100_000_000_000))
+        with pytest.raises(RequestError, match="prompt: expected at most 16777216 token ids"):
+            engine.generate(range(10**20))  # of which len() has no number
+
+
+class Unending(Sequence[Any]):
+    """A sequence that says it has three items and has no end."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.item
+
+
+async def test_sequences_without_an_end_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drift_sdk.driver.prompts.MAX_PROMPT_TOKENS", 1000)
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match="prompt: expected at most 1000 token ids"):
+            engine.generate(Unending(5))
+        with pytest.raises(RequestError, match=r"messages=.*of more than 1048576 items"):
+            engine.chat(Unending({"role": "user", "content": "x"}))
+        with pytest.raises(RequestError, match=r"messages=range.* of 1000000000000 items"):
+            engine.chat(range(10**12))  # type: ignore[arg-type]
+
+
+async def test_texts_that_take_much_memory_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drift_sdk.driver.prompts.MAX_COUNTED_CHARS", 100)
+    async with scripted_engine("fine") as engine:
+        assert await engine.count_tokens("x" * 100) == 100
+        with pytest.raises(RequestError, match="prompt: expected a text of at most 100 characters, not 101"):
+            await engine.count_tokens("x" * 101)
+        with pytest.raises(RequestError, match="messages: expected a text of at most 100 characters"):
+            await engine.count_tokens([{"role": "user", "content": "x" * 101}])
+
+
+async def test_integers_that_cannot_be_written_as_json_are_rejected_at_the_call() -> None:
+    parameters = {"type": "object", "properties": {"a": {"minimum": 10**5000}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match="^tools=.*an integer of 16610 bits: expected at most 10000"):
+            engine.chat([{"role": "user", "content": "x"}], tools=tools, tool_choice="required")
 
 
 async def test_queue_full_of_the_prompts_themselves_ends_a_map() -> None:

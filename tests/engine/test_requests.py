@@ -273,6 +273,29 @@ async def test_id_of_a_request_that_failed_is_free_again() -> None:
         assert (await engine.generate("x", request_id="a")).text == "fine"
 
 
+async def test_cancelled_requests_leave_their_places_at_once() -> None:
+    """Also while a step runs, which the engine's thread waits for."""
+    config = SMALL.replace(max_num_seqs=1, max_queued_requests=2)
+    async with scripted_engine("x" * 40, config=config, step_s=0.1) as engine:
+        running = engine.generate("x")
+        await anext(running)
+        for _ in range(3):
+            waiting = [engine.generate("x", request_id=name) for name in "ab"]
+            await waiting[0].accepted()
+            with pytest.raises(QueueFull):
+                engine.generate("x")
+            waiting[0].cancel()
+            assert engine.cancel("b")
+            again = [engine.generate("x") for _ in range(2)]
+            with pytest.raises(QueueFull):
+                engine.generate("x")
+            for stream in (*waiting, *again):
+                stream.cancel()
+                assert (await stream).finish_reason == "cancelled"
+        running.cancel()
+        assert (await engine.generate("x", max_tokens=1)).text == "x"
+
+
 async def test_cancel_on_a_closed_engine_finds_nothing() -> None:
     engine = scripted_engine("fine")
     assert engine.cancel("x") is False

@@ -339,6 +339,7 @@ async def test_full_queues_reject_at_the_call_and_others_take_over() -> None:
         assert [each.num_requests for each in pool.replicas()] == [1, 1]
         with pytest.raises(QueueFull):
             pool.generate("b")
+        assert pool.stats().num_rejected == pool.metrics().stats.num_rejected == 1
         for stream in streams:
             stream.cancel()
         await outcomes(streams)

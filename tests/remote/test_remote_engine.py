@@ -180,12 +180,15 @@ async def test_full_queue_is_rejected_at_the_call() -> None:
         streams = [engine.generate("a", max_tokens=None) for _ in range(3)]
         with pytest.raises(QueueFull, match="3 requests are live"):
             engine.generate("b")
-        for stream in streams:
-            await stream.accepted()  # one that is cancelled before counts until it is tokenised
+        assert engine.stats().num_rejected == 1
+        streams.pop().cancel()
+        streams.append(engine.generate("c", max_tokens=None))  # the cancelled one has left its place
+        assert engine.cancel(streams[-1].request_id)
+        last = engine.generate("b", max_tokens=2)
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*map(outcome, streams))
-        assert (await engine.generate("b", max_tokens=2)).finish_reason == "length"
+        assert (await last).finish_reason == "length"
 
 
 async def test_request_that_cannot_be_pickled_fails_alone() -> None:

@@ -306,6 +306,12 @@ def optional(count: int, **more: Any) -> dict[str, Any]:
         (JsonSchema({"type": "integer", "const": -(2.0**63)}), "const=-9.22"),
         (Lark('start: "a"\n%ignore / /\na: %json {"const": -9223372036854775808}'), "const=-9223"),
         (JsonSchema({"allOf": [{"multipleOf": 4294967291}, {"multipleOf": 4294967279}]}), "multipleOf="),
+        (JsonSchema({"type": "number", "multipleOf": 99999989}), "multipleOf=99999989: expected at most"),
+        (JsonSchema({"multipleOf": 0.10007}), "multipleOf=0.10007: expected at most 10000"),
+        (
+            JsonSchema({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}),
+            "multipleOf=991, 997: expected at",
+        ),
         (JsonSchema('{"minimum": NaN}'), "minimum=nan"),
         (JsonSchema('{"minimum": 1e400}'), "minimum=inf"),
         (JsonSchema(chain_of_refs(5000)), "parts: expected at most 5000"),
@@ -532,9 +538,16 @@ def test_endless_compilation_is_rejected_after_the_timeout(
     release = threading.Event()
     monkeypatch.setattr(grammars, "LLMatcher", lambda *args, **options: release.wait())
     monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.05)
-    with pytest.raises(RequestError, match="it takes longer than"):
-        model.constrain(Regex("endless"))
+    for number in range(grammars.MAX_OVERDUE):
+        with pytest.raises(RequestError, match="it takes longer than"):
+            model.constrain(Regex(f"endless{number}"))
+    with pytest.raises(RequestError, match="4 others take longer"):
+        model.constrain(Regex("one too many"))
     release.set()
+    for thread in list(grammars._overdue):
+        thread.join()
+    monkeypatch.undo()
+    model.constrain(Regex("again"))
 
 
 def test_token_outside_the_grammar_is_named_in_the_error(model: Model) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
-from drift_sdk._plain_data import to_plain
+from drift_sdk._plain_data import MAX_ITEMS, to_plain
 from drift_sdk._validation import check_bool, plain_scalar
-from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt, as_prompt, encode
+from drift_sdk.driver.prompts import (
+    ModelText,
+    PreparedPrompt,
+    Prompt,
+    as_prompt,
+    check_countable,
+    encode,
+)
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
@@ -52,6 +60,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
 
     def num_tokens(self, model: ModelText) -> int:
         text = self._render(self._template(model))
+        check_countable(text, self.field)
         return len(model.tokenizer.encode(text, add_special_tokens=False))
 
     @property
@@ -151,7 +160,7 @@ def as_chat_prompt(
     check_contents(messages)
     prompt = ChatPrompt(
         messages=to_plain("messages", messages),
-        tools=to_plain("tools", tools),
+        tools=to_plain("tools", tools, is_json=True),
         template_args=to_plain("template_args", template_args),
         tool_choice=plain_scalar(tool_choice),
         continue_final=continue_final,
@@ -164,7 +173,7 @@ def as_chat_prompt(
 def check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
     """RequestError for a content that no template takes. That of a tool's answer may also be other plain
     data, and the assistant's may be None."""
-    for index, message in enumerate(messages):
+    for index, message in enumerate(islice(messages, MAX_ITEMS)):  # with more they are no plain data
         if not isinstance(message, Mapping) or "content" not in message:
             continue  # the template has its own rules
 

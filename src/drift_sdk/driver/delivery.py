@@ -55,7 +55,7 @@ class Delivery:
             self._scheduler.add(request.sequence)
             self._stats_recorder.entered(request)
             self._accept(request)
-        self._registry.mark_prepared(self.publish_stats)
+        self.publish_stats()
         if error is not None and not request.is_done:
             followers, request.followers = request.followers, ()
             self._fail(request, error)
@@ -160,11 +160,9 @@ class Delivery:
 
     def _prepare_held(self, request: Request) -> None:
         """Queue a held request for preparation."""
-        request.is_held = False
         try:
             self._prepare(request)
         except DriftError as error:
-            self._registry.mark_prepared(self.publish_stats)
             self._fail(request, error)
 
     def _finish(self, request: Request, chunk: Chunk) -> None:
@@ -185,9 +183,6 @@ class Delivery:
         self._registry.remove(request)
         if request.sequence is not None and self._requests.pop(request.sequence, None) is not None:
             self._scheduler.remove(request.sequence)
-        if request.is_held:
-            request.is_held = False
-            self._registry.mark_prepared(self.publish_stats)
         followers = [follower for follower in request.followers if not follower.is_done]
         request.followers = ()
         if followers:

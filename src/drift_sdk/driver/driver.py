@@ -93,9 +93,7 @@ class Driver(Startable):
         rejected."""
         first, *others = requests
         first.followers = tuple(others)
-        for request in others:
-            request.is_held = True
-        self._registry.admit(requests, lambda: self.stats_recorder.stats)
+        self._registry.admit(requests)
         try:
             self._prepare(first)
         except BaseException as error:
@@ -115,8 +113,15 @@ class Driver(Startable):
         """End the live requests of this id with finish reason "cancelled". Returns False if there is none."""
         requests = self._registry.find(request_id)
         for request in requests:
-            self.send(Cancel(request))
+            self.cancel_request(request)
         return bool(requests)
+
+    def cancel_request(self, request: Request) -> None:
+        """End a request with finish reason "cancelled", unless it has ended. Its place in the queue is free
+        at once."""
+        if not self.is_from_parent:
+            self._registry.leave(request)
+            self._commands.put(Cancel(request))
 
     async def count_tokens(self, prompt: Prompt) -> int:
         """The number of tokens of a prompt, counted on a text thread."""
@@ -129,7 +134,7 @@ class Driver(Startable):
     @property
     def has_room(self) -> bool:
         """False if a request would be rejected because the queue is full."""
-        return not self.is_open or self._registry.has_room(self.stats_recorder.stats)
+        return not self.is_open or self._registry.has_room()
 
     @property
     def is_open(self) -> bool:
@@ -185,7 +190,7 @@ class Driver(Startable):
         self._delivery = delivery
         self.stats_recorder.opened(model, time.monotonic() - started_at)
         delivery.publish_stats()
-        self._registry.open()
+        self._registry.open(model.scheduling.max_num_seqs)
         self.opened.set()
         return delivery
 

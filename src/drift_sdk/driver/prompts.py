@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
@@ -25,11 +27,14 @@ __all__ = [
     "TextPrompt",
     "TokenPrompt",
     "as_prompt",
+    "check_countable",
     "encode",
 ]
 
 MAX_PROMPT_TOKENS = 2**24
 """More than any model's context. A prompt is copied at the call, before the model's own limit is checked."""
+MAX_COUNTED_CHARS = 2**22
+"""Most characters of a text whose tokens are counted: tokenising takes about 200 bytes of memory for each."""
 MAX_CHARS_PER_TOKEN = 8
 """A text of at most this many characters for each token of the context is tokenised to find out whether it
 fits. Longer texts rarely fit; before one is tokenised, the least number of its tokens is computed, which
@@ -94,6 +99,7 @@ class TextPrompt(Struct, frozen=True):
         return PreparedPrompt(encode(self.text, model, add_special_tokens=True))
 
     def num_tokens(self, model: ModelText) -> int:
+        check_countable(self.text, self.field)
         return len(model.tokenizer.encode(self.text, add_special_tokens=True))
 
 
@@ -138,17 +144,43 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
     if isinstance(prompt, str):
         return TextPrompt(plain_scalar(prompt))
 
-    if len(prompt) and isinstance(prompt[0], Mapping):
+    num_ids = length_of(prompt)
+    if num_ids > MAX_PROMPT_TOKENS:
+        raise too_many_ids(num_ids)
+
+    # One more than there may be: a sequence may be longer than it says, or have no end.
+    ids = tuple(islice(prompt, MAX_PROMPT_TOKENS + 1))
+    if ids and isinstance(ids[0], Mapping):
         raise RequestError.of("prompt", prompt, f"{allowed}; chat() and Job(messages=...) take messages")
 
-    if len(prompt) and isinstance(prompt[0], str | list | tuple):
+    if ids and isinstance(ids[0], str | list | tuple):
         raise RequestError.of("prompt", prompt, f"{allowed}; map() takes several prompts")
 
-    if len(prompt) > MAX_PROMPT_TOKENS:
-        allowed = f"at most {MAX_PROMPT_TOKENS} token ids"
-        raise RequestError(f"prompt: expected {allowed}, not {len(prompt)}", field="prompt", allowed=allowed)
+    if len(ids) > MAX_PROMPT_TOKENS:
+        raise too_many_ids(len(ids))
 
-    return TokenPrompt(tuple(prompt))
+    return TokenPrompt(ids)
+
+
+def length_of(sequence: Sequence[object]) -> int:
+    """The length, or that of the longest list if it is larger."""
+    try:
+        return len(sequence)
+    except OverflowError:  # of a range, say
+        return sys.maxsize
+
+
+def too_many_ids(number: int) -> RequestError:
+    allowed = f"at most {MAX_PROMPT_TOKENS} token ids"
+    return RequestError(f"prompt: expected {allowed}, not {number}", field="prompt", allowed=allowed)
+
+
+def check_countable(text: str, field: str) -> None:
+    """RequestError for a text whose tokens take too much memory to be counted."""
+    if len(text) > MAX_COUNTED_CHARS:
+        allowed = f"a text of at most {MAX_COUNTED_CHARS} characters"
+        message = f"{field}: expected {allowed}, not {len(text)}"
+        raise RequestError(message, field=field, value=len(text), allowed=allowed)
 
 
 def encode(text: str, model: ModelText, *, add_special_tokens: bool) -> list[int]:
@@ -183,6 +215,8 @@ def checked_ids(ids: Sequence[int], model: ModelText, *, given: str | Sequence[i
 
     for index, token_id in enumerate(ids):
         if type(token_id) is not int or not 0 <= token_id < model.vocab_size:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                allowed += ", an int"  # others may look like one
             place = f"prompt[{index}]" if not isinstance(given, str) else f"prompt: token {index}"
             message = f"{place}={short_repr(token_id)}: expected a {allowed}"
             raise RequestError(message, field="prompt", value=token_id, allowed=f"a {allowed}")

@@ -60,7 +60,6 @@ class Request:
         "followers",
         "group_id",
         "is_done",
-        "is_held",
         "last_chunk_at",
         "params",
         "request_id",
@@ -85,7 +84,6 @@ class Request:
         self.request_id = request_id
         self.group_id = group_id
         self.followers: tuple[Request, ...] = ()  # held until its prompt is in the prefix cache
-        self.is_held = False
         self.params = params
         self.seed = seed
         self.stream_updates = stream_updates

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from drift_sdk.driver.event_sender import NO_EVENTS, EventSender
 from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import Request
 from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError, error_repr
-from drift_sdk.stats import EngineStats
 
 __all__ = ["RequestRegistry", "failure_of"]
 
@@ -17,10 +16,11 @@ __all__ = ["RequestRegistry", "failure_of"]
 class RequestRegistry:
     """Live requests, from the call that submits them to their end. Used from any thread.
 
-    A request is live once `admit` has returned. It counts as being prepared until `mark_prepared`, when the
-    scheduler knows it or preparing it has failed.
+    A request is live once `admit` has returned. Every live request has a slot or waits for one, so that the
+    queue is full if there are more than slots and `max_queued_requests`. A request that is being cancelled
+    does not count: it leaves its place when the engine's thread has ended the step that runs.
 
-    max_queued_requests: most requests waiting for a slot, those being prepared included; None = unbounded.
+    max_queued_requests: most requests that wait for a slot; None = unbounded.
     """
 
     def __init__(self, max_queued_requests: int | None, events: EventSender = NO_EVENTS) -> None:
@@ -30,16 +30,18 @@ class RequestRegistry:
         self._lock = threading.RLock()
         self._live: dict[Request, None] = {}
         self._by_id: dict[str, list[Request]] = {}  # live requests by request_id and by group_id
-        self._num_being_prepared = 0
+        self._leaving: set[Request] = set()  # live ones that are being cancelled
+        self._num_slots = 0
         self.num_admitted = 0
         self.num_rejected = 0
         self.is_open = False
         self._is_closed = False
         self._failure: BaseException | None = None
 
-    def open(self) -> None:
-        """Admit requests from now on, unless `close` has been called before."""
+    def open(self, num_slots: int) -> None:
+        """Admit requests from now on, unless `close` has been called before. num_slots: most that run."""
         with self._lock:
+            self._num_slots = num_slots
             self.is_open = not self._is_closed
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -49,7 +51,7 @@ class RequestRegistry:
             self.is_open, self._is_closed = False, True
             self._failure = failure or self._failure
 
-    def admit(self, requests: Sequence[Request], read_stats: Callable[[], EngineStats]) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
         """Make all of these requests live, or none: EngineClosed or ExecutorError if the registry is not
         open, RequestError if a live request has one of their ids, QueueFull."""
         ids = {name for request in requests for name in names_of(request)}
@@ -61,15 +63,13 @@ class RequestRegistry:
             if taken is not None:
                 raise RequestError.of("request_id", taken, "an id that no live request has")
 
-            stats = read_stats()
-            if not self.has_room(stats, len(requests)):
+            if not self.has_room(len(requests)):
                 self.num_rejected += len(requests)
-                error = self._queue_full(stats, len(requests))
+                error = self._queue_full(len(requests))
                 for request in requests:
                     self._events.rejected(request.request_id, error)
                 raise error
 
-            self._num_being_prepared += len(requests)
             self.num_admitted += len(requests)
             for request in requests:
                 self._live[request] = None
@@ -84,26 +84,23 @@ class RequestRegistry:
 
         return EngineClosed("the engine was closed" if self._is_closed else "the engine is still starting")
 
-    def has_room(self, stats: EngineStats, num_requests: int = 1) -> bool:
+    def has_room(self, num_requests: int = 1) -> bool:
         """Whether so many more requests would be admitted, as far as the queue is concerned."""
         limit = self._max_queued_requests
-        return limit is None or self._num_queued(stats) + num_requests <= limit
+        return limit is None or self._num_queued + num_requests <= limit
 
     def withdraw(self, requests: Sequence[Request]) -> None:
         """Undo `admit`."""
         with self._lock:
-            self._num_being_prepared -= len(requests)
             self.num_admitted -= len(requests)
             for request in requests:
                 self.remove(request)
 
-    def mark_prepared(self, publish_stats: Callable[[], None]) -> None:
-        """Called when one of the admitted requests is known to the scheduler, or preparing it has failed.
-        `publish_stats` runs under the same lock, so that no request is rejected because this one is counted
-        twice, as being prepared and as queued."""
+    def leave(self, request: Request) -> None:
+        """Called when a request is being cancelled."""
         with self._lock:
-            publish_stats()
-            self._num_being_prepared -= 1
+            if request in self._live:
+                self._leaving.add(request)
 
     def remove(self, request: Request) -> None:
         """Called when a request has ended."""
@@ -112,6 +109,7 @@ class RequestRegistry:
                 return
 
             del self._live[request]
+            self._leaving.discard(request)
             for name in names_of(request):
                 self._by_id[name].remove(request)
                 if not self._by_id[name]:
@@ -135,12 +133,13 @@ class RequestRegistry:
     def is_empty(self) -> bool:
         return not self._live
 
-    def _num_queued(self, stats: EngineStats) -> int:
-        """Requests that will wait for a slot: negative while more slots are free than requests are coming."""
-        return self._num_being_prepared + stats.num_queued - stats.num_free_slots
+    @property
+    def _num_queued(self) -> int:
+        """Requests that wait for a slot: negative while more slots are free than requests are coming."""
+        return len(self._live) - len(self._leaving) - self._num_slots
 
-    def _queue_full(self, stats: EngineStats, num_requests: int) -> QueueFull:
-        limit, num_queued = self._max_queued_requests, self._num_queued(stats)
+    def _queue_full(self, num_requests: int) -> QueueFull:
+        limit, num_queued = self._max_queued_requests, self._num_queued
         if num_requests > 1:
             room = max(limit - num_queued, 0) if limit is not None else 0
             return QueueFull(

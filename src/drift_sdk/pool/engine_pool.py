@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+from msgspec.structs import replace
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_bool, check_float, check_int
@@ -84,7 +85,7 @@ class EnginePool(BaseEngine):
         model, config: as of `Engine`; `config.device` is replaced.
         processes:     whether each engine is a `ProcessEngine`, in a child process of its own.
         on_progress, on_event: as of `Engine`; None with `processes`. `on_event` is called for one event at a
-                       time.
+                       time. Of a request that another engine takes, one that rejects it reports that too.
         """
         if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
             raise ConfigError.of("devices", devices, 'a sequence of devices, such as ["cuda:0", "cuda:1"]')
@@ -202,12 +203,12 @@ class EnginePool(BaseEngine):
 
     def stats(self) -> EngineStats:
         """The sums of the statistics of all replicas that are open or have failed; `replicas()` has those of
-        each."""
+        each. `num_rejected` is the number of requests that no replica took."""
         found = [stats for replica in self._state.replicas if (stats := replica.engine_stats()) is not None]
         if not found:
             self.engines[0].stats()  # raises EngineClosed, which says why
 
-        return summed_stats(found)
+        return self._summed(found)
 
     def replicas(self) -> tuple[ReplicaStats, ...]:
         """The state, load and statistics of each replica, in order."""
@@ -223,9 +224,12 @@ class EnginePool(BaseEngine):
         return EngineMetrics(
             model=str(self.model),
             executor=found[0].executor,
-            stats=summed_stats([metrics.stats for metrics in found]),
+            stats=self._summed([metrics.stats for metrics in found]),
             histograms=summed_histograms(metrics.histograms for metrics in found),
         )
+
+    def _summed(self, stats: Sequence[EngineStats]) -> EngineStats:
+        return replace(summed_stats(stats), num_rejected=self._state.traffic.num_rejected)
 
     @property
     def executor(self) -> str:

@@ -26,8 +26,9 @@ log = logging.getLogger("drift_sdk")
 class Traffic:
     """Submits requests to replicas. Used from any thread.
 
-    replays:    whether started requests are run again.
-    is_closing: set while the pool ends its requests.
+    replays:      whether started requests are run again.
+    is_closing:   set while the pool ends its requests.
+    num_rejected: requests that were rejected with QueueFull: no replica took them.
     """
 
     def __init__(self, replicas: Sequence[Replica], router: Router, *, replays: bool) -> None:
@@ -35,6 +36,7 @@ class Traffic:
         self._router = router
         self._replays = replays
         self.is_closing = False
+        self.num_rejected = 0
         self._lock = threading.RLock()
         self._live: dict[str, list[Route]] = {}  # by request_id and by group_id
 
@@ -45,9 +47,12 @@ class Traffic:
         self._add(routes)
         try:
             self._place(routes)
-        except BaseException:
+        except BaseException as error:
             for route in routes:
                 self.finished(route)
+            if isinstance(error, QueueFull):
+                with self._lock:
+                    self.num_rejected += len(routes)
             raise
 
         return [route.cancel for route in routes]

@@ -51,14 +51,12 @@ log = logging.getLogger("drift_sdk")
 class Connection:
     """A host whose engine is open.
 
-    limit:   most live requests; None = unbounded.
+    limit:   most live requests that are not being cancelled; None = unbounded.
     is_open: whether the host admits requests, as far as is known here.
-    metrics: the newest ones.
     ended:   set when no more news will come; the loss of the host is then `failure`.
     """
 
     def __init__(self, channel: Channel, metrics: EngineMetrics, loop: LoopThread, limit: int | None) -> None:
-        self.metrics = metrics
         self.is_open = True
         self.failure: HostLost | None = None
         self.ended = asyncio.Event()
@@ -66,7 +64,10 @@ class Connection:
         self._loop = loop
         self._limit = limit
         self._lock = threading.RLock()
+        self._metrics = metrics  # the newest of the host
+        self._num_rejected = 0  # requests that the host has not seen
         self._live: dict[int, Submission] = {}
+        self._leaving: set[int] = set()  # live ones that are being cancelled
         self._numbers = itertools.count()
         self._outbox: list[Command] = []
         self._num_lists = 0
@@ -80,8 +81,9 @@ class Connection:
         with self._lock:
             self._check_open()
             if not self.has_room(len(submissions)):
+                self._num_rejected += len(submissions)
                 raise QueueFull(
-                    f"{len(self._live)} requests are live, which fills slots and queue; try again later"
+                    f"{self._num_staying} requests are live, which fills slots and queue; try again later"
                 )
 
             numbers = [next(self._numbers) for _ in submissions]
@@ -97,7 +99,7 @@ class Connection:
             for number, each, own_params in zip(numbers, submissions, params, strict=True)
         )
         self.send(SubmitRequests(prompt=submissions[0].prompt, requests=requests))
-        return [partial(self.send, CancelRequest(number)) for number in numbers]
+        return [partial(self._cancel, number) for number in numbers]
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live requests of this id; whether there are such. From any thread."""
@@ -108,8 +110,14 @@ class Connection:
                 if request_id in (each.request_id, each.group_id)
             ]
         for number in found:
-            self.send(CancelRequest(number))
+            self._cancel(number)
         return bool(found)
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            if number in self._live:
+                self._leaving.add(number)
+        self.send(CancelRequest(number))
 
     def send(self, command: Command) -> None:
         """Send a command after those before; from any thread. Without effect when the host is lost."""
@@ -118,9 +126,20 @@ class Connection:
         self._loop.post(self._send_soon)
 
     def has_room(self, num_requests: int = 1) -> bool:
-        """Whether so many more requests would be admitted, as far as is known here. A request that was
-        cancelled while it was tokenised counts longer on the host, whose QueueFull the stream raises."""
-        return self._limit is None or len(self._live) + num_requests <= self._limit
+        """Whether so many more requests would be admitted, as far as is known here."""
+        return self._limit is None or self._num_staying + num_requests <= self._limit
+
+    @property
+    def _num_staying(self) -> int:
+        return len(self._live) - len(self._leaving)
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """The newest metrics of the host, with the requests that were rejected here."""
+        stats = self._metrics.stats
+        return replace(
+            self._metrics, stats=replace(stats, num_rejected=stats.num_rejected + self._num_rejected)
+        )
 
     def close(self) -> None:
         """Reject new requests. Live ones that are cut off from now on raise EngineClosed; from any thread."""
@@ -152,7 +171,7 @@ class Connection:
             log.exception("the news of an engine's host cannot be read")
         finally:
             self.is_open = False
-            self.metrics = replace(self.metrics, stats=counts_of(self.metrics.stats))
+            self._metrics = replace(self._metrics, stats=counts_of(self._metrics.stats))
             self._end_all()
             self.ended.set()
 
@@ -223,7 +242,7 @@ class Connection:
         """Post the news of a batch to the streams' loops, and wait a moment until they have come."""
         self.is_open = self.is_open and batch.is_open
         if batch.metrics is not None:
-            self.metrics = batch.metrics
+            self._metrics = batch.metrics
         taken = self._post(batch.news)
         if taken:
             await asyncio.wait([asyncio.ensure_future(each.wait()) for each in taken], timeout=LOOP_LAG_S)
@@ -236,8 +255,7 @@ class Connection:
         for each in news:
             with self._lock:
                 is_last = each.completion is not None or each.error is not None
-                find = self._live.pop if is_last else self._live.get
-                submission = find(each.number, None)
+                submission = self._forget(each.number) if is_last else self._live.get(each.number)
             if submission is not None:
                 receiver = submission.stream_updates
                 poster = receiver.loop_poster
@@ -258,9 +276,14 @@ class Connection:
 
     def _desert(self, receiver: UpdateReceiver, number: int) -> None:
         with self._lock:
-            self._live.pop(number, None)
+            self._forget(number)
         receiver.desert()
         self.send(CancelRequest(number))
+
+    def _forget(self, number: int) -> Submission | None:
+        """Remove a request that has ended; the lock is held."""
+        self._leaving.discard(number)
+        return self._live.pop(number, None)
 
     def _end_all(self) -> None:
         """End the requests that are left: the host is lost, or was closed without telling."""

@@ -40,6 +40,8 @@ NUM_CACHED_GRAMMARS = 64
 # Within the bounds of grammar_limits, compiling takes up to a few seconds. After this time the request fails;
 # the compilation continues on its thread, because native code cannot be stopped.
 COMPILE_TIMEOUT_S = 20
+MAX_OVERDUE = 4
+"""Most threads that compile grammars for longer, after which none is begun. They cannot be ended."""
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
@@ -199,12 +201,15 @@ _vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Vo
 _vocabularies = WeakKeyDictionary()
 _vocabularies_lock = threading.Lock()
 _stack_size_lock = threading.Lock()
+_overdue: set[threading.Thread] = set()
+"""Threads that compile grammars for longer than `COMPILE_TIMEOUT_S`, some of which may have ended since."""
 
 
 def renew_locks() -> None:
     """Replace the locks in a forked child, where their owner may be a thread that does not exist there."""
     global _vocabularies_lock, _stack_size_lock
     _vocabularies_lock, _stack_size_lock = threading.Lock(), threading.Lock()
+    _overdue.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
@@ -227,8 +232,13 @@ def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     """Compile a grammar in llguidance's notation, on a new thread with a stack that is large enough.
 
     The stack size of other threads is the host program's choice. Raises ValueError with the reason if the
-    grammar cannot be compiled in `COMPILE_TIMEOUT_S` seconds.
+    grammar cannot be compiled in `COMPILE_TIMEOUT_S` seconds, or if `MAX_OVERDUE` others still are after
+    these.
     """
+    _overdue.difference_update([thread for thread in list(_overdue) if not thread.is_alive()])
+    if len(_overdue) >= MAX_OVERDUE:
+        raise ValueError(f"{MAX_OVERDUE} others take longer than {COMPILE_TIMEOUT_S} s and have not ended")
+
     compiled: SimpleQueue[LLMatcher | BaseException] = SimpleQueue()
 
     def work() -> None:
@@ -237,10 +247,11 @@ def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
         except BaseException as error:  # a Rust panic is not an Exception
             compiled.put(error)
 
-    start_thread(work)
+    thread = start_thread(work)
     try:
         matcher = compiled.get(timeout=COMPILE_TIMEOUT_S)
     except Empty:
+        _overdue.add(thread)
         raise ValueError(f"it takes longer than {COMPILE_TIMEOUT_S} s") from None
 
     if isinstance(matcher, BaseException):
@@ -252,15 +263,17 @@ def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     return matcher
 
 
-def start_thread(work: Callable[[], None]) -> None:
-    """Start a thread with a stack of `STACK_BYTES`.
+def start_thread(work: Callable[[], None]) -> threading.Thread:
+    """Start and return a thread with a stack of `STACK_BYTES`.
 
     Python takes the stack size from a setting of the process, which is changed during this start only.
     """
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
-            threading.Thread(target=work, name="drift-grammar", daemon=True).start()
+            thread = threading.Thread(target=work, name="drift-grammar", daemon=True)
+            thread.start()
+            return thread
         except RuntimeError as error:
             raise ValueError(f"a thread with {STACK_BYTES >> 20} MiB of stack cannot be started") from error
         finally:

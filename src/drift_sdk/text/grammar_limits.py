@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from math import gcd, isfinite
 from typing import Any, TypeGuard
@@ -34,6 +34,7 @@ MAX_REPETITIONS = 1_000
 MAX_CONSTRAINTS = 8
 MAX_INTEGER = 2**53
 MAX_DECIMALS = 15
+MAX_MULTIPLE = 10_000  # of numbers that need not be integers, without its factors 2 and 5: one state each
 
 INT64_MAX = 2**63 - 1
 UINT32_MAX = 2**32 - 1
@@ -102,7 +103,7 @@ def check_schema(schema: Any) -> None:
     """Check a JSON schema. Raises ValueError."""
     num_parts = num_patterns = num_repetitions = 0
     objects: list[dict[str, Any]] = []
-    multiples: set[Decimal] = set()
+    multiples: dict[Decimal, bool] = {}  # values of multipleOf, and whether only integers have them
     for value, depth in _walk(schema):
         if depth > MAX_DEPTH:
             raise ValueError(f"schema is nested deeper than {MAX_DEPTH} levels")
@@ -115,7 +116,9 @@ def check_schema(schema: Any) -> None:
             num_patterns += _size_of(value.get("patternProperties"))
             num_repetitions += sum(_check_repetitions("a pattern", pattern) for pattern in _patterns(value))
             if _is_number(multiple := value.get("multipleOf")):
-                multiples.add(_decimal("multipleOf", multiple))
+                multiple = _decimal("multipleOf", multiple)
+                is_integer = value.get("type") == "integer" and multiples.get(multiple, True)
+                multiples[multiple] = is_integer
 
     _check_count("patternProperties", num_patterns, MAX_PATTERN_PROPERTIES)
     _check_count("repetitions", num_repetitions, MAX_PARTS)
@@ -197,13 +200,20 @@ def _check_exact(keyword: str, number: float) -> None:
         raise ValueError(f"{keyword}={number}: expected {allowed}")
 
 
-def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
-    """Check values of multipleOf that may be merged: llguidance multiplies them as 32-bit integers."""
+def _check_multiples(multiples: dict[Decimal, bool], *, is_merged: bool) -> None:
+    """Check values of multipleOf, and those that may be merged, which llguidance multiplies as 32-bit
+    integers.
+
+    multiples: whether only integers have the value.
+    """
+    for multiple, is_integer in multiples.items():
+        if not is_integer:
+            _check_states(abs(int(multiple.scaleb(_num_decimals([multiple])))), [multiple])
     if not is_merged or len(multiples) < 2:
         return
 
-    decimals = max(-int(each.normalize().as_tuple().exponent) for each in multiples)
-    scaled = [abs(int(each.scaleb(max(decimals, 0)))) for each in multiples]
+    decimals = _num_decimals(multiples)
+    scaled = [abs(int(each.scaleb(decimals))) for each in multiples]
     largest = max(scaled)
     common = 1
     for each in scaled:
@@ -213,6 +223,24 @@ def _check_multiples(multiples: set[Decimal], *, is_merged: bool) -> None:
                 "values whose common multiples stay below 2**32 where schemas are merged by allOf or $ref"
             )
             raise ValueError(f"multipleOf={', '.join(map(str, multiples))}: expected {allowed}")
+
+    if not all(multiples.values()):
+        _check_states(common, multiples)
+
+
+def _num_decimals(numbers: Iterable[Decimal]) -> int:
+    """The most digits after the decimal point."""
+    return max(0, *(-int(each.normalize().as_tuple().exponent) for each in numbers))
+
+
+def _check_states(multiple: int, given: Iterable[Decimal]) -> None:
+    """Check the states in which llguidance recognises multiples among decimal numbers: one for each rest."""
+    for factor in (2, 5):
+        while multiple and multiple % factor == 0:
+            multiple //= factor
+    if multiple > MAX_MULTIPLE:
+        allowed = f"at most {MAX_MULTIPLE}, not counting factors of 2 and 5, or the type integer beside it"
+        raise ValueError(f"multipleOf={', '.join(map(str, given))}: expected {allowed}")
 
 
 def _check_merged_strings(schema: Any, objects: list[dict[str, Any]]) -> None:
