@@ -342,7 +342,7 @@ def tune_command(options: argparse.Namespace) -> Callable[[], int]:
         allowed = (
             "one MODEL, with --draft or without; or SHAPEs such as 6144x4096 or 512x64:gated, --log or --from"
         )
-        raise ConfigError.of("targets", " ".join(options.targets), allowed)
+        raise ConfigError.of("MODEL or SHAPE", " ".join(options.targets), allowed)
 
     return partial(run_tune_shapes, shapes, options)
 

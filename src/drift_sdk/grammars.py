@@ -56,9 +56,10 @@ class JsonSchema(Struct, frozen=True, dict=True):
         return _parse(self.schema) if isinstance(self.schema, str) else _derive(self.schema)
 
     def decode(self, text: str) -> Any:
-        """The value of a completion's text: of the schema's type, or plain JSON. A type that checks more than
-        its schema says raises its own validation error, and msgspec.ValidationError is raised for an integer
-        with more digits than Python reads."""
+        """The value of a completion's text: of the schema's type, or plain JSON. A number beyond the largest
+        double, such as 1e999, is infinite. A type that checks more than its schema says raises its own
+        validation error, and msgspec.ValidationError is raised for an integer with more digits than Python
+        reads."""
         if isinstance(self.schema, str):
             try:
                 return json.loads(text)
@@ -68,7 +69,16 @@ class JsonSchema(Struct, frozen=True, dict=True):
         if _is_pydantic(self.schema):
             return self.schema.model_validate_json(text)
 
-        return msgspec.json.decode(text, type=self.schema)
+        try:
+            return msgspec.json.decode(text, type=self.schema)
+        except msgspec.ValidationError as error:
+            # It reads no number beyond the largest double, which is infinite elsewhere.
+            try:
+                value = json.loads(text)
+            except ValueError:
+                raise error from None
+
+            return msgspec.convert(value, self.schema, str_keys=True)
 
 
 class Regex(Struct, frozen=True):

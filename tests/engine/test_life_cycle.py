@@ -631,6 +631,9 @@ async def test_failure_without_a_text_ends_streams_and_the_engine() -> None:
     with anyio.fail_after(WAIT_S):
         with pytest.raises(ExecutorError, match="the engine failed: <Unprintable>"):
             await stream
+        for act in (engine.pause, engine.resume, engine.sleep, engine.wake):
+            with pytest.raises(ExecutorError, match="the engine failed: <Unprintable>"):
+                await act()
         await engine.aclose()
     assert engine_threads() == []
 

@@ -11,6 +11,7 @@ import torch
 
 from drift_sdk._kernels.common.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
+from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -145,3 +146,16 @@ def test_models_with_large_heads_are_opened_eagerly(tmp_path: Path) -> None:
     source = resolve(tmp_path, has_weights=False)
     chosen = _choose(source, EngineConfig(load="random"), GPU, torch.bfloat16)
     assert chosen.executor_name == "eager" and "this model has 320" in (chosen.fallback or "")
+
+
+async def test_settings_of_the_graph_executor_alone_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = EngineConfig(
+        device="cpu", executor="eager", load="random", tuning="full", shape_log=tmp_path / "log.json"
+    )
+    async with Engine(tmp_path, config):
+        pass
+    for name in ("tuning", "shape_log"):
+        assert f"{name} has no effect on the eager executor" in caplog.text

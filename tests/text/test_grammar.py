@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -362,6 +363,24 @@ def test_schema_that_json_cannot_represent_is_rejected() -> None:
     endless["items"] = [endless, endless]
     with pytest.raises(RequestError, match="^schema=.*: expected plain JSON values .Circular"):
         JsonSchema(endless)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "number"}, "1e999", math.inf),
+        (float, "1e999", math.inf),
+        (Any, "-1e999", -math.inf),
+        (list[float], "[1e999]", [math.inf]),
+        (dict[int, float], '{"3": 1e999}', {3: math.inf}),
+    ],
+)
+def test_numbers_beyond_doubles_are_infinite_for_every_kind_of_schema(
+    schema: Any, text: str, value: Any
+) -> None:
+    assert JsonSchema(schema).decode(text) == value
+    with pytest.raises(msgspec.ValidationError, match="Expected `int`"):
+        JsonSchema(int).decode("1e999")
 
 
 def test_number_with_too_many_digits_for_python_has_no_value() -> None:

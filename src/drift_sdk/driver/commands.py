@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 
 from msgspec import Struct
 
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.request import Request
-from drift_sdk.errors import DriftError, EngineClosed
+from drift_sdk.errors import DriftError
 
 __all__ = [
     "Cancel",
@@ -87,18 +88,18 @@ Command = Prepared | MaskComputed | Cancel | Close | Pause | Unpause | Resume | 
 class CommandQueue:
     """Commands in the order in which they are put, from any thread; one thread gets them.
 
-    Once it is closed, the latch of every command still in it, or put later, is set with EngineClosed, so that
-    no caller waits for a command that will not be carried out.
+    Once it is closed, the latch of every command still in it, or put later, is set with an error, so that no
+    caller waits for a command that will not be carried out.
     """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._is_closed = False
+        self._rejection: Callable[[], DriftError] | None = None
 
     def put(self, command: Command) -> None:
         self._queue.put(command)
-        if self._is_closed:
-            self._reject_all()
+        if self._rejection is not None:
+            self._reject_all(self._rejection)
 
     def get(self, timeout_s: float | None) -> Command | None:
         """The next command. Blocks until there is one, `timeout_s` seconds at most (None = no limit); None if
@@ -115,11 +116,12 @@ class CommandQueue:
         except queue.Empty:
             return None
 
-    def close(self) -> None:
-        self._is_closed = True
-        self._reject_all()
+    def close(self, rejection: Callable[[], DriftError]) -> None:
+        """rejection: makes an error for each command."""
+        self._rejection = rejection
+        self._reject_all(rejection)
 
-    def _reject_all(self) -> None:
+    def _reject_all(self, rejection: Callable[[], DriftError]) -> None:
         while (command := self.get_nowait()) is not None:
             if isinstance(command, Pause | Resume | Sleep | Wake):
-                command.done.set(EngineClosed("the engine was closed"))
+                command.done.set(rejection())

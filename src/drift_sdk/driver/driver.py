@@ -147,7 +147,7 @@ class Driver(Startable):
 
     def send(self, command: Command) -> None:
         """Queue a command for the engine's thread. If that has ended, the command's latch, if it has one, is
-        set with EngineClosed."""
+        set with EngineClosed, or with ExecutorError if the engine has failed."""
         if not self.is_from_parent:
             self._commands.put(command)
 
@@ -376,7 +376,7 @@ class Driver(Startable):
         self._text_worker.close()
         for command in self._deferred:
             self.send(command)
-        self._commands.close()
+        self._commands.close(self._registry.rejection)
         try:
             if self._executor is not None:
                 self._executor.close()

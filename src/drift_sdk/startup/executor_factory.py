@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,8 @@ __all__ = [
     "open_eager_executor",
     "open_graph_executor",
 ]
+
+log = logging.getLogger("drift_sdk")
 
 MIN_CAPABILITY = (8, 0)
 """The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""
@@ -124,7 +127,11 @@ def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype, form: KVForm |
 
 
 def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand) -> OpenedExecutor:
-    """Make an eager executor. Raises ConfigError for a KV cache that does not fit."""
+    """Make an eager executor. Raises ConfigError for a KV cache that does not fit. Warns of settings of the
+    graph executor alone."""
+    for name in ("tuning", "shape_log"):
+        if getattr(config, name) != getattr(EngineConfig(), name):
+            log.warning("%s has no effect on the eager executor", name)
     decoder, drafter_factory = model.decoder, model.drafter_factory
     limits = _limits(config, decoder, demand, model.memory.room())
     drafter = drafter_factory.eager_drafter(decoder, limits)
