@@ -88,8 +88,8 @@ class Regex(Struct, frozen=True):
              and \\s are ASCII, (?i) folds case by Unicode. At most 256 KiB and 1,000 repetition operators
              (`*`, `+`, `?` and `{m,n}`, whatever m and n are).
 
-    A value that is not a string raises RequestError; a pattern that cannot be used is found when the request
-    is prepared, and its stream raises RequestError."""
+    What is not a string with at least one character raises RequestError; a pattern that cannot be used is
+    found when the request is prepared, and its stream raises RequestError."""
 
     pattern: str
 

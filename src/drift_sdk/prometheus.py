@@ -94,7 +94,7 @@ def collector(engines: Mapping[str, HasMetrics], *, labels: Mapping[str, str] | 
     with the samples of all engines.
 
     engines: engines by the value of their label `engine`. The mapping is read at each collection: engines may
-             be added and removed, and those that are not open have no samples.
+             be added and removed, and those that are not open and have not failed have no samples.
     labels:  further labels of every sample.
 
     A registry takes one such collector, and raises ValueError for a second one. ConfigError for names that

@@ -89,6 +89,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     prefill_s:     from the first slot to the first token.
     first_token_s: from the call to the first token.
     decode_s:      from the first token to the end.
+
+    Of a request that ended before it had a slot or a token, the end stands for these.
     """
 
     queued_s: float

@@ -107,8 +107,9 @@ class Serving(ABC):
         """Submit a conversation, rendered with the model's chat template, and return its stream at once, as
         `generate` does. The answer comes in parts: text, reasoning and tool calls.
 
-        messages:       mappings with at least a string "role" and "content". Content is a string; a list of
-                        parts works only with templates that take one.
+        messages:       mappings with at least a string "role" and "content"; the template decides about a
+                        message without content. Content is a string; a list of parts works only with
+                        templates that take one, and others may print it.
         tools:          descriptions of functions for the template. Tool calls are then looked for in the
                         answer. If the model's template ignores tools, the model does not see them, and that
                         is logged as a warning, once per engine.

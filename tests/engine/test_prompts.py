@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from loops import WAIT_S
 
@@ -192,6 +193,16 @@ async def test_too_many_token_ids_are_rejected_before_they_are_copied() -> None:
             engine.generate(range(100_000_000_000))
         with pytest.raises(RequestError, match="prompt: expected at most 16777216 token ids"):
             engine.generate(range(10**20))  # of which len() has no number
+
+
+async def test_options_of_messages_with_a_text_are_named_whatever_they_are() -> None:
+    async with scripted_engine("fine") as engine:
+        for name, value in (("tools", np.array([1, 2])), ("template_args", {}), ("tool_choice", "none")):
+            with pytest.raises(
+                RequestError, match=f"^{name}=.* with a prompt that is no sequence of messages"
+            ):
+                await engine.count_tokens("a", **{name: value})
+        assert await engine.count_tokens("a", tool_choice="auto"[:2] + "to") == 1
 
 
 class Unending(Sequence[Any]):

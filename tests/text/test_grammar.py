@@ -563,8 +563,7 @@ def test_endless_compilation_is_rejected_after_the_timeout(
     with pytest.raises(RequestError, match="4 others take longer"):
         model.constrain(Regex("one too many"))
     release.set()
-    for thread in list(grammars._overdue):
-        thread.join()
+    grammars.wait_for_compilations()
     monkeypatch.undo()
     model.constrain(Regex("again"))
 

@@ -133,7 +133,7 @@ def as_any_prompt(
         ("tool_choice", tool_choice, "auto"),
         ("continue_final", continue_final, False),
     ):
-        if value != default:
+        if value is not default and not (isinstance(value, str) and value == default):
             allowed = f"{default!r} with a prompt that is no sequence of messages"
             raise RequestError.of(name, value, allowed)
 

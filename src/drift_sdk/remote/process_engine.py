@@ -50,9 +50,12 @@ class ProcessEngine(RemoteEngine):
     model, config: as of `Engine`.
     open_model:    as of `Engine`, for tests: it must be possible to pickle it.
 
-    See `RemoteEngine` for what differs from an `Engine`. The child runs the same interpreter with the
-    environment and `sys.path` of this process, and writes to its standard output and error. It ignores SIGINT
-    and SIGTERM, and ends with `aclose` and with this process.
+    It differs from an `Engine` in this: an error that only the child finds, such as a `request_id` in use, is
+    raised by the stream, not by the call; and statistics, with `is_paused` and `is_asleep`, are up to about a
+    second old.
+
+    The child runs the same interpreter with the environment and `sys.path` of this process, and writes to its
+    standard output and error. It ignores SIGINT and SIGTERM, and ends with `aclose` and with this process.
     """
 
     def __init__(

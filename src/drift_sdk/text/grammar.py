@@ -8,10 +8,12 @@ apply to sampled ones.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from queue import Empty, SimpleQueue
@@ -40,6 +42,8 @@ NUM_CACHED_GRAMMARS = 64
 # Within the bounds of grammar_limits, compiling takes up to a few seconds. After this time the request fails;
 # the compilation continues on its thread, because native code cannot be stopped.
 COMPILE_TIMEOUT_S = 20
+EXIT_TIMEOUT_S = 10.0
+"""Most seconds that compilations delay the exit of the interpreter."""
 MAX_OVERDUE = 4
 """Most threads that compile grammars for longer, after which none is begun. They cannot be ended."""
 
@@ -201,15 +205,15 @@ _vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Vo
 _vocabularies = WeakKeyDictionary()
 _vocabularies_lock = threading.Lock()
 _stack_size_lock = threading.Lock()
-_overdue: set[threading.Thread] = set()
-"""Threads that compile grammars for longer than `COMPILE_TIMEOUT_S`, some of which may have ended since."""
+_compiling: dict[threading.Thread, float] = {}
+"""Threads that compile grammars, some of which may have ended, and time.monotonic() when each was started."""
 
 
 def renew_locks() -> None:
     """Replace the locks in a forked child, where their owner may be a thread that does not exist there."""
     global _vocabularies_lock, _stack_size_lock
     _vocabularies_lock, _stack_size_lock = threading.Lock(), threading.Lock()
-    _overdue.clear()
+    _compiling.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
@@ -235,8 +239,11 @@ def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     grammar cannot be compiled in `COMPILE_TIMEOUT_S` seconds, or if `MAX_OVERDUE` others still are after
     these.
     """
-    _overdue.difference_update([thread for thread in list(_overdue) if not thread.is_alive()])
-    if len(_overdue) >= MAX_OVERDUE:
+    now = time.monotonic()
+    for thread in list(_compiling):
+        if not thread.is_alive():
+            _compiling.pop(thread, None)
+    if sum(now - started_at > COMPILE_TIMEOUT_S for started_at in list(_compiling.values())) >= MAX_OVERDUE:
         raise ValueError(f"{MAX_OVERDUE} others take longer than {COMPILE_TIMEOUT_S} s and have not ended")
 
     compiled: SimpleQueue[LLMatcher | BaseException] = SimpleQueue()
@@ -247,11 +254,10 @@ def compile_lark(ll_tokenizer: LLTokenizer, lark: str) -> LLMatcher:
         except BaseException as error:  # a Rust panic is not an Exception
             compiled.put(error)
 
-    thread = start_thread(work)
+    _compiling[start_thread(work)] = now
     try:
         matcher = compiled.get(timeout=COMPILE_TIMEOUT_S)
     except Empty:
-        _overdue.add(thread)
         raise ValueError(f"it takes longer than {COMPILE_TIMEOUT_S} s") from None
 
     if isinstance(matcher, BaseException):
@@ -278,6 +284,17 @@ def start_thread(work: Callable[[], None]) -> threading.Thread:
             raise ValueError(f"a thread with {STACK_BYTES >> 20} MiB of stack cannot be started") from error
         finally:
             threading.stack_size(before)
+
+
+def wait_for_compilations() -> None:
+    """Wait for threads that compile grammars, `EXIT_TIMEOUT_S` seconds at most: one that returns from native
+    code while the interpreter is finalised would end the process (see process_hooks.py)."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    for thread in list(_compiling):
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(wait_for_compilations)
 
 
 def lark_of(grammar: AnyGrammar) -> str:
