@@ -121,6 +121,21 @@ async def test_content_of_parts_is_rejected_where_the_template_takes_strings() -
         assert caught.value.field == "messages"
 
 
+async def test_content_of_parts_is_rejected_where_the_template_prints_the_list() -> None:
+    parts = [{"type": "text", "text": "it's"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    shown = "{% for part in m.content if part.text is defined %}{{ part.text }}{% endfor %}"
+    for template, is_taken in (("{{ m.content }}", False), ("{{ m.content | trim }}", False), (shown, True)):
+        config = EngineConfig(chat_template=f"{{% for m in messages %}}{template}{{% endfor %}}")
+        async with scripted_engine("fine", config=config) as engine:
+            messages = [{"role": "user", "content": parts}]
+            if is_taken:
+                assert await engine.count_tokens(messages) == len("it's")
+                continue
+            for ask in (engine.chat, engine.count_tokens):
+                with pytest.raises(RequestError, match=r"template does not take .* \(it prints the list\)"):
+                    await ask(messages)
+
+
 @pytest.mark.parametrize(
     ("role", "content"),
     [

@@ -18,7 +18,7 @@ from drift_sdk.driver.prompts import (
     check_countable,
     encode,
 )
-from drift_sdk.errors import RequestError
+from drift_sdk.errors import FieldError, RequestError
 from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.text.tools import ToolSet
@@ -90,24 +90,31 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         )
 
     def _render(self, template: ChatTemplate) -> str:
+        """The text of the conversation. Many templates take strings only: for a list of parts they print it
+        as Python does, or what they raise does not say so."""
+        of_parts = [index for index, message in enumerate(self.messages) if is_list_of_parts(message)]
         try:
-            return template.render(
+            text = template.render(
                 self.messages,
                 tools=self.offered_tools,
                 template_args=self.template_args,
                 continue_final=self.continue_final,
             )
         except RequestError as error:
-            # Many templates take strings only, and what they raise for a list does not say so.
-            indices = (i for i, message in enumerate(self.messages) if is_list_of_parts(message))
-            index = next(indices, None)
-            if error.field != "messages" or index is None:
+            if error.field != "messages" or not of_parts:
                 raise
 
-            allowed = "a string: the model's chat template does not take a list of parts"
-            field = f"messages[{index}].content"
-            value = self.messages[index]["content"]
-            raise RequestError.of(field, value, f"{allowed} ({error.__cause__ or error})") from error
+            raise self._parts_error(of_parts[0], f"({error.__cause__ or error})") from error
+
+        for index in of_parts:
+            if str(self.messages[index]["content"]) in text:
+                raise self._parts_error(index, "(it prints the list)")
+
+        return text
+
+    def _parts_error(self, index: int, reason: str) -> FieldError:
+        allowed = f"a string: the model's chat template does not take a list of parts {reason}"
+        return RequestError.of(f"messages[{index}].content", self.messages[index]["content"], allowed)
 
 
 def as_any_prompt(
