@@ -29,6 +29,7 @@ from drift_sdk import (
     Engine,
     EngineConfig,
     EnginePool,
+    ExecutorError,
     ModelLoadError,
     ProcessEngine,
     ReplicaFailed,
@@ -37,6 +38,7 @@ from drift_sdk import (
     TokenStream,
 )
 from drift_sdk.remote import calls_loop as calls_loops
+from drift_sdk.remote import connection
 from drift_sdk.remote.frames import read_frame
 from drift_sdk.remote.process_engine import PROGRAM
 from drift_sdk.remote.process_host import Program
@@ -151,6 +153,23 @@ async def test_killed_child_without_replay_ends_its_streams_alone(tmp_path: Path
             if isinstance(end, Completion):
                 assert end.token_ids == tokens_of(f"p{index}", index, 100)
         check_nothing_is_left(pool)
+
+
+async def test_stopped_child_is_lost_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of(step_s=0.05) as engine:
+        stream = engine.generate("a", max_tokens=300)
+        await anext(stream)
+        monkeypatch.setattr(connection, "SILENCE_S", 5.0)
+        for _ in range(3):
+            await anext(stream)  # from then on the new limit holds
+        assert engine.pid is not None
+        child = psutil.Process(engine.pid)
+        child.suspend()
+        _, end = await outcome(stream)
+        assert isinstance(end, ExecutorError) and "it has not answered for 5 s" in str(end)
+        await until(lambda: not is_alive(child))
+        await engine.start()
+        assert (await engine.generate("b", max_tokens=2)).finish_reason == "length"
 
 
 def test_real_model_in_a_child_has_the_tokens_of_an_engine_here(tmp_path: Path) -> None:

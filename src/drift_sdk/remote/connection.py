@@ -41,6 +41,9 @@ __all__ = ["Connection"]
 RETRY_S = 30.0
 """Seconds for which calls of a host that cannot be reached are repeated, before it counts as lost."""
 RETRY_PAUSE_S = 0.2
+SILENCE_S = 120.0
+"""Seconds without news after which a host counts as lost. It answers once a second, unless its process is
+stopped, or native code keeps the lock of its interpreter."""
 LOOP_LAG_S = 0.05
 """Seconds for which a batch waits until the callers' event loops have taken the one before. A loop that is
 slower gets fewer and larger chunks, so its unread tokens are joined on the host."""
@@ -157,7 +160,7 @@ class Connection:
         number = 0
         try:
             while True:
-                batch: Batch = await self._repeat("updates", number)
+                batch = await self._next_batch(number)
                 number = batch.number
                 await self._hand_out(batch)
                 if batch.is_last:
@@ -174,6 +177,15 @@ class Connection:
             self._metrics = replace(self._metrics, stats=counts_of(self._metrics.stats))
             self._end_all()
             self.ended.set()
+
+    async def _next_batch(self, number: int) -> Batch:
+        """The batch after that of this number. HostLost if the host does not answer."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                batch: Batch = await self._repeat("updates", number)
+                return batch
+        except TimeoutError:
+            raise HostLost(f"it has not answered for {SILENCE_S:g} s") from None
 
     async def _repeat(self, method: str, *arguments: object) -> Any:
         """Call a method of the host that may be repeated. HostLost if the host cannot be reached."""
