@@ -73,7 +73,8 @@ class ChatAnswer:
         self._has_calls = False
 
     def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
-        """The JSON of a chunk, in one piece or two. completion: given with the last chunk.
+        """The JSON of a chunk, in one piece or two, or none if nothing of it is shown: tokens of a tool call,
+        or a part of a character. completion: given with the last chunk.
 
         Clients take a call as whole when a piece follows it, so the reason to finish comes by itself then."""
         delta: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
@@ -90,7 +91,7 @@ class ChatAnswer:
         logprobs = self._logprobs(chunk, completion)
         piece = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if completion is None:
-            return [piece]
+            return [piece] if delta != {"content": ""} or logprobs is not None else []
 
         ended = self._ended(completion)
         return [piece, {"delta": {}, "logprobs": None, **ended}] if calls else [{**piece, **ended}]
