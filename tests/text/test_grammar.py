@@ -28,6 +28,7 @@ from drift_sdk import JsonSchema, Lark, Regex, RequestError
 from drift_sdk.grammars import AnyOf
 from drift_sdk.testing import byte_tokenizer
 from drift_sdk.text import grammar as grammars
+from drift_sdk.text import grammar_compiler
 from drift_sdk.text.grammar import GrammarConstraint, constrain
 from drift_sdk.text.grammar_limits import check_schema
 from drift_sdk.text.tokenizer import Tokenizer
@@ -344,7 +345,7 @@ def optional(count: int, **more: Any) -> dict[str, Any]:
 def test_grammar_out_of_bounds_is_rejected_before_compiling(
     model: Model, grammar: Any, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "LLMatcher", None)
+    monkeypatch.setattr(grammar_compiler, "LLMatcher", None)
     with pytest.raises(
         RequestError, match=rf"^grammar: {type(grammar).__name__} cannot be compiled: .*{bound}"
     ):
@@ -546,7 +547,7 @@ def test_panic_of_llguidance_raises_request_error(model: Model, monkeypatch: pyt
     def panic(*args: object, **options: object) -> None:
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr(grammars, "LLMatcher", panic)
+    monkeypatch.setattr(grammar_compiler, "LLMatcher", panic)
     with pytest.raises(RequestError, match="llguidance failed: index out of bounds"):
         model.constrain(Regex("panic"))
 
@@ -555,15 +556,15 @@ def test_endless_compilation_is_rejected_after_the_timeout(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(grammars, "LLMatcher", lambda *args, **options: release.wait())
-    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.05)
-    for number in range(grammars.MAX_OVERDUE):
+    monkeypatch.setattr(grammar_compiler, "LLMatcher", lambda *args, **options: release.wait())
+    monkeypatch.setattr(grammar_compiler, "COMPILE_TIMEOUT_S", 0.05)
+    for number in range(grammar_compiler.MAX_OVERDUE):
         with pytest.raises(RequestError, match="it takes longer than"):
             model.constrain(Regex(f"endless{number}"))
     with pytest.raises(RequestError, match="4 others take longer"):
         model.constrain(Regex("one too many"))
     release.set()
-    grammars.wait_for_compilations()
+    grammar_compiler.wait_for_compilations()
     monkeypatch.undo()
     model.constrain(Regex("again"))
 
@@ -583,13 +584,13 @@ def test_model_without_eos_id_is_rejected(model: Model) -> None:
 
 def test_grammars_are_compiled_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    real = grammars.LLMatcher
+    real = grammar_compiler.LLMatcher
 
     def counting(tokenizer: Any, lark: str, **options: Any) -> Any:
         compiled.append(lark)
         return real(tokenizer, lark, **options)
 
-    monkeypatch.setattr(grammars, "LLMatcher", counting)
+    monkeypatch.setattr(grammar_compiler, "LLMatcher", counting)
     schema = {"enum": ["compiled", "once"]}
     first = model.constrain(JsonSchema(schema))
     first.advance(model.tokenizer.encode('"c'))
@@ -754,11 +755,11 @@ def test_locks_are_free_in_a_forked_child() -> None:
     """At the fork, a thread that does not exist in the child was holding them."""
     script = """
 import os
-from drift_sdk.text import grammar
-with grammar._vocabularies_lock, grammar._stack_size_lock:
+from drift_sdk.text import grammar, grammar_compiler
+with grammar._vocabularies_lock, grammar_compiler._stack_size_lock:
     child = os.fork()
     if child == 0:
-        locks = (grammar._vocabularies_lock, grammar._stack_size_lock)
+        locks = (grammar._vocabularies_lock, grammar_compiler._stack_size_lock)
         os._exit(0 if all(lock.acquire(timeout=120) for lock in locks) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
