@@ -152,6 +152,6 @@ def cuda_prefill_attention(
 
 
 def _has_whole_tiles(partitions: Partitions) -> bool:
-    """Whether no tile of keys reaches across a border."""
+    """Return True if no tile of keys reaches across a border."""
     borders = (partitions.narrow, partitions.narrow_end, partitions.wide)
     return partitions.tile == PART_KEYS and not any(border % KEYS for border in borders)
