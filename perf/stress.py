@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from drift_sdk import EngineClosed, EngineStats
+from drift_sdk import EngineClosed, EngineStats, ExecutorError
 from drift_sdk.measurement import RecordedEngine
 from perf.harness.decoding import slow_paths
 from perf.harness.drafting import Drafting
@@ -191,7 +191,7 @@ class Bench:
             await self._engine.pause()
             await self._engine.resume()
             return self._engine.stats()
-        except EngineClosed:
+        except (EngineClosed, ExecutorError):
             self.has_failed = True
             return None
 

@@ -54,19 +54,18 @@ class BaseEngine(Serving):
     async def pause(self) -> None:
         """Launch no more steps until `resume()`. Returns when no step is running. Requests are kept, and new
         ones are admitted. If the task is cancelled, the engine is as it was before. EngineClosed if it is not
-        open."""
+        open, ExecutorError if it has failed."""
         await self._pause()
 
     @abstractmethod
     async def resume(self) -> None:
-        """End all calls of `pause()`. If the task is cancelled, the cancellation is raised afterwards.
-        EngineClosed if the engine is not open."""
+        """End all calls of `pause()`. If the task is cancelled, the cancellation is raised afterwards. Raises
+        as `pause` does."""
 
     @abstractmethod
     async def sleep(self) -> None:
         """Free weights and KV cache until `wake()`. Requests are kept and compute their context again after
-        that. If the task is cancelled, the cancellation is raised afterwards. EngineClosed if the engine is
-        not open."""
+        that. If the task is cancelled, the cancellation is raised afterwards. Raises as `pause` does."""
 
     @abstractmethod
     async def wake(self) -> None:
@@ -74,7 +73,7 @@ class BaseEngine(Serving):
         the cancellation is raised afterwards.
 
         ModelLoadError if that fails or requests cannot go on with the files as they are now; the engine then
-        stays asleep. EngineClosed if it is not open.
+        stays asleep. Raises as `pause` does.
         """
 
     @property
@@ -89,8 +88,8 @@ class BaseEngine(Serving):
 
     @abstractmethod
     def metrics(self) -> EngineMetrics:
-        """The statistics and histograms, with the names of model and executor. EngineClosed if the engine is
-        not open.
+        """The statistics and histograms, with the names of model and executor, also of an engine that has
+        failed. EngineClosed before the start and when it is closed.
 
         `drift_sdk.prometheus.collector` shows them in a registry of the host, those of several engines on one
         page.
