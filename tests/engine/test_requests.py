@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, get_type_hints
 
@@ -274,26 +274,38 @@ async def test_id_of_a_request_that_failed_is_free_again() -> None:
 
 
 async def test_cancelled_requests_leave_their_places_at_once() -> None:
-    """Also while a step runs, which the engine's thread waits for."""
+    """Also while a step runs, which the engine's thread waits for: here until all are cancelled."""
+    are_cancelled = threading.Event()
+
+    def held(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        assert not output_ids or are_cancelled.wait(WAIT_S)
+        return 65
+
     config = SMALL.replace(max_num_seqs=1, max_queued_requests=2)
-    async with scripted_engine("x" * 40, config=config, step_s=0.1) as engine:
-        running = engine.generate("x")
+    async with scripted_engine(held, config=config) as engine:
+        running = engine.generate("x", max_tokens=None)
         await anext(running)
-        for _ in range(3):
-            waiting = [engine.generate("x", request_id=name) for name in "ab"]
-            await waiting[0].accepted()
+        streams = [running]
+        for number in range(3):
+            streams += [engine.generate("x", request_id=f"{name}{number}") for name in "ab"]
             with pytest.raises(QueueFull):
                 engine.generate("x")
-            waiting[0].cancel()
-            assert engine.cancel("b")
-            again = [engine.generate("x") for _ in range(2)]
-            with pytest.raises(QueueFull):
-                engine.generate("x")
-            for stream in (*waiting, *again):
-                stream.cancel()
-                assert (await stream).finish_reason == "cancelled"
-        running.cancel()
-        assert (await engine.generate("x", max_tokens=1)).text == "x"
+            streams[-2].cancel()
+            assert engine.cancel(f"b{number}")
+        streams += [engine.generate("x") for _ in range(2)]
+        for stream in streams:
+            stream.cancel()
+        last = engine.generate("x", max_tokens=1)
+        are_cancelled.set()
+        assert [(await stream).finish_reason for stream in streams] == ["cancelled"] * len(streams)
+        assert (await last).text == "A"
+
+        await engine.pause()
+        streams = [engine.generate("x", max_tokens=1) for _ in range(3)]
+        with pytest.raises(QueueFull):  # those that have ended count no more, in either way
+            engine.generate("x")
+        await engine.resume()
+        assert [(await stream).text for stream in streams] == ["A"] * 3
 
 
 async def test_cancel_on_a_closed_engine_finds_nothing() -> None:
