@@ -15,8 +15,8 @@ __all__ = ["MAX_DEPTH", "MAX_ITEMS", "check_depth", "to_plain"]
 MAX_DEPTH = 500
 """Most levels of nested data. Recursive functions fail on more, at a depth that depends on the version of
 Python."""
-MAX_INTEGER_BITS = 10_000
-"""Python writes no integer of more than 4,300 digits, about 14,000 bits, as JSON."""
+MAX_INTEGER_BITS = 14_000
+"""Python writes no integer of more than 4,300 digits as JSON, which is a little more."""
 MAX_ITEMS = 2**20
 """Most items of a sequence that is no list or tuple: it may compute them, as a range does, without end."""
 

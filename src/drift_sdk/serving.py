@@ -109,7 +109,7 @@ class Serving(ABC):
 
         messages:       mappings with at least a string "role" and "content"; the template decides about a
                         message without content. Content is a string; a list of parts works only with
-                        templates that take one, and others may print it.
+                        templates that take one.
         tools:          descriptions of functions for the template. Tool calls are then looked for in the
                         answer. If the model's template ignores tools, the model does not see them, and that
                         is logged as a warning, once per engine.

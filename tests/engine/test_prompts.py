@@ -258,7 +258,7 @@ async def test_integers_that_cannot_be_written_as_json_are_rejected_at_the_call(
     parameters = {"type": "object", "properties": {"a": {"minimum": 10**5000}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     async with scripted_engine("fine") as engine:
-        with pytest.raises(RequestError, match="^tools=.*an integer of 16610 bits: expected at most 10000"):
+        with pytest.raises(RequestError, match="^tools=.*an integer of 16610 bits: expected at most 14000"):
             engine.chat([{"role": "user", "content": "x"}], tools=tools, tool_choice="required")
 
 

@@ -129,7 +129,7 @@ class Connection:
         self._loop.post(self._send_soon)
 
     def has_room(self, num_requests: int = 1) -> bool:
-        """Whether so many more requests would be admitted, as far as is known here."""
+        """Return True if so many more requests would be admitted, as far as is known here."""
         return self._limit is None or self._num_staying + num_requests <= self._limit
 
     @property

@@ -3,7 +3,7 @@
 
 On GPUs of compute capability 9.0, for bfloat16 and heads of 64 or 128 dimensions. Keys and values come by the
 copy engine ahead of the products; the softmax of a tile is computed while the values of the tile before are
-multiplied, and two warpgroups start their products in turns.
+multiplied. Without partitions, two warpgroups start their products in turns.
 
 Order of summation: with partitions, that of online_softmax.py. Scores and values are products of wgmma, the
 denominator one with 8 columns of ones. Without, tiles of 128 keys in ascending order, wherever a chunk began.
