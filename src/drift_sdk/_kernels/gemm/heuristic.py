@@ -208,17 +208,22 @@ def _num_at_once(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> int:
 
 def _num_stages(shape: GemmShape, tile: tuple[int, int, int], num_ctas: int, limits: GpuLimits) -> int:
     """Stages that fit beside the CTAs that share a multiprocessor: one, or two where there are more CTAs than
-    multiprocessors. At least 2, and 1 where not even these fit."""
+    multiprocessors, or three of gate and up. At least 2, and 1 where not even these fit.
+
+    CTAs of gate and up start when those of the product before end. Were there room for more of them than an
+    equal share, the multiprocessors that become free first would take them, and others would be idle.
+    """
     tile_n, tile_m, tile_k = tile
     stage_bytes = shared_bytes(shape, GemmTiles(True, tile_n, tile_m, tile_k, 1, 4))
-    num_neighbours = 2 if num_ctas > limits.num_multiprocessors else 1
+    most_neighbours = 3 if shape.is_gated else 2
+    num_neighbours = min(-(-num_ctas // limits.num_multiprocessors), most_neighbours)
     own_bytes = limits.multiprocessor_shared_bytes // num_neighbours
     number = int(SHARED_USE * own_bytes) // stage_bytes
     if num_neighbours == 2:
         number = min(number, max(SHORT_STAGES, int(SHARED_USE_OF_TWO * own_bytes) // stage_bytes))
     most = limits.shared_bytes - SHARED_RESERVE
     num_tiles = -(-shape.slice_size // tile_k)
-    is_many = num_ctas > 2 * limits.num_multiprocessors
+    is_many = num_ctas > most_neighbours * limits.num_multiprocessors
     useful = max(num_tiles // 3, min(num_tiles + 1, SHORT_STAGES))
     wanted = min(max(number, 2), MANY_STAGES if is_many else MAX_STAGES, useful)
     return max(1, min(wanted, most // stage_bytes))
