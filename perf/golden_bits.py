@@ -123,7 +123,7 @@ class AttentionCase(Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
-    lengths: tuple[int, ...] = (4, 130, 700, 1500, 5000)
+    lengths: tuple[int, ...] = (4, 130, 700, 3000, 5000)
     num_rows: int = 4
     partitions: Partitions = Partitions()
     config: AttentionConfig = AttentionConfig()

@@ -31,7 +31,7 @@ FEW = AttentionConfig(num_programs=4)
 SMALL = (
     ProductCase(64, 256, torch.float32, row_counts=(1, 3)),
     ProductCase(64, 128, torch.float32, is_gated=True, row_counts=(1, 3)),
-    AttentionCase(4, 2, 16, torch.float32, (40,), 2, Partitions(32, 64, 48, 16), FEW),
+    AttentionCase(4, 2, 16, torch.float32, (40,), 2, Partitions(32, 64, 2, 16), FEW),
 )
 
 
@@ -59,7 +59,7 @@ def test_hashes_change_with_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tuning, "num_slices", lambda *_, is_whole: 1)
     assert product.hash("cpu") != expected[str(product)]
     assert gated.hash("cpu") == expected[str(gated)]
-    wider = AttentionCase(4, 2, 16, torch.float32, (40,), 2, Partitions(64, 64, 64, 16), FEW)
+    wider = AttentionCase(4, 2, 16, torch.float32, (40,), 2, Partitions(64, 128, 2, 16), FEW)
     assert str(wider) == str(attention) and wider.hash("cpu") != expected[str(attention)]
 
 

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.kernel
 # and behind them, warpgroups without rows, tiles that only the second warpgroup sees.
 CHUNKS = [
     [(0, 0, 1)],
-    [(0, 63, 65), (1, 0, 64), (2, 127, 1), (3, 1023, 66)],
-    [(0, 5, 37), (1, 700, 129), (2, 1027, 70), (3, 1900, 333)],
+    [(0, 63, 65), (1, 0, 64), (2, 127, 1), (3, 2047, 66)],
+    [(0, 5, 37), (1, 700, 129), (2, 2051, 70), (3, 4500, 333)],
 ]
-MAX_KEYS = 2304
+MAX_KEYS = 4864
 
 
 @pytest.fixture

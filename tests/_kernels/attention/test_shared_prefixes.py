@@ -28,7 +28,7 @@ from drift_sdk._kernels.attention.shared_prefixes import (
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
 
-SMALL = Partitions(narrow=32, narrow_end=64, wide=64, tile=16)
+SMALL = Partitions(narrow=32, narrow_end=64, num_doublings=1, tile=16)
 GROUP = 4
 
 
@@ -95,7 +95,7 @@ def test_prefixes_equal_the_reference(seed: int, device: str) -> None:
     rng = random.Random(seed)
     size = rng.choice([1, 8, 16, 64, 128])
     rows_each, group = rng.choice([(1, 4), (1, 7), (2, 2), (1, 1), (1, 16)])
-    partitions = rng.choice([SMALL, Partitions(narrow_end=0, wide=128), Partitions()])
+    partitions = rng.choice([SMALL, Partitions(num_doublings=0), Partitions()])
     number = rng.choice([2, 9, 33])
     most = 40 if size == 1 else 60
     lengths = [rng.randrange(most * size) for _ in range(number)]

@@ -37,7 +37,7 @@ IS_GPU = torch.cuda.is_available()
 VOCAB_SIZE = 40
 POISON = torch.iinfo(torch.int32).max
 NUM_PROGRAMS = 528 if IS_GPU else 72
-SMALL = Partitions(narrow=32, narrow_end=64, wide=48, tile=16)
+SMALL = Partitions(narrow=32, narrow_end=64, num_doublings=2, tile=16)
 
 
 def signed(word: int) -> int:
@@ -421,7 +421,7 @@ def test_attention_is_near_the_reference(
 ) -> None:
     """Lengths at and around borders of tiles and partitions."""
     more, first_key = dict(more), more.get("first_key", 0)
-    lengths = [1 + first_key, 65, 17, 50]
+    lengths = [1 + first_key, 65, 17, 50, 126]
     trees = some_trees(8, len(lengths), shape["nodes_per_tree"] - 1)
     found = TreeRound(trees, lengths, device=device, **shape)
     if "sinks" in more:
@@ -435,7 +435,7 @@ def test_attention_is_near_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "window"), [(7, 0), (40, 0), (12, 100), (12, 1100)] if IS_GPU else [(7, 0), (7, 20)]
+    ("num_nodes", "window"), [(7, 0), (40, 0), (12, 100), (12, 2100)] if IS_GPU else [(7, 0), (7, 20)]
 )
 def test_node_gets_the_bits_that_it_gets_in_a_chain(
     num_nodes: int, window: int, device: str, monkeypatch: pytest.MonkeyPatch
@@ -446,7 +446,7 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(
     tree = random_tree(rng, 0)
     while tree.num_nodes != num_nodes or tree.max_depth < 3 or tree.is_chain:
         tree = random_tree(rng, num_nodes - 1)
-    lengths = [1000, 1023, 1500, 62, 2] if IS_GPU else [62]
+    lengths = [2040, 2047, 4600, 62, 2] if IS_GPU else [62, 126]
     partitions = Partitions.of_window(window) if IS_GPU else SMALL
     found = TreeRound(
         [tree] * len(lengths),

@@ -115,7 +115,7 @@ def next_partition(
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
 ):
     """Return the index of the first tile, from tile_index on, at which a partition starts.
 
@@ -125,15 +125,15 @@ def next_partition(
     tile_ptr = tiles_ptr + tile_index * TILE_WORDS
     num_keys = tl.load(tile_ptr + TILE_NUM_KEYS, mask=is_tile, other=0, cache_modifier=".cg")
     first_key = tl.load(tile_ptr + TILE_FIRST_KEY, mask=is_tile, other=0, cache_modifier=".cg")
-    partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
-    is_start = partition_start(partition, NARROW, NARROW_END, WIDE) == first_key
+    partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
+    is_start = partition_start(partition, NARROW, NARROW_END, NUM_DOUBLINGS) == first_key
     if WINDOW > 0:
         sequence_ptr = tile_ptr + TILE_SEQUENCE
         sequence = tl.load(sequence_ptr, mask=is_tile, other=-1, cache_modifier=".cg")
         has_before = is_tile & (tile_index > 0)
         before = tl.load(sequence_ptr - TILE_WORDS, mask=has_before, other=-1, cache_modifier=".cg")
         is_start = is_start | (sequence != before)
-    next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
+    next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
     num_skipped = (tl.minimum(next_start, num_keys) - first_key + TILE_KEYS - 1) // TILE_KEYS
     return tl.where(is_start, tile_index, tile_index + num_skipped)
 

@@ -112,7 +112,11 @@ def cuda_prefill_attention(
         "THREADS": options.num_threads,
     }
     if partitions is not None:
-        macros |= {"NARROW": partitions.narrow, "NARROW_END": partitions.narrow_end, "WIDE": partitions.wide}
+        macros |= {
+            "NARROW": partitions.narrow,
+            "NARROW_END": partitions.narrow_end,
+            "NUM_DOUBLINGS": partitions.num_doublings,
+        }
         shared_bytes += tile_rows * head_dim * 4
     files = FILES if partitions is None else EXACT_FILES
     kernel = CudaKernel(files, "attend_prompts", tuple((name, str(value)) for name, value in macros.items()))
@@ -152,6 +156,5 @@ def cuda_prefill_attention(
 
 
 def _has_whole_tiles(partitions: Partitions) -> bool:
-    """Return True if no tile of keys reaches across a border."""
-    borders = (partitions.narrow, partitions.narrow_end, partitions.wide)
-    return partitions.tile == PART_KEYS and not any(border % KEYS for border in borders)
+    """Return True if no tile of keys reaches across a border. All borders are multiples of `narrow`."""
+    return partitions.tile == PART_KEYS and partitions.narrow % KEYS == 0

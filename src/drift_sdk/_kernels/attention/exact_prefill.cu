@@ -1,5 +1,5 @@
 // Sums of attention of prompts with the bits of decoding: cuda_prefill.py describes it. Follows prefill_rows.cu.
-// Macros: NARROW, NARROW_END, WIDE: of partitions, which consist of whole tiles of KEYS keys.
+// Macros: NARROW, NARROW_END, NUM_DOUBLINGS: of partitions, which consist of whole tiles of KEYS keys.
 //
 // Order of summation: that of online_softmax.py, in which a tile has PART_KEYS keys. Sums of all partitions before are
 // in shared memory; those of a partition are in registers.
@@ -113,7 +113,11 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
   // Whether a partition ends behind a tile.
   auto is_last = [&](int key_tile) {
     const int end = (key_tile + 1) * KEYS;
-    return end <= NARROW_END ? end % NARROW == 0 : (end - NARROW_END) % WIDE == 0;
+    int width = NARROW;
+#pragma unroll
+    for (int i = 0; i < NUM_DOUBLINGS; i++)
+      if (end > NARROW_END << i) width *= 2;
+    return end % width == 0;
   };
 
   const int num_tiles = r.tile.num_tiles();

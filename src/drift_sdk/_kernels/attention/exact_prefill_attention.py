@@ -164,9 +164,9 @@ def _exact_prefill_attention(
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    NARROW: tl.constexpr,  # NARROW, NARROW_END, WIDE: see `Partitions`
+    NARROW: tl.constexpr,  # NARROW, NARROW_END, NUM_DOUBLINGS: see `Partitions`
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: off
     NUM_STAGES: tl.constexpr,  # of the pipeline over tiles
     NARROW_STAGES: tl.constexpr,  # of the pipeline over narrow partitions
@@ -175,8 +175,9 @@ def _exact_prefill_attention(
     """Program (head, tile of rows), in the order of summation of online_softmax.py.
 
     Three kinds of partitions, in ascending order: narrow ones that all rows see, a loop whose pipeline spans
-    the partitions; wide ones that all rows see; and those that reach to the diagonal or beyond. With a
-    window, all partitions from the first row's first key on are of the last kind, and every tile is masked.
+    the partitions; wider ones, from NARROW_END on, that all rows see; and those that reach to the diagonal or
+    beyond. With a window, all partitions from the first row's first key on are of the last kind, and every
+    tile is masked.
 
     Longer than other kernels: a loop for each kind, over sums that stay in registers.
     """
@@ -230,12 +231,14 @@ def _exact_prefill_attention(
             maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
         )
 
-    wide_end = NARROW_END + tl.maximum(diagonal - NARROW_END, 0) // WIDE * WIDE
-    for begin in range(NARROW_END, wide_end, WIDE):
+    diagonal_partition = partition_of(diagonal, NARROW, NARROW_END, NUM_DOUBLINGS)
+    for partition in range(NARROW_END // NARROW, diagonal_partition):
+        begin = partition_start(partition, NARROW, NARROW_END, NUM_DOUBLINGS)
+        end = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
         part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
-        for first_key in tl.range(begin, begin + WIDE, TILE_KEYS, num_stages=NUM_STAGES):
+        for first_key in tl.range(begin, end, TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
                 NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE,
@@ -248,14 +251,16 @@ def _exact_prefill_attention(
             maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
         )
 
-    begin = tl.where(narrow_end < NARROW_END, narrow_end, wide_end)
+    partition = diagonal_partition
     first_tile = 0
     if WINDOW > 0:
         first_seen = tl.maximum(start - (WINDOW - 1), 0)
         first_tile = first_seen // TILE_KEYS * TILE_KEYS
-        begin = partition_start(partition_of(first_seen, NARROW, NARROW_END, WIDE), NARROW, NARROW_END, WIDE)
+        partition = partition_of(first_seen, NARROW, NARROW_END, NUM_DOUBLINGS)
+    begin = partition_start(partition, NARROW, NARROW_END, NUM_DOUBLINGS)
     while begin < num_keys:
-        end = tl.where(begin < NARROW_END, begin + NARROW, begin + WIDE)
+        partition += 1
+        end = partition_start(partition, NARROW, NARROW_END, NUM_DOUBLINGS)
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
         part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
@@ -327,7 +332,7 @@ def exact_prefill_attention(
         TILE_KEYS=partitions.tile,
         NARROW=partitions.narrow,
         NARROW_END=partitions.narrow_end,
-        WIDE=partitions.wide,
+        NUM_DOUBLINGS=partitions.num_doublings,
         NUM_STAGES=config.num_stages,
         NARROW_STAGES=config.narrow_stages,
         PDL=uses_pdl(),

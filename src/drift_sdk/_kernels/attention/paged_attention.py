@@ -110,9 +110,9 @@ def _attend(
     FIRST_KEY: tl.constexpr,  # positions before it are not seen
     WINDOW: tl.constexpr,  # 0: off
     TILE_KEYS: tl.constexpr,
-    NARROW: tl.constexpr,  # NARROW, NARROW_END, WIDE: see `Partitions`
+    NARROW: tl.constexpr,  # NARROW, NARROW_END, NUM_DOUBLINGS: see `Partitions`
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (head, share): the tiles of a share, one sequence after the other.
@@ -134,11 +134,11 @@ def _attend(
     share = tl.program_id(1)
     tile_index = next_partition(
         tiles_ptr, num_tiles * share // tl.num_programs(1), num_tiles,
-        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, NUM_DOUBLINGS,
     )  # fmt: skip
     end_index = next_partition(
         tiles_ptr, num_tiles * (share + 1) // tl.num_programs(1), num_tiles,
-        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, NUM_DOUBLINGS,
     )  # fmt: skip
     while tile_index < end_index:
         # The share's tiles of one sequence, or of the prefix that companions share.
@@ -176,7 +176,7 @@ def _attend(
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:  # the first place is that of the first partition that a row sees
-            first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
+            first_sum -= partition_of(first_seen, NARROW, NARROW_END, NUM_DOUBLINGS) * NUM_QUERY_ROWS
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
         total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
@@ -201,8 +201,8 @@ def _attend(
             maximum, weight, total = attend_tile(
                 maximum, weight, total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
-            partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
-            next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
+            partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
+            next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
             if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
                 # The partition's last tile: store its sums, and start the next partition.
                 sum_index = first_sum + partition * NUM_QUERY_ROWS

@@ -119,7 +119,7 @@ class AttentionScratch(Struct, frozen=True):
             "num_partitions": self.plan.max_num_partitions,
             "NARROW": partitions.narrow,
             "NARROW_END": partitions.narrow_end,
-            "WIDE": partitions.wide,
+            "NUM_DOUBLINGS": partitions.num_doublings,
         }
 
 
@@ -205,7 +205,7 @@ def _add_partitions(
     WINDOW: tl.constexpr,  # 0: off
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (query row and tile of dimensions, head, sequence): the partitions of one row and one query
@@ -221,11 +221,13 @@ def _add_partitions(
     position = tl.load(row_position_ptr + row, cache_modifier=".cg")
     first = 0
     if WINDOW > 0:
-        first = partition_of(tl.maximum(position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
+        first = partition_of(tl.maximum(position - (WINDOW - 1), 0), NARROW, NARROW_END, NUM_DOUBLINGS)
         first_position = tl.load(row_position_ptr + sequence * ROWS_PER_SEQUENCE, cache_modifier=".cg")
-        first_place = partition_of(tl.maximum(first_position - (WINDOW - 1), 0), NARROW, NARROW_END, WIDE)
+        first_place = partition_of(
+            tl.maximum(first_position - (WINDOW - 1), 0), NARROW, NARROW_END, NUM_DOUBLINGS
+        )
     # Padding rows see nothing, and get zeros.
-    end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, WIDE) + 1, 0)
+    end = tl.where(slot >= 0, partition_of(position, NARROW, NARROW_END, NUM_DOUBLINGS) + 1, 0)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head * GROUP_SIZE + query_row % GROUP_SIZE).to(tl.float32)
     wait_for_producers(PDL)

@@ -115,7 +115,7 @@ def _find(
     NUM_COMPANIONS: tl.constexpr,  # most of them
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (s): the companions of sequence s. A third of its lines are arguments."""
@@ -147,8 +147,8 @@ def _find(
         first += NUM_COLUMNS
 
     # Down to the border of a partition.
-    common = partition_of(num_common * KV_BLOCK_SIZE, NARROW, NARROW_END, WIDE)
-    common_keys = partition_start(common, NARROW, NARROW_END, WIDE)
+    common = partition_of(num_common * KV_BLOCK_SIZE, NARROW, NARROW_END, NUM_DOUBLINGS)
+    common_keys = partition_start(common, NARROW, NARROW_END, NUM_DOUBLINGS)
     is_alike = ((common_keys > 0) | is_own).to(tl.int32)
     rank = tl.cumsum(is_alike, 0) - 1
     own_part = tl.sum(tl.where(is_own, rank, 0)) // NUM_COMPANIONS
@@ -189,7 +189,7 @@ def find_shared_prefixes(
         NUM_COMPANIONS=most_companions(rows, group, window=0),
         NARROW=partitions.narrow,
         NARROW_END=partitions.narrow_end,
-        WIDE=partitions.wide,
+        NUM_DOUBLINGS=partitions.num_doublings,
         PDL=uses_pdl(),
         num_warps=NUM_WARPS,
         **launch_options(),
@@ -206,7 +206,7 @@ def shared_prefixes_reference(
         tuple(blocks.table[slot, : (max(live) + 1) // size].tolist()) if live else ()
         for slot, live in rows.live_positions()
     ]
-    first_blocks = -(-(partitions.narrow if partitions.narrow_end else partitions.wide) // size)
+    first_blocks = -(-partitions.narrow // size)
     alike: dict[tuple[int, ...], list[int]] = {}
     for sequence, table in enumerate(tables):
         is_long = len(table) >= first_blocks

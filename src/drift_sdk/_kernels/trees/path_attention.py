@@ -99,7 +99,7 @@ def attend_paths(
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write the sums of one KV head of a tree's nodes first_node ... first_node + TILE_NODES - 1. Rows, block
@@ -137,8 +137,8 @@ def attend_paths(
     if slot >= 0:
         dim = tl.arange(0, PADDED_DIM)
         is_dim = dim < PART_DIM
-        border_partition = partition_of(border, NARROW, NARROW_END, WIDE)
-        begin_key = partition_start(border_partition, NARROW, NARROW_END, WIDE)
+        border_partition = partition_of(border, NARROW, NARROW_END, NUM_DOUBLINGS)
+        begin_key = partition_start(border_partition, NARROW, NARROW_END, NUM_DOUBLINGS)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + tile_row % GROUP_SIZE
         query_mask = is_row[:, None] & is_dim[None, :]
         query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
@@ -146,7 +146,7 @@ def attend_paths(
         query_row = node * GROUP_SIZE + tile_row % GROUP_SIZE
         first_sum = (tree * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:
-            first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
+            first_sum -= partition_of(first_seen, NARROW, NARROW_END, NUM_DOUBLINGS) * NUM_QUERY_ROWS
             begin_key = tl.maximum(begin_key, first_seen // TILE_KEYS * TILE_KEYS)
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
@@ -175,7 +175,7 @@ def attend_paths(
                 first_key = border + tile * TILE_KEYS
                 if first_key <= last_key:
                     if tile > 0:
-                        tile_partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
+                        tile_partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
                         stored = is_own & (partition != tile_partition)
                         # The tile before was its partition's last: store the sums, start the next partition.
                         sum_index = first_sum + partition * NUM_QUERY_ROWS

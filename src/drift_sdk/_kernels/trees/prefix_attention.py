@@ -71,7 +71,7 @@ def attend_prefix(
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write the sums of one KV head of a share of the plan's tiles, for a tile of query rows of each
@@ -88,11 +88,11 @@ def attend_prefix(
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     tile_index = next_partition(
         tiles_ptr, num_tiles * share // num_shares, num_tiles,
-        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, NUM_DOUBLINGS,
     )  # fmt: skip
     end_index = next_partition(
         tiles_ptr, num_tiles * (share + 1) // num_shares, num_tiles,
-        WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE,
+        WINDOW, TILE_KEYS, NARROW, NARROW_END, NUM_DOUBLINGS,
     )  # fmt: skip
     while tile_index < end_index:
         # The share's tiles of one sequence.
@@ -106,7 +106,9 @@ def attend_prefix(
         )
         root_position = tl.load(root_position_ptr + sequence * ROOT_STRIDE, cache_modifier=".cg")
         border = root_position // TILE_KEYS * TILE_KEYS
-        end_key = partition_start(partition_of(border, NARROW, NARROW_END, WIDE), NARROW, NARROW_END, WIDE)
+        end_key = partition_start(
+            partition_of(border, NARROW, NARROW_END, NUM_DOUBLINGS), NARROW, NARROW_END, NUM_DOUBLINGS
+        )
         num_prefix_tiles = tl.minimum(num_own_tiles, tl.maximum(end_key - sequence_key, 0) // TILE_KEYS)
         row = sequence * NUM_NODES + query_row // GROUP_SIZE
         is_live = tl.load(row_slot_ptr + row, mask=is_row, other=-1, cache_modifier=".cg") >= 0
@@ -123,7 +125,7 @@ def attend_prefix(
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:  # the first place is that of the first partition that a row sees
-            first_sum -= partition_of(first_seen, NARROW, NARROW_END, WIDE) * NUM_QUERY_ROWS
+            first_sum -= partition_of(first_seen, NARROW, NARROW_END, NUM_DOUBLINGS) * NUM_QUERY_ROWS
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
         total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
@@ -146,8 +148,8 @@ def attend_prefix(
             maximum, weight, total = attend_tile(
                 maximum, weight, total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
-            partition = partition_of(first_key, NARROW, NARROW_END, WIDE)
-            next_start = partition_start(partition + 1, NARROW, NARROW_END, WIDE)
+            partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
+            next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
             if first_key + TILE_KEYS >= next_start:
                 # The partition's last tile: store its sums, and start the next partition.
                 sum_index = first_sum + partition * NUM_QUERY_ROWS

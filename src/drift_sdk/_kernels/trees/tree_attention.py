@@ -97,7 +97,7 @@ def _attend_trees(
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
-    WIDE: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: see the module. Nothing but arguments."""
@@ -113,7 +113,7 @@ def _attend_trees(
             scale, num_partitions, max_blocks,
             NUM_NODES, NUM_TREE_NODES, ROOT_STRIDE, NUM_PATH_ENTRIES, NUM_PATH_TILES, TILE_NODES,
             GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, PATH_ROWS, NUM_PARTS, PADDED_DIM, IN_PAIRS, KV_BLOCK_SIZE,
-            NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
+            NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, NUM_DOUBLINGS, PDL,
         )  # fmt: skip
     else:
         row_tile = (program - num_path_programs) % NUM_ROW_TILES
@@ -124,7 +124,8 @@ def _attend_trees(
             root_position_ptr, tiles_ptr, num_tiles_ptr, sums_ptr, maxima_ptr, weights_ptr,
             scale, num_partitions, max_blocks,
             NUM_NODES, ROOT_STRIDE, GROUP_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE_ROWS, NUM_PARTS, PADDED_DIM,
-            IN_PAIRS, KV_BLOCK_SIZE, NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END, WIDE, PDL,
+            IN_PAIRS, KV_BLOCK_SIZE, NUM_STAGES, FIRST_KEY, WINDOW, TILE_KEYS, NARROW, NARROW_END,
+            NUM_DOUBLINGS, PDL,
         )  # fmt: skip
 
     wait_for_producers(PDL)  # every CTA waits before it ends, also one without a tile
