@@ -47,7 +47,6 @@ from drift_sdk._kernels.attention.attention_plan import (
     next_partition,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.cuda_attention import cuda_attend, has_cuda_attention
 from drift_sdk._kernels.attention.e4m3 import cache_numbers
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.online_softmax import (
@@ -229,22 +228,12 @@ def paged_attention(
 
     rows: those that `scratch.plan` was made of, which has the layer's window. Rows of slot -1 get zeros.
     The first key lies in the first tile. All tensors are contiguous. Raises ValueError for another shape,
-    type or layout. Where it can, cuda_attention.py computes the same sums in less time.
+    type or layout.
     """
     plan = scratch.plan
     layer.check(max_first_key=plan.partitions.tile - 1)
     scratch.check(layer, rows)
-    if has_cuda_attention(layer, rows, plan.partitions.tile):
-        cuda_attend(layer, rows, scratch)
-    else:
-        _attend_in_triton(layer, rows, scratch, config)
-    add_partitions(layer, rows, scratch)
-
-
-def _attend_in_triton(
-    layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch, config: AttentionConfig
-) -> None:
-    plan, num_kv_heads = scratch.plan, layer.kv.num_heads
+    num_kv_heads = layer.kv.num_heads
     _attend[(num_kv_heads, max(1, config.num_programs // num_kv_heads))](
         tiles_ptr=plan.tiles,
         num_tiles_ptr=plan.num_tiles,
@@ -262,6 +251,7 @@ def _attend_in_triton(
         **scratch.kernel_arguments(rows),
         **launch_options(),
     )
+    add_partitions(layer, rows, scratch)
 
 
 def paged_attention_reference(layer: LayerAttention, rows: PlannedRows) -> Tensor:

@@ -154,14 +154,6 @@ __device__ __forceinline__ void load_matrices(u32 (&matrices)[4], u32 address) {
                : "memory");
 }
 
-// The same, transposed: a lane gets the numbers in column l / 4 of rows 2 (l % 4) and 2 (l % 4) + 1 of each.
-__device__ __forceinline__ void load_transposed(u32 (&matrices)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-               : "r"(address)
-               : "memory");
-}
-
 // The place of rows of x in shared memory, in units of 16 bytes: rows of 128 bytes, 64 columns, whose pieces of 16
 // bytes are swizzled; groups of 8 rows follow one another. `rows` lies at a multiple of 1,024 bytes.
 __device__ __forceinline__ u32 place_of_rows(const void* rows) { return 1 << 16 | shared_address(rows) >> 4; }

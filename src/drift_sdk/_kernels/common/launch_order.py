@@ -58,14 +58,12 @@ class KernelAccess(Struct, frozen=True):
     """A kernel's reads and writes through its pointer arguments, by their names in its signature.
 
     reads_early: those read before the kernel waits. writes: those written. triggers_early: the kernel permits
-    its dependents to start before it has waited. reads_older: those read before the kernel waits in places
-    that no kernel of the step writes, though some write others; not checked.
+    its dependents to start before it has waited.
     """
 
     reads_early: frozenset[str]
     writes: frozenset[str]
     triggers_early: bool
-    reads_older: frozenset[str] = frozenset()
 
 
 def access_of(ttir: str) -> KernelAccess:
