@@ -36,7 +36,8 @@ from perf.harness.table import show, title_of
 __all__ = ["Kernel", "KernelRun", "busy_us", "kernels_of_trace", "main", "profile_runs", "roles_of"]
 
 NUM_WARM_UP_ROUNDS = 3
-MULTIPLY, GATED, ATTEND, SAMPLE = "_multiply", "_gated_multiply", "_attend", "rule_logits"
+MULTIPLY, FEW_ROWS, GATED = "_multiply", "few_rows_product", "_gated_multiply"
+ATTEND, SAMPLE = "_attend", "rule_logits"
 EXPERT_ROLES = {"_gated_expert_multiply": "gate_up of experts", "_expert_multiply": "down of experts"}
 ROUTE, EXPERT_PRODUCT = "route", "product"
 """Kernels of CUDA C++: of a router, and of the experts' products, two a layer."""
@@ -96,15 +97,17 @@ def steps_of(kernels: Sequence[Kernel], num_steps: int) -> list[Sequence[Kernel]
 
 def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
     """The weight that each kernel of a step without chunks multiplies by, derived from its place among the
-    kernels of its name; "" for kernels that multiply by none."""
+    kernels of its kind; "" for kernels that multiply by none."""
     weights = weight_roles(model)
     named = {role: f"{role} {weight}" for role, weight in weights.items()}
     head = named.pop("lm_head")
     if any(kernel.name == ROUTE for kernel in step):
         named.pop("router", None)
     by_layer = [name for role, name in named.items() if not weights[role].is_gated]
+    dense = iter((*by_layer * model.config.num_layers, head))
     products = {
-        MULTIPLY: iter((*by_layer * model.config.num_layers, head)),
+        MULTIPLY: dense,
+        FEW_ROWS: dense,
         GATED: iter([named.get("gate_up", "")] * model.config.num_layers),
         EXPERT_PRODUCT: iter(list(EXPERT_SHARES) * model.num_expert_layers),
     }

@@ -158,6 +158,21 @@ def test_graphs_of_a_speculating_engine_are_printed(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith("drift m graphs 3: mib 3\n")
 
 
+def test_products_of_few_rows_take_the_place_of_others(tiny: Model) -> None:
+    """Some weights are multiplied by another kernel, all by one of two."""
+    output = LAYER.index("_multiply", 1)
+    layer = [*LAYER[:output], "few_rows_product", *LAYER[output + 1 :], *MLP]
+    kernels = kernels_of_trace(trace_of([*layer * tiny.config.num_layers, "_multiply"], 2))
+    runs = profile_runs(kernels, 2, tiny, SINGLE, OPTIONS, 0.001)
+    assert [(run.kernel, run.shape, run.launches) for run in runs if run.shape] == [
+        ("_multiply", "qkv 128x64", 3),
+        ("few_rows_product", "output 64x64", 3),
+        ("_gated_multiply", "gate_up 320x64 gated", 3),
+        ("_multiply", "down 64x160", 3),
+        ("_multiply", "lm_head 320x64", 1),
+    ]
+
+
 @pytest.mark.parametrize("script", [main, memory_main])
 def test_profile_and_memory_need_a_gpu(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

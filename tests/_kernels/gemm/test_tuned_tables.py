@@ -8,8 +8,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from drift_sdk._kernels.common.gpu_limits import HOPPER
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.heuristic import GemmShape, has_equal_shares
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuning import TunedTable, shape_of_key, table_for
 
@@ -40,6 +42,16 @@ def test_entries_are_usable_for_any_number_of_slices(key: str) -> None:
                 config = tuned.config(num_rows)
                 assert config.num_slices == tuned.num_slices
                 assert config.num_partials in (1, config.num_slices)
+
+
+@pytest.mark.kernel
+def test_multiprocessors_share_gate_and_up_of_few_rows_equally() -> None:
+    for gpu in TABLES:
+        for key, entry in table_for(gpu).gemms.items():
+            num_columns, inner, is_gated = shape_of_key(key)
+            shape = GemmShape(num_columns=num_columns, inner=inner, is_gated=is_gated)
+            for _, tiles in entry.by_rows if is_gated else ():
+                assert tiles.tile_m > 16 or has_equal_shares(shape, tiles, HOPPER), f"{gpu}: {key}"
 
 
 @pytest.mark.gpu

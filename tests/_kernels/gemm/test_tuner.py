@@ -11,8 +11,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.gpu_limits import HOPPER
 from drift_sdk._kernels.gemm import tuner
-from drift_sdk._kernels.gemm.gemm import GemmConfig
-from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_tiles
+from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles
+from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_tiles, has_equal_shares
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuner import KNOWN, SHORT, Effort, WeightToTune, tune
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
@@ -87,6 +87,13 @@ def test_tiles_of_a_similar_gpu_are_the_only_candidates_beside_the_heuristic(
     assert [tuner.tiles_of(config) for config in clock.timed] == [first, tiles]
     assert table.gemms[one.key].by_rows == ((1, tiles),)
     assert KNOWN.name in table.provenance[one.key]
+
+
+def test_candidates_for_gate_and_up_of_few_rows_have_equal_shares() -> None:
+    shape = GemmShape(num_columns=37_888, inner=3584, is_gated=True)
+    found = [tuner.tiles_of(each) for each in tuner.candidates(shape, 1, HOPPER, all_candidates=True)]
+    assert len(found) > 4 and all(has_equal_shares(shape, tiles, HOPPER) for tiles in found)
+    assert GemmTiles(True, 64, 16, 64, 4, 4) in found and GemmTiles(True, 64, 16, 64, 3, 4) not in found
 
 
 def test_candidate_with_other_bits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,14 @@ from order_probe import expected_sum, probe_row
 
 from drift_sdk._kernels.common.gpu_limits import HOPPER, GpuLimits, limited_gpu
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, multiply
-from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_tiles, fits, shared_bytes
+from drift_sdk._kernels.gemm.heuristic import (
+    ROW_COUNTS,
+    GemmShape,
+    default_tiles,
+    fits,
+    has_equal_shares,
+    shared_bytes,
+)
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
 from drift_sdk._kernels.gemm.tuner import FULL, candidates, tiles_of
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable, shape_of_key, table_for
@@ -89,6 +96,30 @@ def test_heuristic_tiles_fit_the_gpu_for_any_shape(
         TunedTiles(((rows, tiles),))  # allowed in a table
         if tiles.is_library:
             GemmConfig(num_slices=weight.num_slices, **msgspec.structs.asdict(tiles))
+
+
+@pytest.mark.parametrize("intermediate", [8960, 9728, 11008, 13824, 14336, 17408, 18944, 25600])
+@pytest.mark.parametrize("inner", [2560, 3584, 5120])
+def test_multiprocessors_share_gate_and_up_of_few_rows_equally(inner: int, intermediate: int) -> None:
+    """CTAs that find a multiprocessor free take no more of it than their share."""
+    shape = GemmShape(num_columns=2 * intermediate, inner=inner, is_gated=True)
+    for num_rows in (1, 16):
+        assert has_equal_shares(shape, default_tiles(shape, num_rows, HOPPER), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "tile_n", "num_stages", "is_equal"),
+    [
+        (34_816, 64, 4, True),  # 272 CTAs, room for three of them on each of 132 multiprocessors
+        (34_816, 64, 3, False),  # room for four
+        (34_816, 128, 3, True),  # 136 CTAs, room for two
+        (8192, 64, 3, True),  # fewer CTAs than multiprocessors
+        (65_536, 64, 3, True),  # 512 CTAs: some follow others
+    ],
+)
+def test_room_for_an_equal_share(num_columns: int, tile_n: int, num_stages: int, is_equal: bool) -> None:
+    shape = GemmShape(num_columns=num_columns, inner=5120, is_gated=True)
+    assert has_equal_shares(shape, GemmTiles(True, tile_n, 16, 64, num_stages, 4), HOPPER) == is_equal
 
 
 def test_heuristic_chooses_what_measurements_chose() -> None:

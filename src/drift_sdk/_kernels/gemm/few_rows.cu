@@ -182,6 +182,6 @@ template <int STAGES> __device__ __forceinline__ void multiply_few(const Argumen
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    product(const u16* x, const u16* weight, float* out, int M, int N, int K, int slice_size) {
+    few_rows_product(const u16* x, const u16* weight, float* out, int M, int N, int K, int slice_size) {
   MULTIPLY({x, weight, out, M, N, K, slice_size});
 }

@@ -129,7 +129,7 @@ def few_rows_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
     macros = (("MULTIPLY", f"multiply_few<{tiles.num_stages}>"),)
-    kernel = CudaKernel(FILES, "product", macros)
+    kernel = CudaKernel(FILES, "few_rows_product", macros)
     launch_kernel(
         compile_kernel(kernel, x.device.index or 0, tiles.shared_bytes),
         (tiles.num_ctas, config.num_slices),

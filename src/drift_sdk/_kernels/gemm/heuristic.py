@@ -26,7 +26,15 @@ from drift_sdk._kernels.common.gpu_limits import GpuLimits
 from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.slices import slice_size
 
-__all__ = ["ROW_COUNTS", "SHARED_RESERVE", "GemmShape", "default_tiles", "fits", "shared_bytes"]
+__all__ = [
+    "ROW_COUNTS",
+    "SHARED_RESERVE",
+    "GemmShape",
+    "default_tiles",
+    "fits",
+    "has_equal_shares",
+    "shared_bytes",
+]
 
 ROW_COUNTS = (16, 32, 64, 128, 256, 2**31)
 """Highest numbers of rows that tiles are chosen for. Fewer rows than 16 run as 16: the columns of an MMA."""
@@ -34,6 +42,9 @@ ROW_COUNTS = (16, 32, 64, 128, 256, 2**31)
 MAX_STAGES, SHORT_STAGES, MANY_STAGES = 6, 4, 3
 """Most stages of the pipeline; the least that is worth it for a few tiles; and most where there are so many
 CTAs that several follow each other on a multiprocessor. More did not pay on an H200."""
+
+MOST_NEIGHBOURS, MOST_GATED_NEIGHBOURS = 2, 3
+"""CTAs that share a multiprocessor for whose number stages are chosen: see `has_equal_shares`."""
 
 SHARED_USE, SHARED_USE_OF_TWO = 0.97, 0.86
 """Shares of a multiprocessor's shared memory that the stages of its CTAs may take; the second one for more
@@ -119,6 +130,21 @@ def shared_bytes(shape: GemmShape, tiles: GemmTiles) -> int:
 def fits(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> bool:
     """Whether a product's stages fit the shared memory that a CTA may have."""
     return shared_bytes(shape, tiles) + SHARED_RESERVE <= limits.shared_bytes
+
+
+def has_equal_shares(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> bool:
+    """Return True if a multiprocessor has room for no more of a product's CTAs than an equal share of them.
+
+    CTAs start where those of the product before end. With room for more, the multiprocessors that become
+    free first take them, and others are idle (docs/performance.md, "What was tried"). True also where a
+    multiprocessor has one CTA, or so many that some follow others.
+    """
+    num_ctas = shape.num_ctas(tiles.tile_n, tiles.tile_m, tiles.tile_m, is_spread=tiles.is_spread)
+    share = -(-num_ctas // limits.num_multiprocessors)
+    if not 1 < share <= MOST_GATED_NEIGHBOURS:
+        return True
+
+    return _num_at_once(shape, tiles, limits) <= share * limits.num_multiprocessors
 
 
 def default_tiles(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTiles:
@@ -208,14 +234,10 @@ def _num_at_once(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> int:
 
 def _num_stages(shape: GemmShape, tile: tuple[int, int, int], num_ctas: int, limits: GpuLimits) -> int:
     """Stages that fit beside the CTAs that share a multiprocessor: one, or two where there are more CTAs than
-    multiprocessors, or three of gate and up. At least 2, and 1 where not even these fit.
-
-    CTAs of gate and up start when those of the product before end. Were there room for more of them than an
-    equal share, the multiprocessors that become free first would take them, and others would be idle.
-    """
+    multiprocessors; of gate and up, also three. At least 2, and 1 where not even these fit."""
     tile_n, tile_m, tile_k = tile
     stage_bytes = shared_bytes(shape, GemmTiles(True, tile_n, tile_m, tile_k, 1, 4))
-    most_neighbours = 3 if shape.is_gated else 2
+    most_neighbours = MOST_GATED_NEIGHBOURS if shape.is_gated else MOST_NEIGHBOURS
     num_neighbours = min(-(-num_ctas // limits.num_multiprocessors), most_neighbours)
     own_bytes = limits.multiprocessor_shared_bytes // num_neighbours
     number = int(SHARED_USE * own_bytes) // stage_bytes
