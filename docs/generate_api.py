@@ -89,6 +89,7 @@ def render() -> str:
         if name != "Event"
     ]
     parts.append("## Metrics")
+    parts.append(doc_of(prometheus))
     parts.append(f"### drift_sdk.prometheus.{signature('collector', prometheus.collector)}")
     parts.append(doc_of(prometheus.collector))
     parts.append("## Testing code that embeds an engine")
@@ -167,12 +168,12 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 
 
 def doc_of(thing: Any) -> str:
-    """The docstring; its aligned tables of fields as code."""
+    """The docstring; its tables, and aligned fields, as code."""
     lines = (inspect.getdoc(thing) or "").splitlines()
     blocks: list[str] = []
     for block in "\n".join(lines).split("\n\n"):
         is_table = any(line.split(":")[0].isidentifier() and ":  " in line for line in block.splitlines())
-        is_example = block.startswith("    ")
+        is_example = block.startswith(("    ", "==="))
         blocks.append(f"```\n{textwrap.dedent(block)}\n```" if is_table or is_example else block)
     return "\n\n".join(blocks)
 

@@ -50,7 +50,8 @@ class TokenLog:
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token, which may be a part of a character. Special tokens are spelled out."""
-        data = self._tokenizer.token_bytes[token_id]
+        tokenizer = self._tokenizer
+        data = tokenizer.token_bytes[token_id] if tokenizer.has_token_bytes else b""
         return data or self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def text_of(self, token_id: int) -> str:

@@ -46,6 +46,7 @@ IGNORED = {
 
 logger = logging.getLogger("openai_protocol")
 reported: set[str] = set()
+MAX_REPORTED_CHARS = 100
 
 
 class Wire(BaseModel):
@@ -110,6 +111,7 @@ class Body(Wire):
 
 def report_ignored(name: str) -> None:
     """Log an unknown field, once for each name."""
+    name = name[:MAX_REPORTED_CHARS]
     if name not in reported and len(reported) < 1000:
         reported.add(name)
         logger.warning("ignored unknown request field %.100r", name)

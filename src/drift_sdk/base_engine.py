@@ -117,7 +117,8 @@ class BaseEngine(Serving):
         """The model's tokenizer. Its `encode(text)` returns token ids, with those that the model has around a
         text unless `add_special_tokens=False`; `decode(ids)` returns a text; `token_to_id(token)` returns an
         id, or None for a token that the vocabulary lacks. `vocab_size`, `eos_token_id` and
-        `special_token_ids` are attributes, `token_bytes` and `token_texts` are indexed by token id.
+        `special_token_ids` are attributes. `token_texts` is indexed by token id, and so is `token_bytes`,
+        which tokenizers have whose `has_token_bytes` is True.
 
         The tokenizer of a model without one has `has_text` False and rejects every text. EngineClosed if the
         engine is not open."""

@@ -83,8 +83,8 @@ class Serving(ABC):
         prompt:     a text, or token ids of the model, at least one.
         params:     None = the model's own defaults, `default_params`.
         request_id: names the request in its completion, in the log and for `cancel`: 1 to 128 printable
-                    characters, not those of another live request. None = a name that the engine makes,
-                    "req-" and a number.
+                    characters, not those of another live request, nor "req-" and a number, the names
+                    that the engine makes (None).
         options:    fields of SamplingParams, which replace those of `params`, or of the defaults.
 
         Raises RequestError for a wrong argument, QueueFull, EngineClosed, and ExecutorError if the engine

@@ -23,8 +23,8 @@ __all__ = ["Submission", "Submit", "Submitter", "check_request_id"]
 MAX_ID_CHARS = 128
 MAX_SUFFIX_CHARS = 4
 """Most characters that the name of a sample has more than that of its group, "-127"."""
-OWN_ID = re.compile(r"req-\d.*", flags=re.ASCII)
-"""Ids that the engine makes."""
+OWN_ID = re.compile(r"req-\d+(-\d+)?", flags=re.ASCII)
+"""Ids that the engine makes: "req-" and a number, and of samples a second number."""
 
 
 class Submission(Struct, frozen=True, kw_only=True, eq=False):
@@ -116,5 +116,5 @@ def check_request_id(request_id: object, *, is_new: bool) -> None:
 
     if is_new and isinstance(request_id, str) and OWN_ID.fullmatch(request_id):
         raise RequestError.of(
-            "request_id", request_id, f'{allowed} that do not begin with "req-" and a digit'
+            "request_id", request_id, f'{allowed}, not one that the engine makes, like "req-1" or "req-1-0"'
         )

@@ -220,7 +220,8 @@ async def test_wrong_ids_are_rejected(wrong: Any) -> None:
         else:
             with pytest.raises(RequestError, match="^request_id="):
                 engine.cancel(wrong)
-        assert (await engine.generate("x", request_id="req-")).text == "fine"
+        for other in ("req-", "req-1a", "req-7f3c-0", "req-1-2-3"):
+            assert (await engine.generate("x", request_id=other)).request_id == other
 
 
 class Urgency(IntEnum):

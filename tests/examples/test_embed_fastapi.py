@@ -8,21 +8,27 @@ import math
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import anyio
 import httpx
 import openai
 import openai_protocol
 import pytest
+import tokenizers
 from embed_fastapi import name_of
 from example_server import MODEL, replying, serving
 from loops import WAIT_S, until
 from model_zoo import make_model
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
+from openai_answers import TokenLog
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import decoders, models
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+from drift_sdk.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -560,9 +566,17 @@ async def test_rejected_prompt_cancels_the_others() -> None:
                 await client.completions.create(model=MODEL, prompt=["x"] * 5, max_tokens=2000)
             await until(lambda: engine.stats().num_cancelled > 0)
             await until(lambda: engine.stats().num_running == engine.stats().num_waiting == 0)
-            with pytest.raises(openai.RateLimitError):
+            with pytest.raises(openai.BadRequestError, match="n=5: expected 1 to 2"):
                 await client.chat.completions.create(model=MODEL, messages=QUESTION, n=5)
             assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+def test_tokens_without_bytes_of_their_own_are_decoded_for_the_log() -> None:
+    raw = tokenizers.Tokenizer(models.WordLevel({"a": 0, "##b": 1}, unk_token="a"))
+    raw.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(raw, bos_token=None, eos_token=None, chat_template=None, adds_bos=False)
+    log = TokenLog(cast(Engine, SimpleNamespace(tokenizer=tokenizer)))
+    assert [log.text_of(token_id) for token_id in (0, 1)] == ["a", tokenizer.decode([1])]
 
 
 async def test_unknown_fields_are_ignored_and_logged_once(
@@ -574,8 +588,10 @@ async def test_unknown_fields_are_ignored_and_logged_once(
         for _ in range(2):
             found = await client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body=fields)
             assert found.choices[0].message.content
-    logged = [record.getMessage() for record in caplog.records if record.name == "openai_protocol"]
-    assert logged == ["ignored unknown request field 'what_is_this'"]
+        logged = [record.getMessage() for record in caplog.records if record.name == "openai_protocol"]
+        assert logged == ["ignored unknown request field 'what_is_this'"]
+        await client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body={"x" * 10_000: 1})
+    assert max(map(len, openai_protocol.reported)) == 100
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome"}}\n</tool_call>'

@@ -153,9 +153,14 @@ async def test_settings_of_the_graph_executor_alone_are_named_in_a_warning(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = EngineConfig(
-        device="cpu", executor="eager", load="random", tuning="full", shape_log=tmp_path / "log.json"
+        device="cpu",
+        executor="eager",
+        load="random",
+        tuning="full",
+        shape_log=tmp_path / "log.json",
+        exact_prefill=True,
     )
     async with Engine(tmp_path, config):
         pass
-    for name in ("tuning", "shape_log"):
+    for name in ("tuning", "shape_log", "exact_prefill"):
         assert f"{name} has no effect on the eager executor" in caplog.text

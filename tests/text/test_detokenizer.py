@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import DriftError, ModelLoadError
 from drift_sdk.text.detokenizer import BytesDetokenizer, Detokenizer
 from drift_sdk.text.token_bytes import TokenBytes
 from drift_sdk.text.tokenizer import Tokenizer
@@ -228,6 +228,8 @@ def word_tokenizer(decoder: decoders.Decoder | None) -> Tokenizer:
 def test_tokens_that_depend_on_their_neighbours_join_to_the_decoded_text(name: str) -> None:
     tokenizer = word_tokenizer(JOINING_DECODERS[name])
     assert not tokenizer.has_token_bytes and tokenizer.min_num_tokens("hello") == 0
+    with pytest.raises(DriftError, match="has no token_bytes"):
+        _ = tokenizer.token_bytes
     draw = random.Random(5)
     for _ in range(300):
         # The special token and an id that no token has, which decoding leaves out, are drawn too.

@@ -103,6 +103,15 @@ def test_truncation_and_padding_of_the_file_are_ignored(path: Path) -> None:
     assert Tokenizer.from_file(path).encode(TEXT) == expected
 
 
+def test_dropout_of_the_file_is_ignored(path: Path) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(path))
+    expected = raw.encode(TEXT).ids
+    raw.model.dropout = 0.9
+    raw.save(str(path))
+    assert json.loads(path.read_text())["model"]["dropout"] == pytest.approx(0.9)
+    assert all(Tokenizer.from_file(path).encode(TEXT) == expected for _ in range(3))
+
+
 def test_eos_is_special_even_if_the_file_does_not_mark_it(path: Path) -> None:
     tokenizer = Tokenizer.from_file(path, {"eos_token": "<think>"})
     assert tokenizer.eos_token_id in tokenizer.special_token_ids

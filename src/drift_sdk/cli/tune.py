@@ -25,7 +25,14 @@ from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.logged_products import read_products, shapes_by_time
 from drift_sdk._kernels.gemm.slices import num_slices
-from drift_sdk._kernels.gemm.tuned_files import add_to_user_table, measured_on, tuning_lock, write_whole
+from drift_sdk._kernels.gemm.tuned_files import (
+    MAX_FILE_BYTES,
+    add_to_user_table,
+    measured_on,
+    read_whole,
+    tuning_lock,
+    write_whole,
+)
 from drift_sdk._kernels.gemm.tuner import (
     FULL,
     KNOWN,
@@ -110,19 +117,25 @@ def weight_of(num_columns: int, inner: int, is_gated: bool) -> WeightToTune:
 
 def read_log(path: Path) -> list[tuple[int, int, bool]]:
     """The shapes of weights in a log of products, the largest share of time first. Raises DriftError for
-    another file."""
+    another file, or none."""
     try:
         return shapes_by_time(read_products(path))
     except ValueError as error:
-        raise DriftError(str(error)) from error
+        raise DriftError(f"--log: {error}") from error
+    except OSError as error:
+        raise DriftError(f"--log: {path}: {error.strerror}") from error
 
 
 def read_table(path: Path) -> TunedTable:
-    """The table in a file. Raises DriftError if it holds something else."""
+    """The table in a file. Raises DriftError if it holds something else, or cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TunedTable)
+        return msgspec.json.decode(read_whole(path, MAX_FILE_BYTES), type=TunedTable)
     except msgspec.MsgspecError as error:
         raise DriftError(f"{path}: not a tuned table: {error}") from error
+    except ValueError as error:
+        raise DriftError(str(error)) from error
+    except OSError as error:
+        raise DriftError(f"{path}: {error.strerror}") from error
 
 
 def check_gpu() -> None:

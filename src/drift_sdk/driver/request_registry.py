@@ -53,7 +53,8 @@ class RequestRegistry:
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Make all of these requests live, or none: EngineClosed or ExecutorError if the registry is not
-        open, RequestError if a live request has one of their ids, QueueFull."""
+        open, RequestError if a live request has one of their ids or there are more than an idle engine
+        takes, QueueFull."""
         ids = {name for request in requests for name in names_of(request)}
         with self._lock:
             if not self.is_open:
@@ -62,6 +63,11 @@ class RequestRegistry:
             taken = next((name for name in ids if name in self._by_id), None)
             if taken is not None:
                 raise RequestError.of("request_id", taken, "an id that no live request has")
+
+            most = self._most_at_once
+            if most is not None and len(requests) > most:
+                allowed = f"1 to {most}, all that may run and wait (max_num_seqs, max_queued_requests)"
+                raise RequestError.of("n", len(requests), allowed)
 
             if not self.has_room(len(requests)):
                 self.num_rejected += len(requests)
@@ -137,6 +143,12 @@ class RequestRegistry:
     def _num_queued(self) -> int:
         """Requests that wait for a slot: negative while more slots are free than requests are coming."""
         return len(self._live) - len(self._leaving) - self._num_slots
+
+    @property
+    def _most_at_once(self) -> int | None:
+        """Most requests that are admitted while there are no others; None: any number."""
+        limit = self._max_queued_requests
+        return None if limit is None else self._num_slots + limit
 
     def _queue_full(self, num_requests: int) -> QueueFull:
         limit, num_queued = self._max_queued_requests, self._num_queued

@@ -129,7 +129,7 @@ def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype, form: KVForm |
 def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand) -> OpenedExecutor:
     """Make an eager executor. Raises ConfigError for a KV cache that does not fit. Warns of settings of the
     graph executor alone."""
-    for name in ("tuning", "shape_log"):
+    for name in ("tuning", "shape_log", "exact_prefill"):
         if getattr(config, name) != getattr(EngineConfig(), name):
             log.warning("%s has no effect on the eager executor", name)
     decoder, drafter_factory = model.decoder, model.drafter_factory

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from drift_sdk._files import has_file
-from drift_sdk.errors import ModelLoadError, RequestError, short_repr
+from drift_sdk.errors import DriftError, ModelLoadError, RequestError, short_repr
 from drift_sdk.text.detokenizer import BytesDetokenizer, ContextDetokenizer, Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
 from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes, joins_words
@@ -48,9 +48,11 @@ class Tokenizer:
         adds_bos:              whether encoded texts begin with `bos_token`; None leaves the tokens added
                                around a text to `raw`.
         """
-        # A tokenizer.json may contain the truncation and padding used in training.
+        # A tokenizer.json may contain the truncation, padding and dropout used in training.
         raw.no_truncation()
         raw.no_padding()
+        if isinstance(raw.model, tokenizers.models.BPE):
+            raw.model.dropout = None
         for token in (bos_token, eos_token):
             if token is not None:
                 _make_special(raw, token)
@@ -151,8 +153,13 @@ class Tokenizer:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """The bytes that each token adds. Only if `has_token_bytes`."""
-        assert self._token_bytes is not None
+        """The bytes that each token adds, by token id. Raises DriftError unless `has_token_bytes`."""
+        if self._token_bytes is None:
+            raise DriftError(
+                "this tokenizer has no token_bytes (has_token_bytes is False): what a token adds depends on "
+                "those before it; token_texts has their texts"
+            )
+
         return self._token_bytes
 
     def min_num_tokens(self, text: str) -> int:

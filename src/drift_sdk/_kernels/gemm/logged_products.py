@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._kernels.gemm.tuned_files import write_whole
+from drift_sdk._kernels.gemm.tuned_files import read_whole, write_whole
 from drift_sdk._kernels.gemm.tuning import gemm_key, shape_of_key
 
 __all__ = ["LoggedProduct", "add_products", "read_products", "shapes_by_time"]
@@ -60,14 +60,7 @@ class CountedProduct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def read_products(path: Path) -> Counter[LoggedProduct]:
     """Return the products of a file. Raises OSError, and ValueError for other contents."""
-    if path.exists() and not path.is_file():  # opening a FIFO may never return
-        raise ValueError(f"{path}: not a regular file")
-
-    with path.open("rb") as file:
-        contents = file.read(MAX_FILE_BYTES + 1)
-    if len(contents) > MAX_FILE_BYTES:
-        raise ValueError(f"{path}: more than {MAX_FILE_BYTES} bytes")
-
+    contents = read_whole(path, MAX_FILE_BYTES)
     try:
         found = msgspec.json.decode(contents, type=list[CountedProduct])
     except msgspec.MsgspecError as error:

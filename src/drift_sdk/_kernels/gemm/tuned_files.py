@@ -26,7 +26,17 @@ from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, gpu_key, shape_of_key
 
-__all__ = ["MeasuredOn", "add_to_user_table", "measured_on", "tuning_lock", "user_table", "user_table_path"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "MeasuredOn",
+    "add_to_user_table",
+    "measured_on",
+    "read_whole",
+    "tuning_lock",
+    "user_table",
+    "user_table_path",
+    "write_whole",
+]
 
 log = logging.getLogger("drift_sdk")
 
@@ -131,12 +141,7 @@ def user_table(machine: MeasuredOn) -> TunedTable:
     warning."""
     path = user_table_path(machine)
     try:
-        with path.open("rb") as file:
-            contents = file.read(MAX_FILE_BYTES + 1)
-        if len(contents) > MAX_FILE_BYTES:
-            raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
-
-        stored = msgspec.json.decode(contents, type=StoredTable)
+        stored = msgspec.json.decode(read_whole(path, MAX_FILE_BYTES), type=StoredTable)
         if stored.measured_on != machine:
             raise ValueError(f"measured on {stored.measured_on}")
     except (FileNotFoundError, NotADirectoryError):
@@ -165,6 +170,20 @@ def add_to_user_table(machine: MeasuredOn, found: TunedTable) -> Path:
     write_whole(path, msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n")
     _ignored.discard(path)
     return path
+
+
+def read_whole(path: Path, max_bytes: int) -> bytes:
+    """Return the contents of a regular file. Raises OSError, and ValueError for a file of another kind or of
+    more than `max_bytes`."""
+    if path.exists() and not path.is_file():  # opening a FIFO may never return
+        raise ValueError(f"{path}: not a regular file")
+
+    with path.open("rb") as file:
+        contents = file.read(max_bytes + 1)
+    if len(contents) > max_bytes:
+        raise ValueError(f"{path}: more than {max_bytes} bytes")
+
+    return contents
 
 
 def write_whole(path: Path, contents: bytes) -> None:
