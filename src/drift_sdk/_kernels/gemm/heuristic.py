@@ -33,6 +33,7 @@ __all__ = [
     "default_tiles",
     "fits",
     "has_equal_shares",
+    "is_candidate",
     "shared_bytes",
 ]
 
@@ -145,6 +146,13 @@ def has_equal_shares(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> b
         return True
 
     return _num_at_once(shape, tiles, limits) <= share * limits.num_multiprocessors
+
+
+def is_candidate(shape: GemmShape, tiles: GemmTiles, num_rows: int, limits: GpuLimits) -> bool:
+    """Whether tiles are worth measuring for a number of rows: they fit and, for few rows of gate and up, have
+    equal shares, because a measurement of the product alone does not show what is lost without."""
+    is_few = shape.is_gated and num_rows <= ROW_COUNTS[0]
+    return fits(shape, tiles, limits) and (not is_few or has_equal_shares(shape, tiles, limits))
 
 
 def default_tiles(shape: GemmShape, num_rows: int, limits: GpuLimits) -> GemmTiles:

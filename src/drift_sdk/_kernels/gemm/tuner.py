@@ -38,8 +38,7 @@ from drift_sdk._kernels.gemm.heuristic import (
     TILES_OF_MANY,
     GemmShape,
     default_tiles,
-    fits,
-    has_equal_shares,
+    is_candidate,
 )
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, gemm_key
 
@@ -64,9 +63,6 @@ VARIED = ("is_spread", "tile_n", "tile_m", "tile_k", "num_stages")
 
 LONG_STAGES = (3, 4, 5, 6)
 MANY_STAGES = (2, 3, 4)
-
-FEW_ROWS = 16
-"""Rows up to which candidates for gate and up are to have equal shares, see `has_equal_shares`."""
 
 WORKING_SETS = 6
 """A chain of products reads so many times the bytes of the L2 cache."""
@@ -159,8 +155,7 @@ def candidates(
 ) -> Iterator[GemmConfig]:
     """Yield the configurations to try for a weight and a number of rows, each once, the heuristic's first.
 
-    They fit the GPU's shared memory, and `check_tiles` allows them. For few rows, gate and up have equal
-    shares: a candidate is measured alone, not behind another product. all_candidates: see `Effort`. known:
+    They are those of `is_candidate`, and `check_tiles` allows them. all_candidates: see `Effort`. known:
     tiles of the weight on another GPU, which are the only others then.
     """
     first = msgspec.structs.replace(default_tiles(shape, num_rows, limits), is_library=False)
@@ -168,13 +163,10 @@ def candidates(
         others: Iterable[GemmTiles] = [msgspec.structs.replace(known.tiles(num_rows), is_library=False)]
     else:
         others = _tiles_for_few(num_rows) if num_rows <= 64 else _tiles_for_many(shape)
-    is_few = shape.is_gated and num_rows <= FEW_ROWS
     for tiles in dict.fromkeys((first, *others)):
         num_changes = sum(getattr(tiles, name) != getattr(first, name) for name in VARIED)
         is_near = num_changes <= 1 and abs(tiles.num_stages - first.num_stages) <= 1
-        is_usable = fits(shape, tiles, limits) and (
-            tiles == first or not is_few or has_equal_shares(shape, tiles, limits)
-        )
+        is_usable = tiles == first or is_candidate(shape, tiles, num_rows, limits)
         if is_usable and (all_candidates or is_near):
             check_tiles(tiles)
             yield tiles.config(shape.num_slices)
