@@ -97,6 +97,15 @@ def test_folder_in_place_of_the_file_is_ignored(caplog: pytest.LogCaptureFixture
     assert len(caplog.records) == 1
 
 
+def test_fifo_in_place_of_the_file_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Opening it would wait for a writer."""
+    path = user_table_path(MACHINE)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    assert user_table(MACHINE) == TunedTable()
+    assert "not a regular file" in caplog.text
+
+
 def test_cache_folder_that_cannot_be_made_is_an_os_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,8 +149,11 @@ def has_equal_shares(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> b
 
 
 def is_candidate(shape: GemmShape, tiles: GemmTiles, num_rows: int, limits: GpuLimits) -> bool:
-    """Whether tiles are worth measuring for a number of rows: they fit and, for few rows of gate and up, have
-    equal shares, because a measurement of the product alone does not show what is lost without."""
+    """Return True if tiles are worth measuring for a number of rows.
+
+    They fit. For few rows, tiles of gate and up also have equal shares: a product measured alone does not
+    show what unequal shares cost behind another one.
+    """
     is_few = shape.is_gated and num_rows <= ROW_COUNTS[0]
     return fits(shape, tiles, limits) and (not is_few or has_equal_shares(shape, tiles, limits))
 
