@@ -8,7 +8,7 @@ Predicts what a change of the scheduler does to throughput and latency, without 
 products of a step take the times in the tuned table of the GPU, between measured numbers of rows by linear
 interpolation; constants have the rest. Not simulated are other models, drafts, quantised weights, and the
 reading of shared prefixes once for several sequences. The constants are those of an H100, and the table of an
-H200 lacks the times of products that the library computes: predictions for it are for comparisons alone.
+H200 lacks the times of products that the library computes: its predictions compare schedulers, not GPUs.
 
 --margin-ms: before the end of a step at which the next one is planned; at-once: when it begins.
 """
@@ -99,19 +99,18 @@ class StepModel:
         if num_rows and num_tokens:
             mixed = buckets.mixed_bucket(num_tokens, len(plan.prefill), num_rows)
             if mixed is not None:
-                rows = self.rows_us(mixed.size, mixed.num_slots + num_first)
+                rows = self._rows_us(mixed.size, mixed.num_slots + num_first)
                 return rows + keys_us + tokens_us + MIXED_US
 
         total = tokens_us + keys_us
         if num_tokens:
-            total += self.rows_us(bucket_of(buckets.prefill, num_tokens), num_first)
+            total += self._rows_us(bucket_of(buckets.prefill, num_tokens), num_first)
         if num_rows:
             num_slots = bucket_of(buckets.decode, num_rows)
-            total += self.rows_us(num_slots, num_slots)
+            total += self._rows_us(num_slots, num_slots)
         return total
 
-    def rows_us(self, num_rows: int, num_logits: int) -> float:
-        """The time of all kernels but attention. num_logits: rows that the head multiplies."""
+    def _rows_us(self, num_rows: int, num_logits: int) -> float:
         layer = sum(product.of(num_rows) for product in self._products)
         head = self._head.of(num_logits) if num_logits else 0.0
         return NUM_LAYERS * layer + head + OTHER_US
