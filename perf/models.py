@@ -31,7 +31,7 @@ __all__ = ["DENSE", "main", "measure"]
 
 DENSE = (
     "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b",
-    "qwen3-14b", "smollm2-135m",
+    "qwen3-14b", "smollm2-135m-random",
 )  # fmt: skip
 """The models that are measured by default."""
 BATCHES = tuple(map(Scenario.parse, ("single-512", "batch8-512", "batch32-512", "batch64-512")))

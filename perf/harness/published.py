@@ -53,6 +53,16 @@ QWEN_3 = COMMON | {
     "rope_theta": 1_000_000.0,
     "rms_norm_eps": 1e-6,
 }
+SMOLLM_2 = LLAMA | {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100_000.0,
+}
 GPT_OSS = COMMON | {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -178,18 +188,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 40,
         "num_attention_heads": 40,
     },
-    "smollm2-shapes": LLAMA
-    | {  # six of SmolLM2-135M's thirty layers
-        "vocab_size": 49_152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100_000.0,
-    },
+    "smollm2-135m-random": SMOLLM_2 | {"num_hidden_layers": 30, "tie_word_embeddings": True},
+    "smollm2-shapes": SMOLLM_2 | {"num_hidden_layers": 6},
     "tiny": LLAMA
     | {
         "vocab_size": 320,
