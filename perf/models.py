@@ -1,7 +1,6 @@
 """Measure the decode rates of several models of published shapes, one after the other in one process.
 
-Without a peer, generations are shorter than those of `perf.decode`; what decoding costs the host process is
-not measured.
+What decoding costs the host process is not measured.
 
 python -m perf.models --models qwen2.5-7b qwen3-8b --scenario single-512 batch64-512
 python -m perf.models --topic untuned --models llama-2-7b --peer vllm
@@ -23,7 +22,7 @@ from perf.harness.machine import default_device
 from perf.harness.numbers import at_least
 from perf.harness.record import DecodeRun
 from perf.harness.recording import Recording, free_memory
-from perf.harness.scenario import LENGTHS, Scenario
+from perf.harness.scenario import Scenario
 from perf.harness.shapes import MODELS, Model, prepare
 from perf.harness.table import decode_table, show
 
@@ -35,8 +34,6 @@ DENSE = (
 )  # fmt: skip
 """The models that are measured by default."""
 BATCHES = tuple(map(Scenario.parse, ("single-512", "batch8-512", "batch32-512", "batch64-512")))
-SHORT_LENGTHS = (8, 104)
-"""Tokens of the two generations where no peer is measured, whose generations have LENGTHS."""
 TOPICS = ("models", "untuned")
 
 
@@ -78,12 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
 
     recording = Recording(given.topic, given.device, given.out, "transformers")
-    options = DecodeOptions(
-        device=given.device,
-        tuning=given.tuning,
-        repeats=given.repeats,
-        lengths=LENGTHS if given.peer else SHORT_LENGTHS,
-    )
+    options = DecodeOptions(device=given.device, tuning=given.tuning, repeats=given.repeats)
     bandwidth = recording.bandwidth_tb_s
     for name in given.models:
         with tempfile.TemporaryDirectory() as folder:

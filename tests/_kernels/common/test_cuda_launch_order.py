@@ -131,7 +131,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     for module in (quantised_gemm, dequantise, packed_products):
         monkeypatch.setattr(module, "has_programs", lambda *_: True)
     for module in (cuda_programs, quantised_gemm, packed_products):
-        monkeypatch.setattr(module, "map_boxes", lambda matrix, *_: matrix)
+        monkeypatch.setattr(module, "Boxes", lambda matrix, *_: matrix)
     if not torch.cuda.is_available():
         properties = SimpleNamespace(multi_processor_count=HOPPER.num_multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

@@ -10,9 +10,9 @@ from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.first_runs import first_run
-from drift_sdk.execution.forward import model_resources
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources, layout
+from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.repeated_layers import RepeatedLayers, layout
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import meta_weights
@@ -31,11 +31,12 @@ def model(**changes: object) -> ModelResources:
 
 
 def indices(resources: ModelResources, aux_layers: tuple[int, ...] = ()) -> list[int]:
+    found: list[int] = []
+    every: list[int] = []
     with first_run():
-        found = [index for index, _ in resources.layers(aux_layers)]
-    assert [index for index, _ in resources.layers(aux_layers)] == list(
-        range(resources.decoder.config.num_layers)
-    )
+        resources.run_layers(lambda index, _: found.append(index), RepeatedLayers(), aux_layers)
+    resources.run_layers(lambda index, _: every.append(index), RepeatedLayers(), aux_layers)
+    assert every == list(range(resources.decoder.config.num_layers))
     return found
 
 
@@ -66,7 +67,7 @@ def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     resources = model(num_hidden_layers=12)
     indices(resources)
     indices(resources, (3, 6))
-    monkeypatch.setattr(model_resources, "layout", None)
+    monkeypatch.setattr(ModelResources, "_kind", None)
     assert indices(resources) == [0, 1, 10, 11]
     assert indices(resources, (3, 6)) == [0, 1, 2, 3, 10, 11]
 
@@ -75,6 +76,7 @@ def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("types", "expected"),
     [
         ([WINDOW, FULL] * 4, [0, 1, 2, 6, 7]),
+        ([WINDOW, FULL] * 6, [0, 1, 2, 3, 9, 10, 11]),
         ([WINDOW] * 3 + [FULL] + [WINDOW] * 3 + [FULL], [0, 1, 2, 3, 4, 6, 7]),
     ],
 )

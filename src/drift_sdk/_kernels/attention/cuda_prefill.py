@@ -100,7 +100,7 @@ def cuda_prefill_attention(
 
     partitions: in whose order to sum; None: all keys in one.
     """
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
+    from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 
     options, num_warpgroups, head_dim = LAUNCHES[tile_rows], tile_rows // ROWS, layer.head_dim
     stage_bytes = (tile_rows + 2 * NUM_STAGES * KEYS) * head_dim * 2
@@ -121,7 +121,7 @@ def cuda_prefill_attention(
     files = FILES if partitions is None else EXACT_FILES
     kernel = CudaKernel(files, "attend_prompts", tuple((name, str(value)) for name, value in macros.items()))
     keys, values = (
-        map_boxes(cache.view(prod(cache.shape[:-1]), head_dim), BOX_KEYS, HALF_DIM)
+        Boxes(cache.view(prod(cache.shape[:-1]), head_dim), BOX_KEYS, HALF_DIM)
         for cache in (layer.kv.keys, layer.kv.values)
     )
     # As many CTAs as one chunk of all rows has tiles, at least one for each multiprocessor. Several chunks

@@ -8,7 +8,7 @@ from ctypes import c_float, c_int
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings import driver
@@ -26,10 +26,11 @@ from cuda.core.utils import FileStreamProgramCache, StridedMemoryView
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common import launch_tape
 from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
 from drift_sdk._kernels.common.parallel_compile import is_recording
 
-__all__ = ["CudaKernel", "compile_kernel", "has_compiler", "launch_kernel", "map_boxes", "program_options"]
+__all__ = ["Boxes", "CudaKernel", "compile_kernel", "has_compiler", "launch_kernel", "program_options"]
 
 log = logging.getLogger("drift_sdk")
 
@@ -110,25 +111,45 @@ def _compiled(program: Program) -> Any:
         return program.compile("cubin")
 
 
+class Boxes(NamedTuple):
+    """A matrix of which a kernel copies boxes to shared memory, by the copy engine of compute capability 9.0.
+
+    A box has `num_columns` columns, at most 64, of `num_rows` rows, swizzled as wgmma reads them. It is not
+    larger than the matrix; where it lies outside, numbers become zeros. matrix: bfloat16, contiguous, at a
+    multiple of 16 bytes.
+    """
+
+    matrix: Tensor
+    num_rows: int
+    num_columns: int
+
+
+Argument = Tensor | Boxes | int | float | None
+
+
 def launch_kernel(
     compiled: Any,
     grid: Sequence[int],
     num_threads: int,
     shared_bytes: int,
-    *arguments: Tensor | TensorMapDescriptor | int | float | None,
+    *arguments: Argument,
     cluster: int | None = None,
 ) -> None:
     """Launch in torch's current stream, with programmatic dependent launch where the GPU has it. Nothing is
     launched where launches are only recorded (parallel_compile.py).
 
     grid: numbers of CTAs; of clusters of `cluster` CTAs where that is given.
-    arguments: tensors as pointers, None as a null pointer, numbers as int and float, maps as they are.
+    arguments: tensors as pointers, None as a null pointer, numbers as int and float, boxes as a map.
     """
-    if is_recording():
-        return
+    if not is_recording():
+        sizes = (tuple(grid), num_threads, shared_bytes, cluster)
+        launch_tape.launch(_launch, compiled, sizes, *arguments)
 
+
+def _launch(compiled: Any, sizes: tuple[tuple[int, ...], int, int, int | None], *arguments: Argument) -> None:
+    grid, num_threads, shared_bytes, cluster = sizes
     config = LaunchConfig(
-        grid=tuple(grid),
+        grid=grid,
         cluster=cluster,
         block=num_threads,
         shmem_size=shared_bytes,
@@ -138,27 +159,21 @@ def launch_kernel(
     launch(stream, config, compiled, *map(_argument, arguments))
 
 
-def map_boxes(matrix: Tensor, num_rows: int, num_columns: int) -> TensorMapDescriptor:
-    """A map of a matrix for copies of boxes to shared memory, by the copy engine of compute capability 9.0.
-
-    A box has `num_columns` columns, at most 64, of `num_rows` rows, swizzled as wgmma reads them. It is not
-    larger than the matrix; where it lies outside, numbers become zeros. matrix: bfloat16, contiguous, at a
-    multiple of 16 bytes.
-    """
-    options = TensorMapDescriptorOptions(box_dim=(num_rows, num_columns))
+def _map(boxes: Boxes) -> TensorMapDescriptor:
+    options = TensorMapDescriptorOptions(box_dim=(boxes.num_rows, boxes.num_columns))
     options.swizzle = type(options.swizzle).SWIZZLE_128B  # an enum without a public name
-    view = StridedMemoryView.from_dlpack(matrix.view(torch.uint16), -1)  # no bfloat16 without ml_dtypes
+    view = StridedMemoryView.from_dlpack(boxes.matrix.view(torch.uint16), -1)  # no bfloat16 without ml_dtypes
     return view.as_tensor_map(options=options)
 
 
-def _argument(value: Tensor | TensorMapDescriptor | int | float | None) -> Any:
+def _argument(value: Argument) -> Any:
     if value is None:
         return 0
 
     if isinstance(value, Tensor):
         return value.data_ptr()
 
-    if isinstance(value, TensorMapDescriptor):
-        return value
+    if isinstance(value, Boxes):
+        return _map(value)
 
     return c_float(value) if isinstance(value, float) else c_int(value)

@@ -18,9 +18,13 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.common.launching import is_interpreted
 
-__all__ = ["RepeatedKernel", "kernel"]
+__all__ = ["RepeatedKernel", "kernel", "launched_kernels"]
+
+_kernels: list[Any] = []
+"""All kernels of the process, by time of definition."""
 
 ALIGNMENT = 16
 """Bytes: Triton specialises kernels on pointers that are multiples of it."""
@@ -42,9 +46,32 @@ def kernel(
     }
 
     def decorated(function: Callable[..., None]) -> Any:
-        return triton.jit(function, **options) if is_interpreted() else RepeatedKernel(function, **options)
+        made: Any
+        if is_interpreted():
+            made = triton.jit(function, **options)
+            base: Any = type(made)
+            made.__class__ = interpreted_class(base)
+        else:
+            made = RepeatedKernel(function, **options)
+        _kernels.append(made)
+        return made
 
     return decorated if function is None else decorated(function)
+
+
+@cache
+def interpreted_class(base: Any) -> type:
+    """A class of interpreted kernels whose launches are noted. base: that of Triton."""
+
+    def run(kernel: Any, *values: Any, **options: Any) -> Any:
+        return launch(base.run, kernel, *values, **options)
+
+    return type("InterpretedKernel", (base,), {"run": run})
+
+
+def launched_kernels() -> list[Any]:
+    """Return all kernels that imported modules define by the decorator `kernel`."""
+    return list(_kernels)
 
 
 class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
@@ -70,7 +97,8 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         key = launch_key(values, options)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = super().run(*values, grid=grid, warmup=False, **options)
+            # A launch with this key is recorded as another one later: the layers seem to differ.
+            compiled = launch(super().run, *values, grid=grid, warmup=False, **options)
             if compiled is not None:  # None: a hook of Triton's has kept it from being compiled
                 self._compiled[key] = compiled
             return compiled
@@ -78,8 +106,13 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         for hook in self.pre_run_hooks:
             hook(*values, **options)
         named = [options[name] for name in self.arg_names[len(values) :]]
-        compiled[(*grid, 1, 1)[:3]](*values, *named)
+        launch(launch_compiled, compiled, (*grid, 1, 1)[:3], *values, *named)
         return compiled
+
+
+def launch_compiled(compiled: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+    """Launch a compiled kernel with all arguments by position."""
+    compiled[grid](*arguments)
 
 
 def launch_key(values: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:

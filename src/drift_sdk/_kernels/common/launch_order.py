@@ -24,8 +24,8 @@ from typing import Any
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common.kernel import launched_kernels
 from drift_sdk._kernels.common.launching import is_interpreted, uses_pdl
-from drift_sdk._kernels.common.parallel_compile import package_kernels
 
 __all__ = [
     "KernelAccess",
@@ -221,7 +221,7 @@ def checked_launches() -> Iterator[None]:
         return
 
     launches = _current.launches = Launches()
-    kernels = [(kernel, partial(note, launches, kernel)) for kernel in package_kernels()]
+    kernels = [(kernel, partial(note, launches, kernel)) for kernel in launched_kernels()]
     for kernel, hook in kernels:
         kernel.add_pre_run_hook(hook)
     try:

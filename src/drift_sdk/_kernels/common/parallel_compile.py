@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import triton
@@ -36,20 +35,19 @@ from drift_sdk._kernels.common.cache_keys import (
     settle_cache_key,
     wait_for_cache_keys,
 )
+from drift_sdk._kernels.common.kernel import launched_kernels
 
 __all__ = [
     "KernelToCompile",
     "compile_kernels",
     "is_recording",
     "missing_kernels",
-    "package_kernels",
     "recorded_kernels",
 ]
 
 log = logging.getLogger("drift_sdk")
 
 MAX_PROCESSES = 16
-PACKAGE = "drift_sdk._kernels."
 WORKER = "drift_sdk._kernels.common.compile_worker"
 DONE = b"."
 
@@ -105,24 +103,6 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
         CudaLauncher(self.source(), compiled.metadata)
 
 
-def package_kernels() -> list[Any]:
-    """Return the kernels of this package's modules that have been imported."""
-    modules = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(PACKAGE)]
-    # A module that is being imported on another thread gets more names.
-    return list(_kernels_of(tuple((name, len(vars(module))) for name, module in modules)))
-
-
-@lru_cache(maxsize=1)
-def _kernels_of(modules: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
-    """The kernels that imported modules define. modules: their names, and how many names each defines."""
-    return tuple(
-        kernel
-        for module_name, _ in modules
-        for kernel in vars(sys.modules[module_name]).values()
-        if hasattr(kernel, "pre_run_hooks") and getattr(kernel, "__module__", None) == module_name
-    )
-
-
 def is_recording() -> bool:
     """Whether this thread is inside `recorded_kernels`, where launches of this package compute nothing."""
     return getattr(_recording, "found", None) is not None
@@ -137,7 +117,7 @@ def recorded_kernels() -> Iterator[list[KernelToCompile]]:
     Kernels of torch run as always.
     """
     found: list[KernelToCompile] = []
-    kernels = package_kernels()
+    kernels = launched_kernels()
     settle_before_launches(kernels)
     with _recording_lock:
         hook_before = triton.knobs.runtime.jit_cache_hook

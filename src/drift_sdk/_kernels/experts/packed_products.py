@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
+from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.common.sizes import cdiv
@@ -252,7 +252,7 @@ def _launch(
         weight.scales,
         weight.shifts,
         weight.row_scales,
-        map_boxes(x, 1, UNIT),
+        Boxes(x, 1, UNIT),
         rows.counts,
         rows.pairs,
         rows.shares,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.common.parallel_compile import is_recording
 from drift_sdk._kernels.gemm.few_rows_gemm import few_rows_multiply, has_few_rows_product
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
@@ -125,13 +126,13 @@ def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig,
     if way == "batch":
         rows = x.unflatten(1, (config.num_slices, size)).transpose(0, 1)
         columns = weight.unflatten(1, (config.num_slices, size)).permute(1, 2, 0)
-        torch.bmm(rows, columns, out_dtype=torch.float32, out=out)
+        launch(torch.bmm, rows, columns, out_dtype=torch.float32, out=out)
         note_library_kernel(out)
         return
 
     for slice_index in range(config.num_slices):
         inner = slice(slice_index * size, (slice_index + 1) * size)
-        torch.mm(x[:, inner], weight[:, inner].T, out_dtype=torch.float32, out=out[slice_index])
+        launch(torch.mm, x[:, inner], weight[:, inner].T, out_dtype=torch.float32, out=out[slice_index])
         note_library_kernel(out[slice_index])
 
 
@@ -139,7 +140,7 @@ def library_gated_multiply(
     x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor, activation: Activation = "silu"
 ) -> None:
     """gate_up [M, 2 N] = x [M, K] times weight [2 N, K] transposed; out [M, N] = activation(gate) * up."""
-    torch.mm(x, weight.T, out=gate_up)
+    launch(torch.mm, x, weight.T, out=gate_up)
     note_library_kernel(gate_up)
     glu(gate_up, out, activation)
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel, map_boxes
+from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.layers.activation import Activation
 from drift_sdk._kernels.quantised.packing import UNIT, PackedWeight
@@ -107,7 +107,7 @@ def _launch(
         weight.scales,
         weight.shifts,
         weight.row_scales,
-        map_boxes(x, min(tiles.num_rows, num_rows), UNIT),
+        Boxes(x, min(tiles.num_rows, num_rows), UNIT),
         bias,
         out,
         num_rows,

@@ -21,6 +21,7 @@ from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
+from drift_sdk.execution.forward.repeated_layers import RepeatedLayers
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.row_attention import RowAttention
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
@@ -108,7 +109,8 @@ class DecodeForward:
     ) -> None:
         """block_table [S, max_blocks] int32. attention, hidden_states: of the rows in `rows`."""
         self._decoder, self.cache, self._tuned = model.decoder, model.cache, model.tuned
-        self._layers, self._exchange = model.layers, model.exchange
+        self._run_layers, self._exchange = model.run_layers, model.exchange
+        self._repeated = RepeatedLayers()
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
         self._num_rows = rows.slot.shape[0]
@@ -130,25 +132,25 @@ class DecodeForward:
 
     def run(self) -> None:
         """Record the kernels of all layers."""
-        rows, stream, buffers = self._rows, self._stream, self._buffers
+        rows, stream = self._rows, self._stream
         if self._exchange is not None:
             self._exchange.begin()
         stream.embed(rows.token, rows.slot)
         self._attention.plan()
-        for index, layer in self._layers(self.hidden_states.aux_layers):
-            self._attend(layer, index)
-            attended = buffers.attended.view(self._num_rows, -1)
-            stream.add_attention(
-                index, self._multiply_down(attended, layer.output, 2 * index), layer.output_bias
-            )
-            if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts, index))
-                continue
+        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers)
 
-            self._activate(layer)
-            stream.add_mlp(
-                index, self._multiply_down(buffers.activated, layer.down, 2 * index + 1), layer.down_bias
-            )
+    def _layer(self, index: int, layer: LayerWeights) -> None:
+        stream, buffers = self._stream, self._buffers
+        self._attend(layer, index)
+        attended = buffers.attended.view(self._num_rows, -1)
+        stream.add_attention(index, self._multiply_down(attended, layer.output, 2 * index), layer.output_bias)
+        if self._experts is not None and layer.experts is not None:
+            stream.add_mlp(index, self._experts.run(layer.experts, index))
+            return
+
+        self._activate(layer)
+        down = self._multiply_down(buffers.activated, layer.down, 2 * index + 1)
+        stream.add_mlp(index, down, layer.down_bias)
 
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Compute queries, store keys and values, and fill `attended`."""

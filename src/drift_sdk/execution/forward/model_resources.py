@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import torch
 from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.first_runs import is_first_run
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.repeated_layers import LayerTensors, RepeatedLayers, layout, tensors_of
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["ModelResources"]
+
+MIN_REPEATED = 4
+"""Fewer layers of a kind are not worth comparing three of them."""
 
 
 class ModelResources(Struct, frozen=True, kw_only=True):
@@ -28,7 +31,8 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     tuned:   launch configurations of the matrix products.
     limits:  most sequences, tokens and blocks.
     exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
-    chosen:  indices of the layers of a first run, by the aux_layers of `layers`; filled by it.
+    kinds:   of the layers, as numbers, by the aux_layers of `run_layers`; filled by it.
+    own:     what layers have for themselves, by the same, and where keys and values lie; likewise.
     """
 
     decoder: Decoder
@@ -36,59 +40,69 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     tuned: TunedTable
     limits: ExecutorLimits
     exchange: Exchange | None = None
-    chosen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    own: dict[tuple[int, ...], tuple[object, list[LayerTensors]]] = {}
 
-    def layers(self, aux_layers: Sequence[int] = ()) -> Iterator[tuple[int, LayerWeights]]:
-        """Yield the layers to compute, with their indices: all in order; in a first run only those without
-        which a kind of layer, or a kind that follows another one, would be missing.
+    def run_layers(
+        self,
+        compute: Callable[[int, LayerWeights], None],
+        repeated: RepeatedLayers,
+        aux_layers: Sequence[int] = (),
+    ) -> None:
+        """Call compute(index, layer) for the layers in order, or make the launches that it would make.
 
-        aux_layers: boundaries whose stream is kept; a layer that ends at one runs another kernel.
+        In a first run only for those that `chosen_layers` returns. repeated: of the forward pass. aux_layers:
+        boundaries whose stream is kept; a layer that ends at one runs another kernel.
         """
-        layers = self.decoder.weights.layers
-        if not is_first_run():
-            yield from enumerate(layers)
-            return
+        layers, key = self.decoder.weights.layers, tuple(aux_layers)
+        if key not in self.kinds:
+            found = [self._kind(index, key) for index in range(len(layers))]
+            self.kinds[key] = [found.index(kind) for kind in found]
+        own = self._own_of_layers(key)
 
-        key = tuple(aux_layers)
-        if key not in self.chosen:
-            self.chosen[key] = self._choose_layers(key)
-        for index in self.chosen[key]:
-            yield index, layers[index]
+        def compute_layer(index: int) -> None:
+            compute(index, layers[index])
 
-    def _choose_layers(self, aux_layers: tuple[int, ...]) -> tuple[int, ...]:
-        """Indices of the layers of a first run, in order."""
+        if is_first_run():
+            repeated.run_first(own, chosen_layers(self.kinds[key]), compute_layer)
+        else:
+            repeated.run(own, compute_layer)
+
+    def _kind(self, index: int, aux_layers: tuple[int, ...]) -> object:
         config, layers = self.decoder.config, self.decoder.weights.layers
+        place = index + 1 in aux_layers, index + 1 == len(layers)
+        return place, config.windows[index], config.layer_ropes[index], layout(layers[index])
 
-        def kind(index: int) -> object:
-            place = index + 1 in aux_layers, index + 1 == len(layers)
-            return place, config.windows[index], config.layer_ropes[index], layout(layers[index])
+    def _own_of_layers(self, aux_layers: tuple[int, ...]) -> list[LayerTensors]:
+        place = layout(self.cache.keys), self.cache.keys.data_ptr(), self.cache.values.data_ptr()
+        known, own = self.own.get(aux_layers, (None, []))
+        if known != place:
+            own = [self._own(index, kind) for index, kind in enumerate(self.kinds[aux_layers])]
+            self.own[aux_layers] = place, own
+        return own
 
-        kinds = list(map(kind, range(len(layers))))
-        chosen, seen = {0}, set[tuple[object, object]]()
-        for index, pair in enumerate(pairwise(kinds), 1):
-            if pair not in seen:
-                seen.add(pair)
-                chosen |= {index - 1, index}
-        return tuple(sorted(chosen))
+    def _own(self, index: int, kind: int) -> LayerTensors:
+        """What a layer has for itself: weights, keys and values, and the norm of the next layer's input."""
+        weights, kv = self.decoder.weights, self.cache.layer(index)
+        following = weights.layers[index + 1 : index + 2]
+        norm = following[0].input_norm if following else weights.final_norm
+        tensors = [*tensors_of(weights.layers[index]), *tensors_of(kv), norm]
+        return LayerTensors((kind, layout(kv), layout(norm)), tensors)
 
 
-def layout(value: object) -> object:
-    """Shapes, types and strides of the tensors in a dataclass or Struct of weights, as a value to compare.
+def chosen_layers(kinds: Sequence[int]) -> list[int]:
+    """Indices of layers, in order, with all kinds and all pairs of kinds that follow each other.
 
-    Objects of other classes count as different from each other, unless they are equal.
+    Of a kind of MIN_REPEATED layers or more, the first two and the last one are among them: their launches
+    are compared.
     """
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.stride(), value.data_ptr() % 16
-
-    names: tuple[str, ...] = ()
-    if is_dataclass(value):
-        names = tuple(field.name for field in fields(value))
-    elif isinstance(value, Struct):
-        names = value.__struct_fields__
-    if names:
-        return type(value), tuple(layout(getattr(value, name)) for name in names)
-
-    if isinstance(value, tuple | list):
-        return tuple(map(layout, value))
-
-    return value if value is None or isinstance(value, str | int | float | torch.dtype) else id(value)
+    chosen, seen = {0}, set[tuple[int, int]]()
+    for index, pair in enumerate(pairwise(kinds), 1):
+        if pair not in seen:
+            seen.add(pair)
+            chosen |= {index - 1, index}
+    for kind, number in Counter(kinds).items():
+        if number >= MIN_REPEATED:
+            same = [index for index, each in enumerate(kinds) if each == kind]
+            chosen |= {*same[:2], same[-1]}
+    return sorted(chosen)

@@ -10,6 +10,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
@@ -18,6 +19,7 @@ from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.quantised_products import expand, multiply_gated, multiply_quantised
+from drift_sdk.execution.forward.repeated_layers import RepeatedLayers
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
 from drift_sdk.models.weights import LayerWeights
@@ -52,7 +54,8 @@ class PrefillForward:
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
         decoder, config, num_rows = model.decoder, model.decoder.config, rows.slot.shape[0]
-        self._decoder, self._cache, self._layers = decoder, model.cache, model.layers
+        self._decoder, self._cache, self._run_layers = decoder, model.cache, model.run_layers
+        self._repeated = RepeatedLayers()
         self._num_rows, self._workspace = num_rows, workspace
         self._rows, self._tiles, self._block_table = rows, tiles, block_table
         self._attention = prefill_attention_config(config.head_dim, decoder.dtype)
@@ -72,21 +75,21 @@ class PrefillForward:
 
     def run(self) -> None:
         """Record the kernels of all layers."""
-        rows, stream, buffers = self._rows, self._stream, self._buffers
-        attended = buffers.attended.flatten(1)
-        stream.embed(rows.token, rows.slot)
-        for index, layer in self._layers(self.hidden_states.aux_layers):
-            self._attend(layer, index)
-            stream.add_attention(
-                index, *self._multiply(attended, layer.output, layer.output_bias, self._delta)
-            )
-            if self._experts is not None and layer.experts is not None:
-                stream.add_mlp(index, self._experts.run(layer.experts, index))
-                continue
+        self._stream.embed(self._rows.token, self._rows.slot)
+        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers)
 
-            self._activate(layer)
-            down = self._multiply(buffers.activated, layer.down, layer.down_bias, self._delta)
-            stream.add_mlp(index, *down)
+    def _layer(self, index: int, layer: LayerWeights) -> None:
+        stream, buffers = self._stream, self._buffers
+        self._attend(layer, index)
+        attended = buffers.attended.flatten(1)
+        stream.add_attention(index, *self._multiply(attended, layer.output, layer.output_bias, self._delta))
+        if self._experts is not None and layer.experts is not None:
+            stream.add_mlp(index, self._experts.run(layer.experts, index))
+            return
+
+        self._activate(layer)
+        down = self._multiply(buffers.activated, layer.down, layer.down_bias, self._delta)
+        stream.add_mlp(index, *down)
 
     def _attend(self, layer: LayerWeights, index: int) -> None:
         """Store keys and values, and fill `attended`."""
@@ -153,9 +156,9 @@ class PrefillForward:
         else:
             weight = dense(matrix)
         if bias is None:
-            torch.mm(x, weight.T, out=out)
+            launch(torch.mm, x, weight.T, out=out)
         else:
-            torch.addmm(bias, x, weight.T, out=out)
+            launch(torch.addmm, bias, x, weight.T, out=out)
         note_library_kernel(out)
         return out, None
 

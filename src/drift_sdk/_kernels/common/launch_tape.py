@@ -1,0 +1,165 @@
+"""Launches that are noted while a step is computed, and can be made again with other tensors.
+
+Most of the time of a launch goes to the Python code before it, which checks arguments and chooses a kernel. A
+layer that has the shapes of an earlier one needs none of that: its launches are those of the earlier layer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Launch", "LaunchTape", "launch", "recorded_launches"]
+
+_current = threading.local()
+
+
+class Launch(NamedTuple):
+    """A call that launches kernels. Tensors may also be in tuples among its arguments."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.function(*self.arguments, **self.options)
+
+    def places(self, is_wanted: Callable[[Tensor], bool]) -> list[int | str]:
+        """The positions and names of the arguments that have a wanted tensor. All tensors are asked for."""
+        named: Iterable[tuple[int | str, Any]] = (*enumerate(self.arguments), *self.options.items())
+        return [place for place, value in named if any(tuple(map(is_wanted, _tensors(value))))]
+
+    def replaced(self, places: Iterable[int | str], replace: Callable[[Tensor], Tensor]) -> Launch:
+        """The launch with other tensors in the arguments at `places`."""
+        arguments, options = list(self.arguments), dict(self.options)
+        for place in places:
+            if isinstance(place, int):
+                arguments[place] = _replaced(arguments[place], replace)
+            else:
+                options[place] = _replaced(options[place], replace)
+        return Launch(self.function, tuple(arguments), options)
+
+    def equals(self, other: Launch) -> bool:
+        """Return True if another launch does the same with the same memory."""
+        return (
+            self.function == other.function
+            and self.options.keys() == other.options.keys()
+            and _is_same(self.arguments, other.arguments)
+            and _is_same(tuple(self.options.values()), tuple(other.options.values()))
+        )
+
+
+class LaunchTape:
+    """The launches of a thread inside `recorded_launches`.
+
+    is_complete: whether nothing else computed, allocated or copied; always True unless that is watched.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.is_complete = True
+        self.is_launching = False
+
+    def launch(self, launched: Launch) -> Any:
+        """Note a launch and make it."""
+        self.launches.append(launched)
+        self.is_launching = True
+        try:
+            return launched.function(*launched.arguments, **launched.options)
+        finally:
+            self.is_launching = False
+
+
+def launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function that launches kernels and does nothing else, and note the call if this thread records.
+
+    Its arguments have all tensors that the kernels read and write.
+    """
+    tape: LaunchTape | None = getattr(_current, "tape", None)
+    if tape is None:
+        return function(*arguments, **options)
+
+    return tape.launch(Launch(function, arguments, options))
+
+
+@contextmanager
+def recorded_launches(*, is_watched: bool = False) -> Iterator[LaunchTape]:
+    """Record the launches that this thread makes in a `with` block. They are made, too.
+
+    is_watched: find out whether torch did more than to make views outside of them.
+    """
+    tape = LaunchTape()
+    _current.tape = tape
+    try:
+        with _Watch(tape) if is_watched else nullcontext():
+            yield tape
+    finally:
+        _current.tape = None
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every call of torch on this thread. A TorchDispatchMode imports sympy, for a second."""
+
+    def __init__(self, tape: LaunchTape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self._tape.is_launching and (_writes(function, kwargs or {}) or not _is_view(result, args)):
+            self._tape.is_complete = False
+        return result
+
+
+def _writes(function: Any, options: dict[str, Any]) -> bool:
+    """Return True for a function of torch that by its name or its options writes to a tensor."""
+    name = str(getattr(function, "__name__", ""))
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name.startswith(("__i", "__set")) or "out" in options
+
+
+def _is_view(result: Any, arguments: Any) -> bool:
+    """Return True if all tensors of a result share memory with an argument."""
+    storages = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, Tensor)}
+    results = _tensors(tuple(result) if isinstance(result, list) else result)
+    return all(each.untyped_storage().data_ptr() in storages for each in results)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replace(value)
+
+    if isinstance(value, tuple):
+        values = [_replaced(each, replace) for each in value]
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+
+    return value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return _place(value) == _place(other)
+
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+
+    return type(value) is type(other) and bool(value == other)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

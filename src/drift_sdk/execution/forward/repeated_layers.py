@@ -1,0 +1,178 @@
+"""Layers of the same kind: the launches of one are made again for the others, with their tensors.
+
+Capturing the graphs of a model takes most of a start, and most of that goes to the Python code of the layers'
+launches. Before a step is captured, a first run computes a few layers of each kind. If the launches of one
+are those of another, with its own weights, keys and values in the places of the other's, so are those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import NamedTuple
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.launch_tape import Launch, LaunchTape, recorded_launches
+
+__all__ = ["LayerTensors", "RepeatedLayers", "layout", "tensors_of"]
+
+
+class LayerTensors(NamedTuple):
+    """What one layer has for itself.
+
+    kind: equal for layers that launch the same kernels with the same sizes. tensors: weights, keys and
+    values, in the same order and of the same layout (see `layout`) for layers of a kind.
+    """
+
+    kind: object
+    tensors: list[Tensor]
+
+
+class RepeatedLayers:
+    """The layers of a forward pass, whose launches are repeated where a first run has shown that they may be.
+
+    A layer makes all its launches by `launch`.
+    """
+
+    def __init__(self) -> None:
+        self._tapes: dict[object, _KindTape] = {}
+
+    def run_first(
+        self, layers: Sequence[LayerTensors], chosen: Sequence[int], compute: Callable[[int], None]
+    ) -> None:
+        """Compute the chosen layers, and compare their launches. compute(index): computes a layer."""
+        self._tapes.clear()
+        known: set[object] = set()
+        for index in chosen:
+            kind, tensors = layers[index]
+            # The first one of a kind may compile kernels and compare those of the library. Meta tensors have
+            # no addresses to compare.
+            if kind not in known or tensors[0].is_meta:
+                known.add(kind)
+                compute(index)
+                continue
+
+            with recorded_launches(is_watched=kind not in self._tapes) as tape:
+                compute(index)
+            if kind in self._tapes:
+                self._tapes[kind].compare(tape, tensors)
+            else:
+                self._tapes[kind] = _KindTape(index, tape, tensors)
+
+    def run(self, layers: Sequence[LayerTensors], compute: Callable[[int], None]) -> None:
+        """Compute all layers in order, or make the launches of one of their kind with their tensors."""
+        usable = {kind: tape for kind, tape in self._tapes.items() if tape.is_usable(layers)}
+        for index, (kind, tensors) in enumerate(layers):
+            if kind in usable:
+                usable[kind].repeat(tensors)
+            else:
+                compute(index)
+
+
+class _KindTape:
+    """The launches of a kind of layers, as layer `index` made them with its own tensors."""
+
+    def __init__(self, index: int, tape: LaunchTape, tensors: Sequence[Tensor]) -> None:
+        self._index, self._own = index, tensors
+        self._is_complete, self._is_compared = tape.is_complete, False
+        self._ranges = [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in tensors]
+        self._parts: dict[int, _Part] = {}  # by a tensor's id: the launches keep the tensors
+        self._launches = [(one, one.places(self._is_part)) for one in tape.launches]
+
+    def compare(self, tape: LaunchTape, tensors: Sequence[Tensor]) -> None:
+        """Compare with the launches of another layer of the kind."""
+        expected = list(self._with(tensors))
+        is_same = len(expected) == len(tape.launches) and all(map(Launch.equals, expected, tape.launches))
+        self._is_complete, self._is_compared = self._is_complete and is_same, True
+
+    def is_usable(self, layers: Sequence[LayerTensors]) -> bool:
+        """Return True if all layers of the kind make the same launches with their own tensors, and the
+        layer's own ones are where they were."""
+        addresses = [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in layers[self._index].tensors]
+        return self._is_complete and self._is_compared and addresses == self._ranges
+
+    def repeat(self, tensors: Sequence[Tensor]) -> None:
+        """Launch with the tensors of another layer."""
+        for one in self._with(tensors):
+            one()
+
+    def _with(self, tensors: Sequence[Tensor]) -> Iterator[Launch]:
+        def replace(tensor: Tensor) -> Tensor:
+            part = self._parts.get(id(tensor))
+            return tensor if part is None else part.of(tensors)
+
+        for one, places in self._launches:
+            yield one.replaced(places, replace) if places else one
+
+    def _is_part(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the layer's own ones or a part of one, which is noted."""
+        address = tensor.data_ptr()
+        for number, (first, end) in enumerate(self._ranges):
+            if first <= address < end:
+                own, form = self._own[number], (tensor.shape, tensor.stride(), tensor.dtype)
+                is_whole = address == first and form == (own.shape, own.stride(), own.dtype)
+                self._parts[id(tensor)] = _Part(number, address - first, None if is_whole else tensor)
+                return True
+
+        return False
+
+
+class _Part(NamedTuple):
+    """A part of a layer's own tensor.
+
+    number: of the own tensor. offset: bytes of it before the part. view: the part in the first layer; None:
+    it is the whole tensor.
+    """
+
+    number: int
+    offset: int
+    view: Tensor | None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The same part of another layer's tensor."""
+        own, view = tensors[self.number], self.view
+        if view is None:
+            return own
+
+        own = own.view(view.dtype)
+        first = own.storage_offset() + self.offset // view.element_size()
+        return own.as_strided(view.shape, view.stride(), first)
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in a dataclass or Struct of weights that have elements, in order."""
+    if isinstance(value, Tensor):
+        if value.numel():
+            yield value
+        return
+
+    for each in value if isinstance(value, tuple | list) else _fields(value):
+        yield from tensors_of(each)
+
+
+def layout(value: object) -> object:
+    """Shapes, types and strides of the tensors in a dataclass or Struct of weights, as a value to compare.
+
+    Objects of other classes count as different from each other, unless they are equal.
+    """
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.stride(), value.data_ptr() % 16
+
+    if found := _fields(value):
+        return type(value), tuple(map(layout, found))
+
+    if isinstance(value, tuple | list):
+        return tuple(map(layout, value))
+
+    return value if value is None or isinstance(value, str | int | float | torch.dtype) else id(value)
+
+
+def _fields(value: object) -> list[object]:
+    """The values of a dataclass's or a Struct's fields; none of other objects."""
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+
+    return [getattr(value, name) for name in value.__struct_fields__] if isinstance(value, Struct) else []

@@ -1,0 +1,198 @@
+"""Layers of a kind launch the same kernels: a first run computes some, whose launches are repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from drift_sdk._kernels.common.launch_tape import launch
+from drift_sdk.execution.forward.repeated_layers import LayerTensors, RepeatedLayers, tensors_of
+
+
+class Layer(Struct, frozen=True):
+    weight: Tensor
+    codes: Tensor
+    scale: float = 1.0
+    bias: Tensor | None = None
+
+
+def multiply(x: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
+    torch.add(x, weight, alpha=scale, out=out)
+
+
+class Model:
+    """Adds the weights of its layers to `x` in turn, forwards and backwards."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        self.layers = [
+            Layer(torch.randn(6, generator=generator), torch.randn(8, generator=generator).view(torch.uint8))
+            for _ in range(number)
+        ]
+        self.x, self.between, self.computed = torch.zeros(3), torch.zeros(3), list[int]()
+        self.tables = torch.randn(number, 3, generator=generator)
+
+    def own(self, kinds: str | None = None) -> list[LayerTensors]:
+        return [
+            LayerTensors(kind, list(tensors_of(layer)))
+            for kind, layer in zip(kinds or "a" * len(self.layers), self.layers, strict=True)
+        ]
+
+    def compute(self, index: int) -> None:
+        layer = self.layers[index]
+        self.computed.append(index)
+        launch(multiply, self.x, layer.weight[:3], layer.scale, self.between)
+        launch(multiply, self.between, layer.codes.view(torch.float32)[5:8], 2.0, self.x)
+
+    def run(
+        self,
+        compute: Callable[[int], None] | None = None,
+        kinds: str | None = None,
+        chosen: Sequence[int] = (0, 1, 4),
+        change: Callable[[], None] = lambda: None,
+    ) -> list[int]:
+        """The layers that are computed after a first run of the chosen ones. The result is that of computing
+        all. change: called after the first run."""
+        compute, repeated = compute or self.compute, RepeatedLayers()
+        repeated.run_first(self.own(kinds), chosen, compute)
+        change()
+        self.x.zero_()
+        for index in range(len(self.layers)):
+            compute(index)
+        expected = self.x.tolist()
+        self.computed.clear()
+        self.x.zero_()
+        repeated.run(self.own(kinds), compute)
+        assert self.x.tolist() == expected
+        return self.computed
+
+
+def test_layers_are_repeated_with_their_own_tensors() -> None:
+    assert Model(8).run() == []
+
+
+@pytest.mark.parametrize("chosen", [(), (0,), (0, 1)])
+def test_layers_of_which_no_two_were_compared_are_computed(chosen: tuple[int, ...]) -> None:
+    """The first one of a kind is not compared."""
+    assert Model(5).run(chosen=chosen) == list(range(5))
+
+
+def test_all_tensors_of_a_tuple_are_a_layers_own() -> None:
+    model = Model(6)
+
+    def add(pair: tuple[Tensor, Tensor]) -> None:
+        model.x.add_(pair[0] * pair[1])
+
+    def compute(index: int) -> None:
+        model.compute(index)
+        layer = model.layers[index]
+        launch(add, (layer.weight[:3], layer.weight[3:]))
+
+    assert model.run(compute) == []
+
+
+def test_each_kind_has_its_own_launches() -> None:
+    model = Model(12)
+
+    def compute(index: int) -> None:
+        model.compute(index)
+        if index % 2:
+            launch(multiply, model.x, model.layers[index].weight[3:], 3.0, model.x)
+
+    assert model.run(compute, "ab" * 6, (0, 1, 2, 3, 10, 11)) == []
+    assert model.run(compute, "ab" * 6, (0, 1, 2, 10, 11)) == [1, 3, 5, 7, 9, 11]
+    assert model.run(compute) == list(range(12)), "layers said to be of one kind"
+
+
+def test_what_a_kinds_first_layer_does_besides_is_not_repeated() -> None:
+    """Such as to compile kernels, and to compare the library's products."""
+    model = Model(6)
+    made = list[Tensor]()
+
+    def compute(index: int) -> None:
+        if not made:
+            made.append(torch.zeros(3))
+            launch(multiply, model.x, made[0], 0.0, model.x)
+        model.compute(index)
+
+    assert model.run(compute) == []
+
+
+def test_layers_that_differ_in_a_number_are_computed() -> None:
+    model = Model(6)
+    model.layers = [Layer(each.weight, each.codes, float(index)) for index, each in enumerate(model.layers)]
+    assert model.run() == list(range(6))
+
+
+def test_layers_that_use_tensors_of_their_index_are_computed() -> None:
+    model = Model(6)
+
+    def compute(index: int) -> None:
+        model.compute(index)
+        launch(multiply, model.x, model.tables[index], 1.0, model.x)
+
+    assert model.run(compute) == list(range(6))
+
+
+def test_layers_that_compute_without_a_launch_are_computed() -> None:
+    model = Model(6)
+
+    def compute(index: int) -> None:
+        model.compute(index)
+        model.x.mul_(0.5)
+
+    assert model.run(compute) == list(range(6))
+
+
+def test_layers_that_alternate_between_buffers_are_computed() -> None:
+    model = Model(6)
+    others = [torch.zeros(3), torch.zeros(3)]
+
+    def compute(index: int) -> None:
+        model.between = others[index % 2]
+        model.compute(index)
+
+    assert model.run(compute) == list(range(6))
+
+
+def test_a_last_layer_with_another_launch_is_noticed() -> None:
+    model = Model(6)
+
+    def compute(index: int) -> None:
+        model.compute(index)
+        if index == 5:
+            launch(multiply, model.x, model.x, 1.0, model.x)
+
+    assert model.run(compute, chosen=(0, 1, 2, 5)) == list(range(6))
+
+
+def test_launches_are_not_repeated_once_tensors_have_moved() -> None:
+    """As keys and values do when the cache gets its blocks."""
+    model = Model(6)
+
+    def move() -> None:
+        model.layers[1] = Layer(model.layers[1].weight.clone(), model.layers[1].codes)
+
+    assert model.run(change=move) == list(range(6))
+
+
+def test_a_later_first_run_replaces_the_launches() -> None:
+    model, repeated = Model(6), RepeatedLayers()
+    repeated.run_first(model.own(), (0, 1, 2), model.compute)
+    model.between = torch.zeros(3)
+    repeated.run_first(model.own(), (0,), model.compute)
+    model.computed.clear()
+    repeated.run(model.own(), model.compute)
+    assert model.computed == list(range(6))
+
+
+def test_layers_without_addresses_are_computed() -> None:
+    layers = [LayerTensors("a", [torch.empty(3, device="meta")]) for _ in range(6)]
+    repeated, computed = RepeatedLayers(), list[int]()
+    repeated.run_first(layers, (0, 1, 5), computed.append)
+    repeated.run(layers, computed.append)
+    assert computed == [0, 1, 5, *range(6)]
