@@ -22,7 +22,7 @@ from perf.harness.machine import default_device
 from perf.harness.numbers import at_least
 from perf.harness.record import DecodeRun
 from perf.harness.recording import Recording, free_memory
-from perf.harness.scenario import Scenario
+from perf.harness.scenario import LENGTHS, Scenario
 from perf.harness.shapes import MODELS, Model, prepare
 from perf.harness.table import decode_table, show
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
 
     recording = Recording(given.topic, given.device, given.out, "transformers")
-    options = DecodeOptions(device=given.device, tuning=given.tuning, repeats=given.repeats)
+    options = DecodeOptions(device=given.device, tuning=given.tuning, repeats=given.repeats, lengths=LENGTHS)
     bandwidth = recording.bandwidth_tb_s
     for name in given.models:
         with tempfile.TemporaryDirectory() as folder:

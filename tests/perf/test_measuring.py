@@ -129,7 +129,7 @@ def test_decode_writes_a_result_file(tmp_path: Path) -> None:
 
 
 def test_models_are_measured_in_turn_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "SHORT_LENGTHS", (2, 18))
+    monkeypatch.setattr(models, "LENGTHS", (2, 18))
     out = tmp_path / "models.json"
     arguments = ["--models", "tiny", "tiny-experts", "--scenario", "batch2-16", "--device", "cpu"]
     models.main([*arguments, "--repeats", "1", "--tuning", "short", "--out", str(out)])
