@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_llama import tiny_llama
 
+from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
@@ -15,7 +16,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.repeated_layers import RepeatedLayers, layout
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.weights import meta_weights
+from drift_sdk.models.weights import LayerWeights, meta_weights
 from drift_sdk.steps import ExecutorLimits
 
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=16, block_size=4, vocab_size=64)
@@ -82,6 +83,32 @@ def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_kind_follows_the_kinds_that_it_follows(types: list[str], expected: list[int]) -> None:
     assert indices(qwen(types)) == expected
+
+
+def test_layers_are_repeated_with_the_cache_of_their_run() -> None:
+    """The cache has one block when steps are compiled, and all blocks when they are captured."""
+    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=8))
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
+    cache = PagedKVCache(decoder, LIMITS)
+    resources = ModelResources(decoder=decoder, cache=cache, tuned=TunedTable(), limits=LIMITS)
+    repeated, launched, computed = RepeatedLayers(), list[int](), list[int]()
+
+    def compute(index: int, layer: LayerWeights) -> None:
+        computed.append(index)
+        launch(note, layer.down, cache.layer(index).keys)
+
+    def note(down: torch.Tensor, keys: torch.Tensor) -> None:
+        launched.append(keys.data_ptr())
+
+    for num_blocks in (1, 16):
+        cache.allocate(num_blocks)
+        with first_run():
+            resources.run_layers(compute, repeated)
+        launched.clear()
+        computed.clear()
+        resources.run_layers(compute, repeated)
+        assert launched == [cache.layer(index).keys.data_ptr() for index in range(8)]
+        assert computed == [7]  # the only one of its kind
 
 
 def test_layouts_differ_by_shape_type_and_absence() -> None:

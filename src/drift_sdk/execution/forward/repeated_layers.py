@@ -113,7 +113,7 @@ class _KindTape:
         for number, (first, end) in enumerate(self._ranges):
             if first <= address < end:
                 own, form = self._own[number], (tensor.shape, tensor.stride(), tensor.dtype)
-                is_whole = address == first and form == (own.shape, own.stride(), own.dtype)
+                is_whole = form == (own.shape, own.stride(), own.dtype)
                 self._parts[id(tensor)] = _Part(number, address - first, None if is_whole else tensor)
                 return True
 
