@@ -63,10 +63,18 @@ def windowed() -> Decoder:
     return drawn(num_hidden_layers=10, sliding_window=5, use_sliding_window=True, **fields)
 
 
+def mixed() -> Decoder:
+    """Experts whose rows are counted by layer."""
+    fields = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return drawn(mlp_only_layers=[], decoder_sparse_step=1, norm_topk_prob=True, **fields, **sizes)
+
+
 MODELS: dict[str, Callable[[], Decoder]] = {
     "llama": drawn,
     "qwen2": biased,
     "qwen3 with windows": windowed,
+    "qwen3 with experts": mixed,
     "int4": lambda: drawn("int4", head_dim=32),
     # Four scales a layer: others are aligned in some layers alone, for which kernels are compiled again.
     "cache of e4m3": lambda: drawn(kv_form="fp8", num_attention_heads=4, num_key_value_heads=4),

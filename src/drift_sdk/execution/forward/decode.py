@@ -137,7 +137,7 @@ class DecodeForward:
             self._exchange.begin()
         stream.embed(rows.token, rows.slot)
         self._attention.plan()
-        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers)
+        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers, self._experts)
 
     def _layer(self, index: int, layer: LayerWeights) -> None:
         stream, buffers = self._stream, self._buffers

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from msgspec import Struct
+from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.exchange import Exchange
@@ -21,6 +23,12 @@ __all__ = ["ModelResources"]
 
 MIN_REPEATED = 4
 """Fewer layers of a kind are not worth comparing three of them."""
+
+
+class ExpertTensors(Protocol):
+    """The experts of a forward pass, which have tensors of their own for each layer."""
+
+    def tensors_of_layer(self, index: int) -> list[Tensor]: ...
 
 
 class ModelResources(Struct, frozen=True, kw_only=True):
@@ -48,17 +56,20 @@ class ModelResources(Struct, frozen=True, kw_only=True):
         compute: Callable[[int, LayerWeights], None],
         repeated: RepeatedLayers,
         aux_layers: Sequence[int] = (),
+        experts: ExpertTensors | None = None,
     ) -> None:
         """Call compute(index, layer) for the layers in order, or make the launches that it would make.
 
         In a first run only for those that `chosen_layers` returns. repeated: of the forward pass. aux_layers:
-        boundaries whose stream is kept; a layer that ends at one runs another kernel.
+        boundaries whose stream is kept; a layer that ends at one runs another kernel. experts: of the pass.
         """
         layers, key = self.decoder.weights.layers, tuple(aux_layers)
         if key not in self.kinds:
             found = [self._kind(index, key) for index in range(len(layers))]
             self.kinds[key] = [found.index(kind) for kind in found]
         own = self._own_of_layers(key)
+        if experts is not None:
+            own = [each.with_tensors(experts.tensors_of_layer(index)) for index, each in enumerate(own)]
 
         def compute_layer(index: int) -> None:
             compute(index, layers[index])

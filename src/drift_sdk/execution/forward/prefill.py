@@ -76,7 +76,7 @@ class PrefillForward:
     def run(self) -> None:
         """Record the kernels of all layers."""
         self._stream.embed(self._rows.token, self._rows.slot)
-        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers)
+        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers, self._experts)
 
     def _layer(self, index: int, layer: LayerWeights) -> None:
         stream, buffers = self._stream, self._buffers

@@ -30,6 +30,10 @@ class LayerTensors(NamedTuple):
     kind: object
     tensors: list[Tensor]
 
+    def with_tensors(self, others: list[Tensor]) -> LayerTensors:
+        """The layer with further tensors."""
+        return LayerTensors((self.kind, layout(others)), [*self.tensors, *others])
+
 
 class RepeatedLayers:
     """The layers of a forward pass, whose launches are repeated where a first run has shown that they may be.
