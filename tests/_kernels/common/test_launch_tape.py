@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +16,11 @@ from drift_sdk._kernels.common.launch_tape import Launch, launch, recorded_launc
 class Pair(NamedTuple):
     first: Tensor
     number: int
+
+
+@dataclass
+class Held:
+    tensor: Tensor
 
 
 def add(x: Tensor, pair: Pair, *, out: Tensor) -> int:
@@ -38,6 +44,12 @@ def test_launches_are_made_and_recorded_on_their_own_thread() -> None:
     assert out.tolist() == [21.0] * 3
     assert [one.function for one in tape.launches] == [add]
     assert tape.is_complete
+
+
+def test_objects_that_may_hold_tensors_are_equal_only_to_themselves() -> None:
+    first, second = Held(torch.zeros(2)), Held(torch.zeros(2))
+    assert Launch(add, (first,), {}).equals(Launch(add, (first,), {}))
+    assert not Launch(add, (first,), {}).equals(Launch(add, (second,), {}))
 
 
 def test_a_launch_is_made_again_with_other_tensors() -> None:
@@ -67,6 +79,7 @@ def test_launches_are_equal_if_they_use_the_same_memory() -> None:
         Launch(add, (x, Pair(y, 1)), {"out": x}),
         Launch(add, (x, Pair(y, 1)), {}),
         Launch(add, (x.view(torch.int32), Pair(y, 1)), {"out": out}),
+        Launch(add, (x, Pair(y, [1])), {"out": out}),
     ):
         assert not made.equals(other)
 

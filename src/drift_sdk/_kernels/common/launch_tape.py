@@ -158,7 +158,8 @@ def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, tuple) and isinstance(other, tuple):
         return len(value) == len(other) and all(map(_is_same, value, other))
 
-    return type(value) is type(other) and bool(value == other)
+    is_number = isinstance(value, bool | int | float | str)
+    return value is other or is_number and type(value) is type(other) and value == other
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
