@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from drift_sdk.execution.device.first_runs import first_run
+
 
 class InterpretedReplay:
     def __init__(self, step: Callable[[], None]) -> None:
@@ -64,3 +66,12 @@ class InterpretedDevice:
 
     def close(self) -> None:
         pass
+
+
+class FirstRunDevice(InterpretedDevice):
+    """Runs a step when it is captured, as a GPU does: the launches of layers are repeated afterwards."""
+
+    def capture(self, step: Callable[[], None]) -> InterpretedReplay:
+        with self.work(), first_run():
+            step()
+        return super().capture(step)

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted_device import InterpretedDevice, InterpretedReplay
+from interpreted_device import FirstRunDevice
 from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.forward import repeated_layers
 from drift_sdk.execution.forward.kernel_weights import arrange_decoder
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
@@ -27,15 +26,6 @@ pytestmark = pytest.mark.kernel
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_LAYERS = 6
 BUDGET = 16
-
-
-class FirstRunDevice(InterpretedDevice):
-    """Runs a step when it is captured, as a GPU does."""
-
-    def capture(self, step: Callable[[], None]) -> InterpretedReplay:
-        with self.work(), first_run():
-            step()
-        return super().capture(step)
 
 
 def drawn(form: str = "expanded", kv_form: str | None = None, **changes: object) -> Decoder:
