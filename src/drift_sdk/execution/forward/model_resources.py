@@ -40,7 +40,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits:  most sequences, tokens and blocks.
     exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
     kinds:   of the layers, as numbers, by the aux_layers of `run_layers`; filled by it.
-    own:     what layers have for themselves, by the same, and where keys and values lie; likewise.
+    own:     tensors of the layers, by the same, and where keys and values lie; likewise.
     """
 
     decoder: Decoder
@@ -93,7 +93,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
         return own
 
     def _own(self, index: int, kind: int) -> LayerTensors:
-        """What a layer has for itself: weights, keys and values, and the norm of the next layer's input."""
+        """The tensors of a layer: weights, keys and values, and the norm of the next layer's input."""
         weights, kv = self.decoder.weights, self.cache.layer(index)
         following = weights.layers[index + 1 : index + 2]
         norm = following[0].input_norm if following else weights.final_norm

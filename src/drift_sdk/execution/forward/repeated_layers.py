@@ -21,7 +21,7 @@ __all__ = ["LayerTensors", "RepeatedLayers", "layout", "tensors_of"]
 
 
 class LayerTensors(NamedTuple):
-    """What one layer has for itself.
+    """The tensors of one layer, which other layers have others for.
 
     kind: equal for layers that launch the same kernels with the same sizes. tensors: weights, keys and
     values, in the same order and of the same layout (see `layout`) for layers of a kind.
@@ -112,7 +112,7 @@ class _KindTape:
             yield one.replaced(places, replace) if places else one
 
     def _is_part(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the layer's own ones or a part of one, which is noted."""
+        """Return True for a tensor of the layer's own or a part of one, and note which."""
         address = tensor.data_ptr()
         for number, (first, end) in enumerate(self._ranges):
             if first <= address < end:
