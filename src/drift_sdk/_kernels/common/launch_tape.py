@@ -93,13 +93,13 @@ def recorded_launches(*, is_watched: bool = False) -> Iterator[LaunchTape]:
 
     is_watched: find out whether torch did more than to make views outside of them.
     """
-    tape = LaunchTape()
+    tape, outer = LaunchTape(), getattr(_current, "tape", None)
     _current.tape = tape
     try:
         with _Watch(tape) if is_watched else nullcontext():
             yield tape
     finally:
-        _current.tape = None
+        _current.tape = outer
 
 
 class _Watch(TorchFunctionMode):

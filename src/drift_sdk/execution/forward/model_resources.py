@@ -22,7 +22,7 @@ from drift_sdk.steps import ExecutorLimits
 __all__ = ["ModelResources"]
 
 MIN_REPEATED = 4
-"""Fewer layers of a kind are not worth comparing three of them."""
+"""Fewer layers of a kind are all computed: the first three and the last one are in any case."""
 
 
 class ExpertTensors(Protocol):
@@ -40,7 +40,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits:  most sequences, tokens and blocks.
     exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
     kinds:   of the layers, as numbers, by the aux_layers of `run_layers`; filled by it.
-    own:     tensors of the layers, by the same, and where keys and values lie; likewise.
+    weights: tensors of the layers but for keys and values, by index; likewise.
     """
 
     decoder: Decoder
@@ -49,7 +49,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits: ExecutorLimits
     exchange: Exchange | None = None
     kinds: dict[tuple[int, ...], list[int]] = {}
-    own: dict[tuple[int, ...], tuple[object, list[LayerTensors]]] = {}
+    weights: dict[int, list[Tensor]] = {}
 
     def run_layers(
         self,
@@ -67,7 +67,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
         if key not in self.kinds:
             found = [self._kind(index, key) for index in range(len(layers))]
             self.kinds[key] = [found.index(kind) for kind in found]
-        own = self._own_of_layers(key)
+        own = [self._own(index, kind) for index, kind in enumerate(self.kinds[key])]
         if experts is not None:
             own = [each.with_tensors(experts.tensors_of_layer(index)) for index, each in enumerate(own)]
 
@@ -75,7 +75,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
             compute(index, layers[index])
 
         if is_first_run():
-            repeated.run_first(own, chosen_layers(self.kinds[key]), compute_layer)
+            repeated.run_first(own, chosen_layers([each.kind for each in own]), compute_layer)
         else:
             repeated.run(own, compute_layer)
 
@@ -84,30 +84,25 @@ class ModelResources(Struct, frozen=True, kw_only=True):
         place = index + 1 in aux_layers, index + 1 == len(layers)
         return place, config.windows[index], config.layer_ropes[index], layout(layers[index])
 
-    def _own_of_layers(self, aux_layers: tuple[int, ...]) -> list[LayerTensors]:
-        place = layout(self.cache.keys), self.cache.keys.data_ptr(), self.cache.values.data_ptr()
-        known, own = self.own.get(aux_layers, (None, []))
-        if known != place:
-            own = [self._own(index, kind) for index, kind in enumerate(self.kinds[aux_layers])]
-            self.own[aux_layers] = place, own
-        return own
-
     def _own(self, index: int, kind: int) -> LayerTensors:
         """The tensors of a layer: weights, keys and values, and the norm of the next layer's input."""
-        weights, kv = self.decoder.weights, self.cache.layer(index)
-        following = weights.layers[index + 1 : index + 2]
-        norm = following[0].input_norm if following else weights.final_norm
-        tensors = [*tensors_of(weights.layers[index]), *tensors_of(kv), norm]
-        return LayerTensors((kind, layout(kv), layout(norm)), tensors)
+        if index not in self.weights:
+            weights = self.decoder.weights
+            following = weights.layers[index + 1 : index + 2]
+            norm = following[0].input_norm if following else weights.final_norm
+            self.weights[index] = [norm, *tensors_of(weights.layers[index])]
+        # Keys and values are not kept: the cache gets its blocks when its old ones are freed.
+        kv, kept = self.cache.layer(index), self.weights[index]
+        return LayerTensors((kind, layout(kv), layout(kept[0])), [*kept, *tensors_of(kv)])
 
 
-def chosen_layers(kinds: Sequence[int]) -> list[int]:
+def chosen_layers(kinds: Sequence[object]) -> list[int]:
     """Indices of layers, in order, with all kinds and all pairs of kinds that follow each other.
 
-    Of a kind of MIN_REPEATED layers or more, the first two and the last one are among them: their launches
-    are compared.
+    Of a kind of MIN_REPEATED layers or more, the first three and the last one are among them: the launches of
+    the second one are compared with those of the third and the last one.
     """
-    chosen, seen = {0}, set[tuple[int, int]]()
+    chosen, seen = {0}, set[tuple[object, object]]()
     for index, pair in enumerate(pairwise(kinds), 1):
         if pair not in seen:
             seen.add(pair)
@@ -115,5 +110,5 @@ def chosen_layers(kinds: Sequence[int]) -> list[int]:
     for kind, number in Counter(kinds).items():
         if number >= MIN_REPEATED:
             same = [index for index, each in enumerate(kinds) if each == kind]
-            chosen |= {*same[:2], same[-1]}
+            chosen |= {*same[:3], same[-1]}
     return sorted(chosen)
