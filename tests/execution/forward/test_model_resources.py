@@ -16,6 +16,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.repeated_layers import RepeatedLayers, layout
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.kv_scales import KVScales
 from drift_sdk.models.weights import LayerWeights, meta_weights
 from drift_sdk.steps import ExecutorLimits
 
@@ -111,6 +112,27 @@ def test_layers_are_repeated_with_the_cache_of_their_run() -> None:
         assert computed == [7]  # the only one of its kind
         kept = {each.data_ptr() for tensors in resources.weights.values() for each in tensors}
         assert not kept & set(launched), "old keys would be kept while new ones are allocated"
+
+
+def test_layers_of_scales_at_other_alignments_are_compared_among_themselves() -> None:
+    """Two scales a layer are at a multiple of 16 bytes in every second layer alone."""
+    fields = tiny_llama(num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2)
+    config = DecoderConfig.from_hf(fields)
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32, kv_form="fp8")
+    decoder.weights = dataclasses.replace(decoder.weights, kv_scales=KVScales(*torch.ones(2, 12, 2)))
+    cache = PagedKVCache(decoder, LIMITS)
+    resources = ModelResources(decoder=decoder, cache=cache, tuned=TunedTable(), limits=LIMITS)
+    repeated, computed = RepeatedLayers(), list[int]()
+
+    def compute(index: int, layer: LayerWeights) -> None:
+        computed.append(index)
+        launch(torch.numel, cache.layer(index).key_scale)
+
+    with first_run():
+        resources.run_layers(compute, repeated)
+    computed.clear()
+    resources.run_layers(compute, repeated)
+    assert computed == [11]  # the only one of its kind
 
 
 def test_layouts_differ_by_shape_type_and_absence() -> None:

@@ -161,17 +161,18 @@ def test_layers_that_alternate_between_buffers_are_computed() -> None:
 
 def test_layers_with_parts_of_other_types_that_have_no_view_are_computed() -> None:
     """A tensor without dimensions cannot be seen as bytes."""
-    model = Model(6)
     numbers = [torch.tensor(float(index)) for index in range(6)]
 
-    def own(kinds: str | None = None) -> list[LayerTensors]:
-        return [LayerTensors("a", [number]) for number in numbers]
+    class Numbers(Model):
+        def own(self, kinds: str | None = None) -> list[LayerTensors]:
+            return [LayerTensors("a", [number]) for number in numbers]
+
+    model = Numbers(6)
 
     def compute(index: int) -> None:
         launch(multiply, model.x, numbers[index].view(1).view(torch.uint8)[:3], 1.0, model.x)
         model.computed.append(index)
 
-    model.own = own  # type: ignore[method-assign]
     assert model.run(compute) == list(range(6))
 
 
