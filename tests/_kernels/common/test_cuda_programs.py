@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cuda.core.utils import make_program_cache_key
 
 from drift_sdk import _kernels
-from drift_sdk._kernels.common.cuda_programs import CudaKernel, program_options
+from drift_sdk._kernels.common import cuda_programs
+from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, launch_kernel, program_options
 
 FOLDER = Path(_kernels.__file__).parent
 PROGRAMS = sorted(
@@ -32,3 +37,79 @@ def test_every_program_has_a_key_of_its_own_on_disk(file: str) -> None:
     keys = {key(kernel) for kernel in (*kernels, CudaKernel((file,), "product", ()))}
     assert len(keys | {key(kernels[0], "80")}) == 5
     assert key(CudaKernel(files, "product", ())) == key(kernels[0])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of launches that are made, without the stream and the kernel."""
+    found: list[tuple[Any, ...]] = []
+
+    class View:
+        """A view of memory of which a map can be made anywhere."""
+
+        def __init__(self, interface: dict[str, Any]) -> None:
+            self.interface = interface
+
+        @classmethod
+        def from_cuda_array_interface(cls, place: Any, stream: int) -> View:
+            return cls(place.__cuda_array_interface__)
+
+        def as_tensor_map(self, *, options: Any) -> tuple[Any, ...]:
+            return self.interface["data"][0], self.interface["shape"], options.box_dim, object()
+
+    class CurrentStream:
+        cuda_stream = 0
+
+    monkeypatch.setattr(cuda_programs, "StridedMemoryView", View)
+    monkeypatch.setattr(cuda_programs, "Stream", type("Stream", (), {"from_handle": lambda handle: None}))
+    monkeypatch.setattr(cuda_programs, "launch", lambda _stream, *arguments: found.append(arguments))
+    monkeypatch.setattr(cuda_programs, "uses_pdl", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", CurrentStream)
+    return found
+
+
+def test_maps_of_the_same_place_are_made_once(launched: list[tuple[Any, ...]]) -> None:
+    matrix = torch.zeros(64, 128, dtype=torch.bfloat16)
+    for boxes in (
+        Boxes(matrix, 8, 64),
+        Boxes(matrix.view(64, 128), 8, 64),
+        Boxes(matrix, 16, 64),
+        Boxes(matrix[32:], 8, 64),
+        Boxes(matrix[:32], 8, 64),
+    ):
+        launch_kernel(None, (1,), 32, 0, boxes)
+
+    maps = [arguments[-1] for arguments in launched]
+    address = matrix.data_ptr()
+    assert [each[:3] for each in maps] == [
+        (address, (64, 128), (8, 64)),
+        (address, (64, 128), (8, 64)),
+        (address, (64, 128), (16, 64)),
+        (address + 32 * 128 * 2, (32, 128), (8, 64)),
+        (address, (32, 128), (8, 64)),
+    ]
+    assert maps[0] is maps[1]
+
+
+def test_kept_maps_do_not_keep_memory(launched: list[tuple[Any, ...]]) -> None:
+    matrix = torch.zeros(8, 64, dtype=torch.bfloat16)
+    storage = weakref.ref(matrix.untyped_storage())
+    launch_kernel(None, (1,), 32, 0, Boxes(matrix, 8, 64))
+    assert launched[0][-1][0] == matrix.data_ptr()
+    assert storage() is not None
+    del matrix
+    gc.collect()
+    assert storage() is None
+
+
+def test_launches_with_other_sizes_have_other_settings(launched: list[tuple[Any, ...]]) -> None:
+    for sizes in (((1, 2), 32, 0), ((2, 1), 32, 0), ((1, 2), 64, 0), ((1, 2), 32, 8)):
+        launch_kernel(None, *sizes, 1)
+
+    settings = [arguments[0] for arguments in launched]
+    assert [(each.grid, each.block, each.shmem_size) for each in settings] == [
+        ((1, 2, 1), (32, 1, 1), 0),
+        ((2, 1, 1), (32, 1, 1), 0),
+        ((1, 2, 1), (64, 1, 1), 0),
+        ((1, 2, 1), (32, 1, 1), 8),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from ctypes import c_float, c_int
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -36,6 +36,9 @@ log = logging.getLogger("drift_sdk")
 
 MAX_CACHE_BYTES = 2**28
 """Compiled programs take about 50 KB each; those not read for longest are removed."""
+
+MAX_KEPT = 1024
+"""Settings of launches, and maps: many graphs have launches with the same ones, which take time to make."""
 
 
 class CudaKernel(Struct, frozen=True):
@@ -147,22 +150,41 @@ def launch_kernel(
 
 
 def _launch(compiled: Any, sizes: tuple[tuple[int, ...], int, int, int | None], *arguments: Argument) -> None:
+    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    launch(stream, _config(sizes, uses_pdl()), compiled, *map(_argument, arguments))
+
+
+@lru_cache(MAX_KEPT)
+def _config(sizes: tuple[tuple[int, ...], int, int, int | None], uses_pdl: bool) -> LaunchConfig:
     grid, num_threads, shared_bytes, cluster = sizes
-    config = LaunchConfig(
+    return LaunchConfig(
         grid=grid,
         cluster=cluster,
         block=num_threads,
         shmem_size=shared_bytes,
-        programmatic_stream_serialization=uses_pdl(),
+        programmatic_stream_serialization=uses_pdl,
     )
-    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-    launch(stream, config, compiled, *map(_argument, arguments))
 
 
-def _map(boxes: Boxes) -> TensorMapDescriptor:
-    options = TensorMapDescriptorOptions(box_dim=(boxes.num_rows, boxes.num_columns))
+class _Place(NamedTuple):
+    """Where a matrix of 16-bit numbers is. It does not keep the memory allocated, as a tensor would."""
+
+    device: int
+    address: int
+    shape: tuple[int, ...]
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # There is no type for bfloat16.
+        return {"version": 3, "shape": self.shape, "typestr": "<u2", "data": (self.address, False)}
+
+
+@lru_cache(MAX_KEPT)
+def _map(place: _Place, num_rows: int, num_columns: int) -> TensorMapDescriptor:
+    """The map of a matrix's boxes. It has the address, and stays valid for what is at that address later."""
+    options = TensorMapDescriptorOptions(box_dim=(num_rows, num_columns))
     options.swizzle = type(options.swizzle).SWIZZLE_128B  # an enum without a public name
-    view = StridedMemoryView.from_dlpack(boxes.matrix.view(torch.uint16), -1)  # no bfloat16 without ml_dtypes
+    view = StridedMemoryView.from_cuda_array_interface(place, -1)
     return view.as_tensor_map(options=options)
 
 
@@ -174,6 +196,8 @@ def _argument(value: Argument) -> Any:
         return value.data_ptr()
 
     if isinstance(value, Boxes):
-        return _map(value)
+        matrix = value.matrix
+        place = _Place(matrix.get_device(), matrix.data_ptr(), tuple(matrix.shape))
+        return _map(place, value.num_rows, value.num_columns)
 
     return c_float(value) if isinstance(value, float) else c_int(value)
