@@ -38,7 +38,7 @@ MAX_CACHE_BYTES = 2**28
 """Compiled programs take about 50 KB each; those not read for longest are removed."""
 
 MAX_KEPT = 1024
-"""Settings of launches, and maps: many graphs have launches with the same ones, which take time to make."""
+"""How many settings of launches are kept, and how many maps of matrices: launches of many graphs share them."""
 
 
 class CudaKernel(Struct, frozen=True):
@@ -155,14 +155,14 @@ def _launch(compiled: Any, sizes: tuple[tuple[int, ...], int, int, int | None], 
 
 
 @lru_cache(MAX_KEPT)
-def _config(sizes: tuple[tuple[int, ...], int, int, int | None], uses_pdl: bool) -> LaunchConfig:
+def _config(sizes: tuple[tuple[int, ...], int, int, int | None], is_dependent: bool) -> LaunchConfig:
     grid, num_threads, shared_bytes, cluster = sizes
     return LaunchConfig(
         grid=grid,
         cluster=cluster,
         block=num_threads,
         shmem_size=shared_bytes,
-        programmatic_stream_serialization=uses_pdl,
+        programmatic_stream_serialization=is_dependent,
     )
 
 
