@@ -38,7 +38,7 @@ MAX_CACHE_BYTES = 2**28
 """Compiled programs take about 50 KB each; those not read for longest are removed."""
 
 MAX_KEPT = 1024
-"""How many settings of launches are kept, and how many maps of matrices: launches of many graphs share them."""
+"""Number of settings of launches, and of maps of matrices, that are kept: many graphs share them."""
 
 
 class CudaKernel(Struct, frozen=True):
@@ -167,7 +167,7 @@ def _config(sizes: tuple[tuple[int, ...], int, int, int | None], is_dependent: b
 
 
 class _Place(NamedTuple):
-    """Where a matrix of 16-bit numbers is. It does not keep the memory allocated, as a tensor would."""
+    """The place of a matrix of 16-bit numbers. It does not keep the memory allocated, as a tensor would."""
 
     device: int
     address: int
