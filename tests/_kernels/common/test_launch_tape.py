@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import pytest
@@ -56,13 +57,14 @@ def test_a_launch_is_made_again_with_other_tensors() -> None:
     x, y, out, other, others_out = tensors(5)
     with recorded_launches() as tape:
         launch(add, x, Pair(y, 10), out=out)
-    places = {id(y): other, id(out): others_out}
     (made,) = tape.launches
-    assert made.places(lambda tensor: id(tensor) in places) == [1, "out"]
-    again = made.replaced([1, "out"], lambda tensor: places.get(id(tensor), tensor))
+    picks = made.picks({y: itemgetter(0), out: itemgetter(1)}.get)
+    assert set(picks) == {1, "out"}
+    again = made.replaced(picks.items(), [other, others_out])
     again()
     assert others_out.tolist() == [41.0] * 3
     assert isinstance(again.arguments[1], Pair)
+    assert made.arguments[1].first is y and made.options["out"] is out
 
 
 def test_launches_are_equal_if_they_use_the_same_memory() -> None:
@@ -88,6 +90,7 @@ def test_launches_are_equal_if_they_use_the_same_memory() -> None:
     "operation",
     [
         lambda x: x.zero_(),
+        lambda x: x.copy_(x),
         lambda x: x + 1,
         lambda x: torch.empty_like(x),
         lambda x: x.sum().item(),

@@ -56,12 +56,20 @@ def qwen(types: list[str]) -> ModelResources:
 def test_layers_of_one_kind_are_run_once_after_each_other_and_at_the_end() -> None:
     assert indices(model(num_hidden_layers=1)) == [0]
     assert indices(model(num_hidden_layers=2)) == [0, 1]
-    assert indices(model(num_hidden_layers=12)) == [0, 1, 2, 10, 11]
+    assert indices(model(num_hidden_layers=12)) == [1, 10, 11]
 
 
 def test_layers_whose_stream_is_kept_are_of_another_kind() -> None:
     """Layers 2 and 5 end at a boundary that the drafter reads, between layers of the same kinds."""
-    assert indices(model(num_hidden_layers=12), (3, 6)) == [0, 1, 2, 3, 10, 11]
+    assert indices(model(num_hidden_layers=12), (3, 6)) == [0, 1, 5, 10, 11]
+
+
+@pytest.mark.parametrize("number", range(4, 10))
+def test_layers_that_use_buffers_in_turn_are_noticed(number: int) -> None:
+    """One of an even number and one of an odd number are compared."""
+    *compared, last = indices(model(num_hidden_layers=number))
+    assert last == number - 1
+    assert {index % 2 for index in compared} == {0, 1}
 
 
 def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,16 +78,17 @@ def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     indices(resources)
     indices(resources, (3, 6))
     monkeypatch.setattr(ModelResources, "_kind", None)
-    assert indices(resources) == [0, 1, 2, 10, 11]
-    assert indices(resources, (3, 6)) == [0, 1, 2, 3, 10, 11]
+    assert indices(resources) == [1, 10, 11]
+    assert indices(resources, (3, 6)) == [0, 1, 5, 10, 11]
 
 
 @pytest.mark.parametrize(
     ("types", "expected"),
     [
-        ([WINDOW, FULL] * 4, [0, 1, 2, 4, 6, 7]),
-        ([WINDOW, FULL] * 6, [0, 1, 2, 3, 4, 5, 9, 10, 11]),
-        ([WINDOW] * 3 + [FULL] + [WINDOW] * 3 + [FULL], [0, 1, 2, 3, 4, 6, 7]),
+        ([WINDOW, FULL] * 4, [0, 3, 4, 5, 6, 7]),
+        ([WINDOW, FULL] * 6, [0, 3, 4, 9, 10, 11]),
+        ([WINDOW] * 3 + [FULL] + [WINDOW] * 3 + [FULL], [0, 1, 2, 3, 6, 7]),
+        ([WINDOW] + [FULL] * 6, [0, 2, 5, 6]),
     ],
 )
 def test_every_kind_follows_the_kinds_that_it_follows(types: list[str], expected: list[int]) -> None:
@@ -110,7 +119,7 @@ def test_layers_are_repeated_with_the_cache_of_their_run() -> None:
         resources.run_layers(compute, repeated)
         assert launched == [cache.layer(index).keys.data_ptr() for index in range(8)]
         assert computed == [7]  # the only one of its kind
-        kept = {each.data_ptr() for tensors in resources.weights.values() for each in tensors}
+        kept = {each.data_ptr() for own in resources.weights.values() for each in own.tensors}
         assert not kept & set(launched), "old keys would be kept while new ones are allocated"
 
 

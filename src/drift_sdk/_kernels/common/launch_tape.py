@@ -9,12 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Launch", "LaunchTape", "launch", "recorded_launches"]
+__all__ = ["Launch", "LaunchTape", "Pick", "launch", "recorded_launches"]
+
+Pick = Callable[[Sequence[Tensor]], Any]
+"""Takes the value of an argument from a sequence of tensors."""
+
+DESCRIPTIONS = {torch.Size, torch.dtype, torch.device, int, bool}
+"""Types of what torch returns that describes a tensor, which is most of what is asked for beside launches."""
 
 _current = threading.local()
 
@@ -29,19 +37,21 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         self.function(*self.arguments, **self.options)
 
-    def places(self, is_wanted: Callable[[Tensor], bool]) -> list[int | str]:
-        """The positions and names of the arguments that have a wanted tensor. All tensors are asked for."""
+    def picks(self, pick_of: Callable[[Tensor], Pick | None]) -> dict[int | str, Pick]:
+        """What takes the place of the arguments at these positions and names: those with a tensor for which
+        `pick_of` returns something."""
         named: Iterable[tuple[int | str, Any]] = (*enumerate(self.arguments), *self.options.items())
-        return [place for place, value in named if any(tuple(map(is_wanted, _tensors(value))))]
+        found = {place: _pick(value, pick_of) for place, value in named}
+        return {place: pick for place, pick in found.items() if pick is not None}
 
-    def replaced(self, places: Iterable[int | str], replace: Callable[[Tensor], Tensor]) -> Launch:
-        """The launch with other tensors in the arguments at `places`."""
+    def replaced(self, picks: Iterable[tuple[int | str, Pick]], tensors: Sequence[Tensor]) -> Launch:
+        """The launch with arguments that are picked from `tensors`."""
         arguments, options = list(self.arguments), dict(self.options)
-        for place in places:
+        for place, pick in picks:
             if isinstance(place, int):
-                arguments[place] = _replaced(arguments[place], replace)
+                arguments[place] = pick(tensors)
             else:
-                options[place] = _replaced(options[place], replace)
+                options[place] = pick(tensors)
         return Launch(self.function, tuple(arguments), options)
 
     def equals(self, other: Launch) -> bool:
@@ -113,7 +123,10 @@ class _Watch(TorchFunctionMode):
         self, function: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not self._tape.is_launching and (_writes(function, kwargs or {}) or not _is_view(result, args)):
+        if type(result) in DESCRIPTIONS or self._tape.is_launching:
+            return result
+
+        if _writes(function, kwargs or {}) or not _is_view(result, args):
             self._tape.is_complete = False
         return result
 
@@ -140,15 +153,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+def _pick(value: Any, pick_of: Callable[[Tensor], Pick | None]) -> Pick | None:
     if isinstance(value, Tensor):
-        return replace(value)
+        return pick_of(value)
 
-    if isinstance(value, tuple):
-        values = [_replaced(each, replace) for each in value]
-        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+    picks = [_pick(each, pick_of) for each in value] if isinstance(value, tuple) else []
+    return partial(_picked, value, picks) if any(picks) else None
 
-    return value
+
+def _picked(value: Any, picks: Sequence[Pick | None], tensors: Sequence[Tensor]) -> Any:
+    """A tuple like `value` with picked elements."""
+    picked = [one if pick is None else pick(tensors) for one, pick in zip(value, picks, strict=True)]
+    return type(value)(*picked) if hasattr(value, "_fields") else tuple(picked)
 
 
 def _is_same(value: Any, other: Any) -> bool:

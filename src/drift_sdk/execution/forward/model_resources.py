@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -21,9 +20,6 @@ from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["ModelResources"]
 
-MIN_REPEATED = 4
-"""Fewer layers of a kind are all computed: the first three and the last one are in any case."""
-
 
 class ExpertTensors(Protocol):
     """The experts of a forward pass, which have tensors of their own for each layer."""
@@ -40,7 +36,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits:  most sequences, tokens and blocks.
     exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
     kinds:   of the layers, as numbers, by the aux_layers of `run_layers`; filled by it.
-    weights: tensors of the layers but for keys and values, by index; likewise.
+    weights: tensors of the layers but for those of the cache, by index; likewise.
     """
 
     decoder: Decoder
@@ -49,7 +45,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits: ExecutorLimits
     exchange: Exchange | None = None
     kinds: dict[tuple[int, ...], list[int]] = {}
-    weights: dict[int, list[Tensor]] = {}
+    weights: dict[int, LayerTensors] = {}
 
     def run_layers(
         self,
@@ -90,25 +86,24 @@ class ModelResources(Struct, frozen=True, kw_only=True):
             weights = self.decoder.weights
             following = weights.layers[index + 1 : index + 2]
             norm = following[0].input_norm if following else weights.final_norm
-            self.weights[index] = [norm, *tensors_of(weights.layers[index])]
-        # Keys and values are not kept: the cache gets its blocks when its old ones are freed.
-        kv, kept = self.cache.layer(index), self.weights[index]
-        return LayerTensors((kind, layout(kv), layout(kept[0])), [*kept, *tensors_of(kv)])
+            self.weights[index] = LayerTensors(layout(norm), [norm, *tensors_of(weights.layers[index])])
+        kv, kept = self.cache.own(index), self.weights[index]
+        return LayerTensors((kind, kv.kind, kept.kind), [*kept.tensors, *kv.tensors])
 
 
 def chosen_layers(kinds: Sequence[object]) -> list[int]:
-    """Indices of layers, in order, with all kinds and all pairs of kinds that follow each other.
+    """Indices of layers, in order, so that each kind comes after all kinds that it follows in the model.
 
-    Of a kind of MIN_REPEATED layers or more, the first three and the last one are among them: the launches of
-    the second one are compared with those of the third and the last one.
+    The first one is of the first layer's kind. Among them are two of each kind of three layers or more, whose
+    launches are compared: the last, and one that is an odd number of places before it, as a layer would be
+    that uses other buffers in turn.
     """
-    chosen, seen = {0}, set[tuple[object, object]]()
-    for index, pair in enumerate(pairwise(kinds), 1):
-        if pair not in seen:
-            seen.add(pair)
-            chosen |= {index - 1, index}
-    for kind, number in Counter(kinds).items():
-        if number >= MIN_REPEATED:
-            same = [index for index, each in enumerate(kinds) if each == kind]
-            chosen |= {*same[:3], same[-1]}
+    same = [[index for index, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
+    chosen = {each[-1] for each in same} | {each[2 - len(each) % 2] for each in same if len(each) > 2}
+    if kinds[min(chosen)] != kinds[0]:
+        chosen.add(0)
+    pairs = list(pairwise(kinds))
+    while missing := set(pairs) - {(kinds[one], kinds[other]) for one, other in pairwise(sorted(chosen))}:
+        index = next(index for index, pair in enumerate(pairs) if pair in missing)
+        chosen |= {index, index + 1}
     return sorted(chosen)

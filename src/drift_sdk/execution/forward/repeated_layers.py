@@ -7,15 +7,18 @@ are those of another, with its own weights, keys and values in the places of the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.launch_tape import Launch, LaunchTape, recorded_launches
+from drift_sdk._kernels.common.launch_tape import Launch, LaunchTape, Pick, recorded_launches
 
 __all__ = ["LayerTensors", "RepeatedLayers", "layout", "tensors_of"]
 
@@ -49,22 +52,26 @@ class RepeatedLayers:
     ) -> None:
         """Compute the chosen layers, and compare their launches. compute(index): computes a layer."""
         self._tapes.clear()
-        known: set[object] = set()
+        numbers = Counter(layers[index].kind for index in chosen)
         for index in chosen:
             kind, tensors = layers[index]
-            # The first one of a kind may compile kernels and compare those of the library. Meta tensors have
-            # no addresses to compare.
-            if kind not in known or tensors[0].is_meta:
-                known.add(kind)
+            if numbers[kind] == 1 or tensors[0].is_meta:  # no other layer, or no addresses, to compare
                 compute(index)
                 continue
 
-            with recorded_launches(is_watched=kind not in self._tapes) as tape:
+            first = self._tapes.get(kind)
+            if first is None:
+                self._tapes[kind] = _KindTape.of(index, tensors, compute)
+                continue
+
+            with recorded_launches() as tape:
                 compute(index)
-            if kind in self._tapes:
+            is_retried = first.is_compared
+            first.compare(tape, tensors)
+            if not (first.is_complete or is_retried):
+                # It may have compiled kernels, or compared the library's with ours. It is computed again.
+                self._tapes[kind] = _KindTape.of(first.index, layers[first.index].tensors, compute)
                 self._tapes[kind].compare(tape, tensors)
-            else:
-                self._tapes[kind] = _KindTape(index, tape, tensors)
 
     def run(self, layers: Sequence[LayerTensors], compute: Callable[[int], None]) -> None:
         """Compute all layers in order, or make the launches of one of their kind with their tensors."""
@@ -77,14 +84,23 @@ class RepeatedLayers:
 
 
 class _KindTape:
-    """The launches of a kind of layers, as layer `index` made them with its own tensors."""
+    """The launches of a kind of layers, as layer `index` made them with its own tensors.
+
+    is_complete: whether the layer did nothing else, and those compared with it launched the same.
+    """
 
     def __init__(self, index: int, tape: LaunchTape, tensors: Sequence[Tensor]) -> None:
-        self._index, self._own = index, tensors
-        self._is_complete, self._is_compared = tape.is_complete, False
+        self.index, self._own = index, tensors
+        self.is_complete, self.is_compared = tape.is_complete, False
         self._ranges = [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in tensors]
-        self._parts: dict[int, _Part] = {}  # by a tensor's id: the launches keep the tensors
-        self._launches = [(one, one.places(self._is_part)) for one in tape.launches]
+        self._launches = [(one, list(one.picks(self._pick).items())) for one in tape.launches]
+
+    @classmethod
+    def of(cls, index: int, tensors: Sequence[Tensor], compute: Callable[[int], None]) -> _KindTape:
+        """Compute a layer and take its launches."""
+        with recorded_launches(is_watched=True) as tape:
+            compute(index)
+        return cls(index, tape, tensors)
 
     def compare(self, tape: LaunchTape, tensors: Sequence[Tensor]) -> None:
         """Compare with the launches of another layer of the kind."""
@@ -93,13 +109,13 @@ class _KindTape:
         except RuntimeError:  # of a part that cannot be viewed as it is in the first layer
             expected = []
         is_same = len(expected) == len(tape.launches) and all(map(Launch.equals, expected, tape.launches))
-        self._is_complete, self._is_compared = self._is_complete and is_same, True
+        self.is_complete, self.is_compared = self.is_complete and is_same, True
 
     def is_usable(self, layers: Sequence[LayerTensors]) -> bool:
         """Return True if all layers of the kind make the same launches with their own tensors, and the
         layer's own ones are where they were."""
-        addresses = [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in layers[self._index].tensors]
-        return self._is_complete and self._is_compared and addresses == self._ranges
+        addresses = [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in layers[self.index].tensors]
+        return self.is_complete and self.is_compared and addresses == self._ranges
 
     def repeat(self, tensors: Sequence[Tensor]) -> None:
         """Launch with the tensors of another layer."""
@@ -107,46 +123,27 @@ class _KindTape:
             one()
 
     def _with(self, tensors: Sequence[Tensor]) -> Iterator[Launch]:
-        def replace(tensor: Tensor) -> Tensor:
-            part = self._parts.get(id(tensor))
-            return tensor if part is None else part.of(tensors)
+        for one, picks in self._launches:
+            yield one.replaced(picks, tensors) if picks else one
 
-        for one, places in self._launches:
-            yield one.replaced(places, replace) if places else one
-
-    def _is_part(self, tensor: Tensor) -> bool:
-        """Return True for a tensor of the layer's own or a part of one, and note which."""
+    def _pick(self, tensor: Tensor) -> Pick | None:
+        """What takes a tensor of the layer's own, or the part of it that `tensor` is, from those of another
+        layer; None for other tensors."""
         address = tensor.data_ptr()
         for number, (first, end) in enumerate(self._ranges):
             if first <= address < end:
                 own, form = self._own[number], (tensor.shape, tensor.stride(), tensor.dtype)
                 is_whole = form == (own.shape, own.stride(), own.dtype)
-                self._parts[id(tensor)] = _Part(number, address - first, None if is_whole else tensor)
-                return True
+                return itemgetter(number) if is_whole else partial(_part, number, address - first, tensor)
 
-        return False
+        return None
 
 
-class _Part(NamedTuple):
-    """A part of a layer's own tensor.
-
-    number: of the own tensor. offset: bytes of it before the part. view: the part in the first layer; None:
-    it is the whole tensor.
-    """
-
-    number: int
-    offset: int
-    view: Tensor | None
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The same part of another layer's tensor."""
-        own, view = tensors[self.number], self.view
-        if view is None:
-            return own
-
-        own = own.view(view.dtype)
-        first = own.storage_offset() + self.offset // view.element_size()
-        return own.as_strided(view.shape, view.stride(), first)
+def _part(number: int, offset: int, view: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The part of tensors[number] that `view` is of another tensor, `offset` bytes behind its beginning."""
+    own = tensors[number].view(view.dtype)
+    first = own.storage_offset() + offset // view.element_size()
+    return own.as_strided(view.shape, view.stride(), first)
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
