@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from drift_sdk._kernels.common.kernel import RepeatedKernel
 
 @RepeatedKernel
 def add(x_ptr, y_ptr, size, scale, SIZE):
-    pass
+    '''Add.'''
 """
 
 
@@ -116,16 +118,64 @@ def test_devices_have_compiled_kernels_of_their_own(
     assert add[(1,)](**launch) is not first
 
 
-def test_hooks_see_repeated_launches(triton: Triton, add: Any) -> None:
-    """The check of programmatic launches is such a hook."""
-    seen = list[tuple[int, str]]()
+def test_first_and_repeated_launches_are_observed(triton: Triton, add: Any) -> None:
+    """The check of programmatic launches is such an observer."""
+    seen = list[tuple[Any, ...]]()
     launch = {"x_ptr": aligned(), "y_ptr": aligned(), "size": 1, "scale": 0.0, "SIZE": 8}
-    add[(1,)](**launch)  # Triton's own launch calls hooks itself
-    add.add_pre_run_hook(lambda *values, **options: seen.append((len(values), *options)))
-    add[(1,)](launch["x_ptr"], **{name: launch[name] for name in ("y_ptr", "size", "scale", "SIZE")})
-    assert not seen  # another way to give the arguments: the first of its kind
+    with kernel_module.observed_launches(lambda *found: seen.append(found)):
+        compiled = add[(1,)](**launch)
+        add[(1,)](**launch)
+        add.warmup(**launch, grid=(1,))  # launches nothing
     add[(1,)](**launch)
-    assert seen == [(0, "x_ptr", "y_ptr", "size", "scale", "SIZE")]
+    assert seen == [(add, compiled, (), launch)] * 2
+
+
+def test_launches_are_not_observed_after_an_error(triton: Triton, add: Any) -> None:
+    seen = list[Any]()
+    with (
+        pytest.raises(RuntimeError, match="failed"),
+        kernel_module.observed_launches(lambda *found: seen.append(found)),
+    ):
+        raise RuntimeError("failed")
+    add[(1,)](aligned(), aligned(), 1, 0.0, 8)
+    assert not seen
+
+
+def test_source_is_read_when_a_kernel_is_first_used(add: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine uses less than half of the kernels of the modules that it imports."""
+    read = list[Any]()
+    lines = inspect.getsourcelines
+    monkeypatch.setattr(inspect, "getsourcelines", lambda function: read.append(function) or lines(function))
+    assert add.__module__ == "module_of_add"
+    assert add.__doc__ == "Add."
+    assert not read
+    assert add.arg_names == ["x_ptr", "y_ptr", "size", "scale", "SIZE"]
+    assert add.__name__ == "add" and "def add(" in add.src
+    assert len(read) == 1
+    with pytest.raises(AttributeError, match="nothing"):
+        add.nothing  # noqa: B018
+
+
+def test_threads_that_use_a_kernel_at_once_wait_until_its_source_is_read(
+    add: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, may_go_on, found = threading.Event(), threading.Event(), list[Any]()
+    lines = inspect.getsourcelines
+
+    def slow(function: Any) -> Any:
+        is_reading.set()
+        may_go_on.wait(10)
+        return lines(function)
+
+    monkeypatch.setattr(inspect, "getsourcelines", slow)
+    threads = [threading.Thread(target=lambda: found.append(add.arg_names)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    is_reading.wait(10)
+    may_go_on.set()
+    for thread in threads:
+        thread.join()
+    assert found == [["x_ptr", "y_ptr", "size", "scale", "SIZE"]] * 3
 
 
 def test_warm_ups_and_kernels_that_were_not_compiled_are_not_kept(triton: Triton, add: Any) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -187,43 +189,50 @@ def test_kernels_of_cuda_programs_are_checked() -> None:
     note_kernel("k3", READER, {"x": other, "out": None})  # nothing is checked any more
 
 
-class CompiledForSteps:
-    """A kernel that is compiled for each number of steps, and for any number of rows."""
-
-    __name__ = "compiled_for_steps"
+class Kernel:
+    __name__ = "kernel_of_two_forms"
     arg_names = ("a", "b", "num_rows", "NUM_STEPS")
 
-    def __init__(self) -> None:
-        self.scanned: list[str] = []
 
-    def warmup(self, *values: object, grid: tuple[int], **options: object) -> CompiledForSteps.Compiled:
-        return self.Compiled(f"{id(self)} {values[-1]}", self.scanned)
+class Compiled:
+    """A compiled kernel, which counts how often its code is read."""
 
-    class Compiled:
-        def __init__(self, hash_: str, scanned: list[str]) -> None:
-            self.hash, self._scanned = hash_, scanned
+    def __init__(self, *body: str) -> None:
+        self.hash, self.num_read = f"{id(self)}", 0
+        self._ttir = f"{HEAD}{''.join(body)}{TAIL}"
 
-        @property
-        def asm(self) -> dict[str, str]:
-            self._scanned.append(self.hash)
-            body = (LOAD_A, WAIT, STORE_B) if self.hash.endswith(" 1") else (WAIT, LOAD_A, STORE_B)
-            return {"ttir": f"{HEAD}{''.join(body)}{TAIL}"}
+    @property
+    def asm(self) -> dict[str, str]:
+        self.num_read += 1
+        return {"ttir": self._ttir}
 
 
 def test_compiled_kernel_is_scanned_once() -> None:
     """Steps of other sizes launch the same compiled kernels."""
-    kernel, (plan, other) = CompiledForSteps(), torch.zeros(2, 8)
+    plan, other = torch.zeros(2, 8)
+    early, late = Compiled(LOAD_A, WAIT, STORE_B), Compiled(WAIT, LOAD_A, STORE_B)
     for num_rows in (1, 2, 16, 1):
-        note(Launches(), kernel, plan, other, num_rows, 1)
-        note(Launches(), kernel, plan, other, num_rows, 2)
-    assert kernel.scanned == [f"{id(kernel)} 1", f"{id(kernel)} 2"]
+        note(Launches(), Kernel(), early, (plan, other, num_rows, 1), {})
+        note(Launches(), Kernel(), late, (plan, other, num_rows, 2), {"num_warps": 4})
+    assert early.num_read == late.num_read == 1
     launches = Launches()
     launches.add("writer", WRITER, {"out": plan})
-    note(launches, kernel, plan, other, 4, 2)  # waits before it reads
-    launches = Launches()
+    note(launches, Kernel(), late, (plan, other, 4, 2), {})
+    for values, options in (((plan, other, 4), {"NUM_STEPS": 1}), ((), {"b": other, "a": plan})):
+        launches = Launches()
+        launches.add("writer", WRITER, {"out": plan})
+        with pytest.raises(LaunchOrderError, match="kernel_of_two_forms reads a before it waits"):
+            note(launches, Kernel(), early, values, options)
+
+
+def test_launches_of_other_threads_are_not_checked() -> None:
+    plan, other = torch.zeros(2, 8)
+    launches, early = Launches(), Compiled(LOAD_A, WAIT, STORE_B)
     launches.add("writer", WRITER, {"out": plan})
-    with pytest.raises(LaunchOrderError, match="compiled_for_steps reads a before it waits"):
-        note(launches, kernel, plan, other, 4, 1)
+    thread = threading.Thread(target=note, args=(launches, Kernel(), early, (plan, other, 4, 1), {}))
+    thread.start()
+    thread.join()
+    note(launches, Kernel(), Compiled(WAIT, LOAD_A, STORE_B), (plan, other, 4, 1), {})
 
 
 def test_early_triggers_keep_earlier_writers_in_the_check() -> None:
@@ -254,10 +263,8 @@ def test_launches_on_a_gpu_are_recorded() -> None:
     from drift_sdk._kernels.slots.input_ring import _advance
 
     argument = _advance.arg_names[0]
-    launches = Launches()
-    note(launches, _advance, index, 3, True, num_warps=1, launch_pdl=True)
-    key = next(key for key in launch_order._accesses if key[0] is _advance)
-    assert launch_order._accesses[key] == KernelAccess(names(), names(argument), False)
+    compiled = _advance.warmup(index, 3, True, grid=(1,), num_warps=1, launch_pdl=True)
+    assert launch_order._accesses[compiled.hash] == KernelAccess(names(), names(argument), False)
     launches = Launches()
     early_reader = KernelAccess(names(argument), names(argument), False)
     launches.add("advance", early_reader, {argument: index})

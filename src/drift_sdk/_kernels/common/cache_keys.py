@@ -7,17 +7,13 @@ Triton's installation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
-__all__ = ["prepare_cache_keys", "settle_before_launches", "settle_cache_key", "wait_for_cache_keys"]
+__all__ = ["prepare_cache_keys", "settle_cache_key", "wait_for_cache_keys"]
 
-_settled: set[int] = set()
-"""Addresses of kernels with a hook of `settle_before_launches`. Their hash would be their key."""
 _preparing: list[threading.Thread] = []
 """The latest thread of `prepare_cache_keys`."""
 
@@ -54,16 +50,3 @@ def settle_cache_key(function: Any) -> None:
         if isinstance(called, JITCallable) and called is not function:
             settle_cache_key(called)
     function.cache_key  # noqa: B018  # a property that keeps its value
-
-
-def settle_before_launches(kernels: Iterable[Any]) -> None:
-    """Have `settle_cache_key` called before a kernel is launched for the first time."""
-    for kernel in kernels:
-        if id(kernel) not in _settled and isinstance(kernel, JITCallable):
-            _settled.add(id(kernel))
-            kernel.add_pre_run_hook(partial(_settle_once, kernel))
-
-
-def _settle_once(kernel: Any, *values: Any, **options: Any) -> None:
-    """A hook that Triton calls before each launch."""
-    settle_cache_key(kernel)

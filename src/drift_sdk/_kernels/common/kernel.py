@@ -1,15 +1,18 @@
-"""The decorator of kernels that are launched: Triton's, with launches that take less time when repeated.
+"""The decorator of kernels that are launched: Triton's, with less time to import and to launch again.
 
 A step launches each of its kernels once a layer, and many steps are captured when an engine starts. At every
 launch, Triton finds the compiled kernel again, by what arguments are specialised on, by options, and by
 constants that may have changed. Little of that differs between layers: the compiled kernel is kept under a
-key that takes less time to make.
+key that takes less time to make. And Triton reads the source of a kernel, for a few milliseconds, when it is
+decorated; here that is done for kernels that are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -18,13 +21,20 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from drift_sdk._kernels.common.cache_keys import settle_cache_key
 from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.common.launching import is_interpreted
 
-__all__ = ["RepeatedKernel", "kernel", "launched_kernels"]
+__all__ = ["RepeatedKernel", "kernel", "launched_kernels", "observed_launches"]
+
+Observer = Callable[[Any, Any, Sequence[Any], dict[str, Any]], None]
+"""Gets a kernel that was launched, what it was compiled to, and its arguments by position and by name."""
 
 _kernels: list[Any] = []
 """All kernels of the process, by time of definition."""
+_observers: list[Observer] = []
+_reading = threading.RLock()
+"""Held while Triton reads a kernel's source."""
 
 ALIGNMENT = 16
 """Bytes: Triton specialises kernels on pointers that are multiples of it."""
@@ -74,6 +84,16 @@ def launched_kernels() -> list[Any]:
     return list(_kernels)
 
 
+@contextmanager
+def observed_launches(observer: Observer) -> Iterator[None]:
+    """Have an observer called after each launch of a compiled kernel, by any thread, in a `with` block."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
 class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose compiled variants are found by a key of its own, once Triton has launched them.
 
@@ -82,8 +102,17 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     """
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
-        super().__init__(function, **options)
+        self.__doc__, self.__module__ = function.__doc__, function.__module__  # which the class has as well
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._init_triton: Callable[[], None] | None = partial(super().__init__, function, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute that Triton's constructor sets, which is called when the first one is asked for."""
+        with _reading:
+            if (init := self.__dict__.get("_init_triton")) is not None:
+                self._init_triton = None
+                init()
+        return super().__getattribute__(name)
 
     def run(self, *values: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
         """Launch the kernel and return it compiled; with `warmup`, only compile it.
@@ -92,21 +121,24 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         arguments are given.
         """
         if warmup:
+            settle_cache_key(self)
             return super().run(*values, grid=grid, warmup=True, **options)
 
         key = launch_key(values, options)
         compiled = self._compiled.get(key)
         if compiled is None:
+            settle_cache_key(self)
             # A launch with this key is recorded as another one later: the layers seem to differ.
             compiled = launch(super().run, *values, grid=grid, warmup=False, **options)
-            if compiled is not None:  # None: a hook of Triton's has kept it from being compiled
-                self._compiled[key] = compiled
-            return compiled
+            if compiled is None:  # a hook of Triton's has kept it from being compiled
+                return None
 
-        for hook in self.pre_run_hooks:
-            hook(*values, **options)
-        named = [options[name] for name in self.arg_names[len(values) :]]
-        launch(launch_compiled, compiled, (*grid, 1, 1)[:3], *values, *named)
+            self._compiled[key] = compiled
+        else:
+            named = [options[name] for name in self.arg_names[len(values) :]]
+            launch(launch_compiled, compiled, (*grid, 1, 1)[:3], *values, *named)
+        for observe in _observers:
+            observe(self, compiled, values, options)
         return compiled
 
 

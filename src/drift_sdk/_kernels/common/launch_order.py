@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.kernel import launched_kernels
+from drift_sdk._kernels.common.kernel import observed_launches
 from drift_sdk._kernels.common.launching import is_interpreted, uses_pdl
 
 __all__ = [
@@ -171,7 +171,6 @@ class Launches:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.is_compiling = False
         # Kernels that may still run when the next one starts, and the memory that they write.
         self._running: list[tuple[str, list[AddressRange]]] = []
 
@@ -221,15 +220,11 @@ def checked_launches() -> Iterator[None]:
         return
 
     launches = _current.launches = Launches()
-    kernels = [(kernel, partial(note, launches, kernel)) for kernel in launched_kernels()]
-    for kernel, hook in kernels:
-        kernel.add_pre_run_hook(hook)
     try:
-        yield
+        with observed_launches(partial(note, launches)):
+            yield
     finally:
         _current.launches = None
-        for kernel, hook in kernels:
-            kernel.pre_run_hooks.remove(hook)
 
 
 def note_library_kernel(out: Tensor) -> None:
@@ -248,34 +243,22 @@ def note_kernel(name: str, access: KernelAccess, arguments: Mapping[str, object]
 
 
 _current = threading.local()
-_accesses: dict[tuple[Any, ...], KernelAccess] = {}
-"""By a kernel and the settings of a launch."""
-_accesses_of_compiled: dict[str, KernelAccess] = {}
-"""By the hash of a compiled kernel, which many settings share: numbers like that of rows are not in it."""
+_accesses: dict[str, KernelAccess] = {}
+"""By the hash of a compiled kernel."""
 
 
-def note(launches: Launches, kernel: Any, *values: Any, **options: Any) -> None:
-    """Add a launch of a Triton kernel. A hook that Triton calls before it, with the launch's arguments.
+def note(
+    launches: Launches, kernel: Any, compiled: Any, values: Sequence[Any], options: Mapping[str, Any]
+) -> None:
+    """Add a Triton kernel, just launched; an observer of launches.
 
     Arguments may be given by position or by name; `options` also holds settings of the launch.
     """
-    if launches.is_compiling or launches.thread != threading.get_ident():
+    if launches.thread != threading.get_ident():
         return
 
-    names: Sequence[str] = kernel.arg_names
-    arguments = dict(zip(names, values, strict=False)) | {
-        key: options[key] for key in names if key in options
-    }
-    settings = [value if not isinstance(value, Tensor) else value.dtype for value in arguments.values()]
-    key = kernel, *settings, options.get("num_warps")
-    access = _accesses.get(key)
+    access = _accesses.get(compiled.hash)
     if access is None:
-        launches.is_compiling = True
-        warmup: Callable[..., Any] = kernel.warmup
-        compiled = warmup(*values, grid=(1,), **options)
-        launches.is_compiling = False
-        access = _accesses_of_compiled.get(compiled.hash)
-        if access is None:
-            access = _accesses_of_compiled[compiled.hash] = access_of(compiled.asm["ttir"])
-        _accesses[key] = access
+        access = _accesses[compiled.hash] = access_of(compiled.asm["ttir"])
+    arguments = {**dict(zip(kernel.arg_names, values, strict=False)), **options}
     launches.add(kernel.__name__, access, arguments)

@@ -30,11 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, get_cache_key, make_backend
 from triton.runtime.cache import get_cache_manager
 
-from drift_sdk._kernels.common.cache_keys import (
-    settle_before_launches,
-    settle_cache_key,
-    wait_for_cache_keys,
-)
+from drift_sdk._kernels.common.cache_keys import settle_cache_key, wait_for_cache_keys
 from drift_sdk._kernels.common.kernel import launched_kernels
 
 __all__ = [
@@ -118,7 +114,6 @@ def recorded_kernels() -> Iterator[list[KernelToCompile]]:
     """
     found: list[KernelToCompile] = []
     kernels = launched_kernels()
-    settle_before_launches(kernels)
     with _recording_lock:
         hook_before = triton.knobs.runtime.jit_cache_hook
         _recording.found = found
