@@ -204,6 +204,9 @@ def address_range(argument: object) -> AddressRange | None:
         return None
 
     start = argument.data_ptr()
+    if argument.is_contiguous():
+        return start, start + argument.nbytes
+
     last = sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True))
     return start, start + (last + 1) * argument.element_size()
 
