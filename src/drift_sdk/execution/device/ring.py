@@ -16,6 +16,8 @@ from drift_sdk.steps import HostWork
 
 __all__ = ["PayloadBuffer", "Results", "Ring", "RingSizes"]
 
+Words = NDArray[np.int32]
+
 
 class Results:
     """The result words of one replay, valid once the replay has ended.
@@ -27,7 +29,7 @@ class Results:
 
     __slots__ = ("is_pending", "words")
 
-    def __init__(self, words: NDArray[np.int32]) -> None:
+    def __init__(self, words: Words) -> None:
         self.words = words
         self.is_pending = True
 
@@ -84,9 +86,11 @@ class Ring:
         self.next_index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.current = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.input[:, 0] = 0
-        self._input: NDArray[np.int32] = self.input.numpy()
-        self._output: NDArray[np.int32] = self.output.numpy()
-        self._masks: NDArray[np.int32] = self.masks.numpy()
+        # The parts of each entry: to make a view takes as long as to fill it.
+        self._input: list[Words] = list(self.input.numpy())
+        self._payloads = [words[HEADER_WORDS + 2 * sizes.max_updates :] for words in self._input]
+        self._output: list[Words] = list(self.output.numpy())
+        self._masks: list[Words] = list(self.masks.numpy())
         self._done: list[Event] = [device.event() for _ in range(num_entries)]
         self._results: list[Results | None] = [None] * num_entries
         self._next = 0
@@ -122,21 +126,20 @@ class Ring:
         places, values = updates
         words = self._input[entry]
         words[0] = len(places)
-        words[HEADER_WORDS : HEADER_WORDS + len(places)] = places
-        first_value = HEADER_WORDS + self.max_updates
-        words[first_value : first_value + len(values)] = values
+        if len(places):
+            words[HEADER_WORDS : HEADER_WORDS + len(places)] = places
+            first_value = HEADER_WORDS + self.max_updates
+            words[first_value : first_value + len(values)] = values
         return entry
 
-    def payload(self, entry: int) -> NDArray[np.int32]:
+    def payload(self, entry: int) -> Words:
         """The payload words of an acquired entry, to be filled before `start`."""
-        words: NDArray[np.int32] = self._input[entry, HEADER_WORDS + 2 * self.max_updates :]
-        return words
+        return self._payloads[entry]
 
-    def mask(self, entry: int) -> NDArray[np.int32]:
+    def mask(self, entry: int) -> Words:
         """Masks [max_slots, mask_words] of an acquired entry: the tokens allowed next for each slot under a
         constraint, to be filled before `start`."""
-        mask: NDArray[np.int32] = self._masks[entry]
-        return mask
+        return self._masks[entry]
 
     def start(self, entry: int, replay: Replay) -> None:
         """Launch a replay that reads this entry. The entry is free again, and its results are valid, once the
@@ -144,15 +147,14 @@ class Ring:
         replay.launch()
         self._done[entry].record()
 
-    def wait(self, entry: int) -> NDArray[np.int32]:
+    def wait(self, entry: int) -> Words:
         """Block until the entry's replay and all replays before it have ended; return its result words.
 
         Raises ExecutorError if the wait exceeds the timeout.
         """
         self._num_split_rounds += 1
         self._done[entry].wait(self._timeout_s)
-        words: NDArray[np.int32] = self._output[entry]
-        return words
+        return self._output[entry]
 
     def results(self, entry: int) -> Results:
         """The results of the entry's started replay, pending until the caller sets `is_pending` to False."""

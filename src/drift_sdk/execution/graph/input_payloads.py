@@ -143,8 +143,9 @@ def fill_draft_extend(
 def fill_slots(buckets: GraphBuckets, slots: Sequence[int], values: Sequence[int], payload: Words) -> int:
     """Write slots, then a value for each slot, and return the bucket. The rest of the slots is -1."""
     size = bucket_of(buckets.decode, len(slots))
-    payload[:size] = -1
     payload[: len(slots)] = slots
+    if len(slots) < size:
+        payload[len(slots) : size] = -1
     payload[size : size + len(values)] = values
     return size
 
