@@ -105,6 +105,16 @@ def test_names_of_one_branch_are_other_values_in_the_other() -> None:
     assert access(branches, WAIT) == KernelAccess(names(), names("b"), False)
 
 
+def test_name_of_a_pointer_is_a_number_in_the_other_branch() -> None:
+    number = """
+    %at_0 = arith.addi %n, %n : i32 loc(#loc2)
+    %place = tt.addptr %b, %at_0 : !tt.ptr<bf16>, i32 loc(#loc3)
+    %value = tt.load %place : !tt.ptr<bf16> loc(#loc3)
+"""
+    branches = BRANCHES.format(first=indented(WAIT + LOAD_A), second=indented(number + WAIT))
+    assert access(branches, WAIT).reads_early == names("b")
+
+
 def test_wait_before_a_return_in_between_counts_behind_it() -> None:
     branch = """
     cf.cond_br %is_padding, ^bb1, ^bb2 loc(#loc2)

@@ -44,6 +44,8 @@ CONTROL = "grid"
 OPERATION = re.compile(r"^ *(?:(%[\w.]+)(?::\d+)? = )?\"?([\w.]+)\"?(.*)$")
 """A line of TTIR: its result, if it has one, the operation, and the rest with the operands."""
 ARGUMENT = re.compile(r"(%[\w.]+): (!tt\.ptr<[^ ]*|!tt\.tensordesc<[^ ]*)")
+OTHER_OPERATION = re.compile(r" *(%[\w.]+) = (?!scf)(?!.*(?:!tt\.ptr|!tt\.tensordesc|grid))")
+"""A line of TTIR of an operation without pointers, of one block, with one result: most lines."""
 LOOP_VALUE = re.compile(r"(%[\w.]+) = (%[\w.]+)")
 NAME = re.compile(r"%[\w.]+")
 BODY_INDENT = 4
@@ -74,7 +76,9 @@ def access_of(ttir: str) -> KernelAccess:
     """
     scan = AccessScan()
     for line in ttir.splitlines():
-        if "tt.func" in line:
+        if match := OTHER_OPERATION.match(line):
+            scan.visit_other(match[1])
+        elif "tt.func" in line:
             scan.enter_function(line)
         else:
             scan.visit(line.partition(" loc(")[0])
@@ -102,6 +106,10 @@ class AccessScan:
         self._sources |= {found[0]: {found[0][1:]} for found in ARGUMENT.findall(line)}
         self._pointers = set[str]().union(*self._sources.values())
 
+    def visit_other(self, result: str) -> None:
+        """Take an operation without pointers, which may have a name that was a pointer in another block."""
+        self._sources.pop(result, None)
+
     def visit(self, line: str) -> None:
         """Take an operation of the kernel's body, without its location.
 
@@ -126,10 +134,6 @@ class AccessScan:
             return
 
         result, operation, rest = match.groups()
-        if operation == "arith.constant":  # every third line
-            self._sources.pop(result, None)
-            return
-
         operands = NAME.findall(rest)
         if operation in ("scf.for", "scf.while"):
             for inner, outer in LOOP_VALUE.findall(rest):
