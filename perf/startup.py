@@ -1,4 +1,5 @@
-"""Measure the time from the start of a process to the first token, without and with compiled kernels.
+"""Measure the time from the start of a process to the first token, once without and repeatedly with compiled
+kernels.
 
 python -m perf.startup --model llama-3.1-8b
 """
@@ -35,7 +36,9 @@ WRITE_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 class StartupRun(Run, kw_only=True):
     """A start in a new process. Times are in seconds, memory in GiB.
 
-    kernel_cache:        "cold" if all kernels had to be compiled, "warm" right after that.
+    kernel_cache:        "cold" if all kernels had to be compiled, "warm" if none had.
+    num_repeats:         starts of which this is the median, by the time from imports to the first token.
+    after_imports_s_min, after_imports_s_max: this time of the fastest and the slowest of them.
     import_s:            import of the package alone, median of the repeats.
     start_s, stages:     `Engine.start`, and its stages as the engine reports them.
     first_token_s:       from the start to the first token of a short prompt.
@@ -46,6 +49,9 @@ class StartupRun(Run, kw_only=True):
 
     executor: str
     kernel_cache: str
+    num_repeats: int
+    after_imports_s_min: float
+    after_imports_s_max: float
     import_s: float
     stages: dict[str, float]
     start_s: float
@@ -64,15 +70,17 @@ def measure(
     repeats: int,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> list[StartupRun]:
-    """Measure a cold start and a warm one. `on_run` is called with each run as soon as it has ended."""
+    """Measure a cold start, and the median of `repeats` warm ones. `on_run` is called with each of the two as
+    soon as it has been measured."""
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {name: str(Path(folder, cache)) for name, cache in CACHES.items()}
         environment |= WRITE_BYTECODE
         import_s = statistics.median(import_seconds(environment) for _ in range(repeats))
-        for kernel_cache in ("cold", "warm"):
-            free_memory()
-            used_gib = gpu_memory_gib(device) or 0.0  # of all processes, before this start
+        free_memory()
+        used_gib = gpu_memory_gib(device) or 0.0  # of all processes, before these starts
+
+        def started() -> Startup:
             job = Job(
                 model=str(model.path),
                 load=model.load,
@@ -81,7 +89,11 @@ def measure(
                 executor=executor,
                 started_at=time.time(),
             )
-            found = start_up(job, environment)
+            return start_up(job, environment)
+
+        for kernel_cache, num_repeats in (("cold", 1), ("warm", repeats)):
+            starts = sorted((started() for _ in range(num_repeats)), key=after_imports_s)
+            found = starts[(num_repeats - 1) // 2]
             runs.append(
                 StartupRun(
                     engine="drift",
@@ -92,6 +104,9 @@ def measure(
                     batch=1,
                     context=found.num_prompt_tokens,
                     kernel_cache=kernel_cache,
+                    num_repeats=num_repeats,
+                    after_imports_s_min=after_imports_s(starts[0]),
+                    after_imports_s_max=after_imports_s(starts[-1]),
                     import_s=import_s,
                     stages=found.stages,
                     start_s=found.start_s,
@@ -110,6 +125,11 @@ def start_up(job: Job, environment: dict[str, str]) -> Startup:
     """Start an engine in a new process."""
     command = module_command(PROCESS, msgspec.json.encode(job).decode())
     return msgspec.json.decode(last_line(command, with_paths(environment)), type=Startup)
+
+
+def after_imports_s(found: Startup) -> float:
+    """Seconds from the imports to the first token."""
+    return found.first_token_s - found.stages["imports"]
 
 
 def import_seconds(environment: dict[str, str]) -> float:
@@ -144,11 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{run['import_s']:.3f}",
             ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in run["stages"].items()),
             f"{run['first_token_s']:.2f}",
+            f"{run['after_imports_s_min']:.2f} to {run['after_imports_s_max']:.2f}",
             f"{run['process_s']:.2f}",
         )
         for run in results.runs
     ]
-    columns = ("kernels", "executor", "import", "stages", "first token", "process")
+    columns = ("kernels", "executor", "import", "stages", "first token", "after imports", "process")
     show(f"{given.model} on {results.gpu}, seconds", columns, rows)
     print(f"written to {recording.path}")
 

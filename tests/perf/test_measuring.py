@@ -256,6 +256,31 @@ def test_startup_measures_a_cold_and_a_warm_run(tiny: Model) -> None:
         assert to_builtins(run)["scenario"] == "startup"
 
 
+def test_warm_startup_is_the_median_of_all(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = iter((9.0, 3.0, 2.0, 5.0, 4.0))  # from the imports to the first token
+
+    def start(job: Job, environment: dict[str, str]) -> Startup:
+        length = next(lengths)
+        stages = {"imports": 10.0 - length}
+        return Startup(
+            executor="eager",
+            num_prompt_tokens=8,
+            stages=stages,
+            start_s=9.5,
+            first_token_s=10.0,
+            process_s=11.0,
+            gpu_memory_gib=None,
+            process_memory_gib=1.0,
+        )
+
+    monkeypatch.setattr(startup, "start_up", start)
+    monkeypatch.setattr(startup, "import_seconds", lambda environment: 0.1)
+    cold, warm = startup.measure(tiny, device="cpu", dtype="float32", executor="auto", repeats=4)
+    assert (cold.num_repeats, cold.after_imports_s_min, cold.after_imports_s_max) == (1, 9.0, 9.0)
+    assert (warm.num_repeats, warm.after_imports_s_min, warm.after_imports_s_max) == (4, 2.0, 5.0)
+    assert warm.stages == {"imports": 7.0}
+
+
 def test_startup_keeps_bytecode(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm start compiles no modules, even in an environment that keeps none of the compiled ones."""
     environments = []
