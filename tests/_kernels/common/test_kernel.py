@@ -156,6 +156,18 @@ def test_source_is_read_when_a_kernel_is_first_used(add: Any, monkeypatch: pytes
         add.nothing  # noqa: B018
 
 
+def test_source_that_could_not_be_read_is_read_again(add: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(function: Any) -> None:
+        raise OSError("could not get source code")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inspect, "getsourcelines", fail)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Python file"):
+                add.arg_names  # noqa: B018
+    assert add.arg_names == ["x_ptr", "y_ptr", "size", "scale", "SIZE"]
+
+
 def test_threads_that_use_a_kernel_at_once_wait_until_its_source_is_read(
     add: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,8 +110,12 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         """An attribute that Triton's constructor sets, which is called when the first one is asked for."""
         with _reading:
             if (init := self.__dict__.get("_init_triton")) is not None:
-                self._init_triton = None
-                init()
+                self._init_triton = None  # the constructor may ask for attributes, too
+                try:
+                    init()
+                except BaseException:
+                    self._init_triton = init
+                    raise
         return super().__getattribute__(name)
 
     def run(self, *values: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
