@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,10 @@ def test_startup_measures_a_cold_and_a_warm_run(tiny: Model) -> None:
 def test_warm_startup_is_the_median_of_all(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = iter((9.0, 3.0, 2.0, 5.0, 4.0))  # from the imports to the first token
 
+    begun_at = list[float]()
+
     def start(job: Job, environment: dict[str, str]) -> Startup:
+        begun_at.append(job.started_at)
         length = next(lengths)
         stages = {"imports": 10.0 - length}
         return Startup(
@@ -275,10 +279,13 @@ def test_warm_startup_is_the_median_of_all(tiny: Model, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(startup, "start_up", start)
     monkeypatch.setattr(startup, "import_seconds", lambda environment: 0.1)
+    clock = count()
+    monkeypatch.setattr(startup.time, "time", lambda: next(clock))
     cold, warm = startup.measure(tiny, device="cpu", dtype="float32", executor="auto", repeats=4)
     assert (cold.num_repeats, cold.after_imports_s_min, cold.after_imports_s_max) == (1, 9.0, 9.0)
     assert (warm.num_repeats, warm.after_imports_s_min, warm.after_imports_s_max) == (4, 2.0, 5.0)
     assert warm.stages == {"imports": 7.0}
+    assert begun_at == [0, 1, 2, 3, 4], "each process has its own start"
 
 
 def test_startup_keeps_bytecode(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,40 @@ def test_first_and_repeated_launches_are_observed(triton: Triton, add: Any) -> N
         add.warmup(**launch, grid=(1,))  # launches nothing
     add[(1,)](**launch)
     assert seen == [(add, compiled, (), launch)] * 2
+
+
+def test_all_observers_see_a_launch(triton: Triton, add: Any) -> None:
+    """Steps may be captured by two threads, each with an observer of its own."""
+    seen = list[str]()
+    with kernel_module.observed_launches(lambda *found: seen.append("outer")):
+        with kernel_module.observed_launches(lambda *found: seen.append("inner")):
+            add[(1,)](aligned(), aligned(), 1, 0.0, 8)
+        add[(1,)](aligned(), aligned(), 1, 0.0, 8)
+    assert seen == ["outer", "inner", "outer"]
+
+
+def test_an_observer_that_is_removed_during_a_launch_hides_it_from_no_other(triton: Triton, add: Any) -> None:
+    seen = list[str]()
+    with ExitStack() as first, kernel_module.observed_launches(lambda *found: first.close()):
+        first.enter_context(kernel_module.observed_launches(lambda *found: seen.append("first")))
+        with kernel_module.observed_launches(lambda *found: seen.append("second")):
+            add[(1,)](aligned(), aligned(), 1, 0.0, 8)
+    assert seen == ["first", "second"]
+
+
+def test_keys_of_the_cache_are_settled_before_triton_compiles(
+    triton: Triton, add: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = list[tuple[Any, int]]()
+    settle = kernel_module.settle_cache_key
+    monkeypatch.setattr(
+        kernel_module,
+        "settle_cache_key",
+        lambda kernel: settled.append((kernel, len(triton.calls))) or settle(kernel),
+    )
+    add.warmup(aligned(), aligned(), 1, 0.0, 8, grid=(1,))
+    add[(1,)](aligned(), aligned(), 1, 0.0, 8)
+    assert settled == [(add, 0), (add, 1)]
 
 
 def test_launches_are_not_observed_after_an_error(triton: Triton, add: Any) -> None:

@@ -115,6 +115,37 @@ def test_name_of_a_pointer_is_a_number_in_the_other_branch() -> None:
     assert access(branches, WAIT).reads_early == names("b")
 
 
+def test_name_of_a_pointer_is_a_loops_number_in_the_other_branch() -> None:
+    loop = """
+    %end = scf.for %i = %c0 to %n step %c1 iter_args(%at_0 = %zero) -> (i32) : i32 {
+      %place = tt.addptr %b, %at_0 : !tt.ptr<bf16>, i32 loc(#loc3)
+      %value = tt.load %place : !tt.ptr<bf16> loc(#loc3)
+      scf.yield %at_0 : i32 loc(#loc2)
+    } loc(#loc2)
+"""
+    branches = BRANCHES.format(first=indented(WAIT + LOAD_A), second=indented(loop + WAIT))
+    assert access(branches, WAIT).reads_early == names("b")
+
+
+def test_loads_by_descriptors_are_traced() -> None:
+    load = """
+    %rows = tt.make_tensor_descriptor %a, [%n, %n], [%m, %one] : <f32>, !tt.tensordesc<tensor<8x8xf32>> loc(#loc2)
+    %tile = tt.descriptor_load %rows[%n, %n] : !tt.tensordesc<tensor<8x8xf32>> -> tensor<8x8xf32> loc(#loc2)
+"""  # noqa: E501
+    assert access(load, WAIT, STORE_B).reads_early == names("a")
+    assert access(WAIT, load, STORE_B).reads_early == names()
+
+
+def test_pointers_are_traced_through_numbers() -> None:
+    cast = """
+    %address = tt.ptr_to_int %a : !tt.ptr<f32> -> i64 loc(#loc2)
+    %moved = arith.addi %address, %n : i64 loc(#loc2)
+    %pointer = tt.int_to_ptr %moved : i64 -> !tt.ptr<f32> loc(#loc2)
+    %x = tt.load %pointer : !tt.ptr<f32> loc(#loc2)
+"""
+    assert access(cast, WAIT, STORE_B).reads_early == names("a")
+
+
 def test_wait_before_a_return_in_between_counts_behind_it() -> None:
     branch = """
     cf.cond_br %is_padding, ^bb1, ^bb2 loc(#loc2)
@@ -170,6 +201,8 @@ def test_early_reads_of_what_the_preceding_kernel_writes_are_rejected() -> None:
         run((WRITER, None, plan), (READER, plan, other))
     with pytest.raises(LaunchOrderError):
         run((WRITER, None, plan[3:4]), (READER, plan[::2][1:3], other))  # a view of a view
+    with pytest.raises(LaunchOrderError):
+        run((WRITER, None, plan), (READER, plan[7:], other))  # the last number
     run((WRITER, None, plan[:4]), (READER, plan[4:], other))
     run((WRITER, None, plan), (WRITER, None, other), (READER, plan, other))
     run((WRITER, None, plan), (WAITING_READER, plan, other))

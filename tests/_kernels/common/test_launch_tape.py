@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from drift_sdk._kernels.common.launch_tape import Launch, launch, recorded_launches
 
@@ -27,6 +28,10 @@ class Held:
 def add(x: Tensor, pair: Pair, *, out: Tensor) -> int:
     torch.add(x, pair.first, alpha=pair.number, out=out)
     return 7
+
+
+def write(x: Tensor, *, out: Tensor) -> bool:
+    return bool(torch.equal(out.copy_(x), x))
 
 
 def tensors(number: int) -> list[Tensor]:
@@ -99,6 +104,8 @@ def test_launches_are_equal_if_they_use_the_same_memory() -> None:
         lambda x: torch.stack([x, x]),
         lambda x: torch.mul(x, 2, out=x),
         lambda x: x[[0, 1]],
+        lambda x: torch.unbind_copy(x),
+        lambda x: handle_torch_function(write, (x,), x, out=x),
     ],
 )
 def test_operations_beside_launches_are_noticed(operation: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.model_resources import ModelResources, chosen_layers
 from drift_sdk.execution.forward.repeated_layers import RepeatedLayers, layout
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -56,20 +57,28 @@ def qwen(types: list[str]) -> ModelResources:
 def test_layers_of_one_kind_are_run_once_after_each_other_and_at_the_end() -> None:
     assert indices(model(num_hidden_layers=1)) == [0]
     assert indices(model(num_hidden_layers=2)) == [0, 1]
-    assert indices(model(num_hidden_layers=12)) == [1, 10, 11]
+    assert indices(model(num_hidden_layers=12)) == [9, 10, 11]
 
 
 def test_layers_whose_stream_is_kept_are_of_another_kind() -> None:
     """Layers 2 and 5 end at a boundary that the drafter reads, between layers of the same kinds."""
-    assert indices(model(num_hidden_layers=12), (3, 6)) == [0, 1, 5, 10, 11]
+    assert indices(model(num_hidden_layers=12), (3, 6)) == [0, 5, 9, 10, 11]
 
 
-@pytest.mark.parametrize("number", range(4, 10))
-def test_layers_that_use_buffers_in_turn_are_noticed(number: int) -> None:
-    """One of an even number and one of an odd number are compared."""
-    *compared, last = indices(model(num_hidden_layers=number))
-    assert last == number - 1
-    assert {index % 2 for index in compared} == {0, 1}
+def test_chosen_layers_of_every_short_model() -> None:
+    for number in range(1, 9):
+        for kinds in product("abc", repeat=number):
+            chosen = chosen_layers(kinds)
+            assert chosen == sorted(set(chosen)) and chosen[-1] == number - 1
+            assert kinds[chosen[0]] == kinds[0]
+            assert {*pairwise(kinds)} <= {*pairwise([kinds[index] for index in chosen])}
+            for kind in {*kinds}:
+                same = [index for index in range(number) if kinds[index] == kind]
+                compared = [index for index in chosen if kinds[index] == kind]
+                assert compared, "a kind without a first run"
+                if len(same) > 2:
+                    assert compared[-2:] == same[-2:]
+                    assert {index % 2 for index in compared} == {index % 2 for index in same}
 
 
 def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +87,17 @@ def test_layers_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     indices(resources)
     indices(resources, (3, 6))
     monkeypatch.setattr(ModelResources, "_kind", None)
-    assert indices(resources) == [1, 10, 11]
-    assert indices(resources, (3, 6)) == [0, 1, 5, 10, 11]
+    assert indices(resources) == [9, 10, 11]
+    assert indices(resources, (3, 6)) == [0, 5, 9, 10, 11]
 
 
 @pytest.mark.parametrize(
     ("types", "expected"),
     [
         ([WINDOW, FULL] * 4, [0, 3, 4, 5, 6, 7]),
-        ([WINDOW, FULL] * 6, [0, 3, 4, 9, 10, 11]),
-        ([WINDOW] * 3 + [FULL] + [WINDOW] * 3 + [FULL], [0, 1, 2, 3, 6, 7]),
-        ([WINDOW] + [FULL] * 6, [0, 2, 5, 6]),
+        ([WINDOW, FULL] * 6, [0, 7, 8, 9, 10, 11]),
+        ([WINDOW] * 3 + [FULL] + [WINDOW] * 3 + [FULL], [0, 3, 5, 6, 7]),
+        ([WINDOW] + [FULL] * 6, [0, 4, 5, 6]),
     ],
 )
 def test_every_kind_follows_the_kinds_that_it_follows(types: list[str], expected: list[int]) -> None:
@@ -131,6 +140,8 @@ def test_layers_of_scales_at_other_alignments_are_compared_among_themselves() ->
     decoder.weights = dataclasses.replace(decoder.weights, kv_scales=KVScales(*torch.ones(2, 12, 2)))
     cache = PagedKVCache(decoder, LIMITS)
     resources = ModelResources(decoder=decoder, cache=cache, tuned=TunedTable(), limits=LIMITS)
+    kinds = [cache.own(index).kind for index in range(4)]
+    assert kinds[0] == kinds[2] != kinds[1] == kinds[3]
     repeated, computed = RepeatedLayers(), list[int]()
 
     def compute(index: int, layer: LayerWeights) -> None:
@@ -142,6 +153,21 @@ def test_layers_of_scales_at_other_alignments_are_compared_among_themselves() ->
     computed.clear()
     resources.run_layers(compute, repeated)
     assert computed == [11]  # the only one of its kind
+
+
+def test_layers_before_a_norm_at_another_alignment_are_of_another_kind() -> None:
+    """A layer's last kernel reads the norm of the next layer's input."""
+    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=6))
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
+    layers = list(decoder.weights.layers)
+    norm = torch.ones(len(layers[3].input_norm) + 1)[1:]
+    layers[3] = dataclasses.replace(layers[3], input_norm=norm)
+    decoder.weights = dataclasses.replace(decoder.weights, layers=tuple(layers))
+    resources = ModelResources(
+        decoder=decoder, cache=PagedKVCache(decoder, LIMITS), tuned=TunedTable(), limits=LIMITS
+    )
+    found = [resources._own(index, 0).kind for index in range(4)]
+    assert found[0] == found[1] == found[3] != found[2]
 
 
 def test_layouts_differ_by_shape_type_and_absence() -> None:

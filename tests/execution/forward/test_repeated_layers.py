@@ -198,6 +198,15 @@ def test_launches_are_not_repeated_once_tensors_have_moved() -> None:
     assert model.run(change=move) == list(range(6))
 
 
+def test_launches_are_not_repeated_once_one_of_the_tensors_has_moved() -> None:
+    model = Model(6)
+
+    def move() -> None:
+        model.layers[0] = Layer(model.layers[0].weight, model.layers[0].codes.clone())
+
+    assert model.run(change=move) == list(range(6))
+
+
 def test_a_later_first_run_replaces_the_launches() -> None:
     model, repeated = Model(6), RepeatedLayers()
     repeated.run_first(model.own(), (0, 1, 2), model.compute)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drift_sdk.execution.graph.buckets import GraphBuckets
-from drift_sdk.execution.graph.input_payloads import fill_mixed
+from drift_sdk.execution.graph.input_payloads import fill_mixed, fill_slots
 from drift_sdk.execution.graph.step_launcher import StepLauncher
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
 
@@ -53,6 +53,17 @@ def test_many_chunks_take_a_larger_mixed_step(chunks: int, bucket: tuple[int, in
     """Chunks have few rows each; room for more chunks would take time in every step."""
     assert buckets(256, 2048).mixed_bucket(60, chunks, 64) == (bucket and (*bucket, 0))
     assert buckets(64, 16).mixed_bucket(8, 8, 64) == (16, 64, 0)
+
+
+@pytest.mark.parametrize("num_slots", [1, 7, 8, 9])
+def test_slots_that_a_round_does_not_have_are_padding(num_slots: int) -> None:
+    """An entry still has the payload of the replay that used it before."""
+    payload = np.full(64, 99, np.int32)
+    slots, values = list(range(40, 40 + num_slots)), [3] * num_slots
+    size = fill_slots(buckets(32, 64), slots, values, payload)
+    assert size >= num_slots
+    assert payload[:size].tolist() == slots + [-1] * (size - num_slots)
+    assert payload[size : size + num_slots].tolist() == values
 
 
 def test_tiles_of_a_step_with_many_chunks_fit() -> None:

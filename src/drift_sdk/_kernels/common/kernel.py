@@ -102,7 +102,8 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     """
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
-        self.__doc__, self.__module__ = function.__doc__, function.__module__  # which the class has as well
+        # Without these two, those of the class would be found.
+        self.__doc__, self.__module__ = function.__doc__, function.__module__
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._init_triton: Callable[[], None] | None = partial(super().__init__, function, **options)
 
@@ -141,7 +142,7 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         else:
             named = [options[name] for name in self.arg_names[len(values) :]]
             launch(launch_compiled, compiled, (*grid, 1, 1)[:3], *values, *named)
-        for observe in _observers:
+        for observe in tuple(_observers):  # other threads may change it
             observe(self, compiled, values, options)
         return compiled
 

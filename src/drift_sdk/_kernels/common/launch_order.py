@@ -75,8 +75,9 @@ def access_of(ttir: str) -> KernelAccess:
     Raises LaunchOrderError for a kernel that may end without having waited, or that writes before it waits.
     """
     scan = AccessScan()
+    has_casts = "ptr_to_int" in ttir  # numbers may become pointers
     for line in ttir.splitlines():
-        if match := OTHER_OPERATION.match(line):
+        if not has_casts and (match := OTHER_OPERATION.match(line)):
             scan.visit_other(match[1])
         elif "tt.func" in line:
             scan.enter_function(line)

@@ -22,7 +22,8 @@ Pick = Callable[[Sequence[Tensor]], Any]
 """Takes the value of an argument from a sequence of tensors."""
 
 DESCRIPTIONS = {torch.Size, torch.dtype, torch.device, int, bool}
-"""Types of what torch returns that describes a tensor, which is most of what is asked for beside launches."""
+"""Types of what torch returns that describes a tensor, as most calls beside launches do. Functions that write
+return a tensor or None."""
 
 _current = threading.local()
 
@@ -123,7 +124,7 @@ class _Watch(TorchFunctionMode):
         self, function: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if type(result) in DESCRIPTIONS or self._tape.is_launching:
+        if self._tape.is_launching or (type(result) in DESCRIPTIONS and not kwargs):
             return result
 
         if _writes(function, kwargs or {}) or not _is_view(result, args):

@@ -92,18 +92,24 @@ class ModelResources(Struct, frozen=True, kw_only=True):
 
 
 def chosen_layers(kinds: Sequence[object]) -> list[int]:
-    """Indices of layers, in order, so that each kind comes after all kinds that it follows in the model.
+    """Indices of layers, in order, so that each kind comes after all kinds that it follows in the model, and
+    the first layer's kind first.
 
-    The first one is of the first layer's kind. Among them are two of each kind of three layers or more, whose
-    launches are compared: the last, and one that is an odd number of places before it, as a layer would be
-    that uses other buffers in turn.
+    Of each kind the last one is among them. Of three or more, whose launches are compared, so are the last
+    two, and the last ones with an even and with an odd index: they differ if layers use two buffers in turn.
     """
-    same = [[index for index, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
-    chosen = {each[-1] for each in same} | {each[2 - len(each) % 2] for each in same if len(each) > 2}
-    if kinds[min(chosen)] != kinds[0]:
-        chosen.add(0)
-    pairs = list(pairwise(kinds))
-    while missing := set(pairs) - {(kinds[one], kinds[other]) for one, other in pairwise(sorted(chosen))}:
-        index = next(index for index, pair in enumerate(pairs) if pair in missing)
-        chosen |= {index, index + 1}
-    return sorted(chosen)
+    chosen = set[int]()
+    for kind in dict.fromkeys(kinds):
+        same = [index for index, each in enumerate(kinds) if each == kind]
+        chosen.add(same[-1])
+        if len(same) > 2:
+            chosen |= {same[-2], *{index % 2: index for index in same}.values()}
+    pairs = [*pairwise([None, *kinds])]  # of each layer the kind before it and its own
+    while True:
+        order = sorted(chosen)
+        found = {*pairwise([None, *[kinds[index] for index in order]])}
+        missing = [index for index, pair in enumerate(pairs) if pair not in found]
+        if not missing:
+            return order
+
+        chosen |= {max(missing[0] - 1, 0), missing[0]}
