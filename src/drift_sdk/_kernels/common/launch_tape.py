@@ -39,8 +39,7 @@ class Launch(NamedTuple):
         self.function(*self.arguments, **self.options)
 
     def picks(self, pick_of: Callable[[Tensor], Pick | None]) -> dict[int | str, Pick]:
-        """What takes the place of the arguments at these positions and names: those with a tensor for which
-        `pick_of` returns something."""
+        """Picks of the arguments with a tensor for which `pick_of` returns one, by position or name."""
         named: Iterable[tuple[int | str, Any]] = (*enumerate(self.arguments), *self.options.items())
         found = {place: _pick(value, pick_of) for place, value in named}
         return {place: pick for place, pick in found.items() if pick is not None}

@@ -86,7 +86,8 @@ class RepeatedLayers:
 class _KindTape:
     """The launches of a kind of layers, as layer `index` made them with its own tensors.
 
-    is_complete: whether the layer did nothing else, and those compared with it launched the same.
+    is_complete: whether the layer did nothing else, and those compared with it launched the same. Of those it
+    is not known whether they did anything else.
     """
 
     def __init__(self, index: int, tape: LaunchTape, tensors: Sequence[Tensor]) -> None:
@@ -127,8 +128,7 @@ class _KindTape:
             yield one.replaced(picks, tensors) if picks else one
 
     def _pick(self, tensor: Tensor) -> Pick | None:
-        """What takes a tensor of the layer's own, or the part of it that `tensor` is, from those of another
-        layer; None for other tensors."""
+        """The pick of a tensor of the layer's own, or of a part of one; None for other tensors."""
         address = tensor.data_ptr()
         for number, (first, end) in enumerate(self._ranges):
             if first <= address < end:
