@@ -66,9 +66,9 @@ class RepeatedLayers:
 
             with recorded_launches() as tape:
                 compute(index)
-            is_retried = first.is_compared
+            was_compared = first.is_compared
             first.compare(tape, tensors)
-            if not (first.is_complete or is_retried):
+            if not (first.is_complete or was_compared):
                 # It may have compiled kernels, or compared the library's with ours. It is computed again.
                 self._tapes[kind] = _KindTape.of(first.index, layers[first.index].tensors, compute)
                 self._tapes[kind].compare(tape, tensors)
