@@ -179,7 +179,7 @@ def test_panic_of_the_library_names_the_file(path: Path, monkeypatch: pytest.Mon
     def load(error: BaseException) -> Any:
         class Library:
             @staticmethod
-            def from_file(path: str) -> Any:
+            def from_buffer(content: bytes) -> Any:
                 raise error
 
         monkeypatch.setattr(tokenizers, "Tokenizer", Library)

@@ -98,9 +98,10 @@ class Tokenizer:
         bos_token, eos_token = (_token_text(config, f"{name}_token", config_file) for name in ("bos", "eos"))
         chat_template = default_template(config.get("chat_template"), config_file)
         with _no_panic(path):
-            check_tokenizer(path.read_bytes())
+            content = path.read_bytes()
+            check_tokenizer(content)
             tokenizer = cls(
-                tokenizers.Tokenizer.from_file(str(path)),
+                tokenizers.Tokenizer.from_buffer(content),
                 bos_token=bos_token,
                 eos_token=eos_token,
                 chat_template=chat_template,
