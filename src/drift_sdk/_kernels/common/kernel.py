@@ -3,8 +3,10 @@
 A step launches each of its kernels once a layer, and many steps are captured when an engine starts. At every
 launch, Triton finds the compiled kernel again, by what arguments are specialised on, by options, and by
 constants that may have changed. Little of that differs between layers: the compiled kernel is kept under a
-key that takes less time to make. And Triton reads the source of a kernel, for a few milliseconds, when it is
-decorated; here that is done for kernels that are used.
+key that takes less time to make.
+
+Triton reads the source of a kernel when it is decorated. Here it does so when the kernel is first used: a
+process uses few of the kernels that it imports.
 """
 
 from __future__ import annotations

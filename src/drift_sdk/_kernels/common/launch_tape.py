@@ -22,8 +22,8 @@ Pick = Callable[[Sequence[Tensor]], Any]
 """Takes the value of an argument from a sequence of tensors."""
 
 DESCRIPTIONS = {torch.Size, torch.dtype, torch.device, int, bool}
-"""Types of what torch returns that describes a tensor, as most calls beside launches do. Functions that write
-return a tensor or None."""
+"""Types of results that describe a tensor, as those of most calls beside launches do. Functions of torch that
+write to a tensor return it or None."""
 
 _current = threading.local()
 

@@ -86,7 +86,7 @@ class Ring:
         self.next_index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.current = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.input[:, 0] = 0
-        # The parts of each entry: to make a view takes as long as to fill it.
+        # Parts of each entry, so that no views are made while replays are launched.
         self._input: list[Words] = list(self.input.numpy())
         self._payloads = [words[HEADER_WORDS + 2 * sizes.max_updates :] for words in self._input]
         self._output: list[Words] = list(self.output.numpy())

@@ -60,7 +60,7 @@ class PagedKVCache:
         return LayerKV(self.keys[index], self.values[index], scales.keys[index], scales.values[index])
 
     def own(self, index: int) -> LayerTensors:
-        """The tensors of a layer in the cache, as other layers have others."""
+        """Keys, values and scales of a layer as tensors of its own."""
         if index not in self._own:
             kv = self.layer(index)
             self._own[index] = LayerTensors(layout(kv), list(tensors_of(kv)))

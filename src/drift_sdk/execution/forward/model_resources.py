@@ -95,8 +95,9 @@ def chosen_layers(kinds: Sequence[object]) -> list[int]:
     """Indices of layers, in order, so that each kind comes after all kinds that it follows in the model, and
     the first layer's kind first.
 
-    Of each kind the last one is among them. Of three or more, whose launches are compared, so are the last
-    two, and the last ones with an even and with an odd index: they differ if layers use two buffers in turn.
+    Of each kind the last one is among them. Of a kind of three or more, whose launches are compared, so are
+    the last two and the last ones of even and of odd index. Launches of these differ if layers use two
+    buffers in turn.
     """
     chosen = set[int]()
     for kind in dict.fromkeys(kinds):
