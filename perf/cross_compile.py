@@ -147,6 +147,9 @@ class RecordingDevice:
     def capture(self, step: Callable[[], None]) -> Replay:
         return MetaReplay()
 
+    def finish_captures(self) -> None:
+        pass
+
     def event(self) -> Event:
         return MetaEvent()
 

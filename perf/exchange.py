@@ -89,6 +89,7 @@ class Measurement:
         with first.work():
             alone = Sums(first, self._size, num_rows, None, len(self._devices))
             local = first.capture(alone.step)
+            first.finish_captures()
         local_us = _microseconds(first, local) / SUMS
         expected = alone.hidden.cpu()
         layer_us = {
@@ -116,6 +117,8 @@ class Measurement:
     def _microseconds(self, steps: Sequence[Callable[[], None]]) -> float:
         """Microseconds of a step of all GPUs, the median of NUM_REPLAYS replays."""
         replays = [device.capture(step) for (device, _), step in zip(self._gpus(), steps, strict=True)]
+        for device in self._devices:
+            device.finish_captures()
         _settle(self._group)
         for _, exchange in self._gpus():
             exchange.arm(TIMEOUT_S)

@@ -69,6 +69,7 @@ class NotesMemory(NoStageMarks):
     def capture(self, device: Device, step: Callable[[], None]) -> Replay:
         before = self._free_bytes()
         replay = super().capture(device, step)
+        device.finish_captures()
         self.taken[id(replay)] = before - self._free_bytes()
         return replay
 

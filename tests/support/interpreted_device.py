@@ -61,6 +61,9 @@ class InterpretedDevice:
     def capture(self, step: Callable[[], None]) -> InterpretedReplay:
         return InterpretedReplay(step)
 
+    def finish_captures(self) -> None:
+        pass
+
     def event(self) -> InterpretedEvent:
         return InterpretedEvent()
 

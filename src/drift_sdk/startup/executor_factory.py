@@ -26,14 +26,12 @@ from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
-from drift_sdk.startup.tensor_parallel import shards_of
+from drift_sdk.startup.tensor_parallel import has_exact_prefill, shards_of
 from drift_sdk.startup.views import view_layout
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
-    from drift_sdk._kernels.gemm.tuning import TunedTable
-    from drift_sdk.execution.graph.executor import GraphExecutor
-    from drift_sdk.execution.graph.options import GraphOptions, StartupHooks
+    from drift_sdk.execution.graph.options import GraphOptions
 
 __all__ = [
     "OpenedExecutor",
@@ -159,14 +157,18 @@ def open_graph_executor(
     allows or the KV cache does not fit.
     """
     # Imported only here: they need Triton and the driver.
+    from drift_sdk.execution.device.streams import wait_for_preparation
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.options import StartupHooks
     from drift_sdk.startup.gemm_tuning import engine_table
+    from drift_sdk.startup.graph_startup import start_graph_executor
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
     draft = drafter_factory.draft
     for part in parts:
         arrange_decoder(part.decoder, part.drafter_factory.draft)
+    for part in parts:  # from here on, memory and times are measured
+        wait_for_preparation(part.decoder.device.index or 0)
 
     def least_room(reserve: int) -> MemoryRoom:
         """The room on the GPU that has least."""
@@ -181,11 +183,11 @@ def open_graph_executor(
     table = engine_table(config, decoder, None if draft is None else draft.weights, report, shard)
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
     limits = _limits(config, decoder, demand, least_room(0))
-    options = _graph_options(config, len(parts), acceptance_trace, stages or NO_STAGE_MARKS)
+    options = _graph_options(config, acceptance_trace, stages or NO_STAGE_MARKS)
     layout = view_layout(config, limits, drafter_factory.draft_choices)
     options = replace(options, view_layout=layout)
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
-    executor = _start_graph_executor(parts, limits, table, options, hooks)
+    executor = start_graph_executor(parts, limits, table, options, hooks)
     untuned = tuple(sorted(table.untuned))
     if untuned and config.strict_performance:
         executor.close()
@@ -207,53 +209,19 @@ def open_graph_executor(
 
 
 def _graph_options(
-    config: EngineConfig, num_gpus: int, acceptance_trace: Sequence[int] | None, stages: StageMarks
+    config: EngineConfig, acceptance_trace: Sequence[int] | None, stages: StageMarks
 ) -> GraphOptions:
     from drift_sdk.execution.graph.options import GraphOptions
 
     return GraphOptions(
         prefill_token_budget=prefill_token_budget(config, "cuda"),
-        exact_prefill=config.exact_prefill or num_gpus > 1,
+        exact_prefill=has_exact_prefill(config),
         step_timeout_s=config.step_timeout_s,
         acceptance_trace=acceptance_trace,
         stages=stages,
         has_checks=config.speculation is not None and config.speculation.checks,
         shape_log=None if config.shape_log is None else Path(config.shape_log),
     )
-
-
-def _start_graph_executor(
-    parts: Sequence[ModelPart],
-    limits: ExecutorLimits,
-    table: TunedTable,
-    options: GraphOptions,
-    hooks: StartupHooks,
-) -> GraphExecutor:
-    from drift_sdk.execution.device.device import GpuDevice
-    from drift_sdk.execution.device.errors import is_kept
-    from drift_sdk.execution.graph.executor import GraphExecutor
-    from drift_sdk.execution.graph.gpu_graphs import GpuModel
-    from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
-
-    devices = [GpuDevice(part.decoder.device.index or 0) for part in parts]
-    torch.cuda.set_device(devices[0].torch_device)
-    try:
-        if len(parts) == 1:
-            decoder, factory = parts[0].decoder, parts[0].drafter_factory
-            return GraphExecutor(
-                devices[0], decoder, limits, table, options, drafter_factory=factory, hooks=hooks
-            )
-
-        models = [
-            GpuModel(device=device, decoder=part.decoder, tuned=table, drafter_factory=part.drafter_factory)
-            for device, part in zip(devices, parts, strict=True)
-        ]
-        return ParallelExecutor(models, limits, options, hooks=hooks)
-    except BaseException:
-        for device in devices:
-            if not is_kept(device):
-                device.close()  # gives its stream, with the stream's library workspaces, to the next engine
-        raise
 
 
 def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: MemoryRoom) -> ExecutorLimits:

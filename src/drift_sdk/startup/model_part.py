@@ -30,19 +30,20 @@ class ModelPart(Struct, frozen=True, kw_only=True):
 
 
 class StoredWeights(Struct, frozen=True):
-    """Source, configuration, device and dtype of the decoder's weights, and the part of them to load; None:
-    all."""
+    """Source, configuration, device and dtype of the decoder's weights, the part of them to load (None: all),
+    and the memory of the device."""
 
     source: Source
     config: DecoderConfig
     device: torch.device
     dtype: torch.dtype
     shard: Shard | None
+    memory: DeviceMemory
 
 
 def load_part(weights: StoredWeights, config: EngineConfig, report: Report) -> ModelPart:
     """Load the decoder, or its part, and the draft on a device."""
-    memory = DeviceMemory(weights.device, config)
+    memory = weights.memory
     decoder = _load_decoder(weights, config, memory, report)
     drafter_factory = open_drafter_factory(config, decoder, report, weights.source, memory.check_weights)
     if weights.shard is not None:

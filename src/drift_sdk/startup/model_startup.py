@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from drift_sdk.startup.executor_factory import (
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
+from drift_sdk.startup.preparation import prepare_graphs
 from drift_sdk.startup.tensor_parallel import (
     check_division,
     opening_locks,
@@ -85,18 +87,17 @@ def open_model(
     )
     chosen = _choose(source, config, device, dtype)
     config, decoder_config, executor_name = chosen.config, chosen.decoder_config, chosen.executor_name
-    if executor_name == "graph":
-        from drift_sdk._kernels.common.cache_keys import prepare_cache_keys  # needs Triton
-
-        prepare_cache_keys()
-
     report("load tokenizer", 0.0)
     load = partial(load_text, source, config, decoder_config.vocab_size)
-    with opening_locks(devices), loaded_beside(config, load, report) as loading_text:
+    with ExitStack() as stack:
+        stack.enter_context(opening_locks(devices))
         weights = [
-            StoredWeights(source, decoder_config, place, dtype, shard)
+            StoredWeights(source, decoder_config, place, dtype, shard, DeviceMemory(place, config))
             for place, shard in zip(devices, shards_of(config), strict=True)
         ]
+        if executor_name == "graph":
+            prepare_graphs(config, decoder_config, dtype, devices)
+        loading_text = stack.enter_context(loaded_beside(config, load, report))
         parts = _load_parts(weights, config, checked(report, loading_text))
         first, drafter_factory = parts[0], parts[0].drafter_factory
         text = loading_text.result()

@@ -15,7 +15,7 @@ from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.startup.device_memory import opening_lock
 from drift_sdk.startup.weight_form import choose_weight_form
 
-__all__ = ["check_division", "opening_locks", "parallel_devices", "shards_of"]
+__all__ = ["check_division", "has_exact_prefill", "opening_locks", "parallel_devices", "shards_of"]
 
 MOST_SUGGESTED = 64
 """The largest number of GPUs that an error names as possible."""
@@ -25,6 +25,11 @@ def shards_of(config: EngineConfig) -> list[Shard | None]:
     """The part of each GPU, in order of rank; None: the whole model."""
     size = config.tensor_parallel
     return [None] if size == 1 else [Shard(rank=rank, size=size) for rank in range(size)]
+
+
+def has_exact_prefill(config: EngineConfig) -> bool:
+    """Return True if prompts are computed in decoding's order of summation."""
+    return config.exact_prefill or config.tensor_parallel > 1
 
 
 def check_division(config: EngineConfig, model: DecoderConfig, executor: str) -> None:

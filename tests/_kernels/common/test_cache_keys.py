@@ -6,11 +6,19 @@ import importlib
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import triton
+from triton.runtime.cache import triton_key
 
 from drift_sdk._kernels.common import cache_keys
-from drift_sdk._kernels.common.cache_keys import prepare_cache_keys, settle_cache_key, wait_for_cache_keys
+from drift_sdk._kernels.common.cache_keys import (
+    hash_installation,
+    prepare_cache_keys,
+    settle_cache_key,
+    wait_for_cache_keys,
+)
 
 CALLS = """
 import triton.language as tl
@@ -61,3 +69,52 @@ def test_a_wait_for_keys_lasts_until_they_are_prepared(monkeypatch: pytest.Monke
     may_end.set()
     wait_for_cache_keys()
     assert has_ended.is_set()
+
+
+def test_the_installation_has_the_hash_that_triton_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = triton_key.__wrapped__()
+    monkeypatch.setattr(cache_keys, "triton_key", triton_key.__wrapped__)  # nothing kept
+    sizes: list[int] = []
+    read = cache_keys._MappedFile.read
+
+    def counted(file: Any, size: int = -1) -> Any:
+        found = read(file, size)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(cache_keys._MappedFile, "read", counted)
+    assert hash_installation() == computed
+    assert len(sizes) == 2 and sizes[0] > 2**20 and sizes[1] == 0  # read at once
+    assert not hasattr(triton.runtime.cache, "open")
+
+
+def test_other_files_are_opened_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads may use Triton's cache meanwhile."""
+    file = tmp_path / "kernel.json"
+
+    def key() -> str:
+        module: Any = triton.runtime.cache
+        with module.open(file, "w", encoding="utf-8") as opened:
+            opened.write("ä")
+        with module.open(file, "rb") as opened:
+            return str(opened.read(1) + opened.read(), "utf-8")
+
+    monkeypatch.setattr(cache_keys, "triton_key", key)
+    assert hash_installation() == "ä"
+
+
+def test_an_empty_library_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "libtriton.so"
+    file.touch()
+    with cache_keys._open(file, "rb") as opened:
+        assert opened.read(2**20) == b""
+
+
+def test_triton_opens_files_by_itself_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        raise OSError("no file")
+
+    monkeypatch.setattr(cache_keys, "triton_key", key)
+    with pytest.raises(OSError, match="no file"):
+        hash_installation()
+    assert not hasattr(triton.runtime.cache, "open")

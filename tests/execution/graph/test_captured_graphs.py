@@ -36,6 +36,9 @@ class RecordingDevice(InterpretedDevice):
         self.calls.append("capture")
         return super().capture(step)
 
+    def finish_captures(self) -> None:
+        self.calls.append("finish")
+
 
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
@@ -66,7 +69,7 @@ def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
     # Of prompts, rounds, first tokens and mixed steps, and with a drafter of draft extensions.
     num_kinds = 5 if has_drafter else 4
     num_graphs = device.calls.count("capture")
-    assert device.calls == ["warm up"] * num_kinds + ["fit"] + ["capture"] * num_graphs
+    assert device.calls == ["warm up"] * num_kinds + ["fit"] + ["capture"] * num_graphs + ["finish"]
     assert counts == [num_graphs]
     assert fractions == [index / num_graphs for index in range(num_graphs)]
     assert (executor.limits.num_blocks, executor.limits.max_model_len) == (NUM_BLOCKS, NUM_BLOCKS * 4)

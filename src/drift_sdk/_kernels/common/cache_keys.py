@@ -6,13 +6,18 @@ Triton's installation.
 
 from __future__ import annotations
 
+import io
+import mmap
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
+import triton
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
-__all__ = ["prepare_cache_keys", "settle_cache_key", "wait_for_cache_keys"]
+__all__ = ["hash_installation", "prepare_cache_keys", "settle_cache_key", "wait_for_cache_keys"]
 
 _preparing: list[threading.Thread] = []
 """The latest thread of `prepare_cache_keys`."""
@@ -21,12 +26,39 @@ _preparing: list[threading.Thread] = []
 def prepare_cache_keys() -> None:
     """Hash the files of Triton's installation, which keys of its cache contain, on a thread of its own.
 
-    There are hundreds of megabytes. Hashing does not hold the interpreter's lock, and Triton keeps the
-    result.
+    There are hundreds of megabytes. Triton keeps the result.
     """
-    thread = threading.Thread(target=triton_key, name="drift-cache-keys", daemon=True)
+    thread = threading.Thread(target=hash_installation, name="drift-cache-keys", daemon=True)
     thread.start()
     _preparing[:] = [thread]
+
+
+def hash_installation() -> str:
+    """Call Triton's `triton_key` and return what it does, while it reads its largest file at once.
+
+    It reads a MiB at a time and would wait for the interpreter's lock after each. Hashing does not hold it.
+    """
+    module: Any = triton.runtime.cache
+    module.open = _open  # instead of the built-in function
+    try:
+        return str(triton_key())
+    finally:
+        del module.open
+
+
+class _MappedFile(io.FileIO):
+    """A file for reading, of which the first read returns everything, in memory that is mapped to it."""
+
+    def read(self, size: int | None = -1, /) -> Any:
+        if self.tell() or not self.seek(0, os.SEEK_END):
+            return b""
+
+        return mmap.mmap(self.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _open(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+    is_library = mode == "rb" and Path(file).stem == "libtriton"
+    return _MappedFile(file) if is_library else open(file, mode, *arguments, **options)
 
 
 def wait_for_cache_keys() -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "fastest_multiply",
     "library_gated_multiply",
     "library_multiply",
+    "library_product",
     "library_way",
 ]
 
@@ -143,6 +144,15 @@ def library_gated_multiply(
     launch(torch.mm, x, weight.T, out=gate_up)
     note_library_kernel(gate_up)
     glu(gate_up, out, activation)
+
+
+def library_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [M, N] = x [M, K] times weight [N, K] transposed, plus bias [N]; summed in the library's order."""
+    if bias is None:
+        launch(torch.mm, x, weight.T, out=out)
+    else:
+        launch(torch.addmm, bias, x, weight.T, out=out)
+    note_library_kernel(out)
 
 
 def library_state() -> LibraryState:

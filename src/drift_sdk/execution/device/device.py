@@ -10,15 +10,16 @@ from typing import Any, Protocol
 import torch
 import torch.utils.dlpack
 from cuda.core import Device as CudaDevice
-from cuda.core import DeviceMemoryResource, DeviceMemoryResourceOptions, EventOptions, StreamOptions
-from cuda.core.graph import GraphCompleteOptions
+from cuda.core import DeviceMemoryResource, DeviceMemoryResourceOptions, EventOptions
 from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import checked_launches
 from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.first_runs import first_run
+from drift_sdk.execution.device.instantiation import Instantiation
 from drift_sdk.execution.device.stream_signal import StreamSignal
+from drift_sdk.execution.device.streams import external_stream, return_stream, take_stream
 
 __all__ = ["Device", "Event", "GpuDevice", "Replay", "ServingDevice", "step_timeout"]
 
@@ -96,19 +97,8 @@ class Device(ServingDevice, Protocol):
     def capture(self, step: Callable[[], None]) -> Replay:
         """Capture a step as a graph. The step may be run for that, with arbitrary inputs."""
 
-
-class _GpuReplay:
-    def __init__(self, graph: Any, stream: Any) -> None:
-        self._graph = graph
-        self._stream = stream
-
-    def launch(self) -> None:
-        self._graph.launch(self._stream)
-
-    def close(self) -> None:
-        if self._graph is not None:
-            self._graph.close()
-            self._graph = None
+    def finish_captures(self) -> None:
+        """Wait until all captured steps can be launched; they must not be before."""
 
 
 class _GpuEvent:
@@ -158,11 +148,6 @@ def step_timeout(timeout_s: float) -> ExecutorError:
     return ExecutorError(message, process_unusable=True)
 
 
-# Streams of closed engines, by device. Libraries keep a workspace for every stream they have ever seen, so
-# with new streams every engine would leave a workspace behind.
-_idle_streams: dict[int, list[Any]] = {}
-
-
 class GpuDevice:
     """An NVIDIA GPU through cuda.core. It is made and used on one thread.
 
@@ -175,12 +160,10 @@ class GpuDevice:
         torch.cuda.current_stream()  # makes torch's context, which cuda.core then shares
         self._device = CudaDevice(index)
         self._device.set_current()
-        idle = _idle_streams.setdefault(index, [])
-        new = StreamOptions(nonblocking=True)
-        self._stream = idle.pop() if idle else self._device.create_stream(options=new)
-        external: Any = torch.cuda.ExternalStream
-        self._torch_stream = external(int(self._stream.handle), device=self.torch_device)
+        self._stream = take_stream(index)
+        self._torch_stream = external_stream(index, self._stream)
         self._pool = torch.cuda.MemPool()
+        self._instantiation: Instantiation | None = None  # of what was captured since the last finish
         self._signal: StreamSignal | None = None  # of waits with a timeout
 
     @property
@@ -228,8 +211,14 @@ class GpuDevice:
                     builder.close()
                     raise
 
-            graph = builder.complete(GraphCompleteOptions(upload_stream=self._stream))
-        return _GpuReplay(graph, self._stream)
+            if self._instantiation is None:
+                self._instantiation = Instantiation(self._device)
+            return self._instantiation.start(builder, self._stream)
+
+    def finish_captures(self) -> None:
+        if self._instantiation is not None:
+            self._instantiation.finish()
+            self._instantiation = None
 
     def event(self) -> Event:
         with torch.cuda.device(self.torch_device):
@@ -259,7 +248,9 @@ class GpuDevice:
     def close(self) -> None:
         """Keep the stream for the next engine, and return the memory that torch has cached to the device, for
         engines of any process."""
+        if self._instantiation is not None:  # a step could not be captured
+            self._instantiation.cancel()
         self._stream.sync()
-        _idle_streams[self._device.device_id].append(self._stream)
+        return_stream(self._device.device_id, self._stream)
         del self._pool
         torch.cuda.empty_cache()

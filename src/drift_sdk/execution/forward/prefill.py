@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
-from drift_sdk._kernels.common.launch_order import note_library_kernel
-from drift_sdk._kernels.common.launch_tape import launch
+from drift_sdk._kernels.gemm.cublas_gemm import library_product
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
@@ -155,11 +153,7 @@ class PrefillForward:
             weight = expand(self._workspace, matrix, x.dtype)
         else:
             weight = dense(matrix)
-        if bias is None:
-            launch(torch.mm, x, weight.T, out=out)
-        else:
-            launch(torch.addmm, bias, x, weight.T, out=out)
-        note_library_kernel(out)
+        library_product(x, weight, bias, out)
         return out, None
 
     def _is_by_kernel(self, matrix: Matrix) -> TypeGuard[KernelWeight]:

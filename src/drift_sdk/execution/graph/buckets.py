@@ -18,7 +18,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
-__all__ = ["GraphBuckets", "MixedBucket", "MixedLayout", "bucket_of"]
+__all__ = ["GraphBuckets", "MixedBucket", "MixedLayout", "bucket_of", "prefill_buckets"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
@@ -144,8 +144,8 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """
         head_dim, dtype = decoder.config.head_dim, decoder.dtype
         exact_rows = exact_prefill_config(head_dim, dtype).tile_rows
-        most = -(-budget // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS
         decode, drafts = _buckets(DECODE_BUCKETS, limits.max_num_seqs), (0, *draft_choices)
+        prefill = prefill_buckets(budget)
         every = [(num_slots, number) for num_slots in decode for number in drafts]
         rounds = tuple(tree_rounds(decode, drafts) if shares_rows else every)
         trees = drafts if has_checks else tuple(tree_choices)
@@ -155,7 +155,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             trees=trees,
             has_checks=has_checks,
             rounds=rounds,
-            prefill=_prefill_buckets(most),
+            prefill=prefill,
             tile_rows=exact_rows if is_exact else prefill_attention_config(head_dim, dtype).tile_rows,
             max_chunks=min(limits.max_num_seqs, MAX_CHUNKS),
             is_exact=is_exact,
@@ -163,7 +163,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
                 bucket
                 for number in dict.fromkeys((0, drafts[-1]))
                 if number not in trees and limits.max_num_seqs > 1
-                for bucket in _mixed_buckets(most, rounds, number)
+                for bucket in _mixed_buckets(prefill[-1], rounds, number)
             ),
             head_dim=head_dim,
             dtype=dtype,
@@ -302,8 +302,9 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         )
 
 
-def _prefill_buckets(most: int) -> tuple[int, ...]:
-    """Rows of prefill steps, up to `most`."""
+def prefill_buckets(budget: int) -> tuple[int, ...]:
+    """Rows of prefill steps, of up to `budget` tokens."""
+    most = -(-budget // MIN_PREFILL_ROWS) * MIN_PREFILL_ROWS
     sizes = [MIN_PREFILL_ROWS]
     while sizes[-1] < most:
         octave = 1 << (sizes[-1].bit_length() - 1)

@@ -69,6 +69,7 @@ class CapturedGraphs:
         for num_slots in reversed(buckets.first_tokens):
             self.first_tokens[num_slots] = self._capture(steps.first_tokens(num_slots))
         self.update = self._capture(steps.update)
+        resources.device.finish_captures()
         with resources.device.work():
             resources.ring.reset()
 

@@ -25,8 +25,9 @@ from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["GpuGraphs", "GpuModel", "graph_buckets", "open_graphs", "open_ring"]
 
-NUM_ENTRIES = 16
-"""Replays that can be in flight at once."""
+NUM_ENTRIES = 8
+"""Replays that can be in flight at once: those of two steps. Each has constraint masks for all slots, which
+are most of the pinned memory and take time to allocate."""
 MAX_UPDATES = 512
 """Slot table updates of one replay. A step with more of them starts replays that do nothing else."""
 

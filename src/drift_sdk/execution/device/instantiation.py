@@ -1,0 +1,62 @@
+"""Instantiation of captured graphs, on a thread beside the one that captures.
+
+The driver makes a graph that can be launched from a captured one, in milliseconds without the interpreter's
+lock. Capturing needs little else than the lock.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from cuda.core import Device as CudaDevice
+from cuda.core import StreamOptions
+from cuda.core.graph import GraphCompleteOptions
+
+__all__ = ["GpuReplay", "Instantiation"]
+
+
+class GpuReplay:
+    """A captured step on a GPU. graph: of cuda.core; None until it is instantiated, and when it is closed."""
+
+    def __init__(self, stream: Any) -> None:
+        self.graph: Any = None
+        self._stream = stream
+
+    def launch(self) -> None:
+        self.graph.launch(self._stream)
+
+    def close(self) -> None:
+        if self.graph is not None:
+            self.graph.close()
+            self.graph = None
+
+
+class Instantiation:
+    """Instantiates graphs that one thread captures, and uploads them by a stream of its own. To be finished,
+    or cancelled."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._stream = device.create_stream(options=StreamOptions(nonblocking=True))
+        self._thread = ThreadPoolExecutor(1, "drift-graphs", initializer=device.set_current)
+        self._started: list[tuple[GpuReplay, Future[Any]]] = []
+
+    def start(self, builder: Any, stream: Any) -> GpuReplay:
+        """Instantiate what a builder of cuda.core has captured, and return its replay, which goes to `stream`
+        and can be launched after `finish`."""
+        replay, options = GpuReplay(stream), GraphCompleteOptions(upload_stream=self._stream)
+        self._started.append((replay, self._thread.submit(builder.complete, options)))
+        return replay
+
+    def finish(self) -> None:
+        """Wait until all replays can be launched. Raises the error of the first that cannot be."""
+        with self._thread:
+            for replay, instantiated in self._started:
+                replay.graph = instantiated.result()
+        self._stream.sync()
+        self._stream.close()
+
+    def cancel(self) -> None:
+        """Wait until the thread has ended, and forget the graphs."""
+        self._thread.shutdown(cancel_futures=True)
+        self._started.clear()

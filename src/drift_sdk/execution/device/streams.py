@@ -1,0 +1,77 @@
+"""Streams of GPUs, which the engines of a process use one after the other.
+
+Libraries keep a workspace for every stream that they have ever seen: with a new stream each, every engine
+would leave a workspace behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cuda.core import Device as CudaDevice
+from cuda.core import StreamOptions
+
+__all__ = ["external_stream", "prepare_stream", "return_stream", "take_stream", "wait_for_preparation"]
+
+log = logging.getLogger("drift_sdk")
+
+_idle: defaultdict[int, list[Any]] = defaultdict(list)
+"""Streams that no engine uses, by device."""
+_preparing: dict[int, threading.Thread] = {}
+"""Threads of `prepare_stream`, by device."""
+
+
+def prepare_stream(index: int, work: Callable[[], None]) -> None:
+    """Run `work` in the stream that the next engine on a GPU takes, on a thread of its own.
+
+    An error in it is only logged: the engine meets it again where it can be reported.
+    """
+    with torch.cuda.device(index):
+        if not _idle[index]:
+            return_stream(index, _new_stream(index))
+        stream = external_stream(index, _idle[index][-1])
+    thread = threading.Thread(target=_run, args=(index, stream, work), name="drift-library")
+    _preparing[index] = thread
+    thread.start()
+
+
+def wait_for_preparation(index: int) -> None:
+    """Wait for the thread of `prepare_stream`, if there is one."""
+    if (thread := _preparing.pop(index, None)) is not None:
+        thread.join()
+
+
+def take_stream(index: int) -> Any:
+    """A stream of cuda.core on the current GPU, which no other engine uses until it is returned."""
+    return _idle[index].pop() if _idle[index] else _new_stream(index)
+
+
+def return_stream(index: int, stream: Any) -> None:
+    """Keep a stream for the next engine. Work in it must have ended."""
+    _idle[index].append(stream)
+
+
+def external_stream(index: int, stream: Any) -> Any:
+    """A stream of cuda.core as torch's."""
+    external: Any = torch.cuda.ExternalStream
+    return external(int(stream.handle), device=torch.device("cuda", index))
+
+
+def _new_stream(index: int) -> Any:
+    torch.cuda.current_stream()  # makes torch's context, which cuda.core then shares
+    device = CudaDevice(index)
+    device.set_current()
+    return device.create_stream(options=StreamOptions(nonblocking=True))
+
+
+def _run(index: int, stream: Any, work: Callable[[], None]) -> None:
+    try:
+        with torch.cuda.device(index), torch.cuda.stream(stream), torch.inference_mode():
+            work()
+    except Exception as error:
+        log.debug("GPU %d was not prepared: %s", index, error)

@@ -1,0 +1,35 @@
+"""Work for the graph executor on threads of its own, begun before a model is loaded.
+
+It does not need the interpreter's lock, which loading a tokenizer and importing modules do. The executor
+waits for it before it compiles and captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from drift_sdk.config import EngineConfig, prefill_token_budget
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.startup.tensor_parallel import has_exact_prefill
+
+__all__ = ["prepare_graphs"]
+
+
+def prepare_graphs(
+    config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, devices: Sequence[torch.device]
+) -> None:
+    """Begin to hash Triton's installation, and to load kernels of cuBLAS on each device."""
+    # Imported only here: they need Triton and the driver.
+    from drift_sdk._kernels.common.cache_keys import prepare_cache_keys
+    from drift_sdk.execution.device.streams import prepare_stream
+    from drift_sdk.execution.forward.library_loading import load_library
+    from drift_sdk.execution.graph.buckets import prefill_buckets
+
+    prepare_cache_keys()
+    budget = prefill_token_budget(config, "cuda")
+    row_counts = () if has_exact_prefill(config) else prefill_buckets(budget)
+    for device in devices:
+        prepare_stream(device.index or 0, partial(load_library, model, dtype, row_counts, device))

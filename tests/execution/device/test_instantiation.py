@@ -1,0 +1,114 @@
+"""Graphs are instantiated on a thread of their own, in the order of captures."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.core")
+
+from drift_sdk.execution.device.instantiation import Instantiation
+
+
+class FakeStream:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def sync(self) -> None:
+        self._calls.append("sync")
+
+    def close(self) -> None:
+        self._calls.append("close")
+
+
+class FakeDevice:
+    """A device of cuda.core. current_on: threads where it is the current one."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.stream = FakeStream(self.calls)
+        self.current_on: list[int] = []
+
+    def create_stream(self, *, options: Any) -> FakeStream:
+        assert options.nonblocking
+        return self.stream
+
+    def set_current(self) -> None:
+        self.current_on.append(threading.get_ident())
+
+
+class FakeGraph:
+    def __init__(self) -> None:
+        self.launched_in: list[object] = []
+        self.is_closed = False
+
+    def launch(self, stream: object) -> None:
+        self.launched_in.append(stream)
+
+    def close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+
+
+class FakeBuilder:
+    """What a stream has captured. gate: to be set before it is instantiated. error: that it then raises."""
+
+    def __init__(self, gate: threading.Event | None = None, error: Exception | None = None) -> None:
+        self.graph, self._gate, self._error = FakeGraph(), gate, error
+        self.completed_on: int | None = None
+        self.upload_stream: object = None
+
+    def complete(self, options: Any) -> FakeGraph:
+        if self._gate is not None:
+            assert self._gate.wait(10)
+        self.completed_on, self.upload_stream = threading.get_ident(), options.upload_stream
+        if self._error is not None:
+            raise self._error
+
+        return self.graph
+
+
+def test_replays_can_be_launched_once_all_graphs_are_instantiated() -> None:
+    device, gate, stream = FakeDevice(), threading.Event(), object()
+    builders = [FakeBuilder(gate), FakeBuilder()]
+    instantiation = Instantiation(device)
+    replays = [instantiation.start(builder, stream) for builder in builders]
+    assert [builder.completed_on for builder in builders] == [None, None]  # one after the other
+    gate.set()
+    instantiation.finish()
+    threads = {builder.completed_on for builder in builders}
+    assert [*threads] == device.current_on and threading.get_ident() not in threads
+    assert all(builder.upload_stream is device.stream for builder in builders)
+    assert device.calls == ["sync", "close"]
+    for replay, builder in zip(replays, builders, strict=True):
+        replay.launch()
+        assert builder.graph.launched_in == [stream]
+        replay.close()
+        replay.close()
+        assert builder.graph.is_closed
+
+
+def test_finish_raises_the_first_error() -> None:
+    instantiation = Instantiation(FakeDevice())
+    for builder in (
+        FakeBuilder(),
+        FakeBuilder(error=RuntimeError("first")),
+        FakeBuilder(error=ValueError("second")),
+    ):
+        instantiation.start(builder, object())
+    with pytest.raises(RuntimeError, match="first"):
+        instantiation.finish()
+    instantiation.cancel()
+
+
+def test_cancelled_graphs_are_not_instantiated() -> None:
+    gate = threading.Event()
+    builders = [FakeBuilder(gate), FakeBuilder()]
+    instantiation = Instantiation(FakeDevice())
+    replays = [instantiation.start(builder, object()) for builder in builders]
+    threading.Timer(0.05, gate.set).start()
+    instantiation.cancel()
+    assert builders[1].completed_on is None
+    replays[0].close()  # nothing to close

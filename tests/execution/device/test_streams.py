@@ -1,0 +1,101 @@
+"""Streams that engines use one after the other, prepared on a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core")
+
+from drift_sdk.execution.device import streams
+from drift_sdk.execution.device.streams import (
+    prepare_stream,
+    return_stream,
+    take_stream,
+    wait_for_preparation,
+)
+
+INDEX = 7
+"""Of a GPU that no machine of the tests has."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The streams that are made, without a GPU."""
+    found: list[object] = []
+
+    def make(index: int) -> object:
+        assert index == INDEX
+        found.append(object())
+        return found[-1]
+
+    def nothing(*arguments: Any) -> Any:
+        return nullcontext()
+
+    monkeypatch.setattr(streams, "_new_stream", make)
+    monkeypatch.setattr(streams, "external_stream", lambda index, stream: stream)
+    monkeypatch.setattr(torch.cuda, "device", nothing)
+    monkeypatch.setattr(torch.cuda, "stream", nothing)
+    yield found
+    wait_for_preparation(INDEX)
+    streams._idle.pop(INDEX, None)
+
+
+def test_a_stream_is_made_where_none_is_idle_and_used_again(made: list[object]) -> None:
+    first, second = take_stream(INDEX), take_stream(INDEX)
+    assert made == [first, second]
+    return_stream(INDEX, first)
+    assert take_stream(INDEX) is first
+    assert len(made) == 2
+
+
+def test_the_next_engine_takes_the_prepared_stream(
+    made: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[object] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: (entered.append(stream), nullcontext())[1])
+    may_end, ended_on = threading.Event(), list[int]()
+
+    def work() -> None:
+        assert torch.is_inference_mode_enabled()
+        may_end.wait(10)
+        ended_on.append(threading.get_ident())
+
+    prepare_stream(INDEX, work)
+    assert take_stream(INDEX) is made[0]  # before the work has ended
+    assert not ended_on
+    may_end.set()
+    wait_for_preparation(INDEX)
+    assert len(ended_on) == 1 and ended_on[0] != threading.get_ident()
+    assert entered == made
+    wait_for_preparation(INDEX)  # for nothing
+
+
+def test_an_idle_stream_is_prepared_again(made: list[object]) -> None:
+    return_stream(INDEX, take_stream(INDEX))
+    done: list[bool] = []
+    prepare_stream(INDEX, lambda: done.append(True))
+    wait_for_preparation(INDEX)
+    assert done and len(made) == 1
+    assert take_stream(INDEX) is made[0]
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_an_error_of_preparation_is_logged(made: list[object], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="drift_sdk"):
+        prepare_stream(INDEX, raising(torch.OutOfMemoryError("no memory")))
+        wait_for_preparation(INDEX)
+    assert "GPU 7 was not prepared: no memory" in caplog.text
+    assert take_stream(INDEX) is made[0]

@@ -1,0 +1,82 @@
+"""Before a model is loaded, cuBLAS is given the products that its prefill steps make later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from interpreted_device import FirstRunDevice
+from tiny_llama import tiny_llama
+from torch import Tensor
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.forward import library_loading, prefill
+from drift_sdk.execution.forward.library_loading import load_library
+from drift_sdk.execution.graph.buckets import prefill_buckets
+from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.steps import ExecutorLimits
+
+BUDGET = 40
+CPU = torch.device("cpu")
+LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=16, block_size=4, vocab_size=64)
+MODELS = {
+    "llama": tiny_llama(),
+    "biased": tiny_llama(architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
+}
+
+Product = tuple[Any, ...]
+
+
+class Products:
+    """Records products instead of computing them."""
+
+    def __init__(self) -> None:
+        self.found: list[Product] = []
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        form = [None if each is None else (each.shape, each.stride(), each.dtype) for each in (bias, out)]
+        self.found.append((x.shape, x.stride(), weight.shape, weight.stride(), weight.dtype, *form))
+
+
+def loaded(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch, *, free: int = 2**40) -> list[Product]:
+    products = Products()
+    monkeypatch.setattr(library_loading, "library_product", products)
+    monkeypatch.setattr(library_loading, "_free_bytes", lambda device: free)
+    load_library(config, torch.float32, prefill_buckets(BUDGET), CPU)
+    return products.found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("model", MODELS)
+def test_products_are_those_of_prefill_steps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecoderConfig.from_hf(MODELS[model])
+    products = Products()
+    monkeypatch.setattr(prefill, "library_product", products)
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
+    options = GraphOptions(prefill_token_budget=BUDGET)
+    GraphExecutor(FirstRunDevice(), decoder, LIMITS, TunedTable(), options).close()
+    made = loaded(config, monkeypatch)
+    assert set(made) == set(products.found)
+    assert len(made) == len(set(made))  # each once
+    assert any(bias is not None for *_, bias, _ in made) == (model == "biased")
+
+
+def test_larger_products_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that memory is used again."""
+    found = loaded(DecoderConfig.from_hf(tiny_llama()), monkeypatch)
+    rows = [product[0][0] for product in found]
+    assert rows == sorted(rows, reverse=True) and rows[0] == 48
+
+
+def test_products_that_would_take_much_of_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecoderConfig.from_hf(tiny_llama())
+    every = loaded(config, monkeypatch)
+    largest = max(4 * (x.numel() + weight.numel() + out[0].numel()) for x, _, weight, _, _, _, out in every)
+    assert loaded(config, monkeypatch, free=16 * largest) == every
+    fewer = loaded(config, monkeypatch, free=16 * largest - 16)
+    assert 0 < len(fewer) < len(every) and set(fewer) < set(every)
+    assert loaded(config, monkeypatch, free=0) == []
