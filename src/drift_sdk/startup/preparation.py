@@ -25,11 +25,11 @@ def prepare_graphs(
     # Imported only here: they need Triton and the driver.
     from drift_sdk._kernels.common.cache_keys import prepare_cache_keys
     from drift_sdk.execution.device.streams import prepare_stream
-    from drift_sdk.execution.forward.library_loading import load_library
+    from drift_sdk.execution.forward.library_loading import library_loader
     from drift_sdk.execution.graph.buckets import prefill_buckets
 
     prepare_cache_keys()
     budget = prefill_token_budget(config, "cuda")
     row_counts = () if has_exact_prefill(config) else prefill_buckets(budget)
     for device in devices:
-        prepare_stream(device.index or 0, partial(load_library, model, dtype, row_counts, device))
+        prepare_stream(device.index or 0, partial(library_loader, model, dtype, row_counts, device))

@@ -67,35 +67,46 @@ def test_the_next_engine_takes_the_prepared_stream(
         may_end.wait(10)
         ended_on.append(threading.get_ident())
 
-    prepare_stream(INDEX, work)
+    def prepare() -> Callable[[], None]:
+        assert torch.is_inference_mode_enabled()
+        prepared_on.append(threading.get_ident())
+        return work
+
+    prepared_on: list[int] = []
+    prepare_stream(INDEX, prepare)
+    assert prepared_on == [threading.get_ident()]
     assert take_stream(INDEX) is made[0]  # before the work has ended
     assert not ended_on
     may_end.set()
     wait_for_preparation(INDEX)
     assert len(ended_on) == 1 and ended_on[0] != threading.get_ident()
-    assert entered == made
+    assert entered == made * 2
     wait_for_preparation(INDEX)  # for nothing
 
 
 def test_an_idle_stream_is_prepared_again(made: list[object]) -> None:
     return_stream(INDEX, take_stream(INDEX))
     done: list[bool] = []
-    prepare_stream(INDEX, lambda: done.append(True))
+    prepare_stream(INDEX, lambda: lambda: done.append(True))
     wait_for_preparation(INDEX)
     assert done and len(made) == 1
     assert take_stream(INDEX) is made[0]
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def work() -> None:
-        raise error
+@pytest.mark.parametrize("is_on_thread", [False, True])
+def test_an_error_of_preparation_is_logged(
+    is_on_thread: bool, made: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no memory")
 
-    return work
+    def prepare() -> Callable[[], None]:
+        if not is_on_thread:
+            fail()
+        return fail
 
-
-def test_an_error_of_preparation_is_logged(made: list[object], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="drift_sdk"):
-        prepare_stream(INDEX, raising(torch.OutOfMemoryError("no memory")))
+        prepare_stream(INDEX, prepare)
         wait_for_preparation(INDEX)
     assert "GPU 7 was not prepared: no memory" in caplog.text
     assert take_stream(INDEX) is made[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.forward import library_loading, prefill
-from drift_sdk.execution.forward.library_loading import load_library
+from drift_sdk.execution.forward.library_loading import library_loader
 from drift_sdk.execution.graph.buckets import prefill_buckets
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.options import GraphOptions
@@ -37,16 +37,16 @@ class Products:
     def __init__(self) -> None:
         self.found: list[Product] = []
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def __call__(self, x: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor) -> None:
         form = [None if each is None else (each.shape, each.stride(), each.dtype) for each in (bias, out)]
-        self.found.append((x.shape, x.stride(), weight.shape, weight.stride(), weight.dtype, *form))
+        self.found.append((x.shape, x.stride(), columns.shape, columns.stride(), columns.dtype, *form))
 
 
 def loaded(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch, *, free: int = 2**40) -> list[Product]:
     products = Products()
     monkeypatch.setattr(library_loading, "library_product", products)
     monkeypatch.setattr(library_loading, "_free_bytes", lambda device: free)
-    load_library(config, torch.float32, prefill_buckets(BUDGET), CPU)
+    library_loader(config, torch.float32, prefill_buckets(BUDGET), CPU)()
     return products.found
 
 
@@ -66,7 +66,6 @@ def test_products_are_those_of_prefill_steps(model: str, monkeypatch: pytest.Mon
 
 
 def test_larger_products_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that memory is used again."""
     found = loaded(DecoderConfig.from_hf(tiny_llama()), monkeypatch)
     rows = [product[0][0] for product in found]
     assert rows == sorted(rows, reverse=True) and rows[0] == 48
@@ -75,8 +74,16 @@ def test_larger_products_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_that_would_take_much_of_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DecoderConfig.from_hf(tiny_llama())
     every = loaded(config, monkeypatch)
-    largest = max(4 * (x.numel() + weight.numel() + out[0].numel()) for x, _, weight, _, _, _, out in every)
-    assert loaded(config, monkeypatch, free=16 * largest) == every
-    fewer = loaded(config, monkeypatch, free=16 * largest - 16)
-    assert 0 < len(fewer) < len(every) and set(fewer) < set(every)
-    assert loaded(config, monkeypatch, free=0) == []
+    rows = max(x[0] for x, *_ in every)
+    columns, inner = (max(weight[dim] for _, _, weight, *_ in every) for dim in (1, 0))
+    largest = max(weight.numel() for _, _, weight, *_ in every)
+    num_bytes = 4 * (rows * (inner + columns) + largest + columns)
+    assert loaded(config, monkeypatch, free=16 * num_bytes) == every
+    assert loaded(config, monkeypatch, free=16 * num_bytes - 16) == []
+
+
+def test_without_row_counts_nothing_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = Products()
+    monkeypatch.setattr(library_loading, "library_product", products)
+    library_loader(DecoderConfig.from_hf(tiny_llama()), torch.float32, (), CPU)()
+    assert products.found == []

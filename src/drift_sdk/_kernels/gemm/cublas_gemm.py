@@ -146,12 +146,13 @@ def library_gated_multiply(
     glu(gate_up, out, activation)
 
 
-def library_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [M, N] = x [M, K] times weight [N, K] transposed, plus bias [N]; summed in the library's order."""
+def library_product(x: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [M, N] = x [M, K] times columns [K, N], a transposed weight, plus bias [N]; summed as the library
+    chooses."""
     if bias is None:
-        launch(torch.mm, x, weight.T, out=out)
+        launch(torch.mm, x, columns, out=out)
     else:
-        launch(torch.addmm, bias, x, weight.T, out=out)
+        launch(torch.addmm, bias, x, columns, out=out)
     note_library_kernel(out)
 
 

@@ -26,15 +26,23 @@ _preparing: dict[int, threading.Thread] = {}
 """Threads of `prepare_stream`, by device."""
 
 
-def prepare_stream(index: int, work: Callable[[], None]) -> None:
-    """Run `work` in the stream that the next engine on a GPU takes, on a thread of its own.
+def prepare_stream(index: int, prepare: Callable[[], Callable[[], None]]) -> None:
+    """Call `prepare` in the stream that the next engine on a GPU takes, and then what it returns, in the same
+    stream on a thread of its own.
 
-    An error in it is only logged: the engine meets it again where it can be reported.
+    Errors in both are only logged: the engine meets them again where they can be reported.
     """
     with torch.cuda.device(index):
         if not _idle[index]:
             return_stream(index, _new_stream(index))
         stream = external_stream(index, _idle[index][-1])
+        try:
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                work = prepare()
+        except Exception as error:
+            log.debug("GPU %d was not prepared: %s", index, error)
+            return
+
     thread = threading.Thread(target=_run, args=(index, stream, work), name="drift-library")
     _preparing[index] = thread
     thread.start()
@@ -71,7 +79,7 @@ def _new_stream(index: int) -> Any:
 
 def _run(index: int, stream: Any, work: Callable[[], None]) -> None:
     try:
-        with torch.cuda.device(index), torch.cuda.stream(stream), torch.inference_mode():
+        with torch.cuda.device(index), torch.inference_mode(), torch.cuda.stream(stream):
             work()
     except Exception as error:
         log.debug("GPU %d was not prepared: %s", index, error)

@@ -6,50 +6,84 @@ first launched. Together this takes some tenths of a second, without the interpr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from drift_sdk._kernels.gemm.cublas_gemm import library_product
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.quantised.weight import dense
 
-__all__ = ["load_library"]
+__all__ = ["library_loader"]
 
 MAX_SHARE = 1 / 16
 """Most of a GPU's free memory that is taken meanwhile."""
 
+Product = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""Arguments of `library_product`."""
 
-def load_library(
+
+def library_loader(
     config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device
-) -> None:
-    """Multiply arbitrary numbers as prefill steps of `row_counts` rows do, once by each matrix of a layer.
+) -> Callable[[], None]:
+    """Return a function that multiplies arbitrary numbers as prefill steps of `row_counts` rows do, once by
+    each matrix of a layer. Without memory for that, and without row counts, it only starts cuBLAS.
 
-    Without memory for that, and without row counts, cuBLAS is only started.
+    The function is for another thread: it waits for the interpreter's lock no more than once a product.
     """
+    rows = torch.empty(1, 16, 16, dtype=dtype, device=device)
+    products = _products(config, dtype, row_counts, device)
+
+    def load() -> None:
+        if dtype != torch.float32:
+            torch.bmm(rows, rows, out_dtype=torch.float32)  # as products of decoding, in slices
+        for product in products:
+            library_product(*product)
+
+    return load
+
+
+def _products(
+    config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device
+) -> list[Product]:
+    """The products with larger ones first, in memory that all of them share."""
     layer = meta_weights(config, dtype).layers[0]
-    products = [
+    pairs = [
         (dense(layer.qkv), layer.qkv_bias),
         (dense(layer.output), layer.output_bias),
         (dense(layer.gate_up), layer.gate_up_bias),
         (dense(layer.down), layer.down_bias),
     ]
-    products = [(matrix, bias) for matrix, bias in products if matrix.numel()]
-    if dtype != torch.float32:
-        rows = torch.zeros(1, 16, 16, dtype=dtype, device=device)
-        torch.bmm(rows, rows, out_dtype=torch.float32)  # as products of decoding, in slices
-    room = MAX_SHARE * _free_bytes(device)
-    for num_rows in sorted(row_counts, reverse=True):
-        for matrix, bias in products:
-            num_columns, inner = matrix.shape
-            if dtype.itemsize * (num_rows * (inner + num_columns) + matrix.numel()) <= room:
-                library_product(
-                    torch.empty(num_rows, inner, dtype=dtype, device=device),
-                    torch.empty_like(matrix, device=device),
-                    None if bias is None else torch.empty_like(bias, device=device),
-                    torch.empty(num_rows, num_columns, dtype=dtype, device=device),
-                )
+    pairs = [(weight, bias) for weight, bias in pairs if weight.numel()]
+    most_columns, most_inner = (max(weight.shape[dim] for weight, _ in pairs) for dim in (0, 1))
+    most_rows = max(row_counts, default=0)
+    sizes = (
+        most_rows * most_inner,
+        max(weight.numel() for weight, _ in pairs),
+        most_columns,
+        most_rows * most_columns,
+    )
+    if not row_counts or sum(sizes) * dtype.itemsize > MAX_SHARE * _free_bytes(device):
+        return []
+
+    x, weights, biases, out = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
+    return [
+        (
+            _first(x, num_rows, weight.shape[1]),
+            _first(weights, *weight.shape).T,
+            None if bias is None else _first(biases, *bias.shape),
+            _first(out, num_rows, weight.shape[0]),
+        )
+        for num_rows in sorted(row_counts, reverse=True)
+        for weight, bias in pairs
+    ]
+
+
+def _first(buffer: Tensor, *shape: int) -> Tensor:
+    return buffer[: math.prod(shape)].view(shape)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -153,7 +153,7 @@ class PrefillForward:
             weight = expand(self._workspace, matrix, x.dtype)
         else:
             weight = dense(matrix)
-        library_product(x, weight, bias, out)
+        library_product(x, weight.T, bias, out)
         return out, None
 
     def _is_by_kernel(self, matrix: Matrix) -> TypeGuard[KernelWeight]:
