@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,18 @@ INDEX = 7
 """Of a GPU that no machine of the tests has."""
 
 
+class FakeDevice:
+    """A device of cuda.core. current_on: threads where it was made the current one."""
+
+    current_on: ClassVar[list[int]] = []
+
+    def __init__(self, index: int) -> None:
+        assert index == INDEX
+
+    def set_current(self) -> None:
+        self.current_on.append(threading.get_ident())
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The streams that are made, without a GPU."""
@@ -38,6 +50,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     def nothing(*arguments: Any) -> Any:
         return nullcontext()
 
+    monkeypatch.setattr(streams, "CudaDevice", FakeDevice)
+    monkeypatch.setattr(FakeDevice, "current_on", [])
     monkeypatch.setattr(streams, "_new_stream", make)
     monkeypatch.setattr(streams, "external_stream", lambda index, stream: stream)
     monkeypatch.setattr(torch.cuda, "device", nothing)
@@ -80,6 +94,7 @@ def test_the_next_engine_takes_the_prepared_stream(
     may_end.set()
     wait_for_preparation(INDEX)
     assert len(ended_on) == 1 and ended_on[0] != threading.get_ident()
+    assert FakeDevice.current_on == ended_on
     assert entered == made * 2
     wait_for_preparation(INDEX)  # for nothing
 

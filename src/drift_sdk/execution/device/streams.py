@@ -79,6 +79,7 @@ def _new_stream(index: int) -> Any:
 
 def _run(index: int, stream: Any, work: Callable[[], None]) -> None:
     try:
+        CudaDevice(index).set_current()  # on this thread; torch warns where cuBLAS has to do it
         with torch.cuda.device(index), torch.inference_mode(), torch.cuda.stream(stream):
             work()
     except Exception as error:
