@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,4 +118,13 @@ def test_triton_opens_files_by_itself_after_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cache_keys, "triton_key", key)
     with pytest.raises(OSError, match="no file"):
         hash_installation()
+    assert not hasattr(triton.runtime.cache, "open")
+
+
+def test_two_threads_may_hash_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_hash = threading.Barrier(2, timeout=10)
+    monkeypatch.setattr(cache_keys, "triton_key", lambda: both_hash.wait())
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(hash_installation) for _ in range(2)]:
+            future.result()
     assert not hasattr(triton.runtime.cache, "open")

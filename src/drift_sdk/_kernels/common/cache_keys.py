@@ -43,7 +43,7 @@ def hash_installation() -> str:
     try:
         return str(triton_key())
     finally:
-        del module.open
+        vars(module).pop("open", None)  # another thread may have hashed at the same time
 
 
 class _MappedFile(io.FileIO):
