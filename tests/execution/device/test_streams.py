@@ -125,3 +125,18 @@ def test_an_error_of_preparation_is_logged(
         wait_for_preparation(INDEX)
     assert "GPU 7 was not prepared: no memory" in caplog.text
     assert take_stream(INDEX) is made[0]
+
+
+def test_a_stream_that_cannot_be_made_is_an_error_of_the_engine(
+    made: list[object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(index: int) -> object:
+        raise RuntimeError("no context")
+
+    monkeypatch.setattr(streams, "_new_stream", make)
+    with caplog.at_level(logging.DEBUG, logger="drift_sdk"):
+        prepare_stream(INDEX, lambda: lambda: None)
+    assert "GPU 7 was not prepared: no context" in caplog.text
+    wait_for_preparation(INDEX)
+    with pytest.raises(RuntimeError, match="no context"):
+        take_stream(INDEX)

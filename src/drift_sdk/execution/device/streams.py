@@ -32,20 +32,18 @@ def prepare_stream(index: int, prepare: Callable[[], Callable[[], None]]) -> Non
 
     Errors in both are only logged: the engine meets them again where they can be reported.
     """
-    with torch.cuda.device(index):
-        if not _idle[index]:
-            return_stream(index, _new_stream(index))
-        stream = external_stream(index, _idle[index][-1])
-        try:
+    try:
+        with torch.cuda.device(index):
+            if not _idle[index]:
+                return_stream(index, _new_stream(index))
+            stream = external_stream(index, _idle[index][-1])
             with torch.inference_mode(), torch.cuda.stream(stream):
                 work = prepare()
-        except Exception as error:
-            log.debug("GPU %d was not prepared: %s", index, error)
-            return
-
-    thread = threading.Thread(target=_run, args=(index, stream, work), name="drift-library")
-    _preparing[index] = thread
-    thread.start()
+        thread = threading.Thread(target=_run, args=(index, stream, work), name="drift-library")
+        thread.start()
+        _preparing[index] = thread
+    except Exception as error:
+        _note(index, error)
 
 
 def wait_for_preparation(index: int) -> None:
@@ -83,4 +81,8 @@ def _run(index: int, stream: Any, work: Callable[[], None]) -> None:
         with torch.cuda.device(index), torch.inference_mode(), torch.cuda.stream(stream):
             work()
     except Exception as error:
-        log.debug("GPU %d was not prepared: %s", index, error)
+        _note(index, error)
+
+
+def _note(index: int, error: Exception) -> None:
+    log.debug("GPU %d was not prepared: %s", index, error)
