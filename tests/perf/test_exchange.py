@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted_device import InterpretedReplay
+from interpreted_device import InterpretedDevice, InterpretedReplay
 from lockstep_devices import Lockstep, LockstepDevice, LockstepReplay
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
@@ -46,8 +46,24 @@ def test_sums_and_layers_are_timed_with_and_without_an_exchange(monkeypatch: pyt
     capture = LockstepDevice.capture
 
     def capture_alone(device: LockstepDevice, step: Callable[[], None]) -> LockstepReplay | InterpretedReplay:
-        is_alone = step.__self__._exchange is None
-        return InterpretedReplay(step) if is_alone else capture(device, step)
+        if step.__self__._exchange is None:
+            return InterpretedDevice.capture(device, step)
+
+        unfinished.append(device)
+        return capture(device, step)
+
+    def finish(device: LockstepDevice) -> None:
+        unfinished[:] = [each for each in unfinished if each is not device]
+        InterpretedDevice.finish_captures(device)
+
+    def launch(replay: LockstepReplay) -> None:
+        assert not unfinished
+        launch_before(replay)
+
+    unfinished: list[LockstepDevice] = []
+    launch_before = LockstepReplay.launch
+    monkeypatch.setattr(LockstepReplay, "launch", launch)
+    monkeypatch.setattr(LockstepDevice, "finish_captures", finish)
 
     monkeypatch.setattr(LockstepDevice, "capture", capture_alone)
     group = Lockstep(2, monkeypatch)

@@ -1,8 +1,9 @@
-"""What is begun on threads before a model is loaded for the graph executor."""
+"""What runs on threads while a model is loaded for the graph executor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,12 @@ from drift_sdk import EngineConfig
 from drift_sdk._kernels.common import cache_keys
 from drift_sdk.execution.device import streams
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.startup.preparation import prepare_graphs
+from drift_sdk.startup import device_memory
+from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup.preparation import prepared_graphs
 
 MODEL = DecoderConfig.from_hf(tiny_llama())
+FREE = 1000
 
 
 @pytest.mark.parametrize(
@@ -36,18 +40,23 @@ def test_each_gpu_gets_the_products_of_its_prefill_steps(
     row_counts: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hashed: list[bool] = []
+    events: list[Any] = []
     prepared: dict[int, Any] = {}
 
-    def prepare(index: int, work: Callable[[], None]) -> None:
+    @contextmanager
+    def prepare(index: int, work: Callable[[], Callable[[], None]]) -> Iterator[None]:
         prepared[index] = work
+        yield
+        events.append(index)
 
-    monkeypatch.setattr(cache_keys, "prepare_cache_keys", lambda: hashed.append(True))
-    monkeypatch.setattr(streams, "prepare_stream", prepare)
-    devices = [torch.device("cuda", index) for index in indices]
-    prepare_graphs(EngineConfig(**options), MODEL, torch.bfloat16, devices)
-    assert hashed == [True]
-    assert [*prepared] == indices
-    for device, work in zip(devices, prepared.values(), strict=True):
+    monkeypatch.setattr(cache_keys, "prepare_cache_keys", lambda: events.append("hash"))
+    monkeypatch.setattr(streams, "prepared_stream", prepare)
+    monkeypatch.setattr(device_memory, "available_bytes", lambda device: FREE)
+    config = EngineConfig(gpu_memory_fraction=0.75, **options)
+    memories = [DeviceMemory(torch.device("cuda", index), config) for index in indices]
+    with prepared_graphs(config, MODEL, torch.bfloat16, memories):
+        assert events == ["hash"] and [*prepared] == indices
+    assert sorted(events[1:]) == indices
+    for index, work in prepared.items():
         assert isinstance(work, partial)
-        assert work.args == (MODEL, torch.bfloat16, row_counts, device)
+        assert work.args == (MODEL, torch.bfloat16, row_counts, torch.device("cuda", index), FREE // 4)

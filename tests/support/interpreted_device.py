@@ -12,11 +12,12 @@ from drift_sdk.execution.device.first_runs import first_run
 
 
 class InterpretedReplay:
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
+    def __init__(self, device: InterpretedDevice, step: Callable[[], None]) -> None:
+        self._device, self._step = device, step
         self.num_launches = 0
 
     def launch(self) -> None:
+        assert not self._device.is_capturing, "launched before finish_captures"
         self.num_launches += 1
         with torch.inference_mode():
             self._step()
@@ -44,6 +45,9 @@ class InterpretedEvent:
 
 
 class InterpretedDevice:
+    """is_capturing: whether a step was captured since the captures were finished last."""
+
+    is_capturing = False
     torch_device = torch.device("cpu")
     num_allocations = 0
 
@@ -59,10 +63,11 @@ class InterpretedDevice:
         pass
 
     def capture(self, step: Callable[[], None]) -> InterpretedReplay:
-        return InterpretedReplay(step)
+        self.is_capturing = True
+        return InterpretedReplay(self, step)
 
     def finish_captures(self) -> None:
-        pass
+        self.is_capturing = False
 
     def event(self) -> InterpretedEvent:
         return InterpretedEvent()

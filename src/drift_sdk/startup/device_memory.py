@@ -41,17 +41,22 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
-        self._device = device
+        self.device = device
         self._config = config
         self._at_start = available_bytes(device)
 
     @property
     def _is_gpu(self) -> bool:
-        return self._device.type == "cuda"
+        return self.device.type == "cuda"
 
     @property
     def _budget(self) -> int:
         return int(self._config.gpu_memory_fraction * self._at_start)
+
+    @property
+    def left_to_others(self) -> int:
+        """Bytes that were free at the start and that the engine does not take."""
+        return self._at_start - self._budget
 
     def check_weights(self, num_bytes: int) -> None:
         """Raise ConfigError for weights of so many bytes that do not fit. Called before any is loaded."""
@@ -79,7 +84,7 @@ class DeviceMemory:
         reserve: bytes of a GPU to keep free for later allocations other than the KV cache; None = a tenth of
                  the rest, for an executor that allocates in its steps. Without effect on a CPU.
         """
-        available = max(available_bytes(self._device) - to_load, 0)
+        available = max(available_bytes(self.device) - to_load, 0)
         if not self._is_gpu:
             return MemoryRoom(
                 share=int(available * CPU_KV_SHARE),

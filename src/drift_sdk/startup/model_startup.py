@@ -35,7 +35,7 @@ from drift_sdk.startup.executor_factory import (
 from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
-from drift_sdk.startup.preparation import prepare_graphs
+from drift_sdk.startup.preparation import prepared_graphs
 from drift_sdk.startup.tensor_parallel import (
     check_division,
     opening_locks,
@@ -96,7 +96,8 @@ def open_model(
             for place, shard in zip(devices, shards_of(config), strict=True)
         ]
         if executor_name == "graph":
-            prepare_graphs(config, decoder_config, dtype, devices)
+            memories = [each.memory for each in weights]
+            stack.enter_context(prepared_graphs(config, decoder_config, dtype, memories))
         loading_text = stack.enter_context(loaded_beside(config, load, report))
         parts = _load_parts(weights, config, checked(report, loading_text))
         first, drafter_factory = parts[0], parts[0].drafter_factory
@@ -239,11 +240,15 @@ def choose_device(config: EngineConfig) -> torch.device:
         return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
 
     device = torch.device(config.device)
-    if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
+    if device.type != "cuda":
+        return device
+
+    index = device.index or 0
+    if not has_gpu or index >= torch.cuda.device_count():
         found = f"{torch.cuda.device_count()} GPUs" if has_gpu else "no GPU"
         raise ConfigError.of("device", config.device, f"a device of this machine, which has {found}")
 
-    return device
+    return torch.device("cuda", index)  # one GPU, one name: engines of a process lock it by that
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -6,30 +6,44 @@ waits for it before it compiles and captures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.tensor_parallel import has_exact_prefill
 
-__all__ = ["prepare_graphs"]
+__all__ = ["prepared_graphs"]
 
 
-def prepare_graphs(
-    config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, devices: Sequence[torch.device]
-) -> None:
-    """Begin to hash Triton's installation, and to load kernels of cuBLAS on each device."""
+@contextmanager
+def prepared_graphs(
+    config: EngineConfig,
+    model: DecoderConfig,
+    dtype: torch.dtype,
+    memories: Sequence[DeviceMemory],
+) -> Iterator[None]:
+    """Hash Triton's installation, and load kernels of cuBLAS on each GPU, while a `with` block makes a graph
+    executor.
+
+    memories: of the GPUs, measured before.
+    """
     # Imported only here: they need Triton and the driver.
     from drift_sdk._kernels.common.cache_keys import prepare_cache_keys
-    from drift_sdk.execution.device.streams import prepare_stream
+    from drift_sdk.execution.device.streams import prepared_stream
     from drift_sdk.execution.forward.library_loading import library_loader
     from drift_sdk.execution.graph.buckets import prefill_buckets
 
     prepare_cache_keys()
     budget = prefill_token_budget(config, "cuda")
     row_counts = () if has_exact_prefill(config) else prefill_buckets(budget)
-    for device in devices:
-        prepare_stream(device.index or 0, partial(library_loader, model, dtype, row_counts, device))
+    with ExitStack() as stack:
+        for memory in memories:
+            device, room = memory.device, memory.left_to_others
+            loader = partial(library_loader, model, dtype, row_counts, device, room)
+            stack.enter_context(prepared_stream(device.index or 0, loader))
+        yield

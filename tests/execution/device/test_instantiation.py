@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -78,8 +79,8 @@ def test_replays_can_be_launched_once_all_graphs_are_instantiated() -> None:
     assert [builder.completed_on for builder in builders] == [None, None]  # one after the other
     gate.set()
     instantiation.finish()
-    threads = {builder.completed_on for builder in builders}
-    assert [*threads] == device.current_on and threading.get_ident() not in threads
+    threads = [builder.completed_on for builder in builders]
+    assert threads == device.current_on and len({*threads, threading.get_ident()}) == 2
     assert all(builder.upload_stream is device.stream for builder in builders)
     assert device.calls == ["sync", "close"]
     for replay, builder in zip(replays, builders, strict=True):
@@ -98,8 +99,10 @@ def test_finish_raises_the_first_error() -> None:
         FakeBuilder(error=ValueError("second")),
     ):
         instantiation.start(builder, object())
+    num_threads = threading.active_count()
     with pytest.raises(RuntimeError, match="first"):
         instantiation.finish()
+    assert threading.active_count() == num_threads - 1
     instantiation.cancel()
 
 
@@ -108,7 +111,24 @@ def test_cancelled_graphs_are_not_instantiated() -> None:
     builders = [FakeBuilder(gate), FakeBuilder()]
     instantiation = Instantiation(FakeDevice())
     replays = [instantiation.start(builder, object()) for builder in builders]
+    graph = weakref.ref(builders[0].graph)
     threading.Timer(0.05, gate.set).start()
     instantiation.cancel()
-    assert builders[1].completed_on is None
+    assert [builder.completed_on is None for builder in builders] == [False, True]
+    builders.clear()
+    assert graph() is None
     replays[0].close()  # nothing to close
+
+
+def test_an_error_of_the_device_is_raised_as_it_is() -> None:
+    """Whether the process can go on with it is read from the error."""
+    device = FakeDevice()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    device.set_current = fail  # type: ignore[method-assign]
+    instantiation = Instantiation(device)
+    instantiation.start(FakeBuilder(), object())
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        instantiation.finish()

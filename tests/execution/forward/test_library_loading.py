@@ -42,11 +42,10 @@ class Products:
         self.found.append((x.shape, x.stride(), columns.shape, columns.stride(), columns.dtype, *form))
 
 
-def loaded(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch, *, free: int = 2**40) -> list[Product]:
+def loaded(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch, *, room: int = 2**40) -> list[Product]:
     products = Products()
     monkeypatch.setattr(library_loading, "library_product", products)
-    monkeypatch.setattr(library_loading, "_free_bytes", lambda device: free)
-    library_loader(config, torch.float32, prefill_buckets(BUDGET), CPU)()
+    library_loader(config, torch.float32, prefill_buckets(BUDGET), CPU, room)()
     return products.found
 
 
@@ -71,19 +70,45 @@ def test_larger_products_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == sorted(rows, reverse=True) and rows[0] == 48
 
 
-def test_products_that_would_take_much_of_the_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_would_take_too_much_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DecoderConfig.from_hf(tiny_llama())
     every = loaded(config, monkeypatch)
     rows = max(x[0] for x, *_ in every)
     columns, inner = (max(weight[dim] for _, _, weight, *_ in every) for dim in (1, 0))
     largest = max(weight.numel() for _, _, weight, *_ in every)
     num_bytes = 4 * (rows * (inner + columns) + largest + columns)
-    assert loaded(config, monkeypatch, free=16 * num_bytes) == every
-    assert loaded(config, monkeypatch, free=16 * num_bytes - 16) == []
+    assert loaded(config, monkeypatch, room=num_bytes) == every
+    assert loaded(config, monkeypatch, room=num_bytes - 1) == []
 
 
 def test_without_row_counts_nothing_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     products = Products()
     monkeypatch.setattr(library_loading, "library_product", products)
-    library_loader(DecoderConfig.from_hf(tiny_llama()), torch.float32, (), CPU)()
+    library_loader(DecoderConfig.from_hf(tiny_llama()), torch.float32, (), CPU, 2**40)()
     assert products.found == []
+
+
+def test_in_two_bytes_a_number_cublas_is_started_by_a_product_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    device, config = torch.device("meta"), DecoderConfig.from_hf(tiny_llama())
+
+    def bmm(rows: Tensor, others: Tensor, *, out_dtype: torch.dtype) -> None:
+        assert rows.dtype == others.dtype == torch.bfloat16 and rows.device == others.device == device
+        calls.append(out_dtype)
+
+    def product(x: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        assert {(each.dtype, each.device) for each in (x, columns, out)} == {(torch.bfloat16, device)}
+        calls.append(x.shape[0])
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    monkeypatch.setattr(library_loading, "library_product", product)
+    load = library_loader(config, torch.bfloat16, (16, 32), device, 2**40)
+    assert calls == []  # nothing runs on the thread that prepares
+    load()
+    assert calls == [torch.float32, *[32] * 4, *[16] * 4]
+    num_bytes = 2 * (32 * (32 + 64) + 64 * 32 + 64)  # rows, columns and the matrix of qkv
+    calls.clear()
+    library_loader(config, torch.bfloat16, (16, 32), device, num_bytes)()
+    assert len(calls) == 9

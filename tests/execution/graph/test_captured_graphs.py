@@ -38,6 +38,7 @@ class RecordingDevice(InterpretedDevice):
 
     def finish_captures(self) -> None:
         self.calls.append("finish")
+        super().finish_captures()
 
 
 @pytest.mark.parametrize("has_drafter", [False, True])

@@ -37,15 +37,16 @@ class Instantiation:
     or cancelled."""
 
     def __init__(self, device: CudaDevice) -> None:
+        self._device = device
         self._stream = device.create_stream(options=StreamOptions(nonblocking=True))
-        self._thread = ThreadPoolExecutor(1, "drift-graphs", initializer=device.set_current)
+        self._thread = ThreadPoolExecutor(1, "drift-graphs")
         self._started: list[tuple[GpuReplay, Future[Any]]] = []
 
     def start(self, builder: Any, stream: Any) -> GpuReplay:
         """Instantiate what a builder of cuda.core has captured, and return its replay, which goes to `stream`
         and can be launched after `finish`."""
-        replay, options = GpuReplay(stream), GraphCompleteOptions(upload_stream=self._stream)
-        self._started.append((replay, self._thread.submit(builder.complete, options)))
+        replay = GpuReplay(stream)
+        self._started.append((replay, self._thread.submit(self._instantiate, builder)))
         return replay
 
     def finish(self) -> None:
@@ -60,3 +61,7 @@ class Instantiation:
         """Wait until the thread has ended, and forget the graphs."""
         self._thread.shutdown(cancel_futures=True)
         self._started.clear()
+
+    def _instantiate(self, builder: Any) -> Any:
+        self._device.set_current()  # on this thread
+        return builder.complete(GraphCompleteOptions(upload_stream=self._stream))

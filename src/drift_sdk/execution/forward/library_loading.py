@@ -19,23 +19,21 @@ from drift_sdk.quantised.weight import dense
 
 __all__ = ["library_loader"]
 
-MAX_SHARE = 1 / 16
-"""Most of a GPU's free memory that is taken meanwhile."""
-
 Product = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """Arguments of `library_product`."""
 
 
 def library_loader(
-    config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device
+    config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
 ) -> Callable[[], None]:
     """Return a function that multiplies arbitrary numbers as prefill steps of `row_counts` rows do, once by
-    each matrix of a layer. Without memory for that, and without row counts, it only starts cuBLAS.
+    each matrix of a layer. It takes up to `room` bytes of memory. If that is too little, and without row
+    counts, it only starts cuBLAS.
 
     The function is for another thread: it waits for the interpreter's lock no more than once a product.
     """
     rows = torch.empty(1, 16, 16, dtype=dtype, device=device)
-    products = _products(config, dtype, row_counts, device)
+    products = _products(config, dtype, row_counts, device, room)
 
     def load() -> None:
         if dtype != torch.float32:
@@ -47,7 +45,7 @@ def library_loader(
 
 
 def _products(
-    config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device
+    config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
 ) -> list[Product]:
     """The products with larger ones first, in memory that all of them share."""
     layer = meta_weights(config, dtype).layers[0]
@@ -66,7 +64,7 @@ def _products(
         most_columns,
         most_rows * most_columns,
     )
-    if not row_counts or sum(sizes) * dtype.itemsize > MAX_SHARE * _free_bytes(device):
+    if not row_counts or sum(sizes) * dtype.itemsize > room:
         return []
 
     x, weights, biases, out = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
@@ -84,7 +82,3 @@ def _products(
 
 def _first(buffer: Tensor, *shape: int) -> Tensor:
     return buffer[: math.prod(shape)].view(shape)
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]
