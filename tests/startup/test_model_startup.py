@@ -16,6 +16,7 @@ from drift_sdk.loading.source import Source
 from drift_sdk.progress import Report
 from drift_sdk.startup import model_part, model_startup, text_startup
 from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup.model_startup import choose_device
 
 
 @pytest.fixture
@@ -33,6 +34,15 @@ def test_float16_is_rejected_where_auto_finds_a_cpu(folder: Path, monkeypatch: p
                 pass
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
+def test_a_gpu_has_one_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of a process lock it, and keep its streams, by that name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(EngineConfig(device=name)) == torch.device("cuda", 0)
+    assert choose_device(EngineConfig(device="cuda:1")) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
