@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from model_zoo import make_model
+from tiny_llama import tiny_llama
 
 pytest.importorskip("cuda.core")
 
@@ -18,11 +19,14 @@ from drift_sdk import EngineConfig, ModelLoadError
 from drift_sdk.execution.device import streams
 from drift_sdk.execution.drafter_factory import NO_DRAFTER
 from drift_sdk.execution.forward import kernel_weights
+from drift_sdk.loading.source import Source
+from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import ignore_progress
 from drift_sdk.startup import executor_factory, gemm_tuning, graph_startup, model_startup
+from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import open_graph_executor
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom
-from drift_sdk.startup.model_part import ModelPart, StoredWeights
+from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.model_startup import open_model
 
 
@@ -119,3 +123,11 @@ def test_memory_and_products_are_measured_when_the_threads_have_ended(
     measured = events.index("tune")
     assert sorted(events[:measured]) == ["arrange", "arrange", "wait 2", "wait 3"]
     assert events[measured:] == ["tune", "room", "room", "views"]
+
+
+def test_a_part_keeps_the_memory_that_was_measured_before_it_was_loaded() -> None:
+    config = EngineConfig(device="cpu", dtype="float32", load="random")
+    device, model = torch.device("cpu"), DecoderConfig.from_hf(tiny_llama())
+    memory = DeviceMemory(device, config)
+    weights = StoredWeights(Source(Path()), model, device, torch.float32, None, memory)
+    assert load_part(weights, config, ignore_progress).memory is memory
