@@ -44,8 +44,11 @@ CONTROL = "grid"
 OPERATION = re.compile(r"^ *(?:(%[\w.]+)(?::\d+)? = )?\"?([\w.]+)\"?(.*)$")
 """A line of TTIR: its result, if it has one, the operation, and the rest with the operands."""
 ARGUMENT = re.compile(r"(%[\w.]+): (!tt\.ptr<[^ ]*|!tt\.tensordesc<[^ ]*)")
-OTHER_OPERATION = re.compile(r" *(%[\w.]+) = (?!scf)(?!.*(?:!tt\.ptr|!tt\.tensordesc|grid))")
-"""A line of TTIR of an operation without pointers, of one block, with one result: most lines."""
+TYPE = "!tt."
+"""In every line with a pointer or a tensor descriptor."""
+OTHER_OPERATION = re.compile(r" *(%[\w.]+) = (?!scf)")
+"""The beginning of a line of TTIR of an operation of one block with one result. Most lines are such without
+TYPE and CONTROL."""
 LOOP_VALUE = re.compile(r"(%[\w.]+) = (%[\w.]+)")
 NAME = re.compile(r"%[\w.]+")
 BODY_INDENT = 4
@@ -77,11 +80,12 @@ def access_of(ttir: str) -> KernelAccess:
     scan = AccessScan()
     has_casts = "ptr_to_int" in ttir  # numbers may become pointers
     for line in ttir.splitlines():
-        if not has_casts and (match := OTHER_OPERATION.match(line)):
+        is_other = not (has_casts or TYPE in line or CONTROL in line)
+        if is_other and (match := OTHER_OPERATION.match(line)):
             scan.visit_other(match[1])
         elif "tt.func" in line:
             scan.enter_function(line)
-        else:
+        elif not line.startswith("#"):  # the name of a location
             scan.visit(line.partition(" loc(")[0])
     return scan.access()
 
