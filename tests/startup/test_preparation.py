@@ -1,4 +1,4 @@
-"""What runs on threads while a model is loaded for the graph executor."""
+"""Work on threads while a model is loaded for the graph executor."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class FakeGraph:
 
 
 class FakeBuilder:
-    """What a stream has captured. gate: to be set before it is instantiated. error: that it then raises."""
+    """A graph builder with a captured step. gate: to be set before it is instantiated. error: raised then."""
 
     def __init__(self, gate: threading.Event | None = None, error: Exception | None = None) -> None:
         self.graph, self._gate, self._error = FakeGraph(), gate, error
@@ -121,7 +121,7 @@ def test_cancelled_graphs_are_not_instantiated() -> None:
 
 
 def test_an_error_of_the_device_is_raised_as_it_is() -> None:
-    """Whether the process can go on with it is read from the error."""
+    """The engine reads from it whether the process can go on."""
     device = FakeDevice()
 
     def fail() -> None:
