@@ -127,7 +127,6 @@ def test_memory_and_products_are_measured_when_the_threads_have_ended(
 
 def test_a_part_keeps_the_memory_that_was_measured_before_it_was_loaded() -> None:
     config = EngineConfig(device="cpu", dtype="float32", load="random")
-    device, model = torch.device("cpu"), DecoderConfig.from_hf(tiny_llama())
-    memory = DeviceMemory(device, config)
-    weights = StoredWeights(Source(Path()), model, device, torch.float32, None, memory)
+    model, memory = DecoderConfig.from_hf(tiny_llama()), DeviceMemory(torch.device("cpu"), config)
+    weights = StoredWeights(Source(Path()), model, torch.float32, None, memory)
     assert load_part(weights, config, ignore_progress).memory is memory

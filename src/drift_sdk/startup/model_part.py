@@ -30,15 +30,18 @@ class ModelPart(Struct, frozen=True, kw_only=True):
 
 
 class StoredWeights(Struct, frozen=True):
-    """Source, configuration, device and dtype of the decoder's weights, the part of them to load (None: all),
-    and the memory of the device."""
+    """Source, configuration and dtype of the decoder's weights, the part of them to load (None: all), and the
+    memory of the device to load them on."""
 
     source: Source
     config: DecoderConfig
-    device: torch.device
     dtype: torch.dtype
     shard: Shard | None
     memory: DeviceMemory
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
 
 
 def load_part(weights: StoredWeights, config: EngineConfig, report: Report) -> ModelPart:

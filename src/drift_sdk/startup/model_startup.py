@@ -92,7 +92,7 @@ def open_model(
     with ExitStack() as stack:
         stack.enter_context(opening_locks(devices))
         weights = [
-            StoredWeights(source, decoder_config, place, dtype, shard, DeviceMemory(place, config))
+            StoredWeights(source, decoder_config, dtype, shard, DeviceMemory(place, config))
             for place, shard in zip(devices, shards_of(config), strict=True)
         ]
         if executor_name == "graph":

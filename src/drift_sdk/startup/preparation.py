@@ -1,7 +1,7 @@
 """Work for the graph executor on threads of its own, begun before a model is loaded.
 
-It does not need the interpreter's lock, which loading a tokenizer and importing modules do. The executor
-waits for it before it compiles and captures.
+It does not need the interpreter's lock, which loading a tokenizer and importing modules do. The start waits
+for cuBLAS before it measures memory, and for the hash before it compiles.
 """
 
 from __future__ import annotations

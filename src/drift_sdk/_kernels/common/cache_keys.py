@@ -34,9 +34,10 @@ def prepare_cache_keys() -> None:
 
 
 def hash_installation() -> str:
-    """Call Triton's `triton_key` and return what it does, while it reads its largest file at once.
+    """Return Triton's `triton_key`, for which the largest file is read at once.
 
-    It reads a MiB at a time and would wait for the interpreter's lock after each. Hashing does not hold it.
+    Triton reads it by the MiB, and would wait for the interpreter's lock after each. Hashing does not hold
+    the lock.
     """
     module: Any = triton.runtime.cache
     module.open = _open  # instead of the built-in function

@@ -47,8 +47,8 @@ ARGUMENT = re.compile(r"(%[\w.]+): (!tt\.ptr<[^ ]*|!tt\.tensordesc<[^ ]*)")
 TYPE = "!tt."
 """In every line with a pointer or a tensor descriptor."""
 OTHER_OPERATION = re.compile(r" *(%[\w.]+) = (?!scf)")
-"""The beginning of a line of TTIR of an operation of one block with one result. Most lines are such without
-TYPE and CONTROL."""
+"""The beginning of a line of TTIR, if its operation has one result and no blocks. Most lines begin like this,
+and have neither TYPE nor CONTROL."""
 LOOP_VALUE = re.compile(r"(%[\w.]+) = (%[\w.]+)")
 NAME = re.compile(r"%[\w.]+")
 BODY_INDENT = 4

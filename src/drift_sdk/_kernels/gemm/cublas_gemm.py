@@ -141,8 +141,7 @@ def library_gated_multiply(
     x: Tensor, weight: Tensor, out: Tensor, gate_up: Tensor, activation: Activation = "silu"
 ) -> None:
     """gate_up [M, 2 N] = x [M, K] times weight [2 N, K] transposed; out [M, N] = activation(gate) * up."""
-    launch(torch.mm, x, weight.T, out=gate_up)
-    note_library_kernel(gate_up)
+    library_product(x, weight.T, None, gate_up)
     glu(gate_up, out, activation)
 
 

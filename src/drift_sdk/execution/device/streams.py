@@ -63,7 +63,7 @@ def take_stream(index: int) -> Any:
 
 
 def return_stream(index: int, stream: Any) -> None:
-    """Keep a stream for the next engine. Work in it must have ended."""
+    """Keep a stream for the next engine, whose work comes after that which is still in it."""
     _idle[index].append(stream)
 
 

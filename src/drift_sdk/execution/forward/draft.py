@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_inputs import draft_inputs
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
+from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import gated_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.glu import glu
@@ -122,8 +120,8 @@ class DraftForward:
         weight = dense(matrix)
         num_rows, num_columns = x.shape[0], weight.shape[0]
         if num_rows > MAX_MULTIPLY_ROWS:
-            product = torch.mm(x, weight.T, out=self._take("draft_product", num_rows, num_columns))
-            note_library_kernel(product)
+            product = self._take("draft_product", num_rows, num_columns)
+            library_product(x, weight.T, None, product)
             return product
 
         config = self._tuned.gemm(*weight.shape).config(num_rows)
@@ -176,11 +174,7 @@ class DraftForward:
             return activated
 
         gate_up = self._take("draft_product", num_rows, 2 * size)
-        if bias is None:
-            torch.mm(normed, weight.T, out=gate_up)
-        else:
-            torch.addmm(bias, normed, weight.T, out=gate_up)
-        note_library_kernel(gate_up)
+        library_product(normed, weight.T, bias, gate_up)
         glu(gate_up, activated)
         return activated
 
