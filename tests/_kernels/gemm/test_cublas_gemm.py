@@ -5,8 +5,14 @@ import logging
 import pytest
 import torch
 
+from drift_sdk._kernels.common.launch_tape import recorded_launches
 from drift_sdk._kernels.gemm import cublas_gemm
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.cublas_gemm import (
+    fastest_gated_multiply,
+    fastest_multiply,
+    library_gated_multiply,
+    library_product,
+)
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.gemm.tuning import table_for
 
@@ -204,3 +210,26 @@ def test_equal_slices_of_some_rows_are_a_batch(
 ) -> None:
     config = GemmConfig(True, 64, 16, 64, 3, 4, is_library=True, num_slices=num_slices)
     assert cublas_gemm._possible_ways(num_rows, inner, config) == ways
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_the_library_are_launches_that_the_check_of_launch_order_sees(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, bias, out = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6), torch.empty(3, 6)
+    noted: list[torch.Tensor] = []
+    monkeypatch.setattr(cublas_gemm, "note_library_kernel", noted.append)
+    with recorded_launches(is_watched=True) as tape:
+        library_product(x, weight.T, bias if has_bias else None, out)
+    assert torch.equal(out, torch.addmm(bias, x, weight.T) if has_bias else x @ weight.T)
+    assert len(tape.launches) == 1 and tape.is_complete
+    assert len(noted) == 1 and noted[0] is out
+
+
+def test_the_gated_product_of_the_library_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[torch.Tensor] = []
+    monkeypatch.setattr(cublas_gemm, "note_library_kernel", noted.append)
+    monkeypatch.setattr(cublas_gemm, "glu", lambda gate_up, out, activation: None)
+    gate_up = torch.empty(3, 6)
+    library_gated_multiply(torch.randn(3, 4), torch.randn(6, 4), torch.empty(3, 3), gate_up)
+    assert len(noted) == 1 and noted[0] is gate_up
