@@ -5,8 +5,8 @@ Module layout
 1. A docstring: what is computed (formula), the grid and which program owns what, bytes read and written, the
    order of summation where exactness rests on it, and the kernel's place in programmatic dependent launch
    (what it reads before it waits, see common/launching.py).
-2. Kernels (`@kernel` of common/kernel.py; the functions that they call: `@triton.jit`), with one argument a
-   line and its shape. Only the module's wrappers launch them.
+2. Kernels (`@kernel` of common/kernel.py; the functions that they call: `@device_function` of
+   common/device_function.py), with one argument a line and its shape. Only the module's wrappers launch them.
 3. The wrappers: they check shapes, types and strides (common/arguments.py), and launch. Outputs are tensors
    of the caller.
 4. `<wrapper>_reference`: the same in plain torch, for tests.

@@ -46,6 +46,8 @@ class FakeBuilder:
 
 
 class FakeStream:
+    handle = 1
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 

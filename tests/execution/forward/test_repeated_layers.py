@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.launch_tape import launch
+from drift_sdk._kernels.common.launch_tape import Launch, launch
+from drift_sdk.execution.forward import repeated_layers
 from drift_sdk.execution.forward.repeated_layers import LayerTensors, RepeatedLayers, tensors_of
 
 
@@ -223,3 +226,116 @@ def test_layers_without_addresses_are_computed() -> None:
     repeated.run_first(layers, (0, 1, 5), computed.append)
     repeated.run(layers, computed.append)
     assert computed == [0, 1, 5, *range(6)]
+
+
+Range = tuple[int, int]
+
+
+class EmulatedCapture:
+    """A capture whose kernels are the launches themselves. launches: those that were read, in order.
+
+    ranges: of each pair that copies are made of, the numbers of the tensors that are given.
+    """
+
+    stream = 1
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_copies: Callable[[int], bool]) -> None:
+        self.launches, self.copied, self.ranges = list[Launch](), list[int](), list[list[int]]()
+        self._has_copies = has_copies
+        monkeypatch.setattr(repeated_layers, "capture_in_progress", lambda: self)
+        monkeypatch.setattr(repeated_layers, "copies_of", self._copies_of)
+
+    def kernels_of(self, call: Any) -> list[Launch]:
+        self.launches.append(call.__self__)
+        call()
+        return [call.__self__]
+
+    def _copies_of(
+        self,
+        kernels: tuple[list[Launch], list[Launch]],
+        ranges: tuple[Sequence[Range | None], Sequence[Range | None]],
+        stream: int,
+    ) -> list[EmulatedCopy] | None:
+        number = len(self.ranges)
+        self.ranges.append([place for place, each in enumerate(ranges[0]) if each is not None])
+        assert stream == self.stream
+        if not self._has_copies(number):
+            return None
+
+        copies = [
+            EmulatedCopy(*pair, ranges, lambda: self.copied.append(number))
+            for pair in zip(*kernels, strict=True)
+        ]
+        return copies
+
+
+class EmulatedCopy:
+    """Makes a launch with numbers at other addresses."""
+
+    def __init__(
+        self,
+        first: Launch,
+        second: Launch,
+        ranges: tuple[Sequence[Range | None], Sequence[Range | None]],
+        on_launch: Callable[[], object],
+    ) -> None:
+        self._launch, self._on_launch = second, on_launch
+        self._places: dict[int, tuple[int, int]] = {}
+        for place, (one, other) in enumerate(zip(first.arguments, second.arguments, strict=True)):
+            if isinstance(one, Tensor) and one.data_ptr() != other.data_ptr():
+                (found,) = [
+                    (number, one.data_ptr() - begin[0])
+                    for number, (begin, end) in enumerate(zip(*ranges, strict=True))
+                    if begin
+                    and end
+                    and begin[0] <= one.data_ptr() < begin[1]
+                    and one.data_ptr() - begin[0] == other.data_ptr() - end[0]
+                ]
+                self._places[place] = found
+
+    def launch(self, addresses: Sequence[int]) -> None:
+        arguments = list(self._launch.arguments)
+        for place, (number, offset) in self._places.items():
+            length = arguments[place].numel()
+            found = (ctypes.c_float * length).from_address(addresses[number] + offset)
+            arguments[place] = torch.tensor(list(found))
+        self._launch.function(*arguments)
+        self._on_launch()
+
+
+@pytest.mark.parametrize(
+    "has_copies", [lambda number: True, lambda number: number == 1, lambda number: False]
+)
+def test_kernels_of_two_layers_are_copied_for_the_others_of_a_capture(
+    has_copies: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = EmulatedCapture(monkeypatch, has_copies)
+    model = Model(7)
+    assert model.run() == []
+    assert len(capture.launches) == 4, "two layers with two launches"
+    assert capture.ranges == [[0], [1]], "tensors that a launch takes"
+    assert capture.copied == [number for _ in range(5) for number in (0, 1) if has_copies(number)]
+
+
+def test_each_kind_of_layers_has_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = EmulatedCapture(monkeypatch, lambda number: True)
+    assert Model(8).run(kinds="ab" * 4, chosen=(0, 1, 2, 3, 6, 7)) == []
+    assert len(capture.launches) == 8
+    assert capture.copied == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize("kinds", ["aab", "aabb"])
+def test_two_layers_of_a_kind_need_no_copies(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = EmulatedCapture(monkeypatch, lambda number: True)
+    Model(len(kinds)).run(kinds=kinds, chosen=range(len(kinds)))
+    assert not capture.ranges
+
+
+def test_a_later_capture_reads_kernels_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an earlier one may have buffers that are not there any more."""
+    capture = EmulatedCapture(monkeypatch, lambda number: True)
+    model, repeated = Model(6), RepeatedLayers()
+    repeated.run_first(model.own(), (0, 1, 5), model.compute)
+    for number in (1, 2):
+        repeated.run(model.own(), model.compute)
+        assert len(capture.launches) == 4 * number

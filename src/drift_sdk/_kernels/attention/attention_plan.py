@@ -25,7 +25,6 @@ the plan before they wait, at least two kernels later.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -40,6 +39,7 @@ from drift_sdk._kernels.attention.shared_prefixes import (
     shared_prefixes_reference,
 )
 from drift_sdk._kernels.common.arguments import check_range
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
@@ -106,7 +106,7 @@ class AttentionPlan:
         self.shared = SharedPrefixes.allocate(num_sequences, device)
 
 
-@triton.jit
+@device_function
 def next_partition(
     tiles_ptr,  # [max_num_tiles, TILE_WORDS] int32
     tile_index,

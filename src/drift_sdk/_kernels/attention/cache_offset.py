@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from drift_sdk._kernels.common.device_function import device_function
 
 __all__ = ["offset_in_cache"]
 
 
-@triton.jit
+@device_function
 def offset_in_cache(
     table_ptr,  # [max_blocks] int32: the block table's row of a slot
     first_key,  # position of the tile's first key

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.launching import is_interpreted
 from drift_sdk.quantised.e4m3 import E4M3, MAX_E4M3
 
@@ -67,7 +67,7 @@ fma.rn.bf16x2 $1, high, factor, zero;
 (a & b) | c; `factor` is 2**120 twice, `zero` -0.0."""
 
 
-@triton.jit
+@device_function
 def encode_e4m3(
     x,  # fp32
     scale,  # fp32
@@ -83,7 +83,7 @@ def encode_e4m3(
     return tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal) | sign
 
 
-@triton.jit
+@device_function
 def decode_pairs(
     pairs,  # int16: two codes each
     DTYPE: tl.constexpr,
@@ -103,7 +103,7 @@ def decode_pairs(
     return low, high
 
 
-@triton.jit
+@device_function
 def decode_rows(
     words,  # [ROWS, PADDED] int16: two codes each
     DTYPE: tl.constexpr,

@@ -22,7 +22,6 @@ store of its rows is left.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
@@ -41,6 +40,7 @@ from drift_sdk._kernels.attention.online_softmax import (
 from drift_sdk._kernels.attention.partitions import Partitions, partition_of, partition_start
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
@@ -97,7 +97,7 @@ def exact_prefill_config(
     return ExactPrefillConfig()
 
 
-@triton.jit
+@device_function
 def _load_tile(
     keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys

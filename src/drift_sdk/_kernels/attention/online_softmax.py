@@ -24,10 +24,10 @@ the output.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from drift_sdk._kernels.attention.e4m3 import decode_pairs
+from drift_sdk._kernels.common.device_function import device_function
 
 __all__ = [
     "LOG2_E",
@@ -50,7 +50,7 @@ ONES_COLUMNS = tl.constexpr(16)
 sums."""
 
 
-@triton.jit
+@device_function
 def head_scale(
     scale,  # of scores, times log2(e)
     key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
@@ -62,7 +62,7 @@ def head_scale(
     return scale
 
 
-@triton.jit
+@device_function
 def load_parts(
     pointers,  # [ROWS, PADDED_DIM], to the first part
     mask,
@@ -76,7 +76,7 @@ def load_parts(
     return parts
 
 
-@triton.jit
+@device_function
 def store_parts(
     pointers,  # [ROWS, PADDED_DIM], to the first part
     parts,  # NUM_PARTS times [ROWS, PADDED_DIM]
@@ -89,7 +89,7 @@ def store_parts(
         tl.store(pointers + part * PART_DIM, parts[part].to(pointers.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@device_function
 def zero_parts(ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_PARTS: tl.constexpr):
     """Return the sums of no values."""
     parts = (tl.zeros((ROWS, PADDED_DIM), tl.float32),)
@@ -98,7 +98,7 @@ def zero_parts(ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_PARTS: tl.const
     return parts
 
 
-@triton.jit
+@device_function
 def clear_parts(
     parts,  # NUM_PARTS times [ROWS, PADDED_DIM]
     is_cleared,  # [ROWS]
@@ -111,7 +111,7 @@ def clear_parts(
     return cleared
 
 
-@triton.jit
+@device_function
 def attend_tile(
     maximum,  # [TILE_ROWS] fp32: highest score so far (times log2(e)); -inf at the partition's start
     weight,  # [TILE_ROWS, ONES_COLUMNS] fp32: sum of exp2(score - maximum), in every column
@@ -152,7 +152,7 @@ def attend_tile(
     return new_maximum, weight, sums
 
 
-@triton.jit
+@device_function
 def add_partition(
     maximum,  # [ROWS] fp32: of all partitions before; -inf before the first
     weight,  # [ROWS] fp32
@@ -171,7 +171,7 @@ def add_partition(
     return new_maximum, weight, total
 
 
-@triton.jit
+@device_function
 def add_sink(
     maximum,  # fp32: of all partitions
     weight,  # fp32

@@ -24,7 +24,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
@@ -35,6 +34,7 @@ from drift_sdk._kernels.attention.online_softmax import add_sink
 from drift_sdk._kernels.attention.partitions import partition_of
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
@@ -123,12 +123,12 @@ class AttentionScratch(Struct, frozen=True):
         }
 
 
-@triton.jit
+@device_function
 def _higher(one, other):
     return tl.maximum(one, other)
 
 
-@triton.jit
+@device_function
 def _add_several(
     maximum,  # [] fp32: of all partitions before; -inf before the first
     weight,  # [TILE_DIM] fp32, the same for all dimensions

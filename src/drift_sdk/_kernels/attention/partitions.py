@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from msgspec import Struct
+
+from drift_sdk._kernels.common.device_function import device_function
 
 __all__ = ["Partitions", "partition_of", "partition_start"]
 
@@ -71,7 +72,7 @@ class Partitions(Struct, frozen=True):
         return min(every, self.most(window + num_rows - 1)) if window > 0 else every
 
 
-@triton.jit
+@device_function
 def partition_of(position, NARROW: tl.constexpr, NARROW_END: tl.constexpr, NUM_DOUBLINGS: tl.constexpr):
     """Return the index of the partition that a position lies in."""
     doublings = position * 0
@@ -80,7 +81,7 @@ def partition_of(position, NARROW: tl.constexpr, NARROW_END: tl.constexpr, NUM_D
     return (position >> doublings) // NARROW + doublings * (NARROW_END // NARROW // 2)
 
 
-@triton.jit
+@device_function
 def partition_start(index, NARROW: tl.constexpr, NARROW_END: tl.constexpr, NUM_DOUBLINGS: tl.constexpr):
     """Return the first position of a partition, given its index."""
     HALF: tl.constexpr = NARROW_END // NARROW // 2

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.sizes import next_power_of_2
 
 __all__ = ["MIN_PADDED_SEQUENCES", "PlannedRows", "sequences_of_rows"]
@@ -61,7 +61,7 @@ class PlannedRows(Struct, frozen=True):
         return max(MIN_PADDED_SEQUENCES, next_power_of_2(self.num_sequences))
 
 
-@triton.jit
+@device_function
 def sequences_of_rows(
     row_slot_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32; -1: padding row
     row_position_ptr,  # [num_sequences * ROWS_PER_SEQUENCE] int32

@@ -26,7 +26,6 @@ store; a program without rows does so by ending.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from drift_sdk._kernels.attention.online_softmax import LOG2_E, head_scale
 from drift_sdk._kernels.attention.prefill_config import PrefillAttentionConfig, prefill_attention_config
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 
@@ -50,7 +50,7 @@ __all__ = [
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
-@triton.jit
+@device_function
 def _attend_keys(
     maximum,  # [TILE_ROWS] fp32: the highest score so far, times log2(e)
     weight,  # [TILE_ROWS] fp32: the sum of exp2(score - maximum)

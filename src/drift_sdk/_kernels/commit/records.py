@@ -8,9 +8,9 @@ bits), the last three for slots that report them.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
 from drift_sdk._kernels.slots.slot_columns import SlotFlag
@@ -52,7 +52,7 @@ def record_words(rows_per_slot: int) -> int:
     return RECORD_HEADER_WORDS + rows_per_slot * ROW_RECORD_WORDS
 
 
-@triton.jit
+@device_function
 def find_record(
     output_ring_ptr,  # [num_entries, entry_words] int32
     current_entry_ptr,  # [1] int32
@@ -66,7 +66,7 @@ def find_record(
     return output_ring_ptr + entry_index * entry_words + slot_index * record_size
 
 
-@triton.jit
+@device_function
 def write_empty_record(
     record_ptr,  # the slot's record
     emitted_ptr,  # the slot's word
@@ -80,7 +80,7 @@ def write_empty_record(
     tl.store(record_ptr + 4, 0)
 
 
-@triton.jit
+@device_function
 def is_stop_token(
     token,  # one or several
     mask,
@@ -91,7 +91,7 @@ def is_stop_token(
     return ((word >> (token % 32)) & 1) != 0
 
 
-@triton.jit
+@device_function
 def finish_of(
     is_stop,
     length,  # of the sequence, with the token
@@ -102,7 +102,7 @@ def finish_of(
     return tl.where(is_stop, STOP, tl.where(length >= max_length, LENGTH, 0))
 
 
-@triton.jit
+@device_function
 def append_token(
     token,
     row,
@@ -129,7 +129,7 @@ def append_token(
         tl.store(row_record_ptr + 2 + TOP + rank, values.to(tl.int32, bitcast=True), mask=is_rank)
 
 
-@triton.jit
+@device_function
 def emit_token(
     token,
     row,
@@ -152,7 +152,7 @@ def emit_token(
     return finish_of(is_stop_token(token, True, slot_stop_bits_ptr), length, max_length)
 
 
-@triton.jit
+@device_function
 def write_slot(
     length_ptr,  # the slot's word, as in the next three
     last_token_ptr,

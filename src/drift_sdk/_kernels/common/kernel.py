@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from drift_sdk._kernels.common.cache_keys import settle_cache_key
+from drift_sdk._kernels.common.device_function import quick_sources
 from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.common.launching import is_interpreted
 
@@ -48,7 +49,7 @@ def kernel(
     do_not_specialize: Sequence[str] = (),
     do_not_specialize_on_alignment: Sequence[str] = (),
 ) -> Any:
-    """`triton.jit` for a function that is launched. Functions that kernels call have Triton's own decorator.
+    """`triton.jit` for a function that is launched. Functions that kernels call have `device_function`.
 
     do_not_specialize, do_not_specialize_on_alignment: names of arguments, as for Triton.
     """
@@ -115,7 +116,8 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
             if (init := self.__dict__.get("_init_triton")) is not None:
                 self._init_triton = None  # the constructor may ask for attributes, too
                 try:
-                    init()
+                    with quick_sources():
+                        init()
                 except BaseException:
                     self._init_triton = init
                     raise

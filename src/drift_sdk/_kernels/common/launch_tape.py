@@ -38,6 +38,10 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         self.function(*self.arguments, **self.options)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors among its arguments."""
+        return _tensors((*self.arguments, *self.options.values()))
+
     def picks(self, pick_of: Callable[[Tensor], Pick | None]) -> dict[int | str, Pick]:
         """Picks of the arguments with a tensor for which `pick_of` returns one, by position or name."""
         named: Iterable[tuple[int | str, Any]] = (*enumerate(self.arguments), *self.options.items())

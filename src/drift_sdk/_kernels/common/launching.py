@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 
 __all__ = [
@@ -65,21 +66,21 @@ def launch_options() -> dict[str, bool]:
     return {"launch_pdl": True} if uses_pdl() else {}
 
 
-@triton.jit
+@device_function
 def wait_for_producers(PDL: tl.constexpr):
     """Block until every earlier kernel has finished and its writes are visible."""
     if PDL:
         gdc_wait()
 
 
-@triton.jit
+@device_function
 def start_dependents(PDL: tl.constexpr):
     """Permit the next kernel's CTAs to be placed as soon as there is room."""
     if PDL:
         gdc_launch_dependents()
 
 
-@triton.jit
+@device_function
 def prefetch(pointers, PDL: tl.constexpr):
     """Load the 128-byte lines that a tile of pointers points into to the L2 cache, without waiting for them.
 

@@ -16,11 +16,11 @@ their dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
@@ -39,7 +39,7 @@ def num_draft_chunks(vocab_size: int) -> int:
     return -(-vocab_size // CHUNK_TOKENS)
 
 
-@triton.jit
+@device_function
 def _noise(seed, position, token_ids):
     """Gumbel variates of token_ids [N], any ids: the same as `gumbel.gumbel` gives for a run of ids."""
     counters = (token_ids // 4).to(tl.uint32)

@@ -15,11 +15,11 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
@@ -28,7 +28,7 @@ from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm
 __all__ = ["draft_inputs", "draft_inputs_reference"]
 
 
-@triton.jit
+@device_function
 def _exchange_block_feature(
     feature,  # [PADDED_COLUMNS]: the row's, if it is given
     row_position_ptr,  # [R] int32

@@ -16,12 +16,12 @@ its dependents start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
@@ -39,7 +39,7 @@ def num_draft_tiles(num_rows: int, num_chunks: int, tile_rows: int) -> int:
     return -(-num_rows // tile_rows) + 2 * num_chunks
 
 
-@triton.jit
+@device_function
 def _find_starts(
     row_slot_ptr,  # [N + C] int32
     row,  # indices of rows

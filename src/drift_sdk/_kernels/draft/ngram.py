@@ -18,11 +18,11 @@ Reference: draft_policy.ngram of the proposals; `append_history_reference` of th
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
@@ -91,7 +91,7 @@ def _search(
     tl.store(found_ptr + slot_index * tl.num_programs(1) + searcher, tl.max(best))
 
 
-@triton.jit
+@device_function
 def found_tokens(
     row_slot_ptr,  # as of `_propose`, like the next ones
     row_position_ptr,

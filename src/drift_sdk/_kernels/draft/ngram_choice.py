@@ -16,11 +16,11 @@ Reference: execution.eager.hybrid_drafter.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
@@ -70,7 +70,7 @@ def _take_ngrams(
     tl.store(row_slot_ptr + row, tl.where(ngram >= 0, own_slot, -1), mask=is_replaced)
 
 
-@triton.jit
+@device_function
 def _num_right(
     draft_ptr,  # [ROWS_PER_SLOT] int32: the slot's
     chosen,  # [PADDED_ROWS]: tokens of the round; -2 behind the last one emitted

@@ -26,12 +26,12 @@ Dependent launch: as `add_norm`. The limit is read before the wait; a kernel has
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
@@ -48,7 +48,7 @@ LATE = tl.constexpr(1 << 20)
 """Added to the number of missing partial sums, which is less, when the time is over."""
 
 
-@triton.jit
+@device_function
 def _await_part(
     part_ptrs,  # [PADDED_SIZE] int32
     column,  # [PADDED_SIZE]

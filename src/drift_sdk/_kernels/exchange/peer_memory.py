@@ -26,11 +26,11 @@ In Triton's interpreter a wait ends at once, as if its time were over, if the fl
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     is_interpreted,
@@ -121,7 +121,7 @@ class PeerTensor(Struct, frozen=True, kw_only=True):
     flag: int
 
 
-@triton.jit
+@device_function
 def peer_pointer(
     base,  # the address of a rank's block
     offset,  # bytes, a multiple of 16
@@ -131,7 +131,7 @@ def peer_pointer(
     return tl.multiple_of((tl.cast(base, tl.int64) + offset).to(tl.pointer_type(DTYPE)), 16)
 
 
-@triton.jit
+@device_function
 def publish(
     epoch,  # any number
     IS_COMPILED: tl.constexpr,
@@ -144,7 +144,7 @@ def publish(
         )
 
 
-@triton.jit
+@device_function
 def raise_flags(
     bases,  # the address of each rank's block
     epoch,
@@ -178,7 +178,7 @@ def raise_flags(
                 tl.store(flag_ptr, epoch)
 
 
-@triton.jit
+@device_function
 def await_flag(
     flags_ptr,  # [num_ranks, num_flags] int32: this rank's
     limit_ptr,  # [1] int64, written when the time is over

@@ -13,13 +13,13 @@ before the odd ones. This is part of the bits, so that tile is fixed.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.experts.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, dequantise_codes, scale_factors
 from drift_sdk._kernels.experts.routing import ExpertRows
@@ -119,7 +119,7 @@ def expert_gemm_config(rows: ExpertRows, dtype: torch.dtype, *, is_gated: bool) 
     return replace(config, num_stages=min(config.num_stages, num_fitting))
 
 
-@triton.jit
+@device_function
 def tile_indices(num_tiles_m, NUM_TILES_N: tl.constexpr):
     """Return the weight tile and the row tile that a program owns: bands as in gemm.py."""
     program = tl.program_id(0)
@@ -129,7 +129,7 @@ def tile_indices(num_tiles_m, NUM_TILES_N: tl.constexpr):
     return first_tile + place_in_band % band_size, place_in_band // band_size
 
 
-@triton.jit
+@device_function
 def tile_pairs(
     counts_ptr,  # [NUM_EXPERTS] int32
     pairs_ptr,  # [NUM_EXPERTS, R] int32
@@ -155,7 +155,7 @@ def tile_pairs(
     return mine.to(tl.int64), tl.load(pair_ptrs, mask=place < count, other=-1, cache_modifier=".cg")
 
 
-@triton.jit
+@device_function
 def _load_weights(
     values_ptr,  # [N, K], or [N, K / 2] uint8: of one expert
     weight_row,  # [TILE_N]
@@ -176,7 +176,7 @@ def _load_weights(
     return values
 
 
-@triton.jit
+@device_function
 def add_product(
     total,  # [TILE_N, TILE_M] fp32
     x,  # [TILE_M, TILE_K]

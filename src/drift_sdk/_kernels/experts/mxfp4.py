@@ -7,8 +7,9 @@ have in bfloat16, are the number times 2 ** -126; two products with powers of tw
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from drift_sdk._kernels.common.device_function import device_function
 
 __all__ = ["BLOCK_BYTES", "BLOCK_SIZE", "dequantise_codes", "scale_factors"]
 
@@ -20,7 +21,7 @@ BLOCK_BYTES = tl.constexpr(16)
 CODE_FACTOR = tl.constexpr(2.0**126)
 
 
-@triton.jit
+@device_function
 def dequantise_codes(
     codes,  # integers 0 to 15
     factors,  # of the same shape, storage type: those of `scale_factors`
@@ -30,7 +31,7 @@ def dequantise_codes(
     return _from_bits(bits, factors.dtype) * CODE_FACTOR * factors
 
 
-@triton.jit
+@device_function
 def scale_factors(
     scales,  # uint8, at most 252
     DTYPE: tl.constexpr,  # the storage type
@@ -40,7 +41,7 @@ def scale_factors(
     return _from_bits(tl.where(wide == 0, 64, wide << 7), DTYPE)
 
 
-@triton.jit
+@device_function
 def _from_bits(bits, DTYPE: tl.constexpr):
     """Return the numbers whose bits in bfloat16 are the low 16 of integers, in the storage type."""
     if DTYPE == tl.float32:

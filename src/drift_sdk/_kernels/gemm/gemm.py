@@ -21,12 +21,12 @@ permits its dependents to start after its loop, when only the store is left.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct, structs
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
@@ -104,7 +104,7 @@ class GemmConfig(GemmTiles, frozen=True, kw_only=True):
         return self.num_slices if self.is_spread else 1
 
 
-@triton.jit
+@device_function
 def _tile_indices(
     NUM_TILES_N: tl.constexpr,  # tiles of the weight
     TILE_M: tl.constexpr,
@@ -124,7 +124,7 @@ def _tile_indices(
     return first_tile + place_in_band % band_size, place_in_band // band_size
 
 
-@triton.jit
+@device_function
 def _prefetch_weights(
     weight_ptr,  # [N, K]
     column,  # [TILE_N]: rows of the weight
@@ -144,7 +144,7 @@ def _prefetch_weights(
     prefetch(weight_ptr + tl.minimum(weight_offset, N * K - 1), PDL)
 
 
-@triton.jit
+@device_function
 def _slice_product(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]

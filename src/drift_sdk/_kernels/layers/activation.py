@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from drift_sdk._kernels.common.device_function import device_function
 
 __all__ = ["Activation", "activate", "activate_reference"]
 
@@ -22,7 +23,7 @@ GELU_SCALE = tl.constexpr(1.5957691216057308)
 GELU_CUBIC = tl.constexpr(0.044715)
 
 
-@triton.jit
+@device_function
 def activate(
     x,  # fp32, any shape
     ACTIVATION: tl.constexpr,

@@ -22,7 +22,6 @@ stream, which is older than the product. Without a delta it reads the weight, wa
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensor,
     check_tensors,
 )
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
@@ -41,7 +41,7 @@ from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps
 __all__ = ["add_norm", "add_norm_reference", "add_total", "normalise"]
 
 
-@triton.jit
+@device_function
 def add_total(
     x,  # [PADDED_SIZE], storage type: a row of the residual stream
     total,  # [PADDED_SIZE] fp32: the sum of the delta's slices
@@ -67,7 +67,7 @@ def add_total(
     return (x.to(tl.float32) + total).to(x.dtype)
 
 
-@triton.jit
+@device_function
 def normalise(
     x,  # [PADDED_SIZE], storage type: a row of the residual stream
     weight,  # [PADDED_SIZE], storage type

@@ -18,10 +18,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.sizes import next_power_of_2
 
 __all__ = ["NormKind", "inverse_rms", "norm_warps", "rms_norm_reference", "weigh"]
@@ -29,7 +29,7 @@ __all__ = ["NormKind", "inverse_rms", "norm_warps", "rms_norm_reference", "weigh
 NormKind = Literal["rounded", "wide", "offset"]
 
 
-@triton.jit
+@device_function
 def inverse_rms(
     sum_of_squares,  # fp32
     SIZE: tl.constexpr,  # of how many values
@@ -39,7 +39,7 @@ def inverse_rms(
     return tl.rsqrt(sum_of_squares / SIZE + eps)
 
 
-@triton.jit
+@device_function
 def weigh(
     normed,  # fp32, any shape
     weight,  # storage type, the same shape

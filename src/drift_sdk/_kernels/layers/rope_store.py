@@ -30,7 +30,6 @@ cosines and sines, which are older than the product.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -45,6 +44,7 @@ from drift_sdk._kernels.common.arguments import (
     check_tensor,
     check_tensors,
 )
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
@@ -60,7 +60,7 @@ is then six programs, so that a step of one row still spreads the latency of its
 NUM_WARPS = 4
 
 
-@triton.jit
+@device_function
 def _load_heads(
     qkv_ptr,  # a row: NUM_SLICES times [width]
     bias,  # [TILE_HEADS, PADDED_HALF], storage type, or None
@@ -81,7 +81,7 @@ def _load_heads(
     return total.to(DTYPE).to(tl.float32)
 
 
-@triton.jit
+@device_function
 def _rotate(
     x,  # fp32, as y
     cosines,
@@ -95,7 +95,7 @@ def _rotate(
     return (left + right).to(DTYPE)
 
 
-@triton.jit
+@device_function
 def _store_heads(
     cache_ptr,  # of rows: [TILE_HEADS, 1]
     x,  # [TILE_HEADS, PADDED], storage type

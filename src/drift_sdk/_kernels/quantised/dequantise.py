@@ -14,12 +14,12 @@ permits its dependents to start at once after.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.common.launching import (
@@ -67,7 +67,7 @@ E2M1_FACTOR = tl.constexpr(2.0**126)
 """The same for an e2m1 number."""
 
 
-@triton.jit
+@device_function
 def packed_codes(
     codes_ptr,  # uint8, as packing.py arranges them
     packed_row,  # [TILE_N, 1]
@@ -91,7 +91,7 @@ def packed_codes(
         return (byte.to(tl.int32) >> (half * 4)) & 15
 
 
-@triton.jit
+@device_function
 def packed_numbers(
     codes,  # int32 [TILE_N, TILE_K]
     zeros,  # fp32 [TILE_N, 1]
@@ -111,7 +111,7 @@ def packed_numbers(
         return (codes.to(tl.float32) - zeros).to(DTYPE)
 
 
-@triton.jit
+@device_function
 def packed_zeros(
     zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
     place,  # of a scale, int64
@@ -125,7 +125,7 @@ def packed_zeros(
     return zeros
 
 
-@triton.jit
+@device_function
 def natural_column(packed_row, N: tl.constexpr, IS_GATED: tl.constexpr):
     """Return the rows of the weight that packed rows are."""
     if IS_GATED:
@@ -134,7 +134,7 @@ def natural_column(packed_row, N: tl.constexpr, IS_GATED: tl.constexpr):
         return packed_row
 
 
-@triton.jit
+@device_function
 def scale_place(
     packed_row,
     group,

@@ -11,10 +11,10 @@ Dependent launch: the kernel waits first. It permits its dependents to start aft
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
@@ -41,7 +41,7 @@ TILE_M = 16
 NUM_WARPS = 4
 
 
-@triton.jit
+@device_function
 def packed_sums(
     x_ptrs,  # [TILE_M, 1]: rows of x
     is_row,  # [TILE_M]

@@ -21,9 +21,9 @@ Reference: `apply_processors` in execution.eager.logits_processors, over the ope
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.gumbel import arg_max
@@ -45,19 +45,19 @@ CHUNK_WORDS = tl.constexpr(1024)
 and 32,768 tokens, a quarter of a vocabulary of 128,256."""
 
 
-@triton.jit
+@device_function
 def _bans_stops(flags, min_length, position):
     """Whether stop ids are forbidden behind the token at `position`: the sequence would end too short."""
     return ((flags & STOPS) != 0) & (position + 1 < min_length)
 
 
-@triton.jit
+@device_function
 def _has_rules(flags, is_short):
     """Whether rules change a row's logits, which are then in plane 1."""
     return ((flags & (BIAS | PENALTIES | ALLOWED | CONSTRAINT)) != 0) | is_short
 
 
-@triton.jit
+@device_function
 def find_ruled_row(
     logits_ptr,  # [2, R, V] fp32
     logits_plane_stride,
@@ -76,14 +76,14 @@ def find_ruled_row(
     return logits_ptr + plane * logits_plane_stride + row.to(tl.int64) * vocab_size
 
 
-@triton.jit
+@device_function
 def _has_bit(words_ptr, token_ids, in_vocab):
     """Whether each of token_ids [N] is in the set of tokens at words_ptr [W] int32."""
     word = tl.load(words_ptr + token_ids // 32, mask=in_vocab, other=0)
     return ((word >> (token_ids % 32)) & 1) != 0
 
 
-@triton.jit
+@device_function
 def _leaves_any(
     stop_words_ptr,  # [W] int32: the slot's stop ids
     allowed_words_ptr,  # [W] int32: its allowed ids
@@ -118,7 +118,7 @@ def _leaves_any(
     return num_left > 0
 
 
-@triton.jit
+@device_function
 def _penalise(
     logits,  # [N] fp32
     token_ids,  # [N]
@@ -158,7 +158,7 @@ def _penalise(
     return logits
 
 
-@triton.jit
+@device_function
 def _forbid(
     logits,  # [N] fp32
     token_ids,  # [N]

@@ -23,9 +23,9 @@ Reference: `sample.filter_logits`, together with `filter_thresholds`.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.apply_logits_rules import find_ruled_row
@@ -46,14 +46,14 @@ ROUNDING_MARGIN = tl.constexpr(0.1)
 rounding of the sums, and little beside the width of the bracket."""
 
 
-@triton.jit
+@device_function
 def _level(low, high, number: tl.constexpr):
     """Level `number` of a pass: level 0 to LEVELS - 1 cut the bracket into LEVELS + 1 equal parts."""
     # Rounded twice in every launch (no fused multiply-add), so that all mean the same level.
     return low + (high - low) * ((number + 1) / (LEVELS + 1))
 
 
-@triton.jit
+@device_function
 def _find_bracket(
     brackets_ptr,  # [R, PASSES + 1, BRACKET_FIELDS] fp32: read at PASS - 1, written at PASS
     weights_ptr,  # [R, PASSES, C, LEVELS] fp32: read at PASS - 1

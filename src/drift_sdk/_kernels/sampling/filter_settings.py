@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from drift_sdk._kernels.common.device_function import device_function
 
 __all__ = ["BRACKET_FIELDS", "LEVELS", "PASSES", "load_filter"]
 
@@ -18,7 +19,7 @@ BRACKET_FIELDS = tl.constexpr(4)
 top_k, the mass of the whole row."""
 
 
-@triton.jit
+@device_function
 def load_filter(
     temperature_ptr,  # [S] fp32
     top_k_ptr,  # [S] int32

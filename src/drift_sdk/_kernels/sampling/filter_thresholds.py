@@ -19,9 +19,9 @@ Reference: `sample.filter_logits`.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.sampling.apply_logits_rules import find_ruled_row
@@ -36,7 +36,7 @@ CHUNK_VALUES = 8192
 """Logits a program, which has a row to itself, weighs at a time: 32 a thread of 8 warps."""
 
 
-@triton.jit
+@device_function
 def _weigh(
     values_ptr,  # [N] fp32: logits
     num_values,  # N
@@ -70,7 +70,7 @@ def _weigh(
     return tl.sum(low_weights), tl.sum(middle_weights), tl.sum(high_weights), tl.max(lesser)
 
 
-@triton.jit
+@device_function
 def _close_bracket(
     values_ptr,  # [N] fp32: logits
     num_values,  # N
@@ -100,7 +100,7 @@ def _close_bracket(
     return high
 
 
-@triton.jit
+@device_function
 def _find_threshold(
     values_ptr,  # [N] fp32: logits
     num_values,  # N

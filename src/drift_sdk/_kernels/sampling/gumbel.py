@@ -6,8 +6,9 @@ uniforms bit for bit; logarithms differ from torch's by rounding.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from drift_sdk._kernels.common.device_function import device_function
 
 __all__ = [
     "LAST_ID",
@@ -27,7 +28,7 @@ LAST_ID = tl.constexpr(2**31 - 1)
 """Larger than every token id: the id of no token, which loses every tie."""
 
 
-@triton.jit
+@device_function
 def arg_max(values, token_ids):
     """(largest of values [N], lowest of token_ids [N] that has it)."""
     best = tl.max(values, axis=0)
@@ -35,7 +36,7 @@ def arg_max(values, token_ids):
     return best, tl.min(tl.where(values < best, LAST_ID, token_ids), axis=0)
 
 
-@triton.jit
+@device_function
 def gumbel(seed, position, first_token, NUM_TOKENS: tl.constexpr):
     """Standard Gumbel variates [NUM_TOKENS] in fp32 for the tokens from `first_token` on.
 
@@ -47,7 +48,7 @@ def gumbel(seed, position, first_token, NUM_TOKENS: tl.constexpr):
     return gumbel_from_bits(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
 
 
-@triton.jit
+@device_function
 def gumbel_from_bits(bits):
     """Standard Gumbel variates in fp32 from 32 random bits each.
 
@@ -57,7 +58,7 @@ def gumbel_from_bits(bits):
     return -tl.log(exponential(tl.minimum(uniform, 1.0 - 2.0**-24)))
 
 
-@triton.jit
+@device_function
 def exponential(uniform):
     """-log1p(-uniform), precise near zero, where the device's logarithm of 1 - uniform is not."""
     # log((1 + s) / (1 - s)) = 2 (s + s^3/3 + s^5/5 + s^7/7 + ...), here with s at most 1/7: used below 1/4,

@@ -5,9 +5,9 @@ Parts of kernels; in the reference they are the first line of `sample.sample`.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.sampling.gumbel import LEAST_NOISE, MOST_NOISE
 
 __all__ = ["NEGLIGIBLE_LOGIT", "best_of_chunks", "mass_of_chunks", "scale"]
@@ -20,13 +20,13 @@ LEAST_TEMPERATURE = tl.constexpr(1e-30)
 temperature at which more than one token can be chosen."""
 
 
-@triton.jit
+@device_function
 def scale(logits, row_max, temperature):
     """Scaled logits, of logits [N] of a row whose largest is `row_max`."""
     return (logits - row_max) * (1.0 / tl.maximum(temperature, LEAST_TEMPERATURE))
 
 
-@triton.jit
+@device_function
 def best_of_chunks(
     chunk_value_ptr,  # [R, C] fp32
     row,
@@ -40,7 +40,7 @@ def best_of_chunks(
     return tl.where(best == -float("inf"), 0.0, best)
 
 
-@triton.jit
+@device_function
 def mass_of_chunks(
     chunk_value_ptr,  # [R, C] fp32
     chunk_mass_ptr,  # [R, C] fp32: each with the chunk's best at zero

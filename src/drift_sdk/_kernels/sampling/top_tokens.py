@@ -18,9 +18,9 @@ Reference: `sample.top_logprobs`.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
@@ -31,7 +31,7 @@ from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS, MAX_TOP
 __all__ = ["pick_tokens", "rank_chunks"]
 
 
-@triton.jit
+@device_function
 def _next_token(values, token_ids, last_value, last_token):
     """(value, token) of the first of (values, token_ids) [N] behind the last one; LAST_ID if there is
     none."""

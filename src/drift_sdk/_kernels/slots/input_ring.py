@@ -24,11 +24,11 @@ last kernels of a replay and let nothing start early.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
@@ -56,7 +56,7 @@ MIN_PADDED_ROWS = 16
 CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
 
 
-@triton.jit
+@device_function
 def entry_after(entry_index, num_entries):
     """The index of the ring's entry after `entry_index`."""
     return tl.where(entry_index + 1 == num_entries, 0, entry_index + 1)

@@ -23,12 +23,12 @@ from __future__ import annotations
 from heapq import nsmallest
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
@@ -148,7 +148,7 @@ def _expand(
         cost = tl.where(each == chosen, float("inf"), cost)
 
 
-@triton.jit
+@device_function
 def _count_before(
     other_cost,  # [N] fp32
     other,  # [N]: numbers

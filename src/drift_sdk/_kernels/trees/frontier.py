@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
@@ -48,7 +48,7 @@ class Frontier(Struct, frozen=True):
         return num_rows // num_trees
 
 
-@triton.jit
+@device_function
 def extend_path(
     source_path_ptr,  # the row of `Frontier.path` of the row before
     own_path_ptr,  # the row's own, written

@@ -7,7 +7,6 @@ its ancestors in the order of their depth, gathered through the list of its path
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
@@ -21,12 +20,13 @@ from drift_sdk._kernels.attention.online_softmax import (
     zero_parts,
 )
 from drift_sdk._kernels.attention.partitions import partition_of, partition_start
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.launching import wait_for_producers
 
 __all__ = ["attend_paths"]
 
 
-@triton.jit
+@device_function
 def path_slots(
     slot,  # -1: no node
     row,  # of the step
@@ -58,7 +58,7 @@ def path_slots(
     return tl.where(is_prefix, block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE, tree_slot)
 
 
-@triton.jit
+@device_function
 def attend_paths(
     first_node,
     head,

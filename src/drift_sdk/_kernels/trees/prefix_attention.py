@@ -7,7 +7,6 @@ part of.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from drift_sdk._kernels.attention.attention_plan import (
@@ -28,12 +27,13 @@ from drift_sdk._kernels.attention.online_softmax import (
     zero_parts,
 )
 from drift_sdk._kernels.attention.partitions import partition_of, partition_start
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.launching import wait_for_producers
 
 __all__ = ["attend_prefix"]
 
 
-@triton.jit
+@device_function
 def attend_prefix(
     row_tile,
     head,

@@ -20,11 +20,11 @@ start right after that.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
@@ -56,7 +56,7 @@ NOTHING = tl.constexpr(2**30)
 TILE_BLOCKS = 64
 
 
-@triton.jit
+@device_function
 def set_flag(flag_ptr, reason, place):
     """Set the word of a tree, unless one is set that counts more."""
     before = tl.load(flag_ptr)

@@ -18,6 +18,7 @@ from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.device.instantiation import Instantiation
+from drift_sdk.execution.device.kernel_copies import capturing
 from drift_sdk.execution.device.stream_signal import StreamSignal
 from drift_sdk.execution.device.streams import external_stream, return_stream, take_stream
 
@@ -205,7 +206,8 @@ class GpuDevice:
                 # Calls of this thread that cannot be captured are errors; calls of other threads are not.
                 builder.begin_building("thread_local")
                 try:
-                    step()
+                    with capturing(int(self._stream.handle)):
+                        step()
                     builder.end_building()
                 except BaseException:
                     builder.close()

@@ -19,6 +19,14 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.launch_tape import Launch, LaunchTape, Pick, recorded_launches
+from drift_sdk.execution.device.kernel_copies import (
+    AddressRange,
+    CapturedKernel,
+    GraphTail,
+    KernelCopy,
+    capture_in_progress,
+    copies_of,
+)
 
 __all__ = ["LayerTensors", "RepeatedLayers", "layout", "tensors_of"]
 
@@ -75,10 +83,15 @@ class RepeatedLayers:
 
     def run(self, layers: Sequence[LayerTensors], compute: Callable[[int], None]) -> None:
         """Compute all layers in order, or make the launches of one of their kind with their tensors."""
+        tail = capture_in_progress()
         usable = {kind: tape for kind, tape in self._tapes.items() if tape.is_usable(layers)}
+        repeats = {
+            kind: tape.repeat if tail is None else _KindCopies(tape, tail).repeat
+            for kind, tape in usable.items()
+        }
         for index, (kind, tensors) in enumerate(layers):
-            if kind in usable:
-                usable[kind].repeat(tensors)
+            if kind in repeats:
+                repeats[kind](tensors)
             else:
                 compute(index)
 
@@ -93,7 +106,7 @@ class _KindTape:
     def __init__(self, index: int, tape: LaunchTape, tensors: Sequence[Tensor]) -> None:
         self.index, self._own = index, tensors
         self.is_complete, self.is_compared = tape.is_complete, False
-        self._ranges = [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in tensors]
+        self._ranges = _ranges(tensors)
         self._launches = [(one, list(one.picks(self._pick).items())) for one in tape.launches]
 
     @classmethod
@@ -106,7 +119,7 @@ class _KindTape:
     def compare(self, tape: LaunchTape, tensors: Sequence[Tensor]) -> None:
         """Compare with the launches of another layer of the kind."""
         try:
-            expected = list(self._with(tensors))
+            expected = [self.launch(number, tensors) for number in range(len(self))]
         except RuntimeError:  # of a part that cannot be viewed as it is in the first layer
             expected = []
         is_same = len(expected) == len(tape.launches) and all(map(Launch.equals, expected, tape.launches))
@@ -115,28 +128,85 @@ class _KindTape:
     def is_usable(self, layers: Sequence[LayerTensors]) -> bool:
         """Return True if all layers of the kind make the same launches with their own tensors, and the
         layer's own ones are where they were."""
-        addresses = [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in layers[self.index].tensors]
-        return self.is_complete and self.is_compared and addresses == self._ranges
+        is_in_place = _ranges(layers[self.index].tensors) == self._ranges
+        return self.is_complete and self.is_compared and is_in_place
 
     def repeat(self, tensors: Sequence[Tensor]) -> None:
         """Launch with the tensors of another layer."""
-        for one in self._with(tensors):
-            one()
+        for number in range(len(self)):
+            self.launch(number, tensors)()
 
-    def _with(self, tensors: Sequence[Tensor]) -> Iterator[Launch]:
-        for one, picks in self._launches:
-            yield one.replaced(picks, tensors) if picks else one
+    def __len__(self) -> int:
+        """The number of launches."""
+        return len(self._launches)
+
+    def launch(self, number: int, tensors: Sequence[Tensor]) -> Launch:
+        """A launch, by its number, with the tensors of another layer."""
+        one, picks = self._launches[number]
+        return one.replaced(picks, tensors) if picks else one
+
+    def ranges(self, number: int, tensors: Sequence[Tensor]) -> list[AddressRange | None]:
+        """The memory of the tensors of another layer that a launch takes; None for other tensors."""
+        one, _ = self._launches[number]
+        taken = {self._number(tensor.data_ptr()) for tensor in one.tensors()}
+        return [each if place in taken else None for place, each in enumerate(_ranges(tensors))]
+
+    def _number(self, address: int) -> int | None:
+        """The number of the layer's tensor at an address, if there is one."""
+        for number, (first, end) in enumerate(self._ranges):
+            if first <= address < end:
+                return number
+
+        return None
 
     def _pick(self, tensor: Tensor) -> Pick | None:
         """The pick of a tensor of the layer's own, or of a part of one; None for other tensors."""
         address = tensor.data_ptr()
-        for number, (first, end) in enumerate(self._ranges):
-            if first <= address < end:
-                own, form = self._own[number], (tensor.shape, tensor.stride(), tensor.dtype)
-                is_whole = form == (own.shape, own.stride(), own.dtype)
-                return itemgetter(number) if is_whole else partial(_part, number, address - first, tensor)
+        number = self._number(address)
+        if number is None:
+            return None
 
-        return None
+        own, form = self._own[number], (tensor.shape, tensor.stride(), tensor.dtype)
+        is_whole = form == (own.shape, own.stride(), own.dtype)
+        offset = address - self._ranges[number][0]
+        return itemgetter(number) if is_whole else partial(_part, number, offset, tensor)
+
+
+class _KindCopies:
+    """The launches of a kind of layers in a capture: those of two layers, then copies of their kernels."""
+
+    def __init__(self, tape: _KindTape, tail: GraphTail) -> None:
+        self._tape, self._tail = tape, tail
+        self._seen: list[tuple[Sequence[Tensor], list[list[CapturedKernel] | None]]] = []
+        self._copies: list[list[KernelCopy] | None] = []
+
+    def repeat(self, tensors: Sequence[Tensor]) -> None:
+        """Launch with the tensors of the next layer."""
+        tape, numbers = self._tape, range(len(self._tape))
+        if len(self._seen) < 2:
+            kernels = [self._tail.kernels_of(tape.launch(number, tensors).__call__) for number in numbers]
+            self._seen.append((tensors, kernels))
+            return
+
+        if not self._copies:
+            self._copies = [self._copies_of(number) for number in numbers]
+        addresses = [own.data_ptr() for own in tensors]
+        for number, copies in zip(numbers, self._copies, strict=True):
+            if copies is None:
+                tape.launch(number, tensors)()
+                continue
+
+            for copy in copies:
+                copy.launch(addresses)
+
+    def _copies_of(self, number: int) -> list[KernelCopy] | None:
+        (tensors, first), (others, second) = self._seen
+        ranges = self._tape.ranges(number, tensors), self._tape.ranges(number, others)
+        return copies_of((first[number], second[number]), ranges, self._tail.stream)
+
+
+def _ranges(tensors: Sequence[Tensor]) -> list[AddressRange]:
+    return [(own.data_ptr(), own.data_ptr() + own.nbytes) for own in tensors]
 
 
 def _part(number: int, offset: int, view: Tensor, tensors: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,353 @@
+"""Captured kernels are read back and launched again with other addresses, from a driver in Python."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from array import array
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+
+from cuda.bindings import driver
+
+from drift_sdk.execution.device import kernel_copies
+from drift_sdk.execution.device.kernel_copies import (
+    CLUSTER,
+    COOPERATIVE,
+    DEPENDENT,
+    KERNEL_NODE,
+    POLICY,
+    GraphTail,
+    KernelCopy,
+    capture_in_progress,
+    capturing,
+    copies_of,
+)
+
+STREAM = 7
+NOTHING = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY
+IDLE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+SPREAD = driver.CUclusterSchedulingPolicy.CU_CLUSTER_SCHEDULING_POLICY_SPREAD
+INVALID = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+FUNCTION, LIBRARY_KERNEL = 100, 200
+PARAMETERS = {FUNCTION: (8, 4, 8, 24), LIBRARY_KERNEL: (32,)}
+"""Bytes of the parameters of two kernels."""
+
+Word = tuple[int, ...]
+
+
+class Node:
+    """A node of a graph with one before it."""
+
+    def __init__(
+        self, function: int, words: Iterable[int], *, is_dependent: bool = True, **changes: Any
+    ) -> None:
+        self.function, self.is_dependent = function, is_dependent
+        self.words, self.before = array("Q", words), list[int]()
+        self.kind, self.is_cooperative = KERNEL_NODE, 0
+        self.sizes, self.cluster, self.policy = (3, 2, 1, 128, 1, 1, 64), (0, 0, 0), 0
+        for name, value in changes.items():
+            setattr(self, name, value)
+        begin, _ = self.words.buffer_info()
+        lengths = [-(-size // 8) for size in PARAMETERS[function]]
+        self.pointers = array("Q", [begin + 8 * sum(lengths[:number]) for number in range(len(lengths))])
+
+    @property
+    def description(self) -> tuple[object, ...]:
+        return self.function, [*self.words], self.sizes, self.cluster, self.policy, self.is_dependent
+
+
+class Driver:
+    """The driver's functions that a capture of one stream needs. nodes: by handle, from 1 on."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, Node] = {}
+        self.is_capturing, self.last, self.refused = True, list[int](), 0
+        for name in vars(driver):
+            if name.startswith("CU"):
+                setattr(self, name, getattr(driver, name))
+
+    def add(self, node: Node) -> None:
+        node.before, handle = self.last, len(self.nodes) + 1
+        self.nodes[handle], self.last = node, [handle]
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        assert stream == STREAM
+        status = kernel_copies.CAPTURING if self.is_capturing else IDLE
+        return 0, status, 1, None, self.last, [], len(self.last)
+
+    def cuGraphNodeGetDependencies(self, node: int, number: int) -> tuple[Any, ...]:
+        found = self.nodes[node]
+        edge = SimpleNamespace(type=kernel_copies.PROGRAMMATIC if found.is_dependent else 0)
+        return 0, [*found.before, 0, 0][:number], [edge] * number, len(found.before)
+
+    def cuGraphNodeGetType(self, node: int) -> tuple[Any, ...]:
+        return 0, self.nodes[node].kind
+
+    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:
+        found = self.nodes[node]
+        names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
+        is_library = found.function == LIBRARY_KERNEL
+        return 0, SimpleNamespace(
+            func=0 if is_library else found.function,
+            kern=found.function if is_library else 0,
+            kernelParams=found.pointers.buffer_info()[0],
+            **dict(zip(names, found.sizes, strict=True)),
+        )
+
+    def cuFuncGetParamInfo(self, function: int, number: int) -> tuple[Any, ...]:
+        assert function == FUNCTION
+        sizes = PARAMETERS[function]
+        return (0, 0, sizes[number]) if number < len(sizes) else (INVALID, None, None)
+
+    def cuKernelGetParamInfo(self, kernel: int, number: int) -> tuple[Any, ...]:
+        assert kernel == LIBRARY_KERNEL
+        sizes = PARAMETERS[kernel]
+        return (0, 0, sizes[number]) if number < len(sizes) else (INVALID, None, None)
+
+    def cuGraphKernelNodeGetAttribute(self, node: int, attribute: Any) -> tuple[Any, ...]:
+        found, value = self.nodes[node], driver.CUlaunchAttributeValue()
+        if attribute == COOPERATIVE:
+            value.cooperative = found.is_cooperative
+        elif attribute == CLUSTER:
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = found.cluster
+        elif attribute == POLICY:
+            value.clusterSchedulingPolicyPreference = driver.CUclusterSchedulingPolicy(found.policy)
+        else:
+            return INVALID, None
+        return 0, value
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> tuple[Any]:
+        if self.refused:
+            return (driver.CUresult(self.refused),)
+
+        assert (int(config.hStream), extra) == (STREAM, 0)
+        sizes = PARAMETERS[int(function)]
+        pointers = (ctypes.c_uint64 * len(sizes)).from_address(parameters)
+        contents = [ctypes.string_at(at, size) for at, size in zip(pointers, sizes, strict=True)]
+        attributes = {each.id: each.value for each in config.attrs}
+        assert len(attributes) == config.numAttrs
+        changes: dict[str, Any] = {}
+        if CLUSTER in attributes:
+            size = attributes[CLUSTER].clusterDim
+            policy = attributes[POLICY].clusterSchedulingPolicyPreference
+            changes = {"cluster": (size.x, size.y, size.z), "policy": int(policy)}
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        node = Node(
+            int(function),
+            array("Q", b"".join(each + bytes(-len(each) % 8) for each in contents)),
+            is_dependent=DEPENDENT in attributes,
+            sizes=(*grid, *block, config.sharedMemBytes),
+            **changes,
+        )
+        self.add(node)
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(kernel_copies, "driver", found)
+    found.add(Node(FUNCTION, [0] * 6))
+    return found
+
+
+BEGINS = ((1000, 5000), (2000, 6500), (3600, 7000))
+"""First addresses of the two tensors of three layers."""
+SIZE = 100
+
+
+def ranges(begins: Iterable[int]) -> list[tuple[int, int] | None]:
+    return [(begin, begin + SIZE) for begin in begins]
+
+
+Launched = Callable[[int, int], list[Node]]
+"""The nodes of a launch with tensors at two addresses."""
+
+
+def small(first: int, second: int, **changes: Any) -> list[Node]:
+    """A pointer, a number of four bytes, a pointer into the second tensor, and a struct with both."""
+    return [Node(FUNCTION, [first, 17, second + 24, first + 8, 5, second], **changes)]
+
+
+def product(first: int, second: int) -> list[Node]:
+    """Two kernels of a library: the second one takes sums of the first."""
+    return [
+        Node(LIBRARY_KERNEL, [first, 1, second, 0xFF00], is_dependent=False),
+        Node(LIBRARY_KERNEL, [0xFF00, 2, second + 99, 9], cluster=(2, 1, 1), policy=SPREAD),
+    ]
+
+
+def repeated(
+    gpu: Driver, launched: Launched, known: Iterable[int] = (0, 1)
+) -> tuple[list[KernelCopy] | None, list[Node]]:
+    """Copies of the launch, which was made for two layers, and the nodes after launching for the third."""
+    tail = GraphTail(STREAM)
+
+    def launch(first: int, second: int) -> None:
+        for node in launched(first, second):
+            gpu.add(node)
+
+    kernels = [tail.kernels_of(lambda begins=begins: launch(*begins)) for begins in BEGINS[:2]]
+    places = [
+        [each if number in known else None for number, each in enumerate(ranges(begins))]
+        for begins in BEGINS[:2]
+    ]
+    copies = copies_of((kernels[0], kernels[1]), (places[0], places[1]), STREAM)
+    before = len(gpu.nodes)
+    for copy in copies or ():
+        copy.launch(BEGINS[2])
+    return copies, [gpu.nodes[handle] for handle in range(before + 1, len(gpu.nodes) + 1)]
+
+
+@pytest.mark.parametrize("launched", [small, product, lambda first, second: []])
+def test_copies_are_the_launches_with_other_addresses(gpu: Driver, launched: Launched) -> None:
+    copies, nodes = repeated(gpu, launched)
+    assert copies is not None
+    expected = launched(*BEGINS[2])
+    assert [node.description for node in nodes] == [node.description for node in expected]
+
+
+def test_a_copy_is_launched_again_and_again(gpu: Driver) -> None:
+    copies, _ = repeated(gpu, small)
+    assert copies is not None
+    for begins in ((10, 20), (30, 40)):
+        copies[0].launch(begins)
+        (expected,) = small(*begins)
+        assert gpu.nodes[len(gpu.nodes)].description == expected.description
+
+
+def varied(change: Callable[[Node, bool], None]) -> Launched:
+    """`small` with a change, which is told whether the layer is the second one."""
+
+    def launched(first: int, second: int) -> list[Node]:
+        nodes = small(first, second)
+        change(nodes[0], first == BEGINS[1][0])
+        return nodes
+
+    return launched
+
+
+def counting(node: Node, is_second: bool) -> None:
+    node.words[1] += is_second
+
+
+def pointing_elsewhere(node: Node, is_second: bool) -> None:
+    node.words[0] += 8 * is_second
+
+
+def pointing_behind(node: Node, is_second: bool) -> None:
+    node.words[0] += SIZE
+
+
+def growing(node: Node, is_second: bool) -> None:
+    node.sizes = (3 + is_second, *node.sizes[1:])
+
+
+def waiting(node: Node, is_second: bool) -> None:
+    node.is_dependent = is_second
+
+
+def clustering(node: Node, is_second: bool) -> None:
+    node.cluster = (1 + is_second, 1, 1)
+
+
+def cooperating(node: Node, is_second: bool) -> None:
+    node.is_cooperative = 1
+
+
+def copying_memory(node: Node, is_second: bool) -> None:
+    node.kind = NOTHING
+
+
+CHANGES = (
+    counting,
+    pointing_elsewhere,
+    pointing_behind,
+    growing,
+    waiting,
+    clustering,
+    cooperating,
+    copying_memory,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_launches_that_differ_in_more_have_no_copies(
+    gpu: Driver, change: Callable[[Node, bool], None]
+) -> None:
+    assert repeated(gpu, varied(change)) == (None, [])
+
+
+def test_addresses_in_tensors_that_a_launch_does_not_take_are_not_replaced(gpu: Driver) -> None:
+    assert repeated(gpu, small, known=[0]) == (None, [])
+
+
+def test_another_number_of_kernels_has_no_copies(gpu: Driver) -> None:
+    def launched(first: int, second: int) -> list[Node]:
+        return small(first, second) * (1 + (first == BEGINS[1][0]))
+
+    assert repeated(gpu, launched) == (None, [])
+
+
+def test_more_kernels_than_are_read_have_no_copies(gpu: Driver) -> None:
+    def launched(first: int, second: int) -> list[Node]:
+        return [each for _ in range(kernel_copies.MAX_KERNELS + 1) for each in small(first, second)]
+
+    assert repeated(gpu, launched) == (None, [])
+
+
+def test_a_graph_that_forks_is_not_read(gpu: Driver) -> None:
+    def fork() -> None:
+        gpu.add(small(1, 2)[0])
+        gpu.last = [1, 2]
+
+    assert GraphTail(STREAM).kernels_of(fork) is None
+
+
+def test_a_graph_that_joins_is_not_read(gpu: Driver) -> None:
+    def join() -> None:
+        gpu.add(small(1, 2)[0])
+        gpu.last = [1, 2]
+        gpu.add(small(1, 2)[0])
+
+    assert GraphTail(STREAM).kernels_of(join) is None
+
+
+def test_nothing_is_read_outside_of_a_capture_or_before_its_first_node(gpu: Driver) -> None:
+    launched: list[int] = []
+    gpu.is_capturing = False
+    assert GraphTail(STREAM).kernels_of(lambda: launched.append(1)) is None
+    gpu.is_capturing, gpu.last = True, []
+    assert GraphTail(STREAM).kernels_of(lambda: launched.append(2)) is None
+    assert launched == [1, 2]
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error(gpu: Driver) -> None:
+    copies, _ = repeated(gpu, small)
+    assert copies is not None
+    gpu.refused = int(INVALID)
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        copies[0].launch(BEGINS[2])
+
+
+def test_only_the_thread_that_captures_has_a_capture_in_progress() -> None:
+    seen: list[GraphTail | None] = []
+    assert capture_in_progress() is None
+    with capturing(STREAM):
+        tail = capture_in_progress()
+        assert tail is not None and tail.stream == STREAM
+        thread = threading.Thread(target=lambda: seen.append(capture_in_progress()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert capture_in_progress() is None
+    with pytest.raises(KeyError), capturing(STREAM):
+        raise KeyError
+    assert capture_in_progress() is None
