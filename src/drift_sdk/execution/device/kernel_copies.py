@@ -182,14 +182,14 @@ def _kernel(node: Any, is_dependent: bool) -> CapturedKernel | None:
     if error or not found.kernelParams:
         return None
 
-    errors, values = zip(
-        *(driver.cuGraphKernelNodeGetAttribute(node, each) for each in (COOPERATIVE, CLUSTER, POLICY)),
-        strict=True,
-    )
-    if any(errors) or values[0].cooperative:
+    error, value = driver.cuGraphKernelNodeGetAttribute(node, COOPERATIVE)
+    if error or value.cooperative:
         return None
 
-    size, policy = values[1].clusterDim, int(values[2].clusterSchedulingPolicyPreference)
+    error, cluster = _cluster(node)
+    if error:
+        return None
+
     function = int(found.func) or int(found.kern)
     return CapturedKernel(
         function=function,
@@ -202,10 +202,22 @@ def _kernel(node: Any, is_dependent: bool) -> CapturedKernel | None:
             found.blockDimZ,
             found.sharedMemBytes,
         ),
-        cluster=(size.x, size.y, size.z, policy),
+        cluster=cluster,
         is_dependent=is_dependent,
         parameters=tuple(_parameters(found)),
     )
+
+
+def _cluster(node: Any) -> tuple[int, tuple[int, int, int, int]]:
+    """The driver's status, and the cluster of a kernel node as `CapturedKernel` has it."""
+    error, value = driver.cuGraphKernelNodeGetAttribute(node, CLUSTER)
+    if error or not value.clusterDim.x:
+        return error, (0, 0, 0, 0)
+
+    size = value.clusterDim
+    error, value = driver.cuGraphKernelNodeGetAttribute(node, POLICY)
+    policy = 0 if error else int(value.clusterSchedulingPolicyPreference)
+    return error, (size.x, size.y, size.z, policy)
 
 
 def _parameters(found: Any) -> Iterator[bytes]:
