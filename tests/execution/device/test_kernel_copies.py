@@ -34,8 +34,8 @@ NOTHING = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY
 IDLE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 SPREAD = driver.CUclusterSchedulingPolicy.CU_CLUSTER_SCHEDULING_POLICY_SPREAD
 INVALID = driver.CUresult.CUDA_ERROR_INVALID_VALUE
-FUNCTION, LIBRARY_KERNEL = 100, 200
-PARAMETERS = {FUNCTION: (8, 4, 8, 24), LIBRARY_KERNEL: (32,)}
+FUNCTION, LIBRARY_FUNCTION = 100, 200
+PARAMETERS = {FUNCTION: (8, 4, 8, 24), LIBRARY_FUNCTION: (32,)}
 """Bytes of the parameters of two kernels."""
 
 Word = tuple[int, ...]
@@ -50,6 +50,7 @@ class Node:
         self.function, self.is_dependent = function, is_dependent
         self.words, self.before = array("Q", words), list[int]()
         self.kind, self.is_cooperative = KERNEL_NODE, 0
+        self.is_kernel_object = self.is_packed = False
         self.sizes, self.cluster, self.policy = (3, 2, 1, 128, 1, 1, 64), (0, 0, 0), 0
         for name, value in changes.items():
             setattr(self, name, value)
@@ -68,6 +69,7 @@ class Driver:
     def __init__(self) -> None:
         self.nodes: dict[int, Node] = {}
         self.is_capturing, self.last, self.refused = True, list[int](), 0
+        self.after_parameters = INVALID
         for name in vars(driver):
             if name.startswith("CU"):
                 setattr(self, name, getattr(driver, name))
@@ -92,23 +94,18 @@ class Driver:
     def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:
         found = self.nodes[node]
         names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
-        is_library = found.function == LIBRARY_KERNEL
         return 0, SimpleNamespace(
-            func=0 if is_library else found.function,
-            kern=found.function if is_library else 0,
-            kernelParams=found.pointers.buffer_info()[0],
+            func=0 if found.is_kernel_object else found.function,
+            kernelParams=0 if found.is_packed else found.pointers.buffer_info()[0],
             **dict(zip(names, found.sizes, strict=True)),
         )
 
     def cuFuncGetParamInfo(self, function: int, number: int) -> tuple[Any, ...]:
-        assert function == FUNCTION
         sizes = PARAMETERS[function]
-        return (0, 0, sizes[number]) if number < len(sizes) else (INVALID, None, None)
+        if number < len(sizes):
+            return 0, 0, sizes[number]
 
-    def cuKernelGetParamInfo(self, kernel: int, number: int) -> tuple[Any, ...]:
-        assert kernel == LIBRARY_KERNEL
-        sizes = PARAMETERS[kernel]
-        return (0, 0, sizes[number]) if number < len(sizes) else (INVALID, None, None)
+        return self.after_parameters, None, None
 
     def cuGraphKernelNodeGetAttribute(self, node: int, attribute: Any) -> tuple[Any, ...]:
         found, value = self.nodes[node], driver.CUlaunchAttributeValue()
@@ -179,8 +176,8 @@ def small(first: int, second: int, **changes: Any) -> list[Node]:
 def product(first: int, second: int) -> list[Node]:
     """Two kernels of a library: the second one takes sums of the first."""
     return [
-        Node(LIBRARY_KERNEL, [first, 1, second, 0xFF00], is_dependent=False),
-        Node(LIBRARY_KERNEL, [0xFF00, 2, second + 99, 9], cluster=(2, 1, 1), policy=SPREAD),
+        Node(LIBRARY_FUNCTION, [first, 1, second, 0xFF00], is_dependent=False),
+        Node(LIBRARY_FUNCTION, [0xFF00, 2, second + 99, 9], cluster=(2, 1, 1), policy=SPREAD),
     ]
 
 
@@ -266,6 +263,14 @@ def copying_memory(node: Node, is_second: bool) -> None:
     node.kind = NOTHING
 
 
+def packing(node: Node, is_second: bool) -> None:
+    node.is_packed = True
+
+
+def without_function(node: Node, is_second: bool) -> None:
+    node.is_kernel_object = True
+
+
 CHANGES = (
     counting,
     pointing_elsewhere,
@@ -275,6 +280,8 @@ CHANGES = (
     clustering,
     cooperating,
     copying_memory,
+    packing,
+    without_function,
 )
 
 
@@ -283,6 +290,17 @@ def test_launches_that_differ_in_more_have_no_copies(
     gpu: Driver, change: Callable[[Node, bool], None]
 ) -> None:
     assert repeated(gpu, varied(change)) == (None, [])
+
+
+def test_kernels_without_parameters_have_no_copies(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of which the driver does not tell them."""
+    monkeypatch.setitem(PARAMETERS, FUNCTION, ())
+    assert repeated(gpu, lambda first, second: [Node(FUNCTION, [])]) == (None, [])
+
+
+def test_kernels_whose_parameters_cannot_be_read_have_no_copies(gpu: Driver) -> None:
+    gpu.after_parameters = driver.CUresult.CUDA_ERROR_NOT_SUPPORTED
+    assert repeated(gpu, small) == (None, [])
 
 
 def test_addresses_in_tensors_that_a_launch_does_not_take_are_not_replaced(gpu: Driver) -> None:

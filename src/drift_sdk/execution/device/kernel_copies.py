@@ -38,6 +38,8 @@ CLUSTER = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 POLICY = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
 COOPERATIVE = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 DEPENDENT = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+NO_PARAMETER = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+"""What the driver returns for the parameter after the last one."""
 
 AddressRange = tuple[int, int]
 """The first address of a tensor's memory, and the address after the last."""
@@ -111,10 +113,10 @@ class KernelCopy:
         """places: of each address its word, counted over all parameters, the number of the tensor that it
         lies in, and the bytes between the tensor's first address and it."""
         words = kernel.words
-        self._words = array("Q", [word for each in words for word in each] or [0])
+        self._words = array("Q", [word for each in words for word in each])
         begin, _ = self._words.buffer_info()
         firsts = [WORD_BYTES * sum(map(len, words[:number])) for number in range(len(words))]
-        self._parameters = array("Q", [begin + first for first in firsts] or [0])
+        self._parameters = array("Q", [begin + first for first in firsts])
         self._parameters_at, _ = self._parameters.buffer_info()
         self._function, self._config = driver.CUfunction(kernel.function), _config(kernel, stream)
         self._places = places
@@ -179,7 +181,7 @@ def _kernel(node: Any, is_dependent: bool) -> CapturedKernel | None:
         return None
 
     error, found = driver.cuGraphKernelNodeGetParams(node)
-    if error or not found.kernelParams:
+    if error or not int(found.func):
         return None
 
     error, value = driver.cuGraphKernelNodeGetAttribute(node, COOPERATIVE)
@@ -187,12 +189,12 @@ def _kernel(node: Any, is_dependent: bool) -> CapturedKernel | None:
         return None
 
     error, cluster = _cluster(node)
-    if error:
+    parameters = _parameters(found)
+    if error or not parameters:
         return None
 
-    function = int(found.func) or int(found.kern)
     return CapturedKernel(
-        function=function,
+        function=int(found.func),
         sizes=(
             found.gridDimX,
             found.gridDimY,
@@ -204,7 +206,7 @@ def _kernel(node: Any, is_dependent: bool) -> CapturedKernel | None:
         ),
         cluster=cluster,
         is_dependent=is_dependent,
-        parameters=tuple(_parameters(found)),
+        parameters=tuple(parameters),
     )
 
 
@@ -220,19 +222,23 @@ def _cluster(node: Any) -> tuple[int, tuple[int, int, int, int]]:
     return error, (size.x, size.y, size.z, policy)
 
 
-def _parameters(found: Any) -> Iterator[bytes]:
-    """The parameters of a kernel node. found: parameters of the node, which point to them."""
-    is_function = bool(int(found.func))
-    info = driver.cuFuncGetParamInfo if is_function else driver.cuKernelGetParamInfo
-    handle, number = found.func if is_function else found.kern, 0
-    while True:
-        error, _, size = info(handle, number)
-        if error:  # there are no more
-            return
+def _parameters(found: Any) -> list[bytes]:
+    """The parameters of a kernel node; none if they cannot be read, as those that a library has packed.
 
-        address = ctypes.c_uint64.from_address(int(found.kernelParams) + WORD_BYTES * number).value
-        yield ctypes.string_at(address, size)
-        number += 1
+    found: what the driver says of the node, with pointers to the parameters.
+    """
+    parameters: list[bytes] = []
+    while found.kernelParams:
+        error, _, size = driver.cuFuncGetParamInfo(found.func, len(parameters))
+        if error == NO_PARAMETER:
+            break
+
+        if error:
+            return []
+
+        pointer = int(found.kernelParams) + WORD_BYTES * len(parameters)
+        parameters.append(ctypes.string_at(ctypes.c_uint64.from_address(pointer).value, size))
+    return parameters
 
 
 def _config(kernel: CapturedKernel, stream: int) -> Any:
