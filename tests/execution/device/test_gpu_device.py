@@ -14,6 +14,7 @@ pytest.importorskip("cuda.core")
 
 from drift_sdk.execution.device import device as device_module
 from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.device.kernel_copies import GraphTail, capture_in_progress
 
 
 class FakeInstantiation:
@@ -46,7 +47,7 @@ class FakeBuilder:
 
 
 class FakeStream:
-    handle = 1
+    handle = 11
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -100,6 +101,17 @@ def test_captures_are_instantiated_together_and_finished(
     assert made[0].calls[2:] == ["finish"]
     device.capture(lambda: None)
     assert len(made) == 2 and made[0].calls[2:] == ["finish"]
+
+
+def test_a_captured_step_knows_the_stream_that_captures(
+    device: GpuDevice, made: list[FakeInstantiation]
+) -> None:
+    tails: list[GraphTail | None] = []
+    device.capture(lambda: tails.append(capture_in_progress()))
+    first_run, captured = tails
+    assert first_run is None
+    assert captured is not None and captured.stream == FakeStream.handle
+    assert capture_in_progress() is None
 
 
 def test_closing_cancels_what_was_not_finished(

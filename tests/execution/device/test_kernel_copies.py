@@ -6,10 +6,12 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -22,6 +24,7 @@ from drift_sdk.execution.device.kernel_copies import (
     DEPENDENT,
     KERNEL_NODE,
     POLICY,
+    CapturedKernel,
     GraphTail,
     KernelCopy,
     capture_in_progress,
@@ -38,7 +41,7 @@ FUNCTION, LIBRARY_FUNCTION = 100, 200
 PARAMETERS = {FUNCTION: (8, 4, 8, 24), LIBRARY_FUNCTION: (32,)}
 """Bytes of the parameters of two kernels."""
 
-Word = tuple[int, ...]
+CALLS = ("capture", "before", "type", "kernel", str(COOPERATIVE), str(CLUSTER), str(POLICY))
 
 
 class Node:
@@ -51,7 +54,7 @@ class Node:
         self.words, self.before = array("Q", words), list[int]()
         self.kind, self.is_cooperative = KERNEL_NODE, 0
         self.is_kernel_object = self.is_packed = False
-        self.sizes, self.cluster, self.policy = (3, 2, 1, 128, 1, 1, 64), (0, 0, 0), 0
+        self.sizes, self.cluster, self.policy = (3, 2, 5, 32, 4, 6, 64), (0, 0, 0), 0
         for name, value in changes.items():
             setattr(self, name, value)
         begin, _ = self.words.buffer_info()
@@ -69,10 +72,14 @@ class Driver:
     def __init__(self) -> None:
         self.nodes: dict[int, Node] = {}
         self.is_capturing, self.last, self.refused = True, list[int](), 0
-        self.after_parameters = INVALID
+        self.after_parameters, self.failing = INVALID, ""
         for name in vars(driver):
             if name.startswith("CU"):
                 setattr(self, name, getattr(driver, name))
+
+    def status(self, call: str) -> int:
+        """What a call returns as its status, with results that are right all the same."""
+        return int(INVALID) if call == self.failing else 0
 
     def add(self, node: Node) -> None:
         node.before, handle = self.last, len(self.nodes) + 1
@@ -81,20 +88,20 @@ class Driver:
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         assert stream == STREAM
         status = kernel_copies.CAPTURING if self.is_capturing else IDLE
-        return 0, status, 1, None, self.last, [], len(self.last)
+        return self.status("capture"), status, 1, None, self.last, [], len(self.last)
 
     def cuGraphNodeGetDependencies(self, node: int, number: int) -> tuple[Any, ...]:
         found = self.nodes[node]
         edge = SimpleNamespace(type=kernel_copies.PROGRAMMATIC if found.is_dependent else 0)
-        return 0, [*found.before, 0, 0][:number], [edge] * number, len(found.before)
+        return self.status("before"), [*found.before, 0, 0][:number], [edge] * number, len(found.before)
 
     def cuGraphNodeGetType(self, node: int) -> tuple[Any, ...]:
-        return 0, self.nodes[node].kind
+        return self.status("type"), self.nodes[node].kind
 
     def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:
         found = self.nodes[node]
         names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
-        return 0, SimpleNamespace(
+        return self.status("kernel"), SimpleNamespace(
             func=0 if found.is_kernel_object else found.function,
             kernelParams=0 if found.is_packed else found.pointers.buffer_info()[0],
             **dict(zip(names, found.sizes, strict=True)),
@@ -117,7 +124,7 @@ class Driver:
             value.clusterSchedulingPolicyPreference = driver.CUclusterSchedulingPolicy(found.policy)
         else:
             return INVALID, None
-        return 0, value
+        return self.status(str(attribute)), value
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> tuple[Any]:
         if self.refused:
@@ -177,7 +184,13 @@ def product(first: int, second: int) -> list[Node]:
     """Two kernels of a library: the second one takes sums of the first."""
     return [
         Node(LIBRARY_FUNCTION, [first, 1, second, 0xFF00], is_dependent=False),
-        Node(LIBRARY_FUNCTION, [0xFF00, 2, second + 99, 9], cluster=(2, 1, 1), policy=SPREAD),
+        Node(
+            LIBRARY_FUNCTION,
+            [0xFF00, 2, second + 99, 9],
+            sizes=(7, 8, 9, 64, 2, 3, 1024),
+            cluster=(2, 3, 4),
+            policy=SPREAD,
+        ),
     ]
 
 
@@ -203,7 +216,12 @@ def repeated(
     return copies, [gpu.nodes[handle] for handle in range(before + 1, len(gpu.nodes) + 1)]
 
 
-@pytest.mark.parametrize("launched", [small, product, lambda first, second: []])
+def most(first: int, second: int) -> list[Node]:
+    """As many kernels as are read."""
+    return [each for _ in range(kernel_copies.MAX_KERNELS) for each in small(first, second)]
+
+
+@pytest.mark.parametrize("launched", [small, product, most])
 def test_copies_are_the_launches_with_other_addresses(gpu: Driver, launched: Launched) -> None:
     copies, nodes = repeated(gpu, launched)
     assert copies is not None
@@ -237,6 +255,10 @@ def counting(node: Node, is_second: bool) -> None:
 
 def pointing_elsewhere(node: Node, is_second: bool) -> None:
     node.words[0] += 8 * is_second
+
+
+def pointing_before(node: Node, is_second: bool) -> None:
+    node.words[0] -= 8
 
 
 def pointing_behind(node: Node, is_second: bool) -> None:
@@ -274,6 +296,7 @@ def without_function(node: Node, is_second: bool) -> None:
 CHANGES = (
     counting,
     pointing_elsewhere,
+    pointing_before,
     pointing_behind,
     growing,
     waiting,
@@ -309,9 +332,57 @@ def test_addresses_in_tensors_that_a_launch_does_not_take_are_not_replaced(gpu: 
 
 def test_another_number_of_kernels_has_no_copies(gpu: Driver) -> None:
     def launched(first: int, second: int) -> list[Node]:
-        return small(first, second) * (1 + (first == BEGINS[1][0]))
+        is_second = first == BEGINS[1][0]
+        return [*small(first, second), *(small(first, second) if is_second else ())]
 
     assert repeated(gpu, launched) == (None, [])
+
+
+def test_launches_without_a_kernel_have_no_copies(gpu: Driver) -> None:
+    """Such as those that go to another stream."""
+    assert repeated(gpu, lambda first, second: []) == (None, [])
+
+
+def test_an_address_that_may_be_in_either_of_two_tensors_is_not_replaced(gpu: Driver) -> None:
+    """As in tensors that share memory, which those of other layers may not."""
+    tail = GraphTail(STREAM)
+    first, second = (
+        tail.kernels_of(lambda begin=begin: gpu.add(small(begin, begin)[0])) for begin in (1000, 2000)
+    )
+    same = [[(begin, begin + SIZE), (begin, begin + SIZE)] for begin in (1000, 2000)]
+    assert copies_of((first, second), (same[0], same[1]), STREAM) is None
+    one = [[each[0], None] for each in same]
+    assert copies_of((first, second), (one[0], one[1]), STREAM) is not None
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_of_which_the_driver_tells_nothing_have_no_copies(gpu: Driver, call: str) -> None:
+    gpu.failing = call
+    assert repeated(gpu, partial(small, cluster=(2, 1, 1), policy=SPREAD)) == (None, [])
+
+
+def test_launches_differ_by_each_field_and_the_lengths_of_parameters() -> None:
+    kernel = CapturedKernel(
+        function=1,
+        sizes=(1, 2, 3, 4, 5, 6, 7),
+        cluster=(0, 0, 0, 0),
+        is_dependent=True,
+        parameters=(b"abcd",),
+    )
+    changes: list[dict[str, Any]] = [
+        {"function": 2},
+        *(
+            {"sizes": tuple(size + (place == number) for place, size in enumerate(kernel.sizes))}
+            for number in range(7)
+        ),
+        *({"cluster": tuple(int(place == number) for place in range(4))} for number in range(4)),
+        {"is_dependent": False},
+        {"parameters": (b"abcde",)},
+        {"parameters": (b"abcd", b"")},
+    ]
+    for change in changes:
+        assert not kernel.has_launch_of(replace(kernel, **change)), change
+    assert kernel.has_launch_of(replace(kernel, parameters=(b"efgh",)))
 
 
 def test_more_kernels_than_are_read_have_no_copies(gpu: Driver) -> None:
@@ -364,6 +435,9 @@ def test_only_the_thread_that_captures_has_a_capture_in_progress() -> None:
         thread = threading.Thread(target=lambda: seen.append(capture_in_progress()))
         thread.start()
         thread.join()
+        with capturing(STREAM + 1):
+            pass
+        assert capture_in_progress() is tail
     assert seen == [None]
     assert capture_in_progress() is None
     with pytest.raises(KeyError), capturing(STREAM):

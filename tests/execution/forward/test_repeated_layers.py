@@ -11,6 +11,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+pytest.importorskip("cuda.bindings")
+
 from drift_sdk._kernels.common.launch_tape import Launch, launch
 from drift_sdk.execution.forward import repeated_layers
 from drift_sdk.execution.forward.repeated_layers import LayerTensors, RepeatedLayers, tensors_of
@@ -325,10 +327,55 @@ def test_each_kind_of_layers_has_its_own_copies(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kinds", ["aab", "aabb"])
-def test_two_layers_of_a_kind_need_no_copies(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_two_layers_of_a_kind_are_not_read(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = EmulatedCapture(monkeypatch, lambda number: True)
     Model(len(kinds)).run(kinds=kinds, chosen=range(len(kinds)))
-    assert not capture.ranges
+    assert not capture.launches
+
+
+def test_a_tensor_that_the_first_layers_alone_share_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of both have its address, like a constant."""
+    capture = EmulatedCapture(monkeypatch, lambda number: True)
+    model = Model(6)
+    first, second, third, fourth, *others = model.layers
+    second, fourth = Layer(first.weight, second.codes), Layer(first.weight, fourth.codes)
+    model.layers = [first, second, third, fourth, *others]
+    assert model.run(chosen=(0, 4, 5)) == []
+    assert capture.copied == [0, 1], "of the fourth layer, which has the tensor too"
+
+
+def test_tensors_in_tuples_and_options_are_those_that_a_launch_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture = EmulatedCapture(monkeypatch, lambda number: False)
+    model = Model(4)
+
+    def add(pair: tuple[Tensor, float], *, out: Tensor) -> None:
+        out.add_(pair[0] * pair[1])
+
+    def subtract(*, out: Tensor, codes: Tensor) -> None:
+        out.sub_(codes[:3])
+
+    def compute(index: int) -> None:
+        layer = model.layers[index]
+        launch(add, (layer.weight[3:], 2.0), out=model.x)
+        launch(subtract, out=model.x, codes=layer.codes[4:])
+
+    assert model.run(compute, chosen=(0, 2, 3)) == []
+    assert capture.ranges == [[0], [1]]
+
+
+def test_tensors_behind_each_other_are_told_apart() -> None:
+    """Where all but one layer have them so."""
+    model = Model(5)
+    pairs = [(both[:6], both[6:]) for both in torch.randn(5, 14, generator=torch.Generator().manual_seed(1))]
+    pairs[2] = (pairs[2][0], pairs[2][1] + 1.0)
+    model.layers = [Layer(weight, codes.view(torch.uint8)) for weight, codes in pairs]
+
+    def compute(index: int) -> None:
+        launch(multiply, model.x, model.layers[index].codes.view(torch.float32)[:3], 2.0, model.x)
+
+    assert model.run(compute, chosen=(0, 3, 4)) == []
 
 
 def test_a_later_capture_reads_kernels_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ AddressRange = tuple[int, int]
 
 
 class CapturedKernel(Struct, frozen=True):
-    """A kernel in the graph of a capture.
+    """A kernel in the graph of a capture. What else a launch may set is not read: kernels of this package and
+    of Triton do not set it.
 
     function: handle of the driver. sizes: of the grid, of a CTA, and bytes of dynamic shared memory. cluster:
     its size and how clusters are placed, zeros without one. is_dependent: launched by programmatic dependent
@@ -82,14 +83,17 @@ class GraphTail:
     def kernels_of(self, launch: Callable[[], object]) -> list[CapturedKernel] | None:
         """Call a function that launches into the capture, and return the kernels that it adds, in order.
 
-        None if it adds something else, or a kernel with settings that a copy would not have.
+        None if it adds none, too many or something else, and for kernels that cannot be read.
         """
         before = self._last_node()
         launch()
         node, found = self._last_node(), list[CapturedKernel]()
-        while before is not None and node is not None and len(found) < MAX_KERNELS:
+        while before is not None and node is not None:
             if int(node) == int(before):
-                return found[::-1]
+                return found[::-1] or None
+
+            if len(found) == MAX_KERNELS:
+                return None
 
             error, nodes, edges, number = driver.cuGraphNodeGetDependencies(node, 2)
             kernel = None if error or number != 1 else _kernel(node, edges[0].type == PROGRAMMATIC)
@@ -158,11 +162,11 @@ def copies_of(
 def capturing(stream: int) -> Iterator[None]:
     """Have `capture_in_progress` return the end of the graph of a stream, which this thread captures in a
     `with` block."""
-    _current.tail = GraphTail(stream)
+    outer, _current.tail = capture_in_progress(), GraphTail(stream)
     try:
         yield
     finally:
-        _current.tail = None
+        _current.tail = outer
 
 
 def capture_in_progress() -> GraphTail | None:
@@ -294,13 +298,17 @@ def _places(
 def _place(
     one: int, other: int, ranges: tuple[Sequence[AddressRange | None], Sequence[AddressRange | None]]
 ) -> tuple[int, int] | None:
-    """The number of the tensor in which two addresses lie, and how far from its beginning."""
-    for number, (range_of_one, range_of_other) in enumerate(zip(*ranges, strict=True)):
-        if range_of_one is None or range_of_other is None:
-            continue
+    """The number of the tensor in which two addresses lie, and how far from its beginning. None if that is
+    none, or if it may be one of several, of which other layers may have other places."""
+    found = [
+        (number, one - pair[0][0])
+        for number, pair in enumerate(zip(*ranges, strict=True))
+        if pair[0] is not None and pair[1] is not None and _has_same_place(one, other, pair[0], pair[1])
+    ]
+    return found[0] if len(found) == 1 else None
 
-        begin, end = range_of_one
-        if begin <= one < end and one - begin == other - range_of_other[0]:
-            return number, one - begin
 
-    return None
+def _has_same_place(one: int, other: int, range_of_one: AddressRange, range_of_other: AddressRange) -> bool:
+    """Whether two addresses lie in their ranges, as far from the beginning."""
+    begin, end = range_of_one
+    return begin <= one < end and one - begin == other - range_of_other[0]

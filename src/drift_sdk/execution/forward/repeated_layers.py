@@ -83,10 +83,10 @@ class RepeatedLayers:
 
     def run(self, layers: Sequence[LayerTensors], compute: Callable[[int], None]) -> None:
         """Compute all layers in order, or make the launches of one of their kind with their tensors."""
-        tail = capture_in_progress()
+        tail, numbers = capture_in_progress(), Counter(kind for kind, _ in layers)
         usable = {kind: tape for kind, tape in self._tapes.items() if tape.is_usable(layers)}
         repeats = {
-            kind: tape.repeat if tail is None else _KindCopies(tape, tail).repeat
+            kind: tape.repeat if tail is None or numbers[kind] < 3 else _KindCopies(tape, tail).repeat
             for kind, tape in usable.items()
         }
         for index, (kind, tensors) in enumerate(layers):
@@ -179,6 +179,7 @@ class _KindCopies:
         self._tape, self._tail = tape, tail
         self._seen: list[tuple[Sequence[Tensor], list[list[CapturedKernel] | None]]] = []
         self._copies: list[list[KernelCopy] | None] = []
+        self._shared: dict[int, int] = {}  # addresses of tensors that both layers have, by number
 
     def repeat(self, tensors: Sequence[Tensor]) -> None:
         """Launch with the tensors of the next layer."""
@@ -190,7 +191,14 @@ class _KindCopies:
 
         if not self._copies:
             self._copies = [self._copies_of(number) for number in numbers]
-        addresses = [own.data_ptr() for own in tensors]
+            pairs = zip(*(_addresses(seen) for seen, _ in self._seen), strict=True)
+            self._shared = {number: one for number, (one, other) in enumerate(pairs) if one == other}
+        addresses = _addresses(tensors)
+        # Whether a kernel has the address of a shared tensor, or another equal number, cannot be told.
+        if any(addresses[number] != address for number, address in self._shared.items()):
+            tape.repeat(tensors)
+            return
+
         for number, copies in zip(numbers, self._copies, strict=True):
             if copies is None:
                 tape.launch(number, tensors)()
@@ -203,6 +211,10 @@ class _KindCopies:
         (tensors, first), (others, second) = self._seen
         ranges = self._tape.ranges(number, tensors), self._tape.ranges(number, others)
         return copies_of((first[number], second[number]), ranges, self._tail.stream)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [own.data_ptr() for own in tensors]
 
 
 def _ranges(tensors: Sequence[Tensor]) -> list[AddressRange]:
