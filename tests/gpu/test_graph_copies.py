@@ -14,9 +14,10 @@ pytest.importorskip("cuda.core")
 from cuda.bindings import driver
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device import kernel_copies
+from drift_sdk.execution.device import captured_kernels
+from drift_sdk.execution.device.captured_kernels import CapturedKernel, capture_in_progress
 from drift_sdk.execution.device.device import GpuDevice, Replay
-from drift_sdk.execution.device.kernel_copies import CapturedKernel, KernelCopy, capture_in_progress
+from drift_sdk.execution.device.kernel_copies import KernelCopy
 from drift_sdk.execution.forward import repeated_layers
 from drift_sdk.execution.forward.kernel_weights import arrange_decoder
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
@@ -47,8 +48,8 @@ def kernels_of_graph() -> list[CapturedKernel | None]:
     while node is not None:
         error, nodes, edges, number = driver.cuGraphNodeGetDependencies(node, 2)
         assert not error and number <= 1
-        is_dependent = number == 1 and edges[0].type == kernel_copies.PROGRAMMATIC
-        found.append(kernel_copies._kernel(node, is_dependent))
+        is_dependent = number == 1 and edges[0].type == captured_kernels.PROGRAMMATIC
+        found.append(captured_kernels._kernel(node, is_dependent))
         node = nodes[0] if number else None
     return found
 

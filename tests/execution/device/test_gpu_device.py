@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("cuda.core")
 
 from drift_sdk.execution.device import device as device_module
+from drift_sdk.execution.device.captured_kernels import GraphTail, capture_in_progress
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.device.kernel_copies import GraphTail, capture_in_progress
 
 
 class FakeInstantiation:

@@ -17,20 +17,19 @@ pytest.importorskip("cuda.bindings.driver")
 
 from cuda.bindings import driver
 
-from drift_sdk.execution.device import kernel_copies
-from drift_sdk.execution.device.kernel_copies import (
+from drift_sdk.execution.device import captured_kernels, kernel_copies
+from drift_sdk.execution.device.captured_kernels import (
     CLUSTER,
     COOPERATIVE,
-    DEPENDENT,
     KERNEL_NODE,
+    MAX_KERNELS,
     POLICY,
     CapturedKernel,
     GraphTail,
-    KernelCopy,
     capture_in_progress,
     capturing,
-    copies_of,
 )
+from drift_sdk.execution.device.kernel_copies import DEPENDENT, KernelCopy, copies_of
 
 STREAM = 7
 NOTHING = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY
@@ -87,12 +86,12 @@ class Driver:
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         assert stream == STREAM
-        status = kernel_copies.CAPTURING if self.is_capturing else IDLE
+        status = captured_kernels.CAPTURING if self.is_capturing else IDLE
         return self.status("capture"), status, 1, None, self.last, [], len(self.last)
 
     def cuGraphNodeGetDependencies(self, node: int, number: int) -> tuple[Any, ...]:
         found = self.nodes[node]
-        edge = SimpleNamespace(type=kernel_copies.PROGRAMMATIC if found.is_dependent else 0)
+        edge = SimpleNamespace(type=captured_kernels.PROGRAMMATIC if found.is_dependent else 0)
         return self.status("before"), [*found.before, 0, 0][:number], [edge] * number, len(found.before)
 
     def cuGraphNodeGetType(self, node: int) -> tuple[Any, ...]:
@@ -157,7 +156,8 @@ class Driver:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr(kernel_copies, "driver", found)
+    for module in (captured_kernels, kernel_copies):
+        monkeypatch.setattr(module, "driver", found)
     found.add(Node(FUNCTION, [0] * 6))
     return found
 
@@ -218,7 +218,7 @@ def repeated(
 
 def most(first: int, second: int) -> list[Node]:
     """As many kernels as are read."""
-    return [each for _ in range(kernel_copies.MAX_KERNELS) for each in small(first, second)]
+    return [each for _ in range(MAX_KERNELS) for each in small(first, second)]
 
 
 @pytest.mark.parametrize("launched", [small, product, most])
@@ -349,10 +349,16 @@ def test_an_address_that_may_be_in_either_of_two_tensors_is_not_replaced(gpu: Dr
     first, second = (
         tail.kernels_of(lambda begin=begin: gpu.add(small(begin, begin)[0])) for begin in (1000, 2000)
     )
-    same = [[(begin, begin + SIZE), (begin, begin + SIZE)] for begin in (1000, 2000)]
-    assert copies_of((first, second), (same[0], same[1]), STREAM) is None
-    one = [[each[0], None] for each in same]
-    assert copies_of((first, second), (one[0], one[1]), STREAM) is not None
+
+    def copies(*changes: int) -> list[KernelCopy] | None:
+        ranges = [[(begin, begin + SIZE - change) for change in changes] for begin in (1000, 2000)]
+        return copies_of((first, second), (ranges[0], ranges[1]), STREAM)
+
+    assert copies(0, 1) is None
+    for same in (copies(0), copies(0, 0)):
+        assert same is not None
+        same[0].launch([5000, 6000])
+        assert gpu.nodes[len(gpu.nodes)].description == small(5000, 5000)[0].description
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -387,7 +393,7 @@ def test_launches_differ_by_each_field_and_the_lengths_of_parameters() -> None:
 
 def test_more_kernels_than_are_read_have_no_copies(gpu: Driver) -> None:
     def launched(first: int, second: int) -> list[Node]:
-        return [each for _ in range(kernel_copies.MAX_KERNELS + 1) for each in small(first, second)]
+        return [each for _ in range(MAX_KERNELS + 1) for each in small(first, second)]
 
     assert repeated(gpu, launched) == (None, [])
 

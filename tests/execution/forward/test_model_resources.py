@@ -179,3 +179,30 @@ def test_layouts_differ_by_shape_type_and_absence() -> None:
     unknown = dataclasses.replace(second, down=object())
     found = [layout(layer) for layer in (first, narrower, biased, wider, unknown)]
     assert len(set(found)) == len(found)
+
+
+def resources_of(decoder: Decoder) -> ModelResources:
+    cache = PagedKVCache(decoder, LIMITS)
+    cache.allocate(1)
+    return ModelResources(decoder=decoder, cache=cache, tuned=TunedTable(), limits=LIMITS)
+
+
+def test_layers_with_tensors_in_one_place_are_compared_among_themselves() -> None:
+    """Which of both an address in a launch belongs to cannot be told."""
+    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=12))
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
+    layers = list(decoder.weights.layers)
+    for index in range(0, 12, 2):
+        layers[index] = dataclasses.replace(layers[index], mlp_norm=layers[index].input_norm)
+    decoder.weights = dataclasses.replace(decoder.weights, layers=layers)
+    assert indices(resources_of(decoder)) == [0, 7, 8, 9, 10, 11]
+
+
+def test_layers_with_scales_in_one_place_are_of_another_kind() -> None:
+    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=2))
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32, kv_form="fp8")
+    kinds = []
+    for scales in torch.ones(2, 2, 1), torch.ones(1, 2, 1).expand(2, 2, 1):
+        decoder.weights = dataclasses.replace(decoder.weights, kv_scales=KVScales(*scales))
+        kinds.append(resources_of(decoder).cache.own(0).kind)
+    assert kinds[0] != kinds[1]

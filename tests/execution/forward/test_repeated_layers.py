@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings")
 
 from drift_sdk._kernels.common.launch_tape import Launch, launch
 from drift_sdk.execution.forward import repeated_layers
-from drift_sdk.execution.forward.repeated_layers import LayerTensors, RepeatedLayers, tensors_of
+from drift_sdk.execution.forward.repeated_layers import LayerTensors, RepeatedLayers, places, tensors_of
 
 
 class Layer(Struct, frozen=True):
@@ -342,6 +342,22 @@ def test_a_tensor_that_the_first_layers_alone_share_is_not_copied(monkeypatch: p
     model.layers = [first, second, third, fourth, *others]
     assert model.run(chosen=(0, 4, 5)) == []
     assert capture.copied == [0, 1], "of the fourth layer, which has the tensor too"
+
+
+def test_scales_in_one_place_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as scales of ones for keys and for values, in all layers of a kind."""
+    capture = EmulatedCapture(monkeypatch, lambda number: True)
+    model = Model(6)
+    model.layers = [Layer(each.codes.view(torch.float32), each.codes) for each in model.layers]
+    assert model.run(chosen=(0, 4, 5)) == []
+    assert capture.copied == [0, 1] * 4
+
+
+def test_places_tell_which_tensors_share_an_address() -> None:
+    first, second = torch.zeros(2, 4)
+    assert places([first, second, first[:2], second[1:], second]) == (0, 1, 0, 3, 1)
+    layer = LayerTensors("a", [])
+    assert layer.with_tensors([first, first]).kind != layer.with_tensors([first, second]).kind
 
 
 def test_tensors_in_tuples_and_options_are_those_that_a_launch_takes(

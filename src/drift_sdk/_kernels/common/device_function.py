@@ -47,8 +47,8 @@ def quick_sources() -> Iterator[None]:
 
 
 def source_lines(function: Any) -> tuple[list[str], int]:
-    """What `inspect.getsourcelines` returns: the source of a function with its decorators, and the number of
-    the first line.
+    """Return what `inspect.getsourcelines` returns: the source of a function with its decorators, and the
+    number of the first line.
 
     Found by indentation for a function of a module whose lines are indented but for those of decorators and
     the end of its signature; by `inspect` for functions that begin otherwise.

@@ -16,9 +16,9 @@ from torch import Tensor
 from drift_sdk._kernels.common.launch_order import checked_launches
 from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.captured_kernels import capturing
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.device.instantiation import Instantiation
-from drift_sdk.execution.device.kernel_copies import capturing
 from drift_sdk.execution.device.stream_signal import StreamSignal
 from drift_sdk.execution.device.streams import external_stream, return_stream, take_stream
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
-from drift_sdk.execution.forward.repeated_layers import LayerTensors, layout, tensors_of
+from drift_sdk.execution.forward.repeated_layers import LayerTensors, layout, places, tensors_of
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
@@ -63,7 +63,8 @@ class PagedKVCache:
         """Keys, values and scales of a layer as tensors of its own."""
         if index not in self._own:
             kv = self.layer(index)
-            self._own[index] = LayerTensors(layout(kv), list(tensors_of(kv)))
+            tensors = list(tensors_of(kv))
+            self._own[index] = LayerTensors((layout(kv), places(tensors)), tensors)
         return self._own[index]
 
 

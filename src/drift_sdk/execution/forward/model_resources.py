@@ -13,7 +13,13 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.first_runs import is_first_run
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.repeated_layers import LayerTensors, RepeatedLayers, layout, tensors_of
+from drift_sdk.execution.forward.repeated_layers import (
+    LayerTensors,
+    RepeatedLayers,
+    layout,
+    places,
+    tensors_of,
+)
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.steps import ExecutorLimits
@@ -86,7 +92,8 @@ class ModelResources(Struct, frozen=True, kw_only=True):
             weights = self.decoder.weights
             following = weights.layers[index + 1 : index + 2]
             norm = following[0].input_norm if following else weights.final_norm
-            self.weights[index] = LayerTensors(layout(norm), [norm, *tensors_of(weights.layers[index])])
+            tensors = [norm, *tensors_of(weights.layers[index])]
+            self.weights[index] = LayerTensors((layout(norm), places(tensors)), tensors)
         kv, kept = self.cache.own(index), self.weights[index]
         return LayerTensors((kind, kv.kind, kept.kind), [*kept.tensors, *kv.tensors])
 

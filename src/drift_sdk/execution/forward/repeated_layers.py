@@ -19,23 +19,18 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.launch_tape import Launch, LaunchTape, Pick, recorded_launches
-from drift_sdk.execution.device.kernel_copies import (
-    AddressRange,
-    CapturedKernel,
-    GraphTail,
-    KernelCopy,
-    capture_in_progress,
-    copies_of,
-)
+from drift_sdk.execution.device.captured_kernels import CapturedKernel, GraphTail, capture_in_progress
+from drift_sdk.execution.device.kernel_copies import AddressRange, KernelCopy, copies_of
 
-__all__ = ["LayerTensors", "RepeatedLayers", "layout", "tensors_of"]
+__all__ = ["LayerTensors", "RepeatedLayers", "layout", "places", "tensors_of"]
 
 
 class LayerTensors(NamedTuple):
     """The tensors of one layer, which other layers have others for.
 
     kind: equal for layers that launch the same kernels with the same sizes. tensors: weights, keys and
-    values, in the same order and of the same layout (see `layout`) for layers of a kind.
+    values, in the same order, of the same layout (see `layout`) and in places of their own or not (see
+    `places`) for layers of a kind.
     """
 
     kind: object
@@ -43,7 +38,7 @@ class LayerTensors(NamedTuple):
 
     def with_tensors(self, others: list[Tensor]) -> LayerTensors:
         """The layer with further tensors."""
-        return LayerTensors((self.kind, layout(others)), [*self.tensors, *others])
+        return LayerTensors((self.kind, layout(others), places(others)), [*self.tensors, *others])
 
 
 class RepeatedLayers:
@@ -194,7 +189,7 @@ class _KindCopies:
             pairs = zip(*(_addresses(seen) for seen, _ in self._seen), strict=True)
             self._shared = {number: one for number, (one, other) in enumerate(pairs) if one == other}
         addresses = _addresses(tensors)
-        # Whether a kernel has the address of a shared tensor, or another equal number, cannot be told.
+        # A kernel's address of a tensor that both share cannot be told from other numbers.
         if any(addresses[number] != address for number, address in self._shared.items()):
             tape.repeat(tensors)
             return
@@ -226,6 +221,15 @@ def _part(number: int, offset: int, view: Tensor, tensors: Sequence[Tensor]) -> 
     own = tensors[number].view(view.dtype)
     first = own.storage_offset() + offset // view.element_size()
     return own.as_strided(view.shape, view.stride(), first)
+
+
+def places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return for each tensor the number of the first one at its address, as a value to compare.
+
+    Of two tensors in one place, an address does not tell which one it belongs to.
+    """
+    addresses = _addresses(tensors)
+    return tuple(map(addresses.index, addresses))
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
