@@ -199,10 +199,11 @@ def test_layers_with_tensors_in_one_place_are_compared_among_themselves() -> Non
 
 
 def test_layers_with_scales_in_one_place_are_of_another_kind() -> None:
-    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=2))
+    fields = tiny_llama(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    config = DecoderConfig.from_hf(fields)
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32, kv_form="fp8")
     kinds = []
-    for scales in torch.ones(2, 2, 1), torch.ones(1, 2, 1).expand(2, 2, 1):
+    for scales in torch.ones(2, 2, 4), torch.ones(1, 2, 4).expand(2, 2, 4):
         decoder.weights = dataclasses.replace(decoder.weights, kv_scales=KVScales(*scales))
         kinds.append(resources_of(decoder).cache.own(0).kind)
     assert kinds[0] != kinds[1]
