@@ -136,7 +136,7 @@ class RecordingDevice:
         with self.work(), first_run(), recorded_kernels() as kernels:
             for step in itertools.islice(steps, self._num_steps):
                 step()
-        self.kernels += kernels
+        self.kernels += [kernel for kernel in kernels if isinstance(kernel, KernelToCompile)]
 
     def mapped_memory(self, num_bytes: int, peers: Sequence[torch.device]) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cuda.core.utils import make_program_cache_key
+from ptx_access import has_nvrtc
 
 from drift_sdk import _kernels
 from drift_sdk._kernels.common import cuda_programs
-from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, launch_kernel, program_options
+from drift_sdk._kernels.common.cuda_programs import (
+    Boxes,
+    CudaKernel,
+    ProgramToCompile,
+    compile_kernel,
+    launch_kernel,
+    program_options,
+)
+from drift_sdk._kernels.common.parallel_compile import missing_kernels, recorded_kernels
 
 FOLDER = Path(_kernels.__file__).parent
 PROGRAMS = sorted(
@@ -37,6 +48,77 @@ def test_every_program_has_a_key_of_its_own_on_disk(file: str) -> None:
     keys = {key(kernel) for kernel in (*kernels, CudaKernel((file,), "product", ()))}
     assert len(keys | {key(kernels[0], "80")}) == 5
     assert key(CudaKernel(files, "product", ())) == key(kernels[0])
+
+
+ADD = CudaKernel(("common/wait.cu",), "add", (("ROWS", "8"),))
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Kernels that are loaded, by name, and the architectures that they are compiled for. Compiled programs
+    are kept in a folder of their own."""
+    loaded: list[tuple[str, str]] = []
+
+    class Compiled:
+        def __init__(self, arch: str) -> None:
+            self.arch = arch
+
+        def get_kernel(self, name: str) -> str:
+            loaded.append((name, self.arch))
+            return f"{name} for {self.arch}"
+
+    monkeypatch.setattr(cuda_programs, "Device", lambda index: SimpleNamespace(arch=str(80 + 10 * index)))
+    monkeypatch.setattr(cuda_programs, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(CudaKernel, "source", lambda kernel: f"text of {kernel.name}")
+    monkeypatch.setattr(ProgramToCompile, "compile", lambda program: Compiled(program.arch))
+    cuda_programs._loaded.cache_clear()
+    yield loaded
+    cuda_programs._loaded.cache_clear()
+
+
+def test_kernels_are_loaded_once_for_each_gpu(programs: list[tuple[str, str]]) -> None:
+    assert [compile_kernel(ADD, index, 0) for index in (0, 1, 0)] == [
+        "add for 80",
+        "add for 90",
+        "add for 80",
+    ]
+    assert programs == [("add", "80"), ("add", "90")]
+
+
+def test_programs_of_recorded_launches_are_not_compiled(programs: list[tuple[str, str]]) -> None:
+    with recorded_kernels() as kernels:
+        for index in (1, 1, 0):
+            assert compile_kernel(ADD, index, 0) is None
+            launch_kernel(None, (1,), 32, 0, 1)
+    assert kernels == [ProgramToCompile(ADD, "90"), ProgramToCompile(ADD, "80")]
+    assert programs == []
+    assert pickle.loads(pickle.dumps(kernels)) == kernels
+
+
+def test_a_program_is_compiled_if_it_is_on_disk(
+    programs: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, other = ProgramToCompile(ADD, "90"), ProgramToCompile(ADD, "80")
+    assert missing_kernels([program, other]) == [program, other]
+    cuda_programs._programs().update({program._key: b"code"})
+    assert missing_kernels([program, other]) == [other]
+
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError("a folder that cannot be made")
+
+    monkeypatch.setattr(cuda_programs, "FileStreamProgramCache", fail)
+    assert missing_kernels([program, other]) == [], "a worker could not keep it"
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
+def test_a_compiled_program_is_found_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_programs, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(CudaKernel, "source", lambda kernel: 'extern "C" __global__ void add() {}')
+    program = ProgramToCompile(ADD, "90")
+    assert not program.is_compiled
+    program.make()
+    assert program.is_compiled
+    assert not ProgramToCompile(ADD, "80").is_compiled
 
 
 @pytest.fixture

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from drift_sdk._kernels.common import parallel_compile
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile, compile_kernels
+from drift_sdk._kernels.common.parallel_compile import (
+    KernelToCompile,
+    compile_kernels,
+    missing_kernels,
+    record,
+    recorded_kernels,
+)
 
 WORKER = """
 import os, pickle, pickletools, sys
@@ -86,3 +94,50 @@ def test_nothing_is_compiled_without_an_interpreter(worker, monkeypatch: pytest.
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     compile_kernels(kernels(1))
     assert not log.exists()
+
+
+ELSEWHERE = """
+from pathlib import Path
+
+from msgspec import Struct
+
+class Writing(Struct, frozen=True):
+    folder: str
+    number: int
+
+    @property
+    def is_compiled(self):
+        return Path(self.folder, str(self.number)).exists()
+
+    def make(self):
+        print("what compilers print")
+        if self.number == 1:
+            raise RuntimeError("a kernel that does not compile")
+        Path(self.folder, str(self.number)).write_text("compiled")
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the path, with a compilation that writes a file."""
+    (tmp_path / "compiled_elsewhere.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("compiled_elsewhere")
+    del sys.modules["compiled_elsewhere"]
+
+
+def test_a_worker_makes_whatever_it_gets(elsewhere: ModuleType, tmp_path: Path) -> None:
+    """One that fails does not end it."""
+    compilations = [elsewhere.Writing(str(tmp_path), number) for number in range(4)]
+    fractions: list[float] = []
+    compile_kernels(compilations, num_processes=1, on_progress=fractions.append)
+    assert fractions == [0.25, 0.5, 0.75, 1.0]
+    assert missing_kernels(compilations) == [compilations[1]]
+
+
+def test_compilations_are_recorded_once(elsewhere: ModuleType, tmp_path: Path) -> None:
+    first, second = (elsewhere.Writing(str(tmp_path), number) for number in range(2))
+    with recorded_kernels() as kernels:
+        for each in (first, second, elsewhere.Writing(str(tmp_path), 0)):
+            record(each)
+    assert kernels == [first, second]

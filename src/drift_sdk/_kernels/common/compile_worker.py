@@ -3,7 +3,6 @@ stdin."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import sys
@@ -15,20 +14,18 @@ def main() -> None:
     """Compile one kernel after the other; a byte on stdout follows each, also one that does not compile."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what compilers print is no answer
-    from drift_sdk._kernels.common.parallel_compile import DONE, KernelToCompile
+    from drift_sdk._kernels.common.parallel_compile import DONE, Compilation
 
     while True:
         try:
-            kernel = pickle.load(sys.stdin.buffer)
+            compilation: Compilation = pickle.load(sys.stdin.buffer)
         except EOFError:
             os._exit(0)  # there is nothing to finish, and the parent waits
 
-        assert isinstance(kernel, KernelToCompile)
         try:
-            importlib.import_module(kernel.module)
-            kernel.compile_launcher(kernel.compile())
+            compilation.make()
         except Exception as error:
-            sys.stderr.write(f"{kernel.name}: {error!r}\n")
+            sys.stderr.write(f"{compilation}: {error!r}\n")
         answers.write(DONE)
 
 

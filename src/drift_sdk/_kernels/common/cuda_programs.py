@@ -22,15 +22,23 @@ from cuda.core import (
     TensorMapDescriptorOptions,
     launch,
 )
-from cuda.core.utils import FileStreamProgramCache, StridedMemoryView
+from cuda.core.utils import FileStreamProgramCache, StridedMemoryView, make_program_cache_key
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common import launch_tape
 from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
-from drift_sdk._kernels.common.parallel_compile import is_recording
+from drift_sdk._kernels.common.parallel_compile import is_recording, record
 
-__all__ = ["Boxes", "CudaKernel", "compile_kernel", "has_compiler", "launch_kernel", "program_options"]
+__all__ = [
+    "Boxes",
+    "CudaKernel",
+    "ProgramToCompile",
+    "compile_kernel",
+    "has_compiler",
+    "launch_kernel",
+    "program_options",
+]
 
 log = logging.getLogger("drift_sdk")
 
@@ -71,17 +79,60 @@ def has_compiler() -> bool:
     return True
 
 
-@cache
+class ProgramToCompile(Struct, frozen=True):
+    """A program that another process may compile, see parallel_compile.py. arch: of the GPU, like "90"."""
+
+    kernel: CudaKernel
+    arch: str
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled program is on disk; also True if it cannot be kept there."""
+        try:
+            return _programs().get(self._key) is not None
+        except OSError:
+            return True
+
+    def make(self) -> None:
+        self.compile()
+
+    def compile(self) -> Any:
+        """The program's code, from disk or kept there."""
+        program = Program(self.kernel.source(), "c++", program_options(self.kernel, self.arch))
+        try:
+            return _compiled(program)
+        finally:
+            program.close()
+
+    @property
+    def _key(self) -> bytes:
+        """The key on disk, which cuda.core makes of the same."""
+        key: bytes = make_program_cache_key(
+            code=self.kernel.source(),
+            code_type="c++",
+            options=program_options(self.kernel, self.arch),
+            target_type="cubin",
+        )
+        return key
+
+
 def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> Any:
-    """The kernel for a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory.
+    """The kernel for a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory. None
+    where launches are only recorded (parallel_compile.py), as its program is.
 
     A program is looked up on disk by its text, its options and the compiler's version.
     """
-    program = Program(kernel.source(), "c++", program_options(kernel, Device(device_index).arch))
-    try:
-        compiled = _compiled(program).get_kernel(kernel.name)
-    finally:
-        program.close()
+    if is_recording():
+        record(ProgramToCompile(kernel, Device(device_index).arch))
+        return None
+
+    return _loaded(kernel, device_index, shared_bytes)
+
+
+@cache
+def _loaded(kernel: CudaKernel, device_index: int, shared_bytes: int) -> Any:
+    program = ProgramToCompile(kernel, Device(device_index).arch)
+    compiled = program.compile().get_kernel(kernel.name)
     if shared_bytes:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, compiled.handle, device_index)
@@ -107,11 +158,15 @@ def program_options(kernel: CudaKernel, arch: str) -> ProgramOptions:
 def _compiled(program: Program) -> Any:
     """The program's code, from disk or kept there. A folder that cannot be written is no error."""
     try:
-        programs = FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
-        return program.compile("cubin", cache=programs)
+        return program.compile("cubin", cache=_programs())
     except OSError as error:
         log.warning("compiled CUDA programs cannot be kept on disk: %s", error)
         return program.compile("cubin")
+
+
+def _programs() -> FileStreamProgramCache:
+    """Compiled programs on disk. Raises OSError if the folder cannot be made."""
+    return FileStreamProgramCache(cache_folder() / "cuda_programs", max_size_bytes=MAX_CACHE_BYTES)
 
 
 class Boxes(NamedTuple):

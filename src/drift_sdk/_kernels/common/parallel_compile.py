@@ -2,15 +2,17 @@
 
 Triton holds the interpreter's lock while it compiles, so threads would not compile at the same time.
 `recorded_kernels` finds out which kernels a piece of code would launch, without compiling or launching them.
-`compile_kernels` has worker processes compile those that are not in Triton's cache on disk, from which the
-launches then load them. Nothing depends on it: a kernel that no worker has compiled is compiled when it is
-launched.
+`compile_kernels` has worker processes compile those that are not in a cache on disk, from which the launches
+then load them. Nothing depends on it: a kernel that no worker has compiled is compiled when it is launched.
+
+Kernels of Triton are recorded here, programs in CUDA C++ by cuda_programs.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -21,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import triton
 from msgspec import Struct
@@ -34,10 +36,12 @@ from drift_sdk._kernels.common.cache_keys import settle_cache_key, wait_for_cach
 from drift_sdk._kernels.common.kernel import launched_kernels
 
 __all__ = [
+    "Compilation",
     "KernelToCompile",
     "compile_kernels",
     "is_recording",
     "missing_kernels",
+    "record",
     "recorded_kernels",
 ]
 
@@ -49,6 +53,17 @@ DONE = b"."
 
 _recording = threading.local()
 _recording_lock = threading.Lock()
+
+
+class Compilation(Protocol):
+    """What a worker may compile. It is pickled, and its `repr` tells it from others."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the result is in the cache on disk."""
+
+    def make(self) -> None:
+        """Compile into the cache on disk."""
 
 
 class KernelToCompile(Struct, frozen=True, kw_only=True):
@@ -88,6 +103,14 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
         group = get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name)
         return None if group is None else group.get(name)
 
+    @property
+    def is_compiled(self) -> bool:
+        return self.cache_file() is not None
+
+    def make(self) -> None:
+        importlib.import_module(self.module)
+        self.compile_launcher(self.compile())
+
     def compile(self) -> Any:
         """Compile the kernel into Triton's cache, and return it."""
         return triton.compile(self.source(), target=self.target, options=dict(self.options))
@@ -104,15 +127,20 @@ def is_recording() -> bool:
     return getattr(_recording, "found", None) is not None
 
 
+def record(compilation: Compilation) -> None:
+    """Add what a launch needs to those that this thread records; see `is_recording`."""
+    _recording.found.append(compilation)
+
+
 @contextlib.contextmanager
-def recorded_kernels() -> Iterator[list[KernelToCompile]]:
+def recorded_kernels() -> Iterator[list[Compilation]]:
     """Record the launches that this thread makes inside a `with` block instead of compiling and starting
     them.
 
-    Yields the kernels that this process has not compiled or loaded yet, each once when the block has ended.
-    Kernels of torch run as always.
+    Yields the kernels of Triton that this process has not compiled or loaded yet, and all programs, each once
+    when the block has ended. Kernels of torch run as always.
     """
-    found: list[KernelToCompile] = []
+    found: list[Compilation] = []
     kernels = launched_kernels()
     with _recording_lock:
         hook_before = triton.knobs.runtime.jit_cache_hook
@@ -153,7 +181,7 @@ def _note_compilation(hook_before: Any) -> Callable[..., Any]:
             key: tuple(value) if isinstance(value, list) else value
             for key, value in stored["options"].items()
         }
-        _recording.found.append(
+        record(
             KernelToCompile(
                 module=found["fn"].module,
                 name=found["fn"].jit_function.__name__,
@@ -171,19 +199,19 @@ def _note_compilation(hook_before: Any) -> Callable[..., Any]:
     return hook
 
 
-def missing_kernels(kernels: Sequence[KernelToCompile]) -> list[KernelToCompile]:
-    """Return those of the kernels that are not in Triton's cache on disk."""
+def missing_kernels(kernels: Sequence[Compilation]) -> list[Compilation]:
+    """Return those of the kernels that are not in a cache on disk."""
     wait_for_cache_keys()
-    return [kernel for kernel in kernels if kernel.cache_file() is None]
+    return [kernel for kernel in kernels if not kernel.is_compiled]
 
 
 def compile_kernels(
-    kernels: Sequence[KernelToCompile],
+    kernels: Sequence[Compilation],
     *,
     num_processes: int | None = None,
     on_progress: Callable[[float], None] = lambda fraction: None,
 ) -> None:
-    """Have worker processes compile kernels into Triton's cache, and wait for them.
+    """Have worker processes compile kernels into the caches on disk, and wait for them.
 
     num_processes: None: one for each CPU that this process may use, 16 at most. on_progress: called on this
     thread with the fraction that is done. Nothing is raised for a kernel that does not compile, or for
@@ -193,7 +221,7 @@ def compile_kernels(
         return
 
     most = min(available_cpus(), MAX_PROCESSES) if num_processes is None else num_processes
-    todo: queue.SimpleQueue[KernelToCompile] = queue.SimpleQueue()
+    todo: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
     for kernel in kernels:
         todo.put(kernel)
     done: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -212,7 +240,7 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _feed_worker(todo: queue.SimpleQueue[KernelToCompile], done: queue.SimpleQueue[None]) -> None:
+def _feed_worker(todo: queue.SimpleQueue[Compilation], done: queue.SimpleQueue[None]) -> None:
     """Start a worker and have it compile one kernel after the other, until there is none left."""
     # The path is that of this process, and nothing of the working directory comes before it.
     environment = os.environ | {
