@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from msgspec.structs import replace
 
 from drift_sdk._kernels.common import parallel_compile
 from drift_sdk._kernels.common.parallel_compile import (
@@ -141,3 +142,24 @@ def test_compilations_are_recorded_once(elsewhere: ModuleType, tmp_path: Path) -
         for each in (first, second, elsewhere.Writing(str(tmp_path), 0)):
             record(each)
     assert kernels == [first, second]
+
+
+def test_a_kernel_is_made_with_its_module_and_its_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_a_kernel.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[object] = []
+    monkeypatch.setattr(KernelToCompile, "compile", lambda kernel: (kernel, kernel.module in sys.modules))
+    monkeypatch.setattr(KernelToCompile, "compile_launcher", lambda kernel, compiled: made.append(compiled))
+    kernel = replace(kernels(1)[0], module="module_of_a_kernel")
+    kernel.make()
+    assert made == [(kernel, True)]
+    del sys.modules["module_of_a_kernel"]
+
+
+def test_a_kernel_is_compiled_if_its_metadata_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        KernelToCompile, "cache_file", lambda kernel: None if kernel.name == "kernel1" else "a file"
+    )
+    assert missing_kernels(kernels(3)) == [kernels(3)[1]]
