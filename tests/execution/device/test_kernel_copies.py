@@ -77,7 +77,7 @@ class Driver:
                 setattr(self, name, getattr(driver, name))
 
     def status(self, call: str) -> int:
-        """What a call returns as its status, with results that are right all the same."""
+        """Return the status of a call, whose results are right in any case."""
         return int(INVALID) if call == self.failing else 0
 
     def add(self, node: Node) -> None:

@@ -188,7 +188,7 @@ def resources_of(decoder: Decoder) -> ModelResources:
 
 
 def test_layers_with_tensors_in_one_place_are_compared_among_themselves() -> None:
-    """Which of both an address in a launch belongs to cannot be told."""
+    """An address in a launch does not tell which of both is meant."""
     config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=12))
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
     layers = list(decoder.weights.layers)

@@ -382,7 +382,7 @@ def test_tensors_in_tuples_and_options_are_those_that_a_launch_takes(
 
 
 def test_tensors_behind_each_other_are_told_apart() -> None:
-    """Where all but one layer have them so."""
+    """All layers but one have them so."""
     model = Model(5)
     pairs = [(both[:6], both[6:]) for both in torch.randn(5, 14, generator=torch.Generator().manual_seed(1))]
     pairs[2] = (pairs[2][0], pairs[2][1] + 1.0)

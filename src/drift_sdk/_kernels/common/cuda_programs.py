@@ -87,7 +87,7 @@ class ProgramToCompile(Struct, frozen=True):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiled program is on disk; also True if it cannot be kept there."""
+        """True if the compiled program is on disk, or cannot be kept there."""
         try:
             return _programs().get(self._key) is not None
         except OSError:

@@ -56,11 +56,11 @@ _recording_lock = threading.Lock()
 
 
 class Compilation(Protocol):
-    """What a worker may compile. It is pickled, and its `repr` tells it from others."""
+    """A kernel or a program that a worker may compile. It is pickled, and its `repr` tells it from others."""
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the result is in the cache on disk."""
+        """True if the result is in the cache on disk."""
 
     def make(self) -> None:
         """Compile into the cache on disk."""
