@@ -163,3 +163,8 @@ def test_a_kernel_is_compiled_if_its_metadata_is_on_disk(monkeypatch: pytest.Mon
         KernelToCompile, "cache_file", lambda kernel: None if kernel.name == "kernel1" else "a file"
     )
     assert missing_kernels(kernels(3)) == [kernels(3)[1]]
+
+
+def test_kernels_of_several_recordings_are_missing_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelToCompile, "cache_file", lambda kernel: None)
+    assert missing_kernels([*kernels(2), *kernels(3)]) == kernels(3)

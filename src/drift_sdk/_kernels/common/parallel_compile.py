@@ -155,8 +155,7 @@ def recorded_kernels() -> Iterator[list[Compilation]]:
             for kernel in kernels:
                 del kernel.run
             _recording.found = None
-    unique = {repr(kernel): kernel for kernel in found}
-    found[:] = unique.values()
+    found[:] = _unique(found)
 
 
 def _record_or_run(kernel: Any) -> Callable[..., Any]:
@@ -200,9 +199,14 @@ def _note_compilation(hook_before: Any) -> Callable[..., Any]:
 
 
 def missing_kernels(kernels: Sequence[Compilation]) -> list[Compilation]:
-    """Return those of the kernels that are not in a cache on disk."""
+    """Return those of the kernels that are not in a cache on disk, each once."""
     wait_for_cache_keys()
-    return [kernel for kernel in kernels if not kernel.is_compiled]
+    return [kernel for kernel in _unique(kernels) if not kernel.is_compiled]
+
+
+def _unique(kernels: Sequence[Compilation]) -> list[Compilation]:
+    """Each kernel once, by its `repr`: constants may be of types without a hash."""
+    return list({repr(kernel): kernel for kernel in kernels}.values())
 
 
 def compile_kernels(
