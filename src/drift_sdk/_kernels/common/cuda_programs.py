@@ -106,7 +106,7 @@ class ProgramToCompile(Struct, frozen=True):
 
     @property
     def _key(self) -> bytes:
-        """The key on disk, which cuda.core makes of the same."""
+        """The key of the compiled program on disk, as `Program.compile` makes it."""
         key: bytes = make_program_cache_key(
             code=self.kernel.source(),
             code_type="c++",
@@ -117,8 +117,8 @@ class ProgramToCompile(Struct, frozen=True):
 
 
 def compile_kernel(kernel: CudaKernel, device_index: int, shared_bytes: int) -> Any:
-    """The kernel for a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory. None
-    where launches are only recorded (parallel_compile.py), as its program is.
+    """The kernel for a GPU, ready for launches with at most `shared_bytes` of dynamic shared memory. Where
+    launches are only recorded (parallel_compile.py), its program is recorded too, and None is returned.
 
     A program is looked up on disk by its text, its options and the compiler's version.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
@@ -22,12 +22,22 @@ AddressRange = tuple[int, int]
 """The first address of a tensor's memory, and the address after the last."""
 
 
-class KernelCopy:
-    """A kernel that can be launched with addresses in other tensors."""
+class Pointer(NamedTuple):
+    """An address in a kernel's parameters.
 
-    def __init__(self, kernel: CapturedKernel, stream: int, places: Sequence[tuple[int, int, int]]) -> None:
-        """places: of each address its word, counted over all parameters, the number of the tensor that it
-        lies in, and the bytes between the tensor's first address and it."""
+    word: its number among the words of all parameters. tensor: the number of the tensor that it lies in.
+    offset: bytes from the tensor's first address.
+    """
+
+    word: int
+    tensor: int
+    offset: int
+
+
+class KernelCopy:
+    """A kernel that can be launched with its pointers in other tensors."""
+
+    def __init__(self, kernel: CapturedKernel, stream: int, pointers: Sequence[Pointer]) -> None:
         words = kernel.words
         self._words = array("Q", [word for each in words for word in each])
         begin, _ = self._words.buffer_info()
@@ -35,12 +45,12 @@ class KernelCopy:
         self._parameters = array("Q", [begin + first for first in firsts])
         self._parameters_at, _ = self._parameters.buffer_info()
         self._function, self._config = driver.CUfunction(kernel.function), _config(kernel, stream)
-        self._places = places
+        self._pointers = pointers
 
     def launch(self, addresses: Sequence[int]) -> None:
         """Launch with tensors at these first addresses. Raises RuntimeError if the driver refuses it."""
         words = self._words
-        for word, tensor, offset in self._places:
+        for word, tensor, offset in self._pointers:
             words[word] = addresses[tensor] + offset
         (error,) = driver.cuLaunchKernelEx(self._config, self._function, self._parameters_at, 0)
         if error:
@@ -62,9 +72,9 @@ def copies_of(
     if first is None or second is None or len(first) != len(second):
         return None
 
-    places = [_places(*pair, ranges) for pair in zip(first, second, strict=True)]
-    found = [each for each in places if each is not None]
-    if len(found) < len(places):
+    pointers = [_pointers(*pair, ranges) for pair in zip(first, second, strict=True)]
+    found = [each for each in pointers if each is not None]
+    if len(found) < len(pointers):
         return None
 
     return [KernelCopy(kernel, stream, each) for kernel, each in zip(second, found, strict=True)]
@@ -95,12 +105,12 @@ def _attribute(kind: Any) -> Any:
     return attribute
 
 
-def _places(
+def _pointers(
     first: CapturedKernel,
     second: CapturedKernel,
     ranges: tuple[Sequence[AddressRange | None], Sequence[AddressRange | None]],
-) -> list[tuple[int, int, int]] | None:
-    """The places of `KernelCopy` for words in which two kernels differ; None if they differ in more."""
+) -> list[Pointer] | None:
+    """The words in which two kernels differ; None if one of them is no pointer, or they differ in more."""
     if not first.has_launch_of(second):
         return None
 
@@ -112,25 +122,28 @@ def _places(
         if one == other:
             continue
 
-        place = _place(one, other, ranges)
-        if place is None:
+        pointer = _pointer(word, one, other, ranges)
+        if pointer is None:
             return None
 
-        found.append((word, *place))
+        found.append(pointer)
     return found
 
 
-def _place(
-    one: int, other: int, ranges: tuple[Sequence[AddressRange | None], Sequence[AddressRange | None]]
-) -> tuple[int, int] | None:
-    """The number of the tensor in which two addresses lie, and how far from its beginning. None if that is
-    none, or if it may be one of several at different places."""
-    found: dict[tuple[AddressRange, AddressRange], tuple[int, int]] = {}
+def _pointer(
+    word: int,
+    one: int,
+    other: int,
+    ranges: tuple[Sequence[AddressRange | None], Sequence[AddressRange | None]],
+) -> Pointer | None:
+    """A word that is `one` in the first kernel and `other` in the second, as an address in the same tensor of
+    both. None if there is no such tensor, or several in different places."""
+    found: dict[tuple[AddressRange, AddressRange], Pointer] = {}
     for number, (range_of_one, range_of_other) in enumerate(zip(*ranges, strict=True)):
         if range_of_one is None or range_of_other is None:
             continue
 
         begin, end = range_of_one
         if begin <= one < end and one - begin == other - range_of_other[0]:
-            found.setdefault((range_of_one, range_of_other), (number, one - begin))
+            found.setdefault((range_of_one, range_of_other), Pointer(word, number, one - begin))
     return next(iter(found.values())) if len(found) == 1 else None
