@@ -52,13 +52,16 @@ class Node:
         self.function, self.is_dependent = function, is_dependent
         self.words, self.before = array("Q", words), list[int]()
         self.kind, self.is_cooperative = KERNEL_NODE, 0
-        self.is_kernel_object = self.is_packed = False
+        self.is_kernel_object, self.packing = False, ""
         self.sizes, self.cluster, self.policy = (3, 2, 5, 32, 4, 6, 64), (0, 0, 0), 0
         for name, value in changes.items():
             setattr(self, name, value)
         begin, _ = self.words.buffer_info()
         lengths = [-(-size // 8) for size in PARAMETERS[function]]
         self.pointers = array("Q", [begin + 8 * sum(lengths[:number]) for number in range(len(lengths))])
+        self.size = array("Q", [8 * len(self.words)])
+        pairs = {"buffer": (1, begin), "size": (2, self.size.buffer_info()[0])}
+        self.extra = array("Q", [word for name in self.packing.split() for word in pairs[name]] + [0])
 
     @property
     def description(self) -> tuple[object, ...]:
@@ -102,14 +105,15 @@ class Driver:
         names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
         return self.status("kernel"), SimpleNamespace(
             func=0 if found.is_kernel_object else found.function,
-            kernelParams=0 if found.is_packed else found.pointers.buffer_info()[0],
+            kernelParams=0 if found.packing else found.pointers.buffer_info()[0],
+            extra=found.extra.buffer_info()[0] if found.packing else 0,
             **dict(zip(names, found.sizes, strict=True)),
         )
 
     def cuFuncGetParamInfo(self, function: int, number: int) -> tuple[Any, ...]:
         sizes = PARAMETERS[function]
         if number < len(sizes):
-            return 0, 0, sizes[number]
+            return 0, 8 * sum(-(-size // 8) for size in sizes[:number]), sizes[number]
 
         return self.after_parameters, None, None
 
@@ -221,7 +225,16 @@ def most(first: int, second: int) -> list[Node]:
     return [each for _ in range(MAX_KERNELS) for each in small(first, second)]
 
 
-@pytest.mark.parametrize("launched", [small, product, most])
+def packed(first: int, second: int, packing: str = "buffer size") -> list[Node]:
+    """`small` with all parameters in a buffer, as libraries pass them."""
+    return small(first, second, packing=packing)
+
+
+def packed_size_first(first: int, second: int) -> list[Node]:
+    return packed(first, second, "size buffer")
+
+
+@pytest.mark.parametrize("launched", [small, product, most, packed, packed_size_first])
 def test_copies_are_the_launches_with_other_addresses(gpu: Driver, launched: Launched) -> None:
     copies, nodes = repeated(gpu, launched)
     assert copies is not None
@@ -285,8 +298,8 @@ def copying_memory(node: Node, is_second: bool) -> None:
     node.kind = NOTHING
 
 
-def packing(node: Node, is_second: bool) -> None:
-    node.is_packed = True
+def without_parameters(node: Node, is_second: bool) -> None:
+    node.pointers = array("Q")
 
 
 def without_function(node: Node, is_second: bool) -> None:
@@ -303,7 +316,7 @@ CHANGES = (
     clustering,
     cooperating,
     copying_memory,
-    packing,
+    without_parameters,
     without_function,
 )
 
@@ -324,6 +337,24 @@ def test_kernels_without_parameters_have_no_copies(gpu: Driver, monkeypatch: pyt
 def test_kernels_whose_parameters_cannot_be_read_have_no_copies(gpu: Driver) -> None:
     gpu.after_parameters = driver.CUresult.CUDA_ERROR_NOT_SUPPORTED
     assert repeated(gpu, small) == (None, [])
+
+
+@pytest.mark.parametrize("packing", ["buffer", "size"])
+def test_kernels_with_half_of_a_buffer_have_no_copies(gpu: Driver, packing: str) -> None:
+    assert repeated(gpu, partial(packed, packing=packing)) == (None, [])
+
+
+@pytest.mark.parametrize(("size", "is_copied"), [(48, True), (47, False), (8, False), (0, False)])
+def test_kernels_with_parameters_behind_their_buffer_have_no_copies(
+    gpu: Driver, size: int, is_copied: bool
+) -> None:
+    def launched(first: int, second: int) -> list[Node]:
+        (node,) = packed(first, second)
+        node.size[0] = size
+        return [node]
+
+    copies, _ = repeated(gpu, launched)
+    assert (copies is not None) is is_copied
 
 
 def test_addresses_in_tensors_that_a_launch_does_not_take_are_not_replaced(gpu: Driver) -> None:

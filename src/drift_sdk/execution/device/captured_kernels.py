@@ -36,6 +36,9 @@ CAPTURING = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 CLUSTER = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 POLICY = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE
 COOPERATIVE = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+PACKED_END = int(driver.CU_LAUNCH_PARAM_END)
+PACKED_BUFFER = int(driver.CU_LAUNCH_PARAM_BUFFER_POINTER)
+PACKED_SIZE = int(driver.CU_LAUNCH_PARAM_BUFFER_SIZE)
 NO_PARAMETER = driver.CUresult.CUDA_ERROR_INVALID_VALUE
 """The driver's status for the parameter after the last one."""
 
@@ -174,19 +177,41 @@ def _cluster(node: Any) -> tuple[int, tuple[int, int, int, int]]:
 
 
 def _parameters(found: Any) -> list[bytes]:
-    """The parameters of a kernel node; none if they cannot be read, as those that a library has packed.
+    """The parameters of a kernel node; none if they cannot be read.
 
-    found: what the driver says of the node, with pointers to the parameters.
+    found: what the driver says of the node, with pointers to the parameters or to a buffer with all of them.
     """
+    packed = b"" if found.kernelParams else _packed(int(found.extra))
     parameters: list[bytes] = []
-    while found.kernelParams:
-        error, _, size = driver.cuFuncGetParamInfo(found.func, len(parameters))
+    while found.kernelParams or packed:
+        error, offset, size = driver.cuFuncGetParamInfo(found.func, len(parameters))
         if error == NO_PARAMETER:
             break
 
-        if error:
+        if error or (packed and offset + size > len(packed)):
             return []
 
+        if packed:
+            parameters.append(packed[offset : offset + size])
+            continue
+
         pointer = int(found.kernelParams) + WORD_BYTES * len(parameters)
-        parameters.append(ctypes.string_at(ctypes.c_uint64.from_address(pointer).value, size))
+        parameters.append(ctypes.string_at(_word_at(pointer), size))
     return parameters
+
+
+def _packed(extra: int) -> bytes:
+    """The buffer of all parameters, as libraries pass them: `extra` is the address of pairs of words, an
+    identifier and a value, up to a word of zero. Empty if there is none."""
+    values: dict[int, int] = {}
+    while extra and (identifier := _word_at(extra)) != PACKED_END:
+        values[identifier] = _word_at(extra + WORD_BYTES)
+        extra += 2 * WORD_BYTES
+    if values.keys() != {PACKED_BUFFER, PACKED_SIZE}:
+        return b""
+
+    return ctypes.string_at(values[PACKED_BUFFER], _word_at(values[PACKED_SIZE]))
+
+
+def _word_at(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
