@@ -72,6 +72,15 @@ def test_a_wait_for_keys_lasts_until_they_are_prepared(monkeypatch: pytest.Monke
     assert has_ended.is_set()
 
 
+def test_the_platform_is_asked_for_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(cache_keys, "platform_key", lambda: asked.append(threading.current_thread().name))
+    monkeypatch.setattr(cache_keys, "hash_installation", lambda: None)
+    prepare_cache_keys()
+    wait_for_cache_keys()
+    assert asked == ["drift-cache-keys"]
+
+
 def test_the_installation_has_the_hash_that_triton_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = triton_key.__wrapped__()
     monkeypatch.setattr(cache_keys, "triton_key", triton_key.__wrapped__)  # nothing kept

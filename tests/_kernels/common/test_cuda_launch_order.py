@@ -20,7 +20,7 @@ from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.common import cuda_programs, launch_order
 from drift_sdk._kernels.common.cuda_programs import CudaKernel
 from drift_sdk._kernels.common.gpu_limits import HOPPER
-from drift_sdk._kernels.common.launch_order import KernelAccess, LaunchOrderError
+from drift_sdk._kernels.common.kernel_access import KernelAccess, LaunchOrderError
 from drift_sdk._kernels.experts import packed_products
 from drift_sdk._kernels.experts.cuda_products import (
     CudaTiles,

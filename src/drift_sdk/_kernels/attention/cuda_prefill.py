@@ -29,7 +29,8 @@ from torch import Tensor
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.common.kernel_access import KernelAccess
+from drift_sdk._kernels.common.launch_order import note_kernel
 
 __all__ = ["cuda_prefill_attention", "has_cuda_prefill"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton.runtime.build import platform_key
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
@@ -24,13 +25,19 @@ _preparing: list[threading.Thread] = []
 
 
 def prepare_cache_keys() -> None:
-    """Hash the files of Triton's installation, which keys of its cache contain, on a thread of its own.
+    """Compute what keys of Triton's cache contain of the machine, on a thread of its own: a hash of Triton's
+    installation, hundreds of megabytes, and the platform, for which Python asks another process.
 
-    There are hundreds of megabytes. Triton keeps the result.
+    Triton keeps the results.
     """
-    thread = threading.Thread(target=hash_installation, name="drift-cache-keys", daemon=True)
+    thread = threading.Thread(target=_prepare, name="drift-cache-keys", daemon=True)
     thread.start()
     _preparing[:] = [thread]
+
+
+def _prepare() -> None:
+    platform_key()
+    hash_installation()
 
 
 def hash_installation() -> str:

@@ -30,7 +30,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.common.kernel_access import KernelAccess
+from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
 from drift_sdk._kernels.experts.ring_products import RingTiles, ring_tiles

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.common.kernel_access import KernelAccess
+from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.experts.cuda_products import FILES, NUM_THREADS
 from drift_sdk._kernels.experts.routing import ExpertRows, check_rows, list_rows
 

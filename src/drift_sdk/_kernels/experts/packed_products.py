@@ -36,7 +36,8 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.common.kernel_access import KernelAccess
+from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.experts.expert_tiles import check_expert_rows
 from drift_sdk._kernels.experts.packed_twin import twin_expert_multiply

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
-from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.common.kernel_access import KernelAccess
+from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 
 __all__ = [

@@ -21,7 +21,8 @@ from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.common.kernel_access import KernelAccess
+from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.common.launching import (
     launch_options,
     start_dependents,
