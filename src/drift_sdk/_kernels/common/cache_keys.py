@@ -21,23 +21,21 @@ from triton.runtime.jit import JITCallable
 __all__ = ["hash_installation", "prepare_cache_keys", "settle_cache_key", "wait_for_cache_keys"]
 
 _preparing: list[threading.Thread] = []
-"""The latest thread of `prepare_cache_keys`."""
+"""The latest threads of `prepare_cache_keys`."""
 
 
 def prepare_cache_keys() -> None:
-    """Compute what keys of Triton's cache contain of the machine, on a thread of its own: a hash of Triton's
+    """Compute what keys of Triton's cache contain of the machine, on threads: a hash of Triton's
     installation, hundreds of megabytes, and the platform, for which Python asks another process.
 
     Triton keeps the results.
     """
-    thread = threading.Thread(target=_prepare, name="drift-cache-keys", daemon=True)
-    thread.start()
-    _preparing[:] = [thread]
-
-
-def _prepare() -> None:
-    platform_key()
-    hash_installation()
+    _preparing[:] = [
+        threading.Thread(target=each, name="drift-cache-keys", daemon=True)
+        for each in (hash_installation, platform_key)
+    ]
+    for thread in _preparing:
+        thread.start()
 
 
 def hash_installation() -> str:
@@ -70,7 +68,7 @@ def _open(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
 
 
 def wait_for_cache_keys() -> None:
-    """Wait for the thread of `prepare_cache_keys`, if there is one."""
+    """Wait for the threads of `prepare_cache_keys`, if there are any."""
     for thread in _preparing:
         thread.join()
 
