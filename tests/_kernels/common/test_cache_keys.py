@@ -57,28 +57,41 @@ def test_keys_do_not_depend_on_the_order_of_computing_them(
     assert len(set(keys)) == 1
 
 
-def test_a_wait_for_keys_lasts_until_they_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_end, has_ended = threading.Event(), threading.Event()
+@pytest.mark.parametrize("last", ["hash_installation", "platform_key"])
+def test_a_wait_for_keys_lasts_until_all_are_prepared(monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    may_end, ended = threading.Event(), list[str]()
+    names = ("hash_installation", "platform_key")
+    for name in names:
 
-    def key() -> None:
-        may_end.wait(10)
-        has_ended.set()
+        def prepare(name: str = name) -> None:
+            if name == last:
+                may_end.wait(10)
+            ended.append(threading.current_thread().name)
 
-    monkeypatch.setattr(cache_keys, "hash_installation", key)
+        monkeypatch.setattr(cache_keys, name, prepare)
     prepare_cache_keys()
-    assert not has_ended.is_set()
-    may_end.set()
-    wait_for_cache_keys()
-    assert has_ended.is_set()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(wait_for_cache_keys)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        may_end.set()
+        waiting.result(10)
+    assert ended == ["drift-cache-keys"] * 2
 
 
-def test_the_platform_is_asked_for_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(cache_keys, "platform_key", lambda: asked.append(threading.current_thread().name))
+def test_keys_may_be_waited_for_while_they_begin_to_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the thread of another engine."""
     monkeypatch.setattr(cache_keys, "hash_installation", lambda: None)
+    monkeypatch.setattr(cache_keys, "platform_key", lambda: None)
+    start = threading.Thread.start
+
+    def waited_for(thread: threading.Thread) -> None:
+        wait_for_cache_keys()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", waited_for)
     prepare_cache_keys()
     wait_for_cache_keys()
-    assert asked == ["drift-cache-keys"]
 
 
 def test_the_installation_has_the_hash_that_triton_computes(monkeypatch: pytest.MonkeyPatch) -> None:

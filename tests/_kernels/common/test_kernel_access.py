@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
-import triton
-from ttir import HEAD, LOAD_A, OLD_WAIT, STORE_B, TAIL, TRIGGER, WAIT, CompiledKernel
+from triton.runtime.cache import FileCacheManager
+from ttir import HEAD, LOAD_A, OLD_WAIT, STORE_B, TAIL, TRIGGER, WAIT
 
 from drift_sdk._kernels.common import kernel_access
 from drift_sdk._kernels.common.kernel_access import KernelAccess, LaunchOrderError, access_of, kept_access
@@ -153,53 +154,92 @@ def test_kernels_that_end_or_write_without_waiting_are_rejected() -> None:
         access(LOAD_A, STORE_B, WAIT)
 
 
+EARLY_TTIR = "".join((HEAD, LOAD_A, WAIT, STORE_B, TAIL))
 EARLY = KernelAccess(names("a"), names("b"), False)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Triton's cache."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
-def test_access_of_a_kernel_is_kept_on_disk(folder: Path) -> None:
-    for number in range(2):
-        compiled = CompiledKernel(LOAD_A, WAIT, STORE_B)
-        assert kept_access(compiled) == EARLY
-        assert compiled.num_read == (number == 0)
-    late = CompiledKernel(WAIT, LOAD_A, STORE_B)
-    assert kept_access(late) == KernelAccess(names(), names("b"), False)
-    assert len([*folder.rglob(kernel_access.FILE)]) == 2
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """TTIR that was scanned."""
+    found: list[str] = []
+
+    def scan(ttir: str) -> KernelAccess:
+        found.append(ttir)
+        return access_of(ttir)
+
+    monkeypatch.setattr(kernel_access, "access_of", scan)
+    return found
 
 
-def test_access_found_by_another_scan_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kept_access(CompiledKernel(LOAD_A, WAIT, STORE_B)) == EARLY
-    monkeypatch.setattr(kernel_access, "_scan", lambda: "another")
-    compiled = CompiledKernel(LOAD_A, WAIT, STORE_B)
-    assert kept_access(compiled) == EARLY
-    assert compiled.num_read == 1
+def test_access_of_a_kernel_is_kept_on_disk(folder: Path, scanned: list[str]) -> None:
+    kernels = {
+        EARLY_TTIR: EARLY,
+        "".join((HEAD, WAIT, LOAD_A, STORE_B, TAIL)): KernelAccess(names(), names("b"), False),
+        "".join((HEAD, TRIGGER, LOAD_A, WAIT, STORE_B, TAIL)): KernelAccess(names("a"), names("b"), True),
+    }
+    for _ in range(2):
+        assert {ttir: kept_access(ttir) for ttir in kernels} == kernels
+    assert scanned == [*kernels]
+    assert len([*folder.rglob(kernel_access.FILE)]) == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff"])
-def test_file_with_something_else_is_replaced(folder: Path, content: bytes) -> None:
-    kept_access(CompiledKernel(LOAD_A, WAIT, STORE_B))
+def test_access_found_by_another_scan_is_not_used(
+    folder: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernel_access.SCAN == hashlib.sha256(Path(kernel_access.__file__).read_bytes()).hexdigest()
+    for scan in ("one", "another"):
+        monkeypatch.setattr(kernel_access, "SCAN", scan)
+        assert kept_access(EARLY_TTIR) == EARLY
+    assert len(scanned) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"\xff",
+        b'{"reads_early":["\xff"],"writes":[],"triggers_early":false}',
+        b'{"reads_early":' + b"[" * 200_000,
+    ],
+    ids=["empty", "without fields", "number", "no text", "no text inside", "deep"],
+)
+def test_file_with_something_else_is_replaced(folder: Path, scanned: list[str], content: bytes) -> None:
+    kept_access(EARLY_TTIR)
     (file,) = folder.rglob(kernel_access.FILE)
     file.write_bytes(content)
-    for number in range(2):
-        compiled = CompiledKernel(LOAD_A, WAIT, STORE_B)
-        assert kept_access(compiled) == EARLY
-        assert compiled.num_read == (number == 0)
+    for _ in range(2):
+        assert kept_access(EARLY_TTIR) == EARLY
+    assert len(scanned) == 2
 
 
 def test_access_is_found_without_a_folder_to_keep_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").touch()
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(folder / "file"))
-    assert kept_access(CompiledKernel(LOAD_A, WAIT, STORE_B)) == EARLY
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "file"))
+    assert kept_access(EARLY_TTIR) == EARLY
+
+
+@pytest.mark.parametrize("call", ["get_file", "put"])
+def test_access_is_found_in_a_folder_without_permission(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(FileCacheManager, call, refuse)
+    assert kept_access(EARLY_TTIR) == EARLY
 
 
 def test_nothing_is_kept_of_a_kernel_that_breaks_the_order(folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(LaunchOrderError):
-            kept_access(CompiledKernel(STORE_B, WAIT))
+            kept_access("".join((HEAD, STORE_B, WAIT, TAIL)))
     assert not [*folder.rglob(kernel_access.FILE)]

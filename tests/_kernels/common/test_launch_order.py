@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from ttir import LOAD_A, STORE_B, WAIT, CompiledKernel
 
 from drift_sdk._kernels.common import launch_order
@@ -79,10 +78,16 @@ class Kernel:
     arg_names = ("a", "b", "num_rows", "NUM_STEPS")
 
 
-def test_compiled_kernel_is_scanned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of other sizes launch the same compiled kernels."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+@pytest.fixture
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache is empty."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch_order, "_accesses", {})
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_compiled_kernel_is_scanned_once() -> None:
+    """Steps of other sizes launch the same compiled kernels."""
     plan, other = torch.zeros(2, 8)
     early, late = CompiledKernel(LOAD_A, WAIT, STORE_B), CompiledKernel(WAIT, LOAD_A, STORE_B)
     for num_rows in (1, 2, 16, 1):
@@ -99,6 +104,7 @@ def test_compiled_kernel_is_scanned_once(tmp_path: Path, monkeypatch: pytest.Mon
             note(launches, Kernel(), early, values, options)
 
 
+@pytest.mark.usefixtures("nothing_kept")
 def test_launches_of_other_threads_are_not_checked() -> None:
     plan, other = torch.zeros(2, 8)
     launches, early = Launches(), CompiledKernel(LOAD_A, WAIT, STORE_B)

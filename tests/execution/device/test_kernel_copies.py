@@ -37,8 +37,18 @@ IDLE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 SPREAD = driver.CUclusterSchedulingPolicy.CU_CLUSTER_SCHEDULING_POLICY_SPREAD
 INVALID = driver.CUresult.CUDA_ERROR_INVALID_VALUE
 FUNCTION, LIBRARY_FUNCTION = 100, 200
-PARAMETERS = {FUNCTION: (8, 4, 8, 24), LIBRARY_FUNCTION: (32,)}
+PARAMETERS = {FUNCTION: (8, 4, 4, 8, 24), LIBRARY_FUNCTION: (32,)}
 """Bytes of the parameters of two kernels."""
+
+
+def offsets_of(function: int) -> list[int]:
+    """Places of a kernel's parameters in a buffer: multiples of their sizes, or of 8."""
+    found, end = list[int](), 0
+    for size in PARAMETERS[function]:
+        found.append(-(-end // min(size, 8)) * min(size, 8))
+        end = found[-1] + size
+    return found
+
 
 CALLS = ("capture", "before", "type", "kernel", str(COOPERATIVE), str(CLUSTER), str(POLICY))
 
@@ -59,8 +69,14 @@ class Node:
         begin, _ = self.words.buffer_info()
         lengths = [-(-size // 8) for size in PARAMETERS[function]]
         self.pointers = array("Q", [begin + 8 * sum(lengths[:number]) for number in range(len(lengths))])
-        self.size = array("Q", [8 * len(self.words)])
-        pairs = {"buffer": (1, begin), "size": (2, self.size.buffer_info()[0])}
+        buffer = bytearray()
+        for offset, size, pointer in zip(
+            offsets_of(function), PARAMETERS[function], self.pointers, strict=True
+        ):
+            buffer += bytes(offset - len(buffer)) + ctypes.string_at(pointer, size)
+        self.buffer, self.size = array("B", buffer), array("Q", [len(buffer)])
+        addresses = {"buffer": self.buffer.buffer_info()[0], "size": self.size.buffer_info()[0], "other": 0}
+        pairs = {name: (number, addresses[name]) for number, name in enumerate(addresses, 1)}
         self.extra = array("Q", [word for name in self.packing.split() for word in pairs[name]] + [0])
 
     @property
@@ -113,7 +129,7 @@ class Driver:
     def cuFuncGetParamInfo(self, function: int, number: int) -> tuple[Any, ...]:
         sizes = PARAMETERS[function]
         if number < len(sizes):
-            return 0, 8 * sum(-(-size // 8) for size in sizes[:number]), sizes[number]
+            return 0, offsets_of(function)[number], sizes[number]
 
         return self.after_parameters, None, None
 
@@ -162,7 +178,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
     for module in (captured_kernels, kernel_copies):
         monkeypatch.setattr(module, "driver", found)
-    found.add(Node(FUNCTION, [0] * 6))
+    found.add(Node(FUNCTION, [0] * 7))
     return found
 
 
@@ -180,8 +196,8 @@ Launched = Callable[[int, int], list[Node]]
 
 
 def small(first: int, second: int, **changes: Any) -> list[Node]:
-    """A pointer, a number of four bytes, a pointer into the second tensor, and a struct with both."""
-    return [Node(FUNCTION, [first, 17, second + 24, first + 8, 5, second], **changes)]
+    """A pointer, two numbers of four bytes, a pointer into the second tensor, and a struct with both."""
+    return [Node(FUNCTION, [first, 17, 18, second + 24, first + 8, 5, second], **changes)]
 
 
 def product(first: int, second: int) -> list[Node]:
@@ -339,8 +355,8 @@ def test_kernels_whose_parameters_cannot_be_read_have_no_copies(gpu: Driver) -> 
     assert repeated(gpu, small) == (None, [])
 
 
-@pytest.mark.parametrize("packing", ["buffer", "size"])
-def test_kernels_with_half_of_a_buffer_have_no_copies(gpu: Driver, packing: str) -> None:
+@pytest.mark.parametrize("packing", ["buffer", "size", "buffer size other"])
+def test_kernels_with_another_description_of_a_buffer_have_no_copies(gpu: Driver, packing: str) -> None:
     assert repeated(gpu, partial(packed, packing=packing)) == (None, [])
 
 

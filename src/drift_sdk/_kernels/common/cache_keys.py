@@ -30,12 +30,13 @@ def prepare_cache_keys() -> None:
 
     Triton keeps the results.
     """
-    _preparing[:] = [
+    threads = [
         threading.Thread(target=each, name="drift-cache-keys", daemon=True)
         for each in (hash_installation, platform_key)
     ]
-    for thread in _preparing:
+    for thread in threads:
         thread.start()
+    _preparing[:] = threads  # started: another engine's thread may wait for them at any time
 
 
 def hash_installation() -> str:

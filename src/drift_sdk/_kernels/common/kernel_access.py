@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -37,6 +35,8 @@ BODY_INDENT = 4
 """Spaces before an operation in the outermost block of a kernel."""
 
 FILE = "access.json"
+SCAN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+"""A hash of this module: another one may find more in a kernel."""
 
 
 class LaunchOrderError(AssertionError):
@@ -155,28 +155,17 @@ class AccessScan:
         return self._sources.get(pointer) or self._pointers
 
 
-def kept_access(compiled: Any) -> KernelAccess:
-    """Return the access of a kernel that Triton has compiled, from Triton's cache or kept there.
+def kept_access(ttir: str) -> KernelAccess:
+    """Return the access of a compiled kernel, from Triton's cache or kept there.
 
     A folder that cannot be read or written, and a file with something else, are no errors.
     """
-    key = _key(compiled.hash)
-    with suppress(OSError, msgspec.DecodeError):
+    key = hashlib.sha256(f"{SCAN}{ttir}".encode()).hexdigest()
+    with suppress(OSError, ValueError, RecursionError, msgspec.DecodeError):
         if (path := get_cache_manager(key).get_file(FILE)) is not None:
             return msgspec.json.decode(Path(path).read_bytes(), type=KernelAccess)
 
-    access = access_of(compiled.asm["ttir"])
+    access = access_of(ttir)
     with suppress(OSError):
         get_cache_manager(key).put(msgspec.json.encode(access), FILE)
     return access
-
-
-def _key(kernel: str) -> str:
-    """The key of a kernel's access in Triton's cache. kernel: its hash."""
-    return hashlib.sha256(f"{_scan()}{kernel}".encode()).hexdigest()
-
-
-@cache
-def _scan() -> str:
-    """A hash of this module: another one may find more in a kernel."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -133,6 +133,6 @@ def note(
 
     access = _accesses.get(compiled.hash)
     if access is None:
-        access = _accesses[compiled.hash] = kept_access(compiled)
+        access = _accesses[compiled.hash] = kept_access(compiled.asm["ttir"])
     arguments = {**dict(zip(kernel.arg_names, values, strict=False)), **options}
     launches.add(kernel.__name__, access, arguments)

@@ -44,8 +44,8 @@ NO_PARAMETER = driver.CUresult.CUDA_ERROR_INVALID_VALUE
 
 
 class CapturedKernel(Struct, frozen=True):
-    """A kernel in the graph of a capture. What else a launch may set is not read: kernels of this package and
-    of Triton do not set it.
+    """A kernel in the graph of a capture. Other attributes of a launch are not read: they change its speed
+    alone, and kernels of this package and of Triton have none.
 
     function: handle of the driver. sizes: of the grid, of a CTA, and bytes of dynamic shared memory. cluster:
     its size and how clusters are placed, zeros without one. is_dependent: launched by programmatic dependent
