@@ -1,5 +1,5 @@
-"""What a compiled kernel of Triton reads and writes through its arguments, and when, from its Triton IR
-(TTIR). launch_order.py checks with it that no kernel reads what may still be written.
+"""Reads and writes of a compiled kernel of Triton through its arguments, from its Triton IR (TTIR).
+launch_order.py checks with them that no kernel reads what may still be written.
 
 A scan of the TTIR takes about as long as loading the kernel, so its result is kept on disk.
 """
