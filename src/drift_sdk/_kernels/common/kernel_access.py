@@ -1,7 +1,7 @@
 """Reads and writes of a compiled kernel of Triton through its arguments, from its Triton IR (TTIR).
 launch_order.py checks with them that no kernel reads what may still be written.
 
-A scan of the TTIR takes about as long as loading the kernel, so its result is kept on disk.
+The result of a scan is kept on disk, for later starts.
 """
 
 from __future__ import annotations
