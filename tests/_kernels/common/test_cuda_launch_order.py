@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,8 +119,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     found: list[Launch] = []
 
     class Recorder:
-        def add(self, name: str, declared: KernelAccess, arguments: Mapping[str, object]) -> None:
-            found.append((*made.pop(), declared, arguments))
+        def add(
+            self, name: str, declared: KernelAccess, arguments: Mapping[str, object], *, has_all: bool
+        ) -> None:
+            kernel, values = made.pop()
+            found.append((kernel, values, declared, arguments))
+            assert not has_all or memory(values) <= memory(arguments.values()), kernel
 
     def launch(kernel: CudaKernel, grid: object, threads: int, shared: int, *values: Any, **_: Any) -> None:
         made.append((kernel, values))
@@ -140,21 +144,22 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     assert found and not made
 
 
+def memory(values: Iterable[object]) -> set[int]:
+    """Addresses of the tensors among values."""
+    return {value.data_ptr() for value in values if isinstance(value, torch.Tensor)}
+
+
 def assert_declared(launches: list[Launch]) -> None:
     """What kernels read early and write is what they declare, tensor by tensor."""
     for kernel, values, declared, arguments in launches:
         found = access_of_ptx(ptx_of(kernel), [str(i) for i in range(len(values))])
         assert found.triggers_early == declared.triggers_early, kernel
-
-        def memory(of: Callable[[str], object], names: frozenset[str]) -> set[int]:
-            tensors = [of(name) for name in names]
-            return {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
-
-        def value(i: str, values: tuple[Any, ...] = values) -> object:
-            return values[int(i)]
-
-        assert memory(value, found.reads_early) == memory(arguments.get, declared.reads_early), kernel
-        assert memory(value, found.writes) == memory(arguments.get, declared.writes), kernel
+        for of_ptx, of_python in (
+            (found.reads_early, declared.reads_early),
+            (found.writes, declared.writes),
+        ):
+            own = memory(values[int(i)] for i in of_ptx)
+            assert own == memory(arguments[name] for name in of_python), kernel
 
 
 def test_every_program_is_compared() -> None:

@@ -50,6 +50,38 @@ def test_early_reads_of_what_the_preceding_kernel_writes_are_rejected() -> None:
     run((WRITER, None, plan), (READER, None, other), (READER, plan[:0], other))
 
 
+def test_early_writes_of_what_the_preceding_kernel_may_use_are_rejected() -> None:
+    plan, other, sums = torch.zeros(3, 8)
+    early_writer = KernelAccess(names(), names("out"), False, names("out"))
+    late_reader = {"x": plan, "out": other}
+
+    def write_after(*kernels: KernelAccess, out: torch.Tensor | None, has_all: bool = True) -> None:
+        launches = Launches()
+        for kernel in kernels:
+            launches.add("k0", kernel, late_reader, has_all=has_all)
+        launches.add("k1", early_writer, {"out": out})
+
+    write_after(WRITER, out=sums)
+    for used in (plan[7:], other[:1]):
+        with pytest.raises(LaunchOrderError, match="k1 writes out before it waits: k0 may still be using it"):
+            write_after(WRITER, out=used)
+    write_after(out=plan)
+    write_after(WRITER, out=None)
+    with pytest.raises(LaunchOrderError, match="k1 writes out before it waits"):
+        write_after(WRITER, out=sums, has_all=False)  # it may use any memory
+
+
+def test_early_writers_keep_early_triggers_in_the_check() -> None:
+    plan, other, sums = torch.zeros(3, 8)
+    launches = Launches()
+    launches.add("k0", WRITER, {"out": plan}, has_all=True)
+    launches.add("k1", KernelAccess(names(), names("out"), True, names("out")), {"out": sums}, has_all=True)
+    for name in ("plan", "sums"):
+        with pytest.raises(LaunchOrderError):
+            launches.add("k2", READER, {"x": {"plan": plan, "sums": sums}[name], "out": other})
+    launches.add("k2", READER, {"x": other, "out": None})
+
+
 def test_torch_kernels_wait_and_count_as_writers() -> None:
     plan, other = torch.zeros(2, 8)
     early_trigger_reader = KernelAccess(names("x"), names("out"), True)
@@ -70,6 +102,11 @@ def test_kernels_of_cuda_programs_are_checked() -> None:
             note_kernel("k1", READER, {"x": plan, "out": None})
         note_kernel("k1", WRITER, {"x": None, "out": other})
         note_kernel("k2", READER, {"x": plan, "out": None})
+        early_writer = KernelAccess(names(), names("out"), False, names("out"))
+        with pytest.raises(LaunchOrderError, match="k3 writes out before it waits: k2 may still be using it"):
+            note_kernel("k3", early_writer, {"out": other})
+        note_kernel("k3", WRITER, {"out": other}, has_all=True)
+        note_kernel("k4", early_writer, {"out": plan})
     note_kernel("k3", READER, {"x": other, "out": None})  # nothing is checked any more
 
 

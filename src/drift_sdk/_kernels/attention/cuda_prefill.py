@@ -15,7 +15,8 @@ heads that share keys run together, before others.
 Bytes: a tile of rows reads the keys and values that it sees, from the L2 cache where other heads and tiles
 have read them. Flops: 4 * num_heads * head_dim for each pair of a row and a key.
 
-Dependent launch: a CTA waits before it reads anything, and permits its dependents to start by ending.
+Dependent launch: a CTA waits before it reads anything, and then permits its dependents to start. Attention of
+other rows fills the multiprocessors that few chunks leave idle (see `paged_attention`).
 """
 
 from __future__ import annotations
@@ -153,7 +154,25 @@ def cuda_prefill_attention(
         layer.kv.block_size,
         layer.group if is_filled else layer.num_heads,
     )
-    note_kernel("attention of prompts", ACCESS, {"out": layer.out})
+    _note(layer, tiles)
+
+
+def _note(layer: LayerAttention, tiles: Tensor) -> None:
+    """Add the launch to the launches being checked."""
+    note_kernel(
+        "attention of prompts",
+        ACCESS,
+        {
+            "query": layer.query,
+            "keys": layer.kv.keys,
+            "values": layer.kv.values,
+            "block_table": layer.block_table,
+            "tiles": tiles,
+            "sinks": layer.sinks,
+            "out": layer.out,
+        },
+        has_all=True,
+    )
 
 
 def _has_whole_tiles(partitions: Partitions) -> bool:

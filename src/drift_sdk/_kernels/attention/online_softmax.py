@@ -68,11 +68,13 @@ def load_parts(
     mask,
     PART_DIM: tl.constexpr,  # dimensions of a part
     NUM_PARTS: tl.constexpr,
+    CACHE: tl.constexpr = "",  # the loads' cache_modifier
 ):
     """Return the parts of rows, zeros where the mask is false."""
-    parts = (tl.load(pointers, mask=mask, other=0.0),)
+    parts = (tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE),)
     if NUM_PARTS == 2:
-        parts = parts + (tl.load(pointers + PART_DIM, mask=mask, other=0.0),)  # type: ignore[assignment]  # a longer tuple
+        second = tl.load(pointers + PART_DIM, mask=mask, other=0.0, cache_modifier=CACHE)
+        parts = parts + (second,)  # type: ignore[assignment]  # a longer tuple
     return parts
 
 

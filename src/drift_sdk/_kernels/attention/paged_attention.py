@@ -25,9 +25,13 @@ Bytes: the keys and values that some row sees, once for all rows of a sequence a
 once for companions; and the partitions' sums, written and read once. Many programs a multiprocessor are
 needed to keep enough loads under way.
 
-Dependent launch: `_attend` reads the plan, the rows and the block table before it waits; they are older than
-the two kernels before it, which make queries and keys. It permits its dependents to start at its
-end, or where programs have few keys, when it has waited: memory can read weights of the next product then.
+Dependent launch: `_attend` reads the plan and the rows before it waits; they are older than the two kernels
+before it, which make queries and keys. It permits its dependents to start at its end, or where programs have
+few keys, when it has waited: memory can read weights of the next product then.
+
+Behind the attention of prompts, which permits its dependents to start when it has waited and writes other
+rows, `_attend` waits at its end alone (BESIDE_CHUNKS): queries and keys are complete when it starts. What it
+loads before it waits passes by the L1 cache.
 """
 
 from __future__ import annotations
@@ -113,6 +117,7 @@ def _attend(
     NARROW: tl.constexpr,  # NARROW, NARROW_END, NUM_DOUBLINGS: see `Partitions`
     NARROW_END: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr,
+    BESIDE_CHUNKS: tl.constexpr,  # whether the kernel before is the attention of prompts
     PDL: tl.constexpr,
 ):
     """Program (head, share): the tiles of a share, one sequence after the other.
@@ -122,7 +127,8 @@ def _attend(
     """
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
     PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
-    # Plan, rows and block table are older than the two kernels before, which make queries and keys.
+    CACHE: tl.constexpr = ".cg" if BESIDE_CHUNKS else ""
+    # Plan and rows are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
     query_row = tl.arange(0, TILE_ROWS) % NUM_QUERY_ROWS
     companion = tl.arange(0, TILE_ROWS) // NUM_QUERY_ROWS
@@ -168,11 +174,12 @@ def _attend(
             first_seen = tl.maximum(first_position - (WINDOW - 1), FIRST_KEY)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
-        wait_for_producers(PDL)
-        if num_tiles <= EARLY_TILES * tl.num_programs(1):
-            start_dependents(PDL)
+        if not BESIDE_CHUNKS:
+            wait_for_producers(PDL)
+            if num_tiles <= EARLY_TILES * tl.num_programs(1):
+                start_dependents(PDL)
         query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
-        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS)
+        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS, CACHE)
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:  # the first place is that of the first partition that a row sees
@@ -189,10 +196,10 @@ def _attend(
             key_mask = is_key[:, None] & is_dim[None, :]
             cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, num_keys, head, dim,
-                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS, CACHE,
             )  # fmt: skip
-            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0)
-            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0)
+            keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0, cache_modifier=CACHE)
+            values = tl.load(values_ptr + cache_offset, mask=key_mask, other=0, cache_modifier=CACHE)
             is_seen = position[None, :] <= last_position[:, None]
             if FIRST_KEY > 0:
                 is_seen = is_seen & (position >= FIRST_KEY)[None, :]
@@ -222,11 +229,17 @@ def _attend(
 
 
 def paged_attention(
-    layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch, config: AttentionConfig
+    layer: LayerAttention,
+    rows: PlannedRows,
+    scratch: AttentionScratch,
+    config: AttentionConfig,
+    *,
+    beside_chunks: bool = False,
 ) -> None:
     """Attention of rows to the positions they see, in `layer.out`.
 
     rows: those that `scratch.plan` was made of, which has the layer's window. Rows of slot -1 get zeros.
+    beside_chunks: the launch before this one was the attention of prompts, of other rows of the step.
     The first key lies in the first tile. All tensors are contiguous. Raises ValueError for another shape,
     type or layout.
     """
@@ -245,6 +258,7 @@ def paged_attention(
         NUM_STAGES=config.num_stages,
         FIRST_KEY=layer.first_key,
         TILE_KEYS=plan.partitions.tile,
+        BESIDE_CHUNKS=beside_chunks and uses_pdl(),
         PDL=uses_pdl(),
         num_warps=config.num_warps,
         **layer.kernel_arguments(),

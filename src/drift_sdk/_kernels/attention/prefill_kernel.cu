@@ -25,6 +25,7 @@ __device__ __forceinline__ void attend(const PrefillArguments& a, const TensorMa
   fence_stores();
   wait_for_producers();
   __syncthreads();
+  start_dependents();
 
   RowTiles tiles(a);
   if (warpgroup == WARPGROUPS) {

@@ -40,26 +40,27 @@ SCAN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 class LaunchOrderError(AssertionError):
-    """A kernel reads what a kernel that may still be running writes."""
+    """A kernel reads what a kernel that may still be running writes, or writes what that one uses."""
 
 
 class KernelAccess(Struct, frozen=True):
     """A kernel's reads and writes through its pointer arguments, by their names in its signature.
 
     reads_early: those read before the kernel waits. writes: those written. triggers_early: the kernel permits
-    its dependents to start before it has waited.
+    its dependents to start before it has waited. writes_early: those written before it waits.
     """
 
     reads_early: frozenset[str]
     writes: frozenset[str]
     triggers_early: bool
+    writes_early: frozenset[str] = frozenset()
 
 
 def access_of(ttir: str) -> KernelAccess:
     """Return what a compiled kernel reads and writes, and in which order with respect to its wait.
 
     A pointer that cannot be traced to its argument, like a result of scf.if, counts as one into any of them.
-    Raises LaunchOrderError for a kernel that may end without having waited, or that writes before it waits.
+    Raises LaunchOrderError for a kernel that may end without having waited.
     """
     scan = AccessScan()
     has_casts = "ptr_to_int" in ttir  # numbers may become pointers
@@ -83,6 +84,7 @@ class AccessScan:
         self._pointers: set[str] = set()  # all pointer arguments
         self._early: set[str] = set()
         self._written: set[str] = set()
+        self._written_early: set[str] = set()
         self._wait_indent: int | None = None  # of the outermost wait in the blocks that are open
         self._waits_always = self._triggers_early = False
 
@@ -135,8 +137,7 @@ class AccessScan:
         elif operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic")):
             self._written |= self._arguments_of(operands[0])
             if not has_waited:
-                arguments = sorted(self._arguments_of(operands[0]))
-                raise LaunchOrderError(f"{self._name}: writes {arguments} before it waits")
+                self._written_early |= self._arguments_of(operands[0])
         else:
             found = found.union(*(self._sources[name] for name in operands if name in self._sources))
         if found:
@@ -149,7 +150,12 @@ class AccessScan:
         if not self._waits_always:
             raise LaunchOrderError(f"{self._name}: may end without having waited")
 
-        return KernelAccess(frozenset(self._early), frozenset(self._written), self._triggers_early)
+        return KernelAccess(
+            frozenset(self._early),
+            frozenset(self._written),
+            self._triggers_early,
+            frozenset(self._written_early),
+        )
 
     def _arguments_of(self, pointer: str) -> set[str]:
         return self._sources.get(pointer) or self._pointers

@@ -1,4 +1,5 @@
-"""A check of programmatic dependent launch: no kernel reads, before it waits, what may still be written.
+"""A check of programmatic dependent launch: no kernel reads, before it waits, what may still be written, or
+writes what may still be used.
 
 The CTAs of a kernel may be placed as soon as all CTAs of the kernel before it have permitted their dependents
 to start. What a kernel reads before `wait_for_producers` must therefore have been written before any kernel
@@ -15,7 +16,7 @@ not noted makes the check stricter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,27 +43,37 @@ class Launches:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # Kernels that may still run when the next one starts, and the memory that they write.
-        self._running: list[tuple[str, list[AddressRange]]] = []
+        # Kernels that may still run when the next one starts, and the memory that they write and use; None:
+        # any memory.
+        self._running: list[tuple[str, list[AddressRange], list[AddressRange] | None]] = []
 
-    def add(self, kernel: str, access: KernelAccess, arguments: Mapping[str, object]) -> None:
+    def add(
+        self, kernel: str, access: KernelAccess, arguments: Mapping[str, object], *, has_all: bool = False
+    ) -> None:
         """Add the next kernel.
 
-        arguments: values by the names that `access` uses. Raises LaunchOrderError if the kernel reads, before
-        it waits, what may still be written.
+        arguments: values by the names that `access` uses; with `has_all`, all tensors that the kernel reads
+        and writes are among them. Raises LaunchOrderError if the kernel reads, before it waits, what may
+        still be written, or writes what may still be used.
         """
         for name in sorted(access.reads_early):
-            read = address_range(arguments[name])
-            for writer, written in self._running:
-                if read is not None and any(read[0] < end and start < read[1] for start, end in written):
+            for other, written, _ in self._running:
+                if overlaps(arguments[name], written):
                     raise LaunchOrderError(
-                        f"{kernel} reads {name} before it waits: {writer} may still be writing it"
+                        f"{kernel} reads {name} before it waits: {other} may still be writing it"
                     )
 
-        written = [found for name in access.writes if (found := address_range(arguments[name])) is not None]
+        for name in sorted(access.writes_early):
+            for other, _, used in self._running:
+                if used is None or overlaps(arguments[name], used):
+                    raise LaunchOrderError(
+                        f"{kernel} writes {name} before it waits: {other} may still be using it"
+                    )
+
         if not access.triggers_early:
             self._running.clear()
-        self._running.append((kernel, written))
+        written = address_ranges(arguments[name] for name in access.writes)
+        self._running.append((kernel, written, address_ranges(arguments.values()) if has_all else None))
 
 
 AddressRange = tuple[int, int]
@@ -80,6 +91,17 @@ def address_range(argument: object) -> AddressRange | None:
 
     last = sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True))
     return start, start + (last + 1) * argument.element_size()
+
+
+def address_ranges(arguments: Iterable[object]) -> list[AddressRange]:
+    """Return the memory of the tensors among arguments."""
+    return [found for each in arguments if (found := address_range(each)) is not None]
+
+
+def overlaps(argument: object, ranges: Sequence[AddressRange]) -> bool:
+    """Return True if a tensor has memory in one of the ranges; False for other arguments."""
+    own = address_range(argument)
+    return own is not None and any(own[0] < end and start < own[1] for start, end in ranges)
 
 
 @contextmanager
@@ -106,14 +128,16 @@ def note_library_kernel(out: Tensor) -> None:
     note_kernel("a kernel of torch", LIBRARY, {"out": out})
 
 
-def note_kernel(name: str, access: KernelAccess, arguments: Mapping[str, object]) -> None:
+def note_kernel(
+    name: str, access: KernelAccess, arguments: Mapping[str, object], *, has_all: bool = False
+) -> None:
     """Add a kernel that is not Triton's, just launched, to the launches being checked.
 
-    arguments: values by the names that `access` uses.
+    arguments, has_all: as of `Launches.add`.
     """
     launches: Launches | None = getattr(_current, "launches", None)
     if launches is not None:
-        launches.add(name, access, arguments)
+        launches.add(name, access, arguments, has_all=has_all)
 
 
 _current = threading.local()
@@ -135,4 +159,4 @@ def note(
     if access is None:
         access = _accesses[compiled.hash] = kept_access(compiled.asm["ttir"])
     arguments = {**dict(zip(kernel.arg_names, values, strict=False)), **options}
-    launches.add(kernel.__name__, access, arguments)
+    launches.add(kernel.__name__, access, arguments, has_all=True)

@@ -104,13 +104,19 @@ class AttentionGroups:
             for scratch, part in self._groups(rows, window):
                 plan_attention(rows.of_rows(part), scratch.plan, self._blocks, self._group)
 
-    def attend(self, layer: LayerAttention, rows: PlannedRows) -> None:
+    def attend(self, layer: LayerAttention, rows: PlannedRows, *, beside_chunks: bool = False) -> None:
         """Attend the rows that `plan` was last called with; see `paged_attention`.
 
         Raises ValueError for more sequences than the object was made for.
         """
         for scratch, part in self._groups(rows, layer.window):
-            paged_attention(layer.of_rows(part), rows.of_rows(part), scratch, _config(layer, scratch))
+            paged_attention(
+                layer.of_rows(part),
+                rows.of_rows(part),
+                scratch,
+                _config(layer, scratch),
+                beside_chunks=beside_chunks and part.start == 0,
+            )
 
     def attend_trees(self, layer: LayerAttention, rows: PlannedRows, paths: TreePaths) -> None:
         """`attend` for rows that are nodes of trees; see `tree_attention`."""

@@ -36,8 +36,8 @@ class SequenceAttention:
     def plan(self) -> None:
         self._groups.plan(self._rows)
 
-    def attend(self, layer: LayerAttention) -> None:
-        self._groups.attend(layer, self._rows)
+    def attend(self, layer: LayerAttention, *, beside_chunks: bool = False) -> None:
+        self._groups.attend(layer, self._rows, beside_chunks=beside_chunks)
 
 
 class TreeAttention:
@@ -76,5 +76,6 @@ class MixedAttention:
         self._sequences.plan()
 
     def attend(self, layer: LayerAttention) -> None:
-        self._sequences.attend(layer.of_rows(slice(self._num_chunk_rows, None)))
+        # The kernel of chunks leaves multiprocessors idle, on which the other one starts beside it.
         self._chunks.attend(layer.of_rows(slice(self._num_chunk_rows)))
+        self._sequences.attend(layer.of_rows(slice(self._num_chunk_rows, None)), beside_chunks=True)
