@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,17 @@ def test_compiled_kernel_is_scanned_once() -> None:
         launches.add("writer", WRITER, {"out": plan})
         with pytest.raises(LaunchOrderError, match="kernel_of_two_forms reads a before it waits"):
             note(launches, Kernel(), early, values, options)
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_early_writers_may_follow_compiled_kernels_that_use_other_memory() -> None:
+    used, other = torch.zeros(2, 8)
+    writer, early_writer = CompiledKernel(WAIT, LOAD_A, STORE_B), CompiledKernel(STORE_B, WAIT)
+    for memory in (used, other):
+        launches = Launches()
+        note(launches, Kernel(), writer, (used, used, 4, 1), {})
+        with pytest.raises(LaunchOrderError) if memory is used else nullcontext():
+            note(launches, Kernel(), early_writer, (other, memory, 4, 1), {})
 
 
 @pytest.mark.usefixtures("nothing_kept")

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from prompt_chunks import Prompt
 
+from drift_sdk._kernels.attention import paged_attention
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
@@ -37,11 +40,11 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
     expected = prompt.exact(config, Partitions())
 
     begun: list[bool] = []
-    paged_attention = attention_groups.paged_attention
+    attend = attention_groups.paged_attention
 
     def noted(*arguments: object, beside_chunks: bool) -> None:
         begun.append(beside_chunks)
-        paged_attention(*arguments, beside_chunks=beside_chunks)  # type: ignore[arg-type]
+        attend(*arguments, beside_chunks=beside_chunks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention_groups, "paged_attention", noted)
     shape = AttentionShape(
@@ -71,6 +74,31 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
                 mixed.attend(replace(layer, kv=kv))
             assert torch.equal(layer.out, expected)
     assert begun[:1] == [True] and begun[-3:] == [True, False, False]
+
+
+@pytest.mark.parametrize("has_pdl", [False, True])
+def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
+    has_pdl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[bool] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda **given: started.append(given["BESIDE_CHUNKS"])
+
+    monkeypatch.setattr(paged_attention, "_attend", Kernel())
+    monkeypatch.setattr(paged_attention, "add_partitions", lambda *_: None)
+    monkeypatch.setattr(paged_attention, "uses_pdl", lambda: has_pdl)
+    prompt = Prompt([(0, 3, 1)], HEADS, 64, DEVICE, torch.float32)
+    shape = AttentionShape(
+        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=64
+    )
+    where = torch.device(DEVICE)
+    groups = AttentionGroups(Workspace(where), where, shape, num_sequences=1, num_rows=1)
+    slot, position = torch.tensor([[0], [3]], dtype=torch.int32, device=DEVICE)
+    for beside_chunks in (False, True):
+        groups.attend(prompt.layer(), PlannedRows(slot, position, 1), beside_chunks=beside_chunks)
+    assert started == [False, has_pdl]
 
 
 def first_tiles(prompt: Prompt, tile_rows: int) -> torch.Tensor:
