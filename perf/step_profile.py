@@ -2,10 +2,13 @@
 
 python -m perf.step_profile --scenario single-512 batch64-512
 python -m perf.step_profile --scenario batch62-768 --prompt-tokens 190
+python -m perf.step_profile --scenario batch61-768 --prompt-tokens 765 --num-draft-tokens 3
 
-Replays of a step without drafts are traced by torch.profiler. Kernels overlap (programmatic dependent
-launch), and a kernel that waits for its predecessor counts as running, so the times of kernels add up to more
-than the step. With --prompt-tokens, a step also computes a chunk of so many tokens of a prompt.
+Replays of a step are traced by torch.profiler. Kernels overlap (programmatic dependent launch), and a kernel
+that waits for its predecessor counts as running, so the times of kernels add up to more than the step. With
+--prompt-tokens, a step also computes a chunk of so many tokens of a prompt. With --num-draft-tokens, it is a
+round of speculation: an EAGLE-3 head of random weights drafts so many tokens for each sequence, and
+acceptance is simulated.
 """
 
 from __future__ import annotations
@@ -21,17 +24,19 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from drift_sdk.config import prefill_token_budget
+from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.progress import ignore_progress
 from perf.cases.gemm import weight_roles
 from perf.harness.decoding import DecodeOptions, engine_config
-from perf.harness.numbers import at_least
+from perf.harness.drafting import Drafting
+from perf.harness.numbers import at_least, over_zero
 from perf.harness.record import Run
 from perf.harness.recording import Recording, parser
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import Model, prepare
+from perf.harness.shapes import Model, prepare, prepare_draft
 from perf.harness.stage_work import LOGIT_BYTES
-from perf.harness.table import show, title_of
+from perf.harness.table import drafts_of, show, title_of
 
 __all__ = ["Kernel", "KernelRun", "busy_us", "kernels_of_trace", "main", "profile_runs", "roles_of"]
 
@@ -60,7 +65,7 @@ class KernelRun(Run, kw_only=True):
     us: of a launch; of the step, from the start of its first kernel to the end of its last. us_per_step: of
     all `launches`, overlapping ones counted in full. num_bytes: of a launch; given, with tb_s and
     roofline_fraction, where it is known what must be read. idle_share: share of the step in which no kernel
-    runs.
+    runs. draft: name of the head that drafts, if one does.
     """
 
     kernel: str
@@ -72,6 +77,7 @@ class KernelRun(Run, kw_only=True):
     tb_s: float | UnsetType = UNSET
     idle_share: float | UnsetType = UNSET
     num_steps: int
+    draft: str | UnsetType = UNSET
 
 
 def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:
@@ -96,8 +102,8 @@ def steps_of(kernels: Sequence[Kernel], num_steps: int) -> list[Sequence[Kernel]
 
 
 def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
-    """The weight that each kernel of a step without chunks multiplies by, derived from its place among the
-    kernels of its kind; "" for kernels that multiply by none."""
+    """The weight that each kernel of a step without chunks and drafts multiplies by, derived from its place
+    among the kernels of its kind; "" for kernels that multiply by none."""
     weights = weight_roles(model)
     named = {role: f"{role} {weight}" for role, weight in weights.items()}
     head = named.pop("lm_head")
@@ -154,10 +160,14 @@ def profile_runs(
     options: DecodeOptions,
     bandwidth_tb_s: float,
     num_prompt_tokens: int = 0,
+    drafting: Drafting | None = None,
 ) -> Iterator[KernelRun]:
     """A run for each kernel and role in the order of the step, then one for the step. With chunks, rows of
-    prompts and of the round share kernels, so there are no roles, and no bytes but those of the step."""
-    context = scenario.context + 1 + NUM_WARM_UP_ROUNDS + num_steps / 2
+    prompts and of the round share kernels, and with drafts the head and the model do, so there are no roles,
+    and no bytes but those of the step."""
+    tokens_per_round = (drafting.simulated_length if drafting is not None else None) or 1.0
+    context = scenario.context + 1 + (NUM_WARM_UP_ROUNDS + num_steps / 2) * tokens_per_round
+    has_roles = not num_prompt_tokens and drafting is None
     fields: dict[str, Any] = {
         "engine": "drift",
         "model": model.name,
@@ -167,11 +177,13 @@ def profile_runs(
         "context": scenario.context,
         "num_steps": num_steps,
     }
+    if drafting is not None:
+        fields |= drafting.fields
     steps = steps_of(kernels, num_steps)
     totals: dict[tuple[str, str], float] = {}
     launches: Counter[tuple[str, str]] = Counter()
     for step in steps:
-        roles = [""] * len(step) if num_prompt_tokens else roles_of(step, model)
+        roles = roles_of(step, model) if has_roles else [""] * len(step)
         for kernel, role in zip(step, roles, strict=True):
             key = kernel.name, role
             totals[key] = totals.get(key, 0.0) + kernel.end - kernel.start
@@ -188,7 +200,7 @@ def profile_runs(
             us_per_step=total / num_steps,
         )
         num_bytes = role_bytes(role, name, model, scenario.batch, context, options.itemsize)
-        if num_bytes is not None and not num_prompt_tokens:
+        if num_bytes is not None and has_roles:
             run.num_bytes, run.tb_s = num_bytes, num_bytes / us / 1e6
             run.roofline_fraction = run.tb_s / bandwidth_tb_s
         yield run
@@ -196,6 +208,8 @@ def profile_runs(
     step_times = [max(kernel.end for kernel in step) - step[0].start for step in steps]
     step_us = sum(step_times) / num_steps
     num_bytes = model.decode_bytes(scenario.batch, context, options.itemsize)
+    if drafting is not None:
+        num_bytes += drafting.round_bytes(drafting.num_draft_tokens, scenario, options)
     yield KernelRun(
         **fields,
         kernel=STEP,
@@ -232,6 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument(
         "--prompt-tokens", type=at_least(0), default=0, metavar="N", help="of a chunk in each step"
     )
+    made.add_argument("--num-draft-tokens", type=at_least(0), default=0, metavar="K", help="of each sequence")
+    made.add_argument("--acceptance-length", type=over_zero, default=3.2, help="to simulate")
     given = made.parse_args(arguments)
     if not given.device.startswith("cuda"):
         made.error(f"device={given.device!r}: kernels are traced on a GPU")
@@ -239,20 +255,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from drift_sdk.startup.model_startup import open_model
 
     recording = Recording("profile", given.device, given.out)
-    chunks = [given.prompt_tokens] * (NUM_WARM_UP_ROUNDS + given.steps) if given.prompt_tokens else []
-    lengths = (0, NUM_WARM_UP_ROUNDS + given.steps + 8 + sum(chunks))
+    num_rounds = NUM_WARM_UP_ROUNDS + given.steps
+    chunks = [given.prompt_tokens] * num_rounds if given.prompt_tokens else []
+    lengths = (0, num_rounds * (given.num_draft_tokens + 1) + 8 + sum(chunks))
     options = DecodeOptions(device=given.device, dtype=given.dtype, executor="graph", lengths=lengths)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / given.model)
         scenarios = [Scenario(one.name, one.batch + bool(chunks), one.context) for one in given.scenario]
-        config = engine_config(model, scenarios, options)
+        config, drafting, trace = engine_config(model, scenarios, options), None, None
+        if given.num_draft_tokens:
+            drafting = Drafting(
+                draft=prepare_draft(model),
+                num_draft_tokens=given.num_draft_tokens,
+                acceptance_length=given.acceptance_length,
+            )
+            config = drafting.config(config)
+            trace = AcceptanceTrace.of(drafting.simulated_length or 1.0).lengths
         print(f"opening {model.name}", flush=True)
-        opened = open_model(model.path, config, ignore_progress)
+        opened = open_model(model.path, config, ignore_progress, acceptance_trace=trace)
         slots = ManualDriver(opened.executor, prefill_token_budget=prefill_token_budget(config, "cuda"))
 
         def rounds(number: int) -> None:
             for _ in range(number):
-                slots.round(0)
+                slots.round(given.num_draft_tokens)
 
         try:
             for scenario in given.scenario:
@@ -262,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 kernels = kernels_of_trace(traced(lambda: rounds(given.steps)))
                 bandwidth = recording.bandwidth_tb_s
                 for run in profile_runs(
-                    kernels, given.steps, model, scenario, options, bandwidth, given.prompt_tokens
+                    kernels, given.steps, model, scenario, options, bandwidth, given.prompt_tokens, drafting
                 ):
                     recording.add(run)
         finally:
@@ -272,7 +297,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"written to {recording.path}")
 
 
-COLUMNS = ("scenario", "kernel", "place", "launches", "us", "us a step", "MB", "TB/s", "of limit", "idle")
+COLUMNS = (
+    "scenario",
+    "drafts",
+    "kernel",
+    "place",
+    "launches",
+    "us",
+    "us a step",
+    "MB",
+    "TB/s",
+    "of limit",
+    "idle",
+)
 
 
 def table_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -280,6 +317,7 @@ def table_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
             run["scenario"],
+            drafts_of(run),
             run["kernel"],
             run["shape"],
             f"{run['launches']:g}",

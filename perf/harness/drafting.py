@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -61,6 +61,16 @@ class Drafting(Struct, frozen=True, kw_only=True):
             return None
 
         return min(self.acceptance_length, self.num_draft_tokens + 1.0)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields that all runs with these drafts have."""
+        return {
+            "draft": self.name,
+            "num_draft_tokens": self.num_draft_tokens,
+            "acceptance": self.acceptance,
+            "acceptance_length": self.simulated_length,
+        }
 
     def round_bytes(self, mean_drafts: float, scenario: Scenario, options: DecodeOptions) -> float:
         """Bytes that a round with `mean_drafts` drafts must read in addition to the target's."""

@@ -56,12 +56,7 @@ class Driven(Struct, frozen=True, kw_only=True):
             "context": scenario.context,
         }
         if self.drafting is not None:
-            fields |= {
-                "draft": self.drafting.name,
-                "num_draft_tokens": self.num_drafts,
-                "acceptance": self.drafting.acceptance,
-                "acceptance_length": self.drafting.simulated_length,
-            }
+            fields |= self.drafting.fields
         return fields
 
     def slots(self, executor: Executor) -> ManualDriver:

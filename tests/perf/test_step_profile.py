@@ -15,8 +15,9 @@ from perf.graph_memory import Captured, NotesMemory, captured_graphs, measure, o
 from perf.graph_memory import main as memory_main
 from perf.harness.active_rounds import tiles_of
 from perf.harness.decoding import DecodeOptions
+from perf.harness.drafting import Drafting
 from perf.harness.scenario import Scenario
-from perf.harness.shapes import Model, prepare
+from perf.harness.shapes import Model, prepare, prepare_draft
 from perf.harness.table import progress
 from perf.step_profile import COLUMNS, Kernel, busy_us, kernels_of_trace, main, profile_runs, table_rows
 
@@ -97,6 +98,30 @@ def test_kernels_of_a_step_with_chunks_have_no_places(tiny: Model) -> None:
     ]
     assert {run.scenario for run in runs} == {"batch2-64+190"}
     assert all(run.num_bytes is UNSET for run in runs[:-1]) and runs[-1].num_bytes is not UNSET
+
+
+def test_kernels_of_a_round_with_drafts_have_no_places(tiny: Model) -> None:
+    """Those of the head have the same names, and its bytes are part of the round's."""
+    names = ["_multiply", "_attend", "_multiply", "_commit"]
+    kernels = kernels_of_trace(trace_of(names, 2))
+    drafting = Drafting(draft=prepare_draft(tiny), num_draft_tokens=3, acceptance_length=3.0)
+    scenario = Scenario.parse("batch2-64")
+    runs = list(profile_runs(kernels, 2, tiny, scenario, OPTIONS, 0.001, drafting=drafting))
+    assert [(run.kernel, run.shape, run.launches) for run in runs] == [
+        ("_multiply", "", 2),
+        ("_attend", "", 1),
+        ("_commit", "", 1),
+        ("step", "", 4),
+    ]
+    assert {(run.num_draft_tokens, run.acceptance, run.acceptance_length) for run in runs} == {
+        (3, "simulated", 3.0)
+    }
+    assert all(run.num_bytes is UNSET for run in runs[:-1])
+    context = 64 + 1 + (3 + 1) * 3.0
+    own_bytes = tiny.decode_bytes(2, context, 2)
+    assert runs[-1].num_bytes == own_bytes + drafting.round_bytes(3, scenario, OPTIONS) > own_bytes
+    rows = table_rows([to_builtins(run) for run in runs])
+    assert {len(row) for row in rows} == {len(COLUMNS)}
 
 
 def test_overlapping_kernels_count_once() -> None:
