@@ -5,8 +5,9 @@ python -m perf.cross_compile --covering
 
 Nothing is launched, and no GPU is needed: an executor is made on torch's "meta" device for the limits of each
 GPU, its steps are recorded, and their kernels are compiled by the ptxas that comes with Triton. The exit
-status is 1 if a kernel takes more shared memory than a CTA of the GPU may have, does not compile, or uses
-instructions that the GPU lacks: programmatic dependent launch, wgmma or TMA below compute capability 9.0.
+status is 1 if a kernel takes more shared memory than a CTA of the GPU may have, does not compile, may end
+without having waited where there is programmatic dependent launch, or uses instructions that the GPU lacks:
+that launch, wgmma or TMA below compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import triton
 from msgspec import Struct
 from triton.backends.compiler import GPUTarget
 
-from drift_sdk._kernels.common.gpu_limits import PDL_CAPABILITY, GpuLimits, limited_gpu
+from drift_sdk._kernels.common.gpu_limits import GpuLimits, limited_gpu
+from drift_sdk._kernels.common.kernel_access import LaunchOrderError, access_of
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.device.device import Event, Replay
@@ -93,7 +95,8 @@ LARGE_HEADS = LLAMA | {
 
 
 class Found(Struct, frozen=True, kw_only=True):
-    """A compiled kernel. error: why it does not compile; None if it does. shared_bytes: that a CTA takes."""
+    """A compiled kernel. error: why it does not compile, or how it breaks the rules of dependent launch; None
+    if neither. shared_bytes: that a CTA takes."""
 
     kernel: KernelToCompile
     shared_bytes: int = 0
@@ -265,10 +268,15 @@ def examined(kernel: KernelToCompile) -> Found:
     except Exception as error:  # whatever Triton and ptxas raise is the finding
         return Found(kernel=kernel, error=repr(error))
 
-    names = (
-        set(FORBIDDEN.findall(binary.asm["ptx"])) if GPUS[kernel.arch].capability < PDL_CAPABILITY else set()
-    )
-    return Found(kernel=kernel, shared_bytes=binary.metadata.shared, forbidden=tuple(sorted(names)))
+    shared_bytes, names = binary.metadata.shared, set[str]()
+    if GPUS[kernel.arch].has_pdl:
+        try:
+            access_of(binary.asm["ttir"])
+        except LaunchOrderError as error:
+            return Found(kernel=kernel, shared_bytes=shared_bytes, error=str(error))
+    else:
+        names = set(FORBIDDEN.findall(binary.asm["ptx"]))
+    return Found(kernel=kernel, shared_bytes=shared_bytes, forbidden=tuple(sorted(names)))
 
 
 def largest(kernels: Sequence[KernelToCompile]) -> list[KernelToCompile]:

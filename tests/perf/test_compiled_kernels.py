@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ttir import HEAD, TAIL, WAIT
 
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile
 from perf.cross_compile import violations
@@ -32,7 +33,8 @@ for name, *arguments in json.loads(sys.argv[1]):
 VARIANTS = ("perf.kernel_variants", "--model", "llama-3.1-8b")
 TWO_GPUS = ("perf.cross_compile", "--tensor-parallel", "2", "--model", "llama-3.1-8b", "--capability", "90")
 LARGEST = ("perf.cross_compile", "--covering", "--largest", "--capability", "90", "86")
-MOST = {"plain": 67, "EAGLE-3": 139}
+ATTENTION = tuple(("compiled_attention", str(dim), way) for dim in (64, 128) for way in ("beside", "behind"))
+MOST = {"plain": 66, "EAGLE-3": 138}
 """Variants of kernels, by the kind of decoding."""
 
 Outcome = tuple[int | None, str]
@@ -56,7 +58,7 @@ def run_commands(*commands: tuple[str, ...], folder: Path) -> dict[tuple[str, ..
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Outcome]:
     """Variants are counted first: nothing is compiled yet that would not count."""
-    return run_commands(VARIANTS, TWO_GPUS, LARGEST, folder=tmp_path_factory.mktemp("compiled"))
+    return run_commands(VARIANTS, TWO_GPUS, LARGEST, *ATTENTION, folder=tmp_path_factory.mktemp("compiled"))
 
 
 def test_default_engines_compile_no_more_variants_of_kernels(
@@ -71,6 +73,24 @@ def test_default_engines_compile_no_more_variants_of_kernels(
             "engine's first start on a machine, and is loaded at every other start. Numbers that differ from "
             f"step to step need no variants of their own: see `do_not_specialize`.\n{printed}"
         )
+
+
+@pytest.mark.parametrize("command", ATTENTION, ids=" ".join)
+def test_attention_beside_chunks_reads_early_around_the_l1_cache_and_waits_at_its_end(
+    command: tuple[str, ...], outcomes: dict[tuple[str, ...], Outcome]
+) -> None:
+    """It writes its scratch memory early. Elsewhere it reads the plan and the rows alone before it waits."""
+    status, printed = outcomes[command]
+    assert status == 0, printed
+    found = json.loads(printed)
+    is_beside = command[-1] == "beside"
+    sums = ["maxima_ptr", "sums_ptr", "weights_ptr"]
+    inputs = {"query_ptr", "keys_ptr", "values_ptr", "block_table_ptr"}
+    planned = {"tiles_ptr", "num_tiles_ptr", "row_slot_ptr", "row_position_ptr"}
+    assert set(found["reads_early"]) == planned | (inputs if is_beside else set())
+    assert found["writes_early"] == (sums if is_beside else [])
+    assert not found["triggers_early"]
+    assert found["num_cached_loads"] == 0
 
 
 def test_largest_kernels_fit_gpus_of_8_6(outcomes: dict[tuple[str, ...], Outcome]) -> None:
@@ -116,9 +136,22 @@ def test_all_kernels_fit_all_gpus(options: tuple[str, ...], tmp_path: Path) -> N
 def test_violations_are_found(
     arch: int, ptx: str, shared: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    binary = SimpleNamespace(asm={"ptx": ptx}, metadata=SimpleNamespace(shared=shared))
+    code = {"ptx": ptx, "ttir": f"{HEAD}{WAIT}{TAIL}"}
+    binary = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=shared))
     monkeypatch.setattr(KernelToCompile, "compile", lambda _: binary)
     assert len(list(violations([kernel(arch)]))) == is_found
+
+
+@pytest.mark.parametrize(("arch", "is_found"), [(86, False), (90, True)])
+def test_kernel_that_does_not_wait_is_a_violation_where_kernels_overlap(
+    arch: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = {"ptx": "mma.sync", "ttir": HEAD + TAIL}
+    binary = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=0))
+    monkeypatch.setattr(KernelToCompile, "compile", lambda _: binary)
+    assert [found.error for found in violations([kernel(arch)])] == [
+        "kernel: may end without having waited"
+    ] * is_found
 
 
 def test_kernel_that_does_not_compile_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_addresses_are_traced_through_loops_and_counted_when_they_cannot_be() ->
     assert access(boxes, copy, WAIT, END).reads_early == names("map")
 
 
-Launch = tuple[CudaKernel, tuple[Any, ...], KernelAccess, Mapping[str, object]]
+Launch = tuple[CudaKernel, tuple[Any, ...], KernelAccess, Mapping[str, object], bool]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
             self, name: str, declared: KernelAccess, arguments: Mapping[str, object], *, has_all: bool
         ) -> None:
             kernel, values = made.pop()
-            found.append((kernel, values, declared, arguments))
+            found.append((kernel, values, declared, arguments, has_all))
             assert not has_all or memory(values) <= memory(arguments.values()), kernel
 
     def launch(kernel: CudaKernel, grid: object, threads: int, shared: int, *values: Any, **_: Any) -> None:
@@ -151,7 +151,7 @@ def memory(values: Iterable[object]) -> set[int]:
 
 def assert_declared(launches: list[Launch]) -> None:
     """What kernels read early and write is what they declare, tensor by tensor."""
-    for kernel, values, declared, arguments in launches:
+    for kernel, values, declared, arguments, _ in launches:
         found = access_of_ptx(ptx_of(kernel), [str(i) for i in range(len(values))])
         assert found.triggers_early == declared.triggers_early, kernel
         for of_ptx, of_python in (
@@ -219,6 +219,12 @@ def test_attention_of_prompts_waits_as_it_declares(
     prompt = Prompt([(0, 0, 70)], (2, 1, head_dim), 64, device, BF16, has_sinks=True)
     cuda_prefill_attention(prompt.layer(), prompt.tiles(tile_rows), tile_rows, partitions)
     assert_declared(launches)
+    kernel, *_, has_all = launches[0]
+    assert has_all  # the next kernel may write early
+    ptx = ptx_of(kernel)
+    assert (
+        ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents") < ptx.index("wgmma")
+    )
 
 
 @needs_nvrtc

@@ -127,6 +127,7 @@ def test_first_and_repeated_launches_are_observed(triton: Triton, add: Any) -> N
         compiled = add[(1,)](**launch)
         add[(1,)](**launch)
         add.warmup(**launch, grid=(1,))  # launches nothing
+        add[(0,)](**launch)  # as this
     add[(1,)](**launch)
     assert seen == [(add, compiled, (), launch)] * 2
 

@@ -57,6 +57,8 @@ def test_untraceable_pointers_count_as_pointers_into_every_argument() -> None:
     store = "    tt.store %chosen, %value : !tt.ptr<f32> loc(#loc2)\n"
     assert access(chosen, load, WAIT) == KernelAccess(names("a", "b"), names(), False)
     assert access(WAIT, chosen, load, store) == KernelAccess(names(), names("a", "b"), False)
+    both = names("a", "b")
+    assert access(chosen, store, WAIT) == KernelAccess(names(), both, False, both)
 
 
 BRANCHES = """
@@ -107,6 +109,25 @@ def test_loads_by_descriptors_are_traced() -> None:
     assert access(WAIT, load, STORE_B).reads_early == names()
 
 
+def test_gathers_and_scatters_by_descriptors_are_traced() -> None:
+    rows = "    %rows = tt.make_tensor_descriptor %a, [%n], [%m] : <f32>, !tt.tensordesc<8xf32> loc(#loc2)\n"
+    gather = (
+        "    %x = tt.descriptor_gather %rows[%i, %n] : (!tt.tensordesc<8xf32>) -> tensor<8xf32> loc(#loc2)\n"
+    )
+    scatter = (
+        "    tt.descriptor_scatter %rows[%i, %n], %x : !tt.tensordesc<8xf32>, tensor<8xf32> loc(#loc2)\n"
+    )
+    reduce = "    tt.descriptor_reduce add, %rows[%n], %x : !tt.tensordesc<8xf32>, tensor<8xf32> loc(#loc2)\n"
+    assert access(rows, gather, WAIT) == KernelAccess(names("a"), names(), False)
+    for write in (scatter, reduce):
+        assert access(rows, write, WAIT) == KernelAccess(names(), names("a"), False, names("a"))
+
+
+def test_early_writes_through_several_arguments_add_up() -> None:
+    store_a = "    tt.store %a, %value : !tt.ptr<f32> loc(#loc2)\n"
+    assert access(store_a, STORE_B, WAIT).writes_early == names("a", "b")
+
+
 def test_pointers_are_traced_through_numbers() -> None:
     cast = """
     %address = tt.ptr_to_int %a : !tt.ptr<f32> -> i64 loc(#loc2)
@@ -115,6 +136,8 @@ def test_pointers_are_traced_through_numbers() -> None:
     %x = tt.load %pointer : !tt.ptr<f32> loc(#loc2)
 """
     assert access(cast, WAIT, STORE_B).reads_early == names("a")
+    assert access(cast, WAIT, STORE_B).has_addresses
+    assert not access(WAIT, STORE_B).has_addresses
 
 
 def test_wait_before_a_return_in_between_counts_behind_it() -> None:

@@ -72,6 +72,30 @@ def test_early_writes_of_what_the_preceding_kernel_may_use_are_rejected() -> Non
         write_after(WRITER, out=sums, has_all=False)  # it may use any memory
 
 
+def test_early_writes_are_held_against_every_kernel_that_may_run() -> None:
+    plan, other, sums = torch.zeros(3, 8)
+    early_writer = KernelAccess(names(), names("out"), False, names("out"))
+    launches = Launches()
+    launches.add("k0", WRITER, {"x": plan, "out": other}, has_all=True)
+    launches.add("k1", EARLY_TRIGGER_WRITER, {"out": sums}, has_all=True)
+    with pytest.raises(LaunchOrderError, match="k2 writes out before it waits: k0 may still be using it"):
+        launches.add("k2", early_writer, {"out": plan})
+
+
+def test_kernels_with_unknown_arguments_may_use_any_memory() -> None:
+    other, sums = torch.zeros(2, 8)
+    early_writer = KernelAccess(names(), names("out"), False, names("out"))
+    launches = Launches()
+    launches.add("k0", WRITER, {"out": other})
+    with pytest.raises(LaunchOrderError, match="k0 may still be using it"):
+        launches.add("k1", early_writer, {"out": sums})
+    launches = Launches()
+    with_addresses = KernelAccess(names(), names("out"), False, has_addresses=True)
+    launches.add("k0", with_addresses, {"out": other}, has_all=True)
+    with pytest.raises(LaunchOrderError, match="k0 may still be using it"):
+        launches.add("k1", early_writer, {"out": sums})
+
+
 def test_early_writers_keep_early_triggers_in_the_check() -> None:
     plan, other, sums = torch.zeros(3, 8)
     launches = Launches()
@@ -146,10 +170,11 @@ def test_compiled_kernel_is_scanned_once() -> None:
 def test_early_writers_may_follow_compiled_kernels_that_use_other_memory() -> None:
     used, other = torch.zeros(2, 8)
     writer, early_writer = CompiledKernel(WAIT, LOAD_A, STORE_B), CompiledKernel(STORE_B, WAIT)
-    for memory in (used, other):
+    for memory, more in ((used, 1), (other, 1), (other, (1, used))):
         launches = Launches()
-        note(launches, Kernel(), writer, (used, used, 4, 1), {})
-        with pytest.raises(LaunchOrderError) if memory is used else nullcontext():
+        note(launches, Kernel(), writer, (used, used, 4, more), {})
+        is_used = memory is used or more != 1  # a tuple may have any tensor
+        with pytest.raises(LaunchOrderError) if is_used else nullcontext():
             note(launches, Kernel(), early_writer, (other, memory, 4, 1), {})
 
 

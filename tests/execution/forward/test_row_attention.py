@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,13 +10,17 @@ from msgspec.structs import replace
 from prompt_chunks import Prompt
 
 from drift_sdk._kernels.attention import paged_attention
+from drift_sdk._kernels.attention.attention_config import AttentionConfig
+from drift_sdk._kernels.attention.cuda_prefill import has_cuda_prefill
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.common.launch_order import checked_launches
+from drift_sdk._kernels.common.kernel_access import LaunchOrderError
+from drift_sdk._kernels.common.launch_order import checked_launches, note_library_kernel
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward import attention_groups
+from drift_sdk.execution.forward import attention_groups, row_attention
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.row_attention import ChunkAttention, MixedAttention, SequenceAttention
 
@@ -39,14 +44,19 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
     config = exact_prefill_config(HEADS[2], dtype, NUM_CHUNK_ROWS)
     expected = prompt.exact(config, Partitions())
 
-    begun: list[bool] = []
-    attend = attention_groups.paged_attention
+    begun: list[str] = []
+    attend, attend_chunks = attention_groups.paged_attention, row_attention.exact_prefill_attention
 
     def noted(*arguments: object, beside_chunks: bool) -> None:
-        begun.append(beside_chunks)
+        begun.append("beside" if beside_chunks else "behind")
         attend(*arguments, beside_chunks=beside_chunks)  # type: ignore[arg-type]
 
+    def noted_chunks(*arguments: object) -> None:
+        begun.append("chunks")
+        attend_chunks(*arguments)  # type: ignore[arg-type]
+
     monkeypatch.setattr(attention_groups, "paged_attention", noted)
+    monkeypatch.setattr(row_attention, "exact_prefill_attention", noted_chunks)
     shape = AttentionShape(
         num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=MAX_KEYS
     )
@@ -70,10 +80,65 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
             kv = replace(layer.kv, keys=torch.full_like(layer.kv.keys, torch.nan))
             with checked_launches():
                 layer.query.copy_(prompt.query)
+                note_library_kernel(layer.query)
                 kv.keys.copy_(prompt.keys)
+                note_library_kernel(kv.keys)
                 mixed.attend(replace(layer, kv=kv))
             assert torch.equal(layer.out, expected)
-    assert begun[:1] == [True] and begun[-3:] == [True, False, False]
+    first = "beside" if has_cuda_prefill(prompt.layer(), config.tile_rows, Partitions()) else "behind"
+    assert begun[:2] == ["chunks", first]
+    assert begun[-4:] == ["chunks", first, "behind", "behind"]
+
+
+@pytest.mark.gpu
+def test_sequences_that_start_beside_no_chunks_are_noticed(device: str) -> None:
+    prompt = Prompt([(0, 99, 1)], HEADS, 64, device, torch.bfloat16)
+    shape = AttentionShape(
+        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=100
+    )
+    where = torch.device(device)
+    groups = AttentionGroups(Workspace(where), where, shape, num_sequences=1, num_rows=1)
+    slot, position = torch.tensor([[0], [99]], dtype=torch.int32, device=device)
+    rows, layer = PlannedRows(slot, position, 1), prompt.layer()
+    groups.plan(rows)
+    for beside_chunks in (False, True):
+        with (
+            checked_launches(),
+            pytest.raises(LaunchOrderError) if beside_chunks else nullcontext(),
+        ):
+            note_library_kernel(layer.query)
+            groups.attend(layer, rows, beside_chunks=beside_chunks)
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_sequences_start_beside_the_chunks_of_the_kernel_that_permits_it(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[int, ...], int, Partitions | None]] = []
+
+    def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitions | None) -> bool:
+        asked.append((tuple(layer.query.shape), tile_rows, partitions))
+        return has_kernel
+
+    begun: list[bool] = []
+    monkeypatch.setattr(row_attention, "has_cuda_prefill", has_cuda_prefill)
+    monkeypatch.setattr(row_attention, "exact_prefill_attention", lambda *_: None)
+    monkeypatch.setattr(
+        attention_groups, "paged_attention", lambda *_, beside_chunks: begun.append(beside_chunks)
+    )
+    prompt = Prompt([(0, 0, NUM_CHUNK_ROWS), (1, 3, 1)], HEADS, 64, DEVICE, torch.float32)
+    shape = AttentionShape(
+        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=64
+    )
+    where = torch.device(DEVICE)
+    groups = AttentionGroups(Workspace(where), where, shape, num_sequences=1, num_rows=1)
+    slot, position = torch.tensor([[1], [3]], dtype=torch.int32, device=DEVICE)
+    config = exact_prefill_config(HEADS[2], torch.float32, NUM_CHUNK_ROWS)
+    chunks = ChunkAttention(first_tiles(prompt, config.tile_rows), config)
+    sequences = SequenceAttention(groups, PlannedRows(slot, position, 1))
+    MixedAttention(chunks, sequences, NUM_CHUNK_ROWS).attend(prompt.layer())
+    assert begun == [has_kernel]
+    assert asked == [((NUM_CHUNK_ROWS, HEADS[0], HEADS[2]), config.tile_rows, Partitions())]
 
 
 @pytest.mark.parametrize("has_pdl", [False, True])
@@ -96,9 +161,14 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
     where = torch.device(DEVICE)
     groups = AttentionGroups(Workspace(where), where, shape, num_sequences=1, num_rows=1)
     slot, position = torch.tensor([[0], [3]], dtype=torch.int32, device=DEVICE)
+    rows, layer = PlannedRows(slot, position, 1), prompt.layer()
     for beside_chunks in (False, True):
-        groups.attend(prompt.layer(), PlannedRows(slot, position, 1), beside_chunks=beside_chunks)
+        groups.attend(layer, rows, beside_chunks=beside_chunks)
     assert started == [False, has_pdl]
+    groups.attend(layer, rows)
+    scratch = groups.scratches[0][0]
+    paged_attention.paged_attention(layer, rows, scratch, AttentionConfig())
+    assert started[2:] == [False, False]
 
 
 def first_tiles(prompt: Prompt, tile_rows: int) -> torch.Tensor:

@@ -29,9 +29,10 @@ Dependent launch: `_attend` reads the plan and the rows before it waits; they ar
 before it, which make queries and keys. It permits its dependents to start at its end, or where programs have
 few keys, when it has waited: memory can read weights of the next product then.
 
-Behind the attention of prompts, which permits its dependents to start when it has waited and writes other
-rows, `_attend` waits at its end alone (BESIDE_CHUNKS): queries and keys are complete when it starts. What it
-loads before it waits passes by the L1 cache.
+Directly behind attention of prompts in CUDA C++, which permits its dependents to start as soon as it has
+waited itself, and writes other rows, `_attend` waits only at its end (BESIDE_CHUNKS): queries and keys are
+complete when it starts. What it loads bypasses the L1 cache. Triton keeps `.cg` for copies of 16 bytes alone,
+which these are: heads of the kernel in CUDA C++ have 64 or 128 numbers of 16 bits.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _attend(
     NARROW: tl.constexpr,  # NARROW, NARROW_END, NUM_DOUBLINGS: see `Partitions`
     NARROW_END: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr,
-    BESIDE_CHUNKS: tl.constexpr,  # whether the kernel before is the attention of prompts
+    BESIDE_CHUNKS: tl.constexpr,  # wait only at the end
     PDL: tl.constexpr,
 ):
     """Program (head, share): the tiles of a share, one sequence after the other.
@@ -128,7 +129,6 @@ def _attend(
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
     PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
     CACHE: tl.constexpr = ".cg" if BESIDE_CHUNKS else ""
-    # Plan and rows are older than the two kernels before, which make queries and keys.
     head = tl.program_id(0)
     query_row = tl.arange(0, TILE_ROWS) % NUM_QUERY_ROWS
     companion = tl.arange(0, TILE_ROWS) // NUM_QUERY_ROWS
@@ -239,7 +239,8 @@ def paged_attention(
     """Attention of rows to the positions they see, in `layer.out`.
 
     rows: those that `scratch.plan` was made of, which has the layer's window. Rows of slot -1 get zeros.
-    beside_chunks: the launch before this one was the attention of prompts, of other rows of the step.
+    beside_chunks: True only if the launch directly before was attention of prompts in CUDA C++, of other rows
+    of the step.
     The first key lies in the first tile. All tensors are contiguous. Raises ValueError for another shape,
     type or layout.
     """

@@ -146,7 +146,8 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         else:
             named = [options[name] for name in self.arg_names[len(values) :]]
             launch(launch_compiled, compiled, (*grid, 1, 1)[:3], *values, *named)
-        for observe in tuple(_observers):  # other threads may change it
+        # Nothing is launched for an empty grid. Other threads may change the observers.
+        for observe in tuple(_observers) if all(grid) else ():
             observe(self, compiled, values, options)
         return compiled
 

@@ -1,5 +1,5 @@
 """Reads and writes of a compiled kernel of Triton through its arguments, from its Triton IR (TTIR).
-launch_order.py checks with them that no kernel reads what may still be written.
+launch_order.py checks with them that no kernel reads what may still be written, or writes what is still used.
 
 The result of a scan is kept on disk, for later starts.
 """
@@ -29,6 +29,7 @@ TYPE = "!tt."
 OTHER_OPERATION = re.compile(r" *(%[\w.]+) = (?!scf)")
 """The beginning of a line of TTIR, if its operation has one result and no blocks. Most lines begin like this,
 and have neither TYPE nor CONTROL."""
+WRITES = ("tt.store", "tt.descriptor_store", "tt.descriptor_scatter", "tt.descriptor_reduce", "tt.atomic")
 LOOP_VALUE = re.compile(r"(%[\w.]+) = (%[\w.]+)")
 NAME = re.compile(r"%[\w.]+")
 BODY_INDENT = 4
@@ -47,13 +48,15 @@ class KernelAccess(Struct, frozen=True):
     """A kernel's reads and writes through its pointer arguments, by their names in its signature.
 
     reads_early: those read before the kernel waits. writes: those written. triggers_early: the kernel permits
-    its dependents to start before it has waited. writes_early: those written before it waits.
+    its dependents to start before it has waited. writes_early: those written before it waits. has_addresses:
+    it makes pointers of numbers, so that it may use other memory, too.
     """
 
     reads_early: frozenset[str]
     writes: frozenset[str]
     triggers_early: bool
     writes_early: frozenset[str] = frozenset()
+    has_addresses: bool = False
 
 
 def access_of(ttir: str) -> KernelAccess:
@@ -63,6 +66,7 @@ def access_of(ttir: str) -> KernelAccess:
     Raises LaunchOrderError for a kernel that may end without having waited.
     """
     scan = AccessScan()
+    scan.has_addresses = "int_to_ptr" in ttir
     has_casts = "ptr_to_int" in ttir  # numbers may become pointers
     for line in ttir.splitlines():
         is_other = not (has_casts or TYPE in line or CONTROL in line)
@@ -87,6 +91,7 @@ class AccessScan:
         self._written_early: set[str] = set()
         self._wait_indent: int | None = None  # of the outermost wait in the blocks that are open
         self._waits_always = self._triggers_early = False
+        self.has_addresses = False
 
     def enter_function(self, line: str) -> None:
         """Take the kernel's name and its pointer arguments."""
@@ -131,10 +136,10 @@ class AccessScan:
                 self._sources[inner] = set(self._sources.get(outer, ()))
         found = set[str]()
         # The first operand of a load, a store or an atomic operation is its pointer.
-        if operation.startswith(("tt.load", "tt.descriptor_load")):
+        if operation.startswith(("tt.load", "tt.descriptor_load", "tt.descriptor_gather")):
             if not has_waited:
                 self._early |= self._arguments_of(operands[0])
-        elif operation.startswith(("tt.store", "tt.descriptor_store", "tt.atomic")):
+        elif operation.startswith(WRITES):
             self._written |= self._arguments_of(operands[0])
             if not has_waited:
                 self._written_early |= self._arguments_of(operands[0])
@@ -155,6 +160,7 @@ class AccessScan:
             frozenset(self._written),
             self._triggers_early,
             frozenset(self._written_early),
+            self.has_addresses,
         )
 
     def _arguments_of(self, pointer: str) -> set[str]:

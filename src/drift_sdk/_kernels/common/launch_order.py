@@ -1,16 +1,17 @@
-"""A check of programmatic dependent launch: no kernel reads, before it waits, what may still be written, or
-writes what may still be used.
+"""A check of programmatic dependent launch: before it waits, no kernel reads what may still be written, and
+none writes what may still be used.
 
 The CTAs of a kernel may be placed as soon as all CTAs of the kernel before it have permitted their dependents
-to start. What a kernel reads before `wait_for_producers` must therefore have been written before any kernel
-that may still be running: the kernel before it; if that one permitted its dependents to start before it had
-itself waited, also the kernel before that; and so on.
+to start. What a kernel reads before `wait_for_producers` must therefore not be written by any kernel that may
+still be running, and what it writes then must not be read or written by them. Those are the kernel before it;
+if that one permitted its dependents to start before it had itself waited, also the kernel before that; and so
+on.
 
-Which pointer arguments a kernel reads before it waits, and which it writes, is taken from its Triton IR
+Which pointer arguments a kernel reads and writes, and which before it waits, is taken from its Triton IR
 (kernel_access.py); which tensors they are, from the launches of a step. CUDA C++ kernels declare theirs, with
 `note_kernel`; tests hold the declarations to their PTX. Kernels of torch wait for everything before them,
-and let nothing start before they end: `note_library_kernel` adds them to the order of launches. One that is
-not noted makes the check stricter.
+and let nothing start before they end: `note_library_kernel` adds them to the order of launches. What a kernel
+writes that is not noted is not checked.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Launches:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # Kernels that may still run when the next one starts, and the memory that they write and use; None:
-        # any memory.
+        # Kernels that may still run when the next one starts, the memory that they write, and the memory that
+        # they use; None in the latter: any memory.
         self._running: list[tuple[str, list[AddressRange], list[AddressRange] | None]] = []
 
     def add(
@@ -53,8 +54,8 @@ class Launches:
         """Add the next kernel.
 
         arguments: values by the names that `access` uses; with `has_all`, all tensors that the kernel reads
-        and writes are among them. Raises LaunchOrderError if the kernel reads, before it waits, what may
-        still be written, or writes what may still be used.
+        and writes are among them, unless it makes pointers of numbers. Raises LaunchOrderError if the kernel
+        reads, before it waits, what may still be written, or writes what may still be used.
         """
         for name in sorted(access.reads_early):
             for other, written, _ in self._running:
@@ -73,7 +74,8 @@ class Launches:
         if not access.triggers_early:
             self._running.clear()
         written = address_ranges(arguments[name] for name in access.writes)
-        self._running.append((kernel, written, address_ranges(arguments.values()) if has_all else None))
+        is_known = has_all and not access.has_addresses
+        self._running.append((kernel, written, address_ranges(arguments.values()) if is_known else None))
 
 
 AddressRange = tuple[int, int]
@@ -159,4 +161,7 @@ def note(
     if access is None:
         access = _accesses[compiled.hash] = kept_access(compiled.asm["ttir"])
     arguments = {**dict(zip(kernel.arg_names, values, strict=False)), **options}
-    launches.add(kernel.__name__, access, arguments, has_all=True)
+    has_all = not any(
+        isinstance(value, tuple | list) for value in arguments.values()
+    )  # which may have tensors
+    launches.add(kernel.__name__, access, arguments, has_all=has_all)

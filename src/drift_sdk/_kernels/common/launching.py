@@ -5,20 +5,22 @@ On a GPU kernels are compiled; without one, Triton's interpreter runs them on th
 Programmatic dependent launch (PDL) lets the CTAs of a kernel be placed on multiprocessors while the kernel
 before it still runs. Two device functions control it:
 
-- `wait_for_producers` blocks until every earlier kernel has finished and its writes are visible. A kernel
-  calls it before it touches what other kernels write. Every CTA calls it before it ends, also one without any
-  work: otherwise later kernels could start while an earlier one still runs. In CUDA C++, every thread does.
+- `wait_for_producers` blocks until every earlier kernel has finished and its writes are visible. Every CTA
+  calls it before it ends, also one without any work: otherwise later kernels could start while an earlier one
+  still runs. In CUDA C++, every thread does.
 - `start_dependents` permits the CTAs of the next kernel to be placed: once a thread of every CTA has called
   it, or the CTA has ended. A product or another long kernel calls it when it is nearly done, since waiting
   CTAs would occupy the multiprocessors that it needs. A short kernel that always follows a long one calls it
   first, even before it waits. Kernels whose CTAs are all placed at once may call it as soon as they have
-  waited.
+  waited, and so may one beside which the next kernel shall run; the permission takes effect when the last CTA
+  has been placed.
 
-Before it waits, a kernel may read what was written before the two kernels that precede it: those writes are
-complete when a CTA is placed. Such loads bypass the L1 cache (`cache_modifier=".cg"`), which may hold earlier
-contents; data that never changes, like a weight, may be read through L1.
+Before it waits, a kernel may read what no kernel that may still run writes, and write what none of them uses.
+Those are the kernel before it and, if that one permitted its dependents before it had waited, those before
+that. Early loads bypass the L1 cache (`cache_modifier=".cg"`), which may hold earlier contents; data that
+never changes, like a weight, may be read through L1.
 
-Both rules are checked when a step is captured, see launch_order.py.
+These rules are checked when a step is captured, see launch_order.py.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from drift_sdk._kernels.attention.cuda_prefill import has_cuda_prefill
 from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.partitions import Partitions
@@ -65,6 +66,10 @@ class ChunkAttention:
     def attend(self, layer: LayerAttention) -> None:
         exact_prefill_attention(layer, self._tiles, self._config, Partitions.of_window(layer.window))
 
+    def permits_early_start(self, layer: LayerAttention) -> bool:
+        """Whether the next launch may start while the kernel of `attend` runs, once that one has waited."""
+        return has_cuda_prefill(layer, self._config.tile_rows, Partitions.of_window(layer.window))
+
 
 class MixedAttention:
     """Attention of `num_chunk_rows` rows of prompts, followed by rows of sequences."""
@@ -76,6 +81,11 @@ class MixedAttention:
         self._sequences.plan()
 
     def attend(self, layer: LayerAttention) -> None:
-        # The kernel of chunks leaves multiprocessors idle, on which the other one starts beside it.
-        self._chunks.attend(layer.of_rows(slice(self._num_chunk_rows)))
-        self._sequences.attend(layer.of_rows(slice(self._num_chunk_rows, None)), beside_chunks=True)
+        """The launch for chunks has to come directly before the one for sequences, which may start beside it:
+        that one reads queries and keys before it waits."""
+        chunk_layer = layer.of_rows(slice(self._num_chunk_rows))
+        self._chunks.attend(chunk_layer)
+        self._sequences.attend(
+            layer.of_rows(slice(self._num_chunk_rows, None)),
+            beside_chunks=self._chunks.permits_early_start(chunk_layer),
+        )
