@@ -16,9 +16,8 @@ SMOOTHING = 0.1
 WINDOW = 128
 """Number of latest steps whose ratios of measured to predicted time give the percentiles."""
 SPREAD_ROWS = 24
-"""Decode rows for each mixed step over which the waiting prompt tokens are spread. While a step is bound by
-the bytes of the weights, rows of prompts cost little beside the decode rows: a few rows in every step take
-less time than many rows in some of them. What that saves, each decode row gains; the prompts wait longer."""
+"""Decode rows for each mixed step over which the waiting prompt tokens are spread: the more rows decode, the
+shorter are the steps that all of them wait for, and the longer the prompts wait."""
 MIN_SPREAD_TOKENS = 192
 """Least tokens of a step when prompts are spread: smaller steps take longer for a token."""
 
