@@ -161,7 +161,6 @@ def note(
     if access is None:
         access = _accesses[compiled.hash] = kept_access(compiled.asm["ttir"])
     arguments = {**dict(zip(kernel.arg_names, values, strict=False)), **options}
-    has_all = not any(
-        isinstance(value, tuple | list) for value in arguments.values()
-    )  # which may have tensors
+    # A tuple may have any tensor.
+    has_all = not any(isinstance(value, tuple | list) for value in arguments.values())
     launches.add(kernel.__name__, access, arguments, has_all=has_all)
