@@ -44,7 +44,7 @@ __all__ = [
 
 MAX_CHUNKS = 32
 """Most prefill chunks of a step. Executors make room for so many, and what is made and not used takes time: a
-program of attention for every head of every chunk, a row of the draft for every chunk."""
+row of the draft for every chunk, and in Triton a program of attention for every head of it."""
 
 
 Verification = Literal["whole", "partial", "refresh"]

@@ -16,8 +16,8 @@ MAX_STEPS_PASSED = 4
 def share_tokens(num_tokens: int, prompts: Items[Sequence]) -> list[int]:
     """Share `num_tokens` between prompts: the number of each. At most MAX_CHUNKS of them get any.
 
-    Tokens go to the prompts by priority, then to the shortest first: what is left of a long prompt hardly
-    waits longer for a short one, and short ones do not wait for all of it. A first prompt that has got none
+    Tokens go to the prompts by priority, then to the shortest first: a short prompt
+    delays a long one only slightly, and does not wait for all of it. A first prompt that has got none
     in MAX_STEPS_PASSED steps gets half, or all that it needs if that is less, so that it always progresses.
 
     prompts: in order of (priority, arrival).

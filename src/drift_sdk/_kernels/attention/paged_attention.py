@@ -31,8 +31,8 @@ few keys, when it has waited: memory can read weights of the next product then.
 
 Directly behind attention of prompts in CUDA C++, which permits its dependents to start as soon as it has
 waited itself, and writes other rows, `_attend` waits only at its end (BESIDE_CHUNKS): queries and keys are
-complete when it starts. What it loads bypasses the L1 cache. Triton keeps `.cg` for copies of 16 bytes alone,
-which these are: heads of the kernel in CUDA C++ have 64 or 128 numbers of 16 bits.
+complete when it starts. What it loads bypasses the L1 cache. Triton applies `.cg` only to copies of 16 bytes;
+these are, because that kernel is used only for heads of 64 or 128 numbers of 16 bits.
 """
 
 from __future__ import annotations

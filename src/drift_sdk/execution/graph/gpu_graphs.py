@@ -26,7 +26,7 @@ from drift_sdk.steps import ExecutorLimits
 __all__ = ["GpuGraphs", "GpuModel", "graph_buckets", "open_graphs", "open_ring"]
 
 NUM_ENTRIES = 16
-"""Replays that can be in flight at once. A step has up to four, and one more for each MAX_UPDATES updates:
+"""Replays that can be in flight at once. A step has up to five, and one more for each MAX_UPDATES updates:
 with eight entries, a request with a bias for 4,000 tokens would wait for the device."""
 MAX_UPDATES = 512
 """Slot table updates of one replay. A step with more of them starts replays that do nothing else."""
