@@ -9,7 +9,7 @@ from fake_device import FakeDevice
 from msgspec.structs import replace
 
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.prompt_shares import MAX_STEPS_PASSED
+from drift_sdk.scheduling.prompt_shares import MAX_STEPS_WITHOUT_TOKENS
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.steps import MAX_CHUNKS, PrefillChunk, StepPlan, Violation
@@ -168,7 +168,7 @@ def test_first_waiting_prompt_progresses_behind_shorter_ones(num_waiting: int) -
     """Also when it waits: with a steady flow of short prompts that take the whole budget."""
     rig = Rig(max_num_seqs=16, prefill_token_budget=8)
     long = [rig.add(40, max_tokens=1) for _ in range(1 + num_waiting)]
-    for _ in range(20 * (1 + num_waiting) * (MAX_STEPS_PASSED + 1)):
+    for _ in range(20 * (1 + num_waiting) * (MAX_STEPS_WITHOUT_TOKENS + 1)):
         rig.add(8, max_tokens=1)
         rig.turn()
         if long[-1].finish:
@@ -181,10 +181,10 @@ def test_first_prompt_progresses_behind_shorter_ones_that_take_the_whole_budget(
     rig.add(40)
     rig.launch()
     found: list[bool] = []
-    for _ in range(2 * MAX_STEPS_PASSED + 2):
+    for _ in range(2 * MAX_STEPS_WITHOUT_TOKENS + 2):
         rig.add(8)
         found.append(any(slot == 0 for slot, _, _ in spans(rig.launch())))
-    assert found == 2 * [*[False] * MAX_STEPS_PASSED, True]
+    assert found == 2 * [*[False] * MAX_STEPS_WITHOUT_TOKENS, True]
 
 
 def test_first_prompt_gets_what_shorter_ones_leave() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from drift_sdk.draft_policy.view_gain import ViewCosts
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.prompt_shares import MAX_STEPS_PASSED
+from drift_sdk.scheduling.prompt_shares import MAX_STEPS_WITHOUT_TOKENS
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.steps import StepPlan
@@ -187,7 +187,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif plan.verification == "refresh" and first is not self.left_out:
             self.left_out = first
         elif first.is_prefilling and plan.prefill:
-            assert 0 < first.num_steps_passed <= MAX_STEPS_PASSED, f"{first} makes no progress"
+            assert 0 < first.num_steps_without_tokens <= MAX_STEPS_WITHOUT_TOKENS, (
+                f"{first} makes no progress"
+            )
         else:
             raise AssertionError(f"{first} makes no progress")
 

@@ -261,10 +261,10 @@ class Scheduler:
 
         for sequence, share in zip(prompts, shares, strict=True):
             if share:
-                sequence.num_steps_passed = 0
+                sequence.num_steps_without_tokens = 0
                 step.add_chunk(sequence, share)
             else:
-                sequence.num_steps_passed += 1
+                sequence.num_steps_without_tokens += 1
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
         """Lengthen a running sequence's table to `num_blocks` entries, preempting sequences if necessary.

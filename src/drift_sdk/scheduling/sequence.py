@@ -40,7 +40,7 @@ class Sequence:
         "num_planned_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
-        "num_steps_passed",
+        "num_steps_without_tokens",
         "order",
         "prefix_nodes",
         "priority",
@@ -89,7 +89,7 @@ class Sequence:
         self.is_publishing = True  # False once another sequence has published an equal block
         self.num_prefill_tokens = 0  # length at admission: the tokens that chunks compute, and cached ones
         self.num_planned_tokens = 0  # those of them in planned chunks or cached
-        self.num_steps_passed = 0  # steps in a row that gave tokens to other prompts and none to it
+        self.num_steps_without_tokens = 0  # steps in a row that gave tokens to other prompts and none to it
         # KV below this position is committed, and computed from the whole context; steps in flight write from
         # it on. While waiting, the cached tokens of the earlier match.
         self.num_computed_tokens = 0

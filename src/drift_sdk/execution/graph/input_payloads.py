@@ -67,7 +67,7 @@ def fill_mixed(
 ) -> None:
     """Write the payload of a mixed step: chunks, decode rows, and the prompts that end.
 
-    hits: slots whose chunk is the first after a prefix hit.
+    hits: slots whose chunk is led by a row of the draft: the first one after a prefix hit, for instance.
     """
     layout, chunks = buckets.mixed_layout(bucket), without_last_tokens(plan.prefill)
     token, slot, position = payload[layout.rows].reshape(3, bucket.size)
@@ -129,7 +129,7 @@ def fill_draft_extend(
 ) -> int:
     """Write the payload of the step that updates the drafter after a prefill step, and return its bucket.
 
-    hits: slots whose chunk is the first after a prefix hit.
+    hits: slots whose chunk is led by a row of the draft: the first one after a prefix hit, for instance.
     """
     num_rows = bucket_of(buckets.prefill, first_rows(chunks)[-1])
     token, slot, position, following = payload[: 4 * num_rows].reshape(4, num_rows)
