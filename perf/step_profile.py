@@ -165,7 +165,7 @@ def profile_runs(
     """A run for each kernel and role in the order of the step, then one for the step. With chunks, rows of
     prompts and of the round share kernels, and with drafts the head and the model do, so there are no roles,
     and no bytes but those of the step."""
-    tokens_per_round = (drafting.simulated_length if drafting is not None else None) or 1.0
+    tokens_per_round = 1.0 if drafting is None else drafting.simulated_length or 1.0
     context = scenario.context + 1 + (NUM_WARM_UP_ROUNDS + num_steps / 2) * tokens_per_round
     has_roles = not num_prompt_tokens and drafting is None
     fields: dict[str, Any] = {

@@ -19,7 +19,7 @@ SPREAD_ROWS = 24
 """Decode rows for each mixed step over which the waiting prompt tokens are spread: the more rows decode, the
 shorter are the steps that all of them wait for, and the longer the prompts wait."""
 MIN_SPREAD_TOKENS = 192
-"""Least tokens of a step when prompts are spread, so that short ones are not."""
+"""Least tokens of a step when prompts are spread: if fewer wait, one step takes them all."""
 
 
 class TokenBudget:

@@ -57,20 +57,10 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
 
     monkeypatch.setattr(attention_groups, "paged_attention", noted)
     monkeypatch.setattr(row_attention, "exact_prefill_attention", noted_chunks)
-    shape = AttentionShape(
-        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=MAX_KEYS
-    )
     slots = torch.arange(1, 1 + len(STARTS), dtype=torch.int32, device=DEVICE)
     rows = PlannedRows(slots, torch.tensor(STARTS, dtype=torch.int32, device=DEVICE), 1)
     for max_scratch_bytes in (None, 1):  # one group of sequences, and one for each
-        groups = AttentionGroups(
-            Workspace(torch.device(DEVICE)),
-            torch.device(DEVICE),
-            shape,
-            num_sequences=len(STARTS),
-            num_rows=1,
-            max_scratch_bytes=max_scratch_bytes,
-        )
+        groups = groups_of(len(STARTS), MAX_KEYS, max_scratch_bytes)
         tiles = first_tiles(prompt, config.tile_rows)
         mixed = MixedAttention(ChunkAttention(tiles, config), SequenceAttention(groups, rows), NUM_CHUNK_ROWS)
         mixed.plan()
@@ -93,11 +83,7 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
 @pytest.mark.gpu
 def test_sequences_that_start_beside_no_chunks_are_noticed(device: str) -> None:
     prompt = Prompt([(0, 99, 1)], HEADS, 64, device, torch.bfloat16)
-    shape = AttentionShape(
-        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=100
-    )
-    where = torch.device(device)
-    groups = AttentionGroups(Workspace(where), where, shape, num_sequences=1, num_rows=1)
+    groups = groups_of(1, 100)
     slot, position = torch.tensor([[0], [99]], dtype=torch.int32, device=device)
     rows, layer = PlannedRows(slot, position, 1), prompt.layer()
     groups.plan(rows)
@@ -127,11 +113,7 @@ def test_sequences_start_beside_the_chunks_of_the_kernel_that_permits_it(
         attention_groups, "paged_attention", lambda *_, beside_chunks: begun.append(beside_chunks)
     )
     prompt = Prompt([(0, 0, NUM_CHUNK_ROWS), (1, 3, 1)], HEADS, 64, DEVICE, torch.float32)
-    shape = AttentionShape(
-        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=64
-    )
-    where = torch.device(DEVICE)
-    groups = AttentionGroups(Workspace(where), where, shape, num_sequences=1, num_rows=1)
+    groups = groups_of(1, 64)
     slot, position = torch.tensor([[1], [3]], dtype=torch.int32, device=DEVICE)
     config = exact_prefill_config(HEADS[2], torch.float32, NUM_CHUNK_ROWS)
     chunks = ChunkAttention(first_tiles(prompt, config.tile_rows), config)
@@ -155,11 +137,7 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
     monkeypatch.setattr(paged_attention, "add_partitions", lambda *_: None)
     monkeypatch.setattr(paged_attention, "uses_pdl", lambda: has_pdl)
     prompt = Prompt([(0, 3, 1)], HEADS, 64, DEVICE, torch.float32)
-    shape = AttentionShape(
-        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=64
-    )
-    where = torch.device(DEVICE)
-    groups = AttentionGroups(Workspace(where), where, shape, num_sequences=1, num_rows=1)
+    groups = groups_of(1, 64)
     slot, position = torch.tensor([[0], [3]], dtype=torch.int32, device=DEVICE)
     rows, layer = PlannedRows(slot, position, 1), prompt.layer()
     for beside_chunks in (False, True):
@@ -169,6 +147,22 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
     scratch = groups.scratches[0][0]
     paged_attention.paged_attention(layer, rows, scratch, AttentionConfig())
     assert started[2:] == [False, False]
+
+
+def groups_of(num_sequences: int, max_num_keys: int, max_scratch_bytes: int | None = None) -> AttentionGroups:
+    """Attention of sequences of one row, in groups that `max_scratch_bytes` have room for."""
+    where = torch.device(DEVICE)
+    shape = AttentionShape(
+        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=max_num_keys
+    )
+    return AttentionGroups(
+        Workspace(where),
+        where,
+        shape,
+        num_sequences=num_sequences,
+        num_rows=1,
+        max_scratch_bytes=max_scratch_bytes,
+    )
 
 
 def first_tiles(prompt: Prompt, tile_rows: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ class ChunkAttention:
         exact_prefill_attention(layer, self._tiles, self._config, Partitions.of_window(layer.window))
 
     def permits_early_start(self, layer: LayerAttention) -> bool:
-        """Whether the next launch may start while the kernel of `attend` runs, once that one has waited."""
+        """Return True if the launch after `attend` may start while the kernel of `attend` still runs."""
         return has_cuda_prefill(layer, self._config.tile_rows, Partitions.of_window(layer.window))
 
 
