@@ -81,10 +81,10 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
 
 
 @pytest.mark.gpu
-def test_sequences_that_start_beside_no_chunks_are_noticed(device: str) -> None:
-    prompt = Prompt([(0, 99, 1)], HEADS, 64, device, torch.bfloat16)
+def test_sequences_that_start_beside_no_chunks_are_noticed() -> None:
+    prompt = Prompt([(0, 99, 1)], HEADS, 64, DEVICE, torch.bfloat16)
     groups = groups_of(1, 100)
-    slot, position = torch.tensor([[0], [99]], dtype=torch.int32, device=device)
+    slot, position = torch.tensor([[0], [99]], dtype=torch.int32, device=DEVICE)
     rows, layer = PlannedRows(slot, position, 1), prompt.layer()
     groups.plan(rows)
     for beside_chunks in (False, True):
