@@ -2,7 +2,7 @@
 
 python -m perf.step_profile --scenario single-512 batch64-512
 python -m perf.step_profile --scenario batch62-768 --prompt-tokens 190
-python -m perf.step_profile --scenario batch61-768 --prompt-tokens 765 --num-draft-tokens 3
+python -m perf.step_profile --scenario batch63-768 --prompt-tokens 765 --num-draft-tokens 3
 
 Replays of a step are traced by torch.profiler. Kernels overlap (programmatic dependent launch), and a kernel
 that waits for its predecessor counts as running, so the times of kernels add up to more than the step. With
