@@ -108,16 +108,17 @@ __device__ __forceinline__ void copy_tiles(const PrefillArguments& a, const Shar
   const int lane = threadIdx.x & 31, kv_head = head / a.group, num_tiles = rows.num_tiles();
   const int num_boxes = (rows.num_keys() + BOX_KEYS - 1) / BOX_KEYS, boxes_per_block = a.block_size / BOX_KEYS;
   const int* const table = a.block_table + static_cast<u64>(rows.slot) * a.table_stride;
-  int block = 0, key_rows[BOXES], value_rows[BOXES];
+  int row = 0, key_rows[BOXES], value_rows[BOXES];  // row: for each lane that of another box
   for (int tile = 0; tile <= num_tiles; tile++) {
+    if (tile * BOXES % 32 == 0) {
+      const int box = tile * BOXES + lane, of_block = box % boxes_per_block * BOX_KEYS;
+      row = -BOX_KEYS;  // rows that do not exist
+      if (box < num_boxes) row = (table[box / boxes_per_block] * a.num_kv_heads + kv_head) * a.block_size + of_block;
+    }
 #pragma unroll
     for (int i = 0; i < BOXES; i++) {
-      const int box = tile * BOXES + i;
       value_rows[i] = key_rows[i];
-      if (box % 32 == 0 && box + lane < num_boxes) block = table[(box + lane) / boxes_per_block];
-      const int of_box = __shfl_sync(~0u, block, box % 32);
-      key_rows[i] = (of_box * a.num_kv_heads + kv_head) * a.block_size + box % boxes_per_block * BOX_KEYS;
-      if (box >= num_boxes) key_rows[i] = -BOX_KEYS;  // rows that do not exist
+      key_rows[i] = __shfl_sync(~0u, row, (tile * BOXES + i) % 32);
     }
     if (tile < num_tiles) {
       if (lane == 0)
