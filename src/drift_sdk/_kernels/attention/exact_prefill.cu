@@ -28,25 +28,22 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
 #pragma unroll
   for (int e = 0; e < 4; e++) weight[e] = 0.0f;
 
-  // The softmax of a tile's scores, part by part. The scores become probabilities.
-  auto take_scores = [&](int key_tile) {
-    r.mask_scores(key_tile);
+  // The softmax of a part of a tile's scores, which become probabilities.
+  auto take_scores = [&](int part) {
+    constexpr int FRAGMENTS = PART_KEYS / 8;
 #pragma unroll
-    for (int part = 0; part < PARTS; part++)
+    for (int h = 0; h < 2; h++) {
+      const float highest = r.template highest_score<FRAGMENTS>(part * FRAGMENTS, h);
+      const float maximum = fmaxf(softmax.maximum[h], __fmul_rn(highest, r.a.scale));
+      const float reference = maximum == NOTHING ? 0.0f : maximum;
+      rescale[part][h] = power_of_two(softmax.maximum[h] - reference);
+      softmax.maximum[h] = maximum;
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        constexpr int FRAGMENTS = PART_KEYS / 8;
-        const float highest = r.template highest_score<FRAGMENTS>(part * FRAGMENTS, h);
-        const float maximum = fmaxf(softmax.maximum[h], __fmul_rn(highest, r.a.scale));
-        const float reference = maximum == NOTHING ? 0.0f : maximum;
-        rescale[part][h] = power_of_two(softmax.maximum[h] - reference);
-        softmax.maximum[h] = maximum;
+      for (int n = part * FRAGMENTS; n < (part + 1) * FRAGMENTS; n++)
 #pragma unroll
-        for (int n = part * FRAGMENTS; n < (part + 1) * FRAGMENTS; n++)
-#pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; e++)
-            r.score[n][e] = power_of_two(__fmaf_rn(r.score[n][e], r.a.scale, -reference));
-      }
+        for (int e = 2 * h; e < 2 * h + 2; e++)
+          r.score[n][e] = power_of_two(__fmaf_rn(r.score[n][e], r.a.scale, -reference));
+    }
   };
   auto rescale_sums = [&](int part) {
 #pragma unroll
@@ -71,10 +68,13 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
     }
     commit_wgmma();
   };
-  auto keep_sums = [&]() {
+  // After the products of a part's probabilities have ended.
+  auto keep_sums = [&](int part) {
 #pragma unroll
     for (int n = 0; n < NT; n++) keep(total[n]);
     keep(weight);
+#pragma unroll
+    for (int k = part * PART_KEYS / 16; k < (part + 1) * PART_KEYS / 16; k++) keep(r.share[k]);
   };
   // The partition's sums, added to those before; is_end: of the last partition.
   auto add_partition = [&](const float (&maximum)[2], bool is_end) {
@@ -102,13 +102,16 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
     }
     has_sums = true;
   };
-  auto settle_probabilities = [&]() {
+  auto settle_probabilities = [&](int part) {
     u32 signs = 0;
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; n++)
+    for (int n = part * PART_KEYS / 8; n < (part + 1) * PART_KEYS / 8; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) signs |= __float_as_uint(r.score[n][e]);
     r.settle(signs);
+  };
+  auto round_probabilities = [&](int part) {
+    r.template round_probabilities<PART_KEYS / 16>(part * PART_KEYS / 16);
   };
   // Whether a partition ends behind a tile.
   auto is_last = [&](int key_tile) {
@@ -124,41 +127,48 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
   r.start_scores();
   wait_for_wgmma<0>();
   r.end_scores();
+  r.mask_scores(0);
   take_scores(0);
+  take_scores(1);
   r.round_probabilities();
   bool is_first = true;
 #pragma unroll 1
   for (int key_tile = 0; key_tile + 1 < num_tiles; key_tile++) {
-    r.wait_for_values(key_tile);
-    if (!is_first) rescale_sums(0);
-    start_values(0, is_first);
     r.start_scores();
-    wait_for_wgmma<1>();
-    keep_sums();
-    rescale_sums(1);
-    start_values(1, false);
+    if (!is_first) rescale_sums(0);
+    r.wait_for_values(key_tile);
+    start_values(0, is_first);
     wait_for_wgmma<1>();
     r.end_scores();
     is_first = is_last(key_tile);
     const float maximum[2] = {softmax.maximum[0], softmax.maximum[1]};
     if (is_first) softmax.maximum[0] = softmax.maximum[1] = NOTHING;
-    take_scores(key_tile + 1);
-    settle_probabilities();
+    r.mask_scores(key_tile + 1);
+    // The softmax of a part is computed while the values of the same part of the tile before are multiplied.
+    take_scores(0);
+    settle_probabilities(0);
     wait_for_wgmma<0>();
-    keep_sums();
+    keep_sums(0);
+    rescale_sums(1);
+    start_values(1, false);
+    round_probabilities(0);
+    take_scores(1);
+    settle_probabilities(1);
+    wait_for_wgmma<0>();
+    keep_sums(1);
     r.end_values();
     if (is_first) add_partition(maximum, false);
-    r.round_probabilities();
+    round_probabilities(1);
   }
   r.wait_for_values(num_tiles - 1);
   if (!is_first) rescale_sums(0);
   start_values(0, is_first);
   wait_for_wgmma<0>();
-  keep_sums();
+  keep_sums(0);
   rescale_sums(1);
   start_values(1, false);
   wait_for_wgmma<0>();
-  keep_sums();
+  keep_sums(1);
   r.end_values();
   add_partition(softmax.maximum, true);
 

@@ -108,9 +108,10 @@ template <int WARPGROUPS, int STAGES> struct WarpgroupRows {
     if (static_cast<int>(number) < 0) *shared.nowhere() = number;
   }
 
-  __device__ __forceinline__ void round_probabilities() {
+  // Rounds the probabilities of NUM times 16 keys, from `first` times 16 on.
+  template <int NUM = KEYS / 16> __device__ __forceinline__ void round_probabilities(int first = 0) {
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k++)
+    for (int k = first; k < first + NUM; k++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
         share[k][i] = pair_of(score[2 * k + i / 2][i % 2 * 2], score[2 * k + i / 2][i % 2 * 2 + 1]);
