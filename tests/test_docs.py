@@ -19,7 +19,7 @@ from model_zoo import make_model
 
 import drift_sdk
 from drift_sdk import Engine, EngineConfig, EnginePool, prometheus
-from drift_sdk.__main__ import main as drift_sdk_main
+from drift_sdk.cli.command_line import main as drift_sdk_main
 from drift_sdk.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from drift_sdk.loading.source import Source, found_at
 from drift_sdk.models.decoder_config import ARCHITECTURES, DecoderConfig

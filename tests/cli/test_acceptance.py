@@ -12,9 +12,9 @@ from draft_zoo import make_draft
 from model_zoo import make_model
 
 from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
-from drift_sdk.__main__ import main
 from drift_sdk.cli import acceptance
 from drift_sdk.cli.acceptance import PROMPTS, Measured, layers_by_convention, measure, read_prompts, verdict
+from drift_sdk.cli.command_line import main
 from drift_sdk.models.eagle3 import DraftDecoder
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)

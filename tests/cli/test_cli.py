@@ -19,8 +19,8 @@ from model_zoo import make_model
 from random_folder import make_random_folder
 
 from drift_sdk import Chain, Download, Engine, EngineConfig, NGram, Progress, Speculation, __version__
-from drift_sdk.__main__ import main
 from drift_sdk.cli import doctor
+from drift_sdk.cli.command_line import main
 from drift_sdk.cli.doctor import Device, examine
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import Warmed, kernel_cache
@@ -30,7 +30,7 @@ from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine
 COMMAND = [sys.executable, "-m", "drift_sdk"]
 SCRIPTED = """
 import json, sys
-from drift_sdk import __main__ as command_line
+from drift_sdk.cli import command_line
 from drift_sdk.cli import chat
 from drift_sdk.testing import scripted_engine
 reply = json.loads(sys.argv.pop(1))
@@ -202,7 +202,7 @@ def test_chat_passes_the_draft_options_on(model: Path, monkeypatch: pytest.Monke
         given.append(config)
         return 0
 
-    monkeypatch.setattr("drift_sdk.__main__.chat", chat)
+    monkeypatch.setattr("drift_sdk.cli.command_line.chat", chat)
     assert main(["chat", str(model)]) == 0
     assert main(["chat", str(model), "--draft", "ngram", "--num-draft-tokens", "2"]) == 0
     drafts = Speculation(draft=NGram(), shape=Chain(2))
@@ -249,6 +249,32 @@ def next_line(lines: Iterator[str]) -> str:
         return next(lines)
     except StopIteration:
         raise EOFError from None
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "drift_sdk.cli.command_line":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+if "ignored" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.argv = ["drift_sdk", "--version"]
+runpy.run_module("drift_sdk", run_name="__main__", alter_sys=True)
+"""
+"""The command line, with Ctrl-C while its commands are imported; "ignored": by a process that ignores it."""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_ctrl_c_during_imports_leaves_no_traceback() -> None:
+    ran = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
+
+    program = [sys.executable, "-c", INTERRUPTED, "ignored"]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert __version__ in ran.stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from drift_sdk.__main__ import main
 from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.tuner import WeightToTune
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
 from drift_sdk.cli import tune as command
+from drift_sdk.cli.command_line import main
 
 SHAPES = [(128, 64, False), (256, 64, True), (320, 128, False)]
 

@@ -28,7 +28,7 @@ from drift_sdk import (
     SyncEngine,
     inspect,
 )
-from drift_sdk.__main__ import main
+from drift_sdk.cli.command_line import main
 from drift_sdk.loading.source import Source
 from drift_sdk.models import decoder
 from drift_sdk.models.decoder_config import DecoderConfig
