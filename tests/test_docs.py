@@ -51,7 +51,8 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
 
 
 PAGES = tuple(
-    f"docs/{name}.md" for name in ("debugging", "guide", "migration", "models", "scaling", "sizing", "tools")
+    f"docs/{name}.md"
+    for name in ("debugging", "deployment", "guide", "migration", "models", "scaling", "sizing", "tools")
 )
 
 
