@@ -16,7 +16,7 @@ from drift_sdk._kernels.draft.ngram import (
 )
 from drift_sdk.draft_policy.ngram import NGramHistory
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
 from drift_sdk.execution.rounds.ngram import NGramRoundDrafter

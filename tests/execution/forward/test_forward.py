@@ -19,13 +19,15 @@ from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward import prefill
-from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
+from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.exact import ExactForward
 from drift_sdk.execution.forward.kernel_weights import KernelExperts, KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.row_attention import ChunkAttention, RowAttention, SequenceAttention
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -156,7 +158,7 @@ class Passes:
             normed = self._gathered(found.final, rows)
         else:
             attention = self._attention(tiles, rows, rows_each)
-            forward = DecodeForward(self.model, rows, self.block_table, self.workspace, attention, found)
+            forward = ExactForward(self.model, rows, self.block_table, self.workspace, attention, found)
             forward.run()
             normed = forward.normed
 
@@ -185,7 +187,7 @@ class Passes:
             config = exact_prefill_config(self.decoder.config.head_dim, self.decoder.dtype)
             return ChunkAttention(tiles, config)
 
-        groups = attention_groups(
+        groups = AttentionGroups.of_model(
             self.model,
             self.workspace,
             self.block_table,

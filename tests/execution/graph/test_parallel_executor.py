@@ -17,7 +17,8 @@ from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.exchange import Exchange, open_exchanges
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
-from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph import parallel_executor as parallel_executor_module
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
@@ -125,9 +126,9 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
             rows.token[1::3] = 9
 
     verified: list[list[int]] = []
-    run = DecodeForward.run
+    run = ExactForward.run
 
-    def noting_run(forward: DecodeForward) -> None:
+    def noting_run(forward: ExactForward) -> None:
         verified.append(forward._rows.token.tolist())
         run(forward)
 
@@ -138,7 +139,7 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
     expected = run_scheduled(one, requests, prefill_token_budget=BUDGET)
     one.close()
     monkeypatch.setattr(NGramRoundDrafter, "propose", propose_on_each)
-    monkeypatch.setattr(DecodeForward, "run", noting_run)
+    monkeypatch.setattr(ExactForward, "run", noting_run)
     executor = parallel_executor(config, Lockstep(2, monkeypatch), NGramDrafterFactory(NGram(), (2,)))
     drafted: list[int] = []
     tokens = run_scheduled(

@@ -26,7 +26,7 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.eager.partial_rounds import PartialRounds, state_of
-from drift_sdk.execution.forward.decode import Rows
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.view_attention import ViewAttention
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder

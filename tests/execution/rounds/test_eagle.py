@@ -22,10 +22,10 @@ from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.forward import draft as draft_forward
 from drift_sdk.execution.forward import draft_kv_cache as draft_cache
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.rounds import eagle as eagle_rounds
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows

@@ -17,6 +17,7 @@ from drift_sdk._kernels.attention.shared_prefixes import BlockTable
 from drift_sdk._kernels.trees.tree_attention import tree_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.model_resources import ModelResources
 
 __all__ = ["AttentionGroups", "AttentionShape"]
 
@@ -91,6 +92,37 @@ class AttentionGroups:
         windows = sorted(num_partitions, key=lambda window: -num_partitions[window])
         num_groups = -(-num_sequences // self.group_size)
         self.scratches = {window: [scratch(window) for _ in range(num_groups)] for window in windows}
+
+    @classmethod
+    def of_model(
+        cls,
+        model: ModelResources,
+        workspace: Workspace,
+        block_table: Tensor | None,
+        *,
+        num_sequences: int,
+        num_rows: int,
+    ) -> AttentionGroups:
+        """The attention of a model.
+
+        block_table [S, max_blocks] int32: of slots whose shared prefixes are read once, or None.
+        """
+        config = model.decoder.config
+        shape = AttentionShape(
+            num_kv_heads=config.num_kv_heads,
+            group=config.num_heads // config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_num_keys=model.limits.max_model_len + 1,
+            windows=tuple(dict.fromkeys(window or 0 for window in config.windows)),
+        )
+        return cls(
+            workspace,
+            model.decoder.device,
+            shape,
+            num_sequences=num_sequences,
+            num_rows=num_rows,
+            blocks=None if block_table is None else BlockTable(block_table, model.limits.block_size),
+        )
 
     @property
     def shares_prefixes(self) -> bool:

@@ -15,10 +15,10 @@ from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder

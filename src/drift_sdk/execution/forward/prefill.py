@@ -12,13 +12,13 @@ from drift_sdk._kernels.gemm.cublas_gemm import library_product
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.quantised_products import expand, multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.repeated_layers import RepeatedLayers
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.weight import Matrix, dense

@@ -12,7 +12,8 @@ from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
+from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.exact import ExactForward
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
@@ -23,6 +24,7 @@ from drift_sdk.execution.forward.row_attention import (
     SequenceAttention,
     TreeAttention,
 )
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAttention, Views
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
@@ -81,19 +83,19 @@ class GraphSteps:
             self.views = Views.allocate(buckets.view_layout, model.decoder, resources.table)
             num_tiles, rows_per_tile = buckets.view_layout.refresh_tiles(self._group)
             most = buckets.refreshes[-1]
-            self._refresh_attention = attention_groups(
+            self._refresh_attention = AttentionGroups.of_model(
                 model, workspace, None, num_sequences=most * num_tiles, num_rows=rows_per_tile
             )
-            self._view_attention = attention_groups(
+            self._view_attention = AttentionGroups.of_model(
                 model, workspace, None, num_sequences=most, num_rows=buckets.max_chain + 1
             )
         self._tree_attention = {
-            number: attention_groups(
+            number: AttentionGroups.of_model(
                 model, workspace, None, num_sequences=buckets.max_slots(number), num_rows=number + 1
             )
             for number in sorted(buckets.trees, key=lambda number: -buckets.max_slots(number) * (number + 1))
         }
-        self.attention = attention_groups(
+        self.attention = AttentionGroups.of_model(
             model,
             workspace,
             resources.table.block_table,
@@ -154,11 +156,11 @@ class GraphSteps:
         rows = Rows(slot=slot, token=token, position=position)
         hidden = self.prefill_hidden.first(num_rows)
         tiles = payload.words[3 * num_rows : num_words].view(-1, 4)
-        forward: DecodeForward | PrefillForward
+        forward: ExactForward | PrefillForward
         if buckets.is_exact:
             decoder = self._model.decoder
             attention = ChunkAttention(tiles, exact_prefill_config(decoder.config.head_dim, decoder.dtype))
-            forward = self._decode_forward(rows, attention, hidden)
+            forward = self._exact_forward(rows, attention, hidden)
         else:
             block_table = resources.table.block_table
             forward = PrefillForward(self._model, rows, tiles, block_table, resources.workspace, hidden)
@@ -190,7 +192,7 @@ class GraphSteps:
             SequenceAttention(self.attention, tensors.round_rows.planned(rows_per_slot)),
             bucket.num_rows,
         )
-        forward = self._decode_forward(tensors.rows, attention, self.prefill_hidden.first(bucket.size))
+        forward = self._exact_forward(tensors.rows, attention, self.prefill_hidden.first(bucket.size))
         sample_commit = self._sample_commit(tensors.round_rows, rows_per_slot)
         return MixedStep(resources, tensors, layout.num_words, forward, sample_commit, self.drafter).run
 
@@ -234,7 +236,7 @@ class GraphSteps:
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
             rows,
-            self._decode_forward(rows, attention, hidden),
+            self._exact_forward(rows, attention, hidden),
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
         )
@@ -256,7 +258,7 @@ class GraphSteps:
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
             rows,
-            self._decode_forward(rows, attention, self._round_hidden.first(num_rows)),
+            self._exact_forward(rows, attention, self._round_hidden.first(num_rows)),
             sample_commit,
             self.drafter,
         )
@@ -291,7 +293,7 @@ class GraphSteps:
                 workspace.take("refresh_normed", normed_shape, decoder.dtype),
                 self._round_hidden.first(num_round_rows),
             ),
-            self._decode_forward(rows, attention, hidden),
+            self._exact_forward(rows, attention, hidden),
             self._sample_commit(round_rows, rows_per_slot),
             drafter,
             views,
@@ -313,7 +315,7 @@ class GraphSteps:
         return TreeRound(
             resources,
             tensors,
-            self._decode_forward(tensors.rows, attention, hidden),
+            self._exact_forward(tensors.rows, attention, hidden),
             self._sample_commit(tensors.rows, plan.num_nodes, tensors.acceptance),
             drafter,
             plan,
@@ -349,8 +351,8 @@ class GraphSteps:
 
         return step
 
-    def _decode_forward(self, rows: Rows, attention: RowAttention, hidden: HiddenStates) -> DecodeForward:
-        return DecodeForward(
+    def _exact_forward(self, rows: Rows, attention: RowAttention, hidden: HiddenStates) -> ExactForward:
+        return ExactForward(
             self._model,
             rows,
             self._resources.table.block_table,

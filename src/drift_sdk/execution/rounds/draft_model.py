@@ -15,13 +15,15 @@ from drift_sdk._kernels.draft.draft_state import keep_last_rows
 from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import DecodeForward, Rows, attention_groups
+from drift_sdk.execution.forward.attention_groups import AttentionGroups
+from drift_sdk.execution.forward.exact import ExactForward
 from drift_sdk.execution.forward.head_product import multiply_head
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.row_attention import SequenceAttention
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
@@ -54,7 +56,7 @@ class ModelRoundDrafter:
         self.kv_cache = PagedKVCache(draft, limits)
         self._model = ModelResources(decoder=draft, cache=self.kv_cache, tuned=target.tuned, limits=limits)
         self._table, self._workspace, self._stages = table, workspace, stages
-        self._attention = attention_groups(
+        self._attention = AttentionGroups.of_model(
             self._model,
             workspace,
             table.block_table,
@@ -141,10 +143,10 @@ class ModelRoundDrafter:
             depth=depth,
         )
 
-    def _few_rows(self, rows: Rows, hidden: HiddenStates, rows_per_slot: int) -> DecodeForward:
+    def _few_rows(self, rows: Rows, hidden: HiddenStates, rows_per_slot: int) -> ExactForward:
         """The forward pass of `rows_per_slot` rows of each slot."""
         attention = SequenceAttention(self._attention, rows.planned(rows_per_slot))
-        return DecodeForward(self._model, rows, self._table.block_table, self._workspace, attention, hidden)
+        return ExactForward(self._model, rows, self._table.block_table, self._workspace, attention, hidden)
 
     def _take_rows(self, num_rows: int) -> Rows:
         """Uninitialised rows of the small model."""

@@ -8,9 +8,9 @@ from typing import Protocol
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 
 __all__ = ["ComputedChunks", "RoundDrafter", "RoundSizes", "VerifiedRows"]

@@ -20,12 +20,12 @@ from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import norm_kind
 from drift_sdk.execution.forward.row_attention import SequenceAttention
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.eagle3 import DraftDecoder

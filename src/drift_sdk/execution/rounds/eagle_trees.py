@@ -20,9 +20,9 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft import Attend
 from drift_sdk.execution.forward.row_attention import TreeAttention
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import VerifiedRows
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.execution.rounds.tree_plan import TreePlan

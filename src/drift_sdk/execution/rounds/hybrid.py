@@ -12,9 +12,9 @@ from drift_sdk._kernels.draft.ngram_choice import score_ngrams, take_ngrams
 from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, VerifiedRows
 
 __all__ = ["HybridRoundDrafter"]

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
-from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter
 from drift_sdk.execution.rounds.sample_commit import SampleCommit
@@ -55,7 +56,7 @@ class MixedStep:
         resources: DeviceResources,
         tensors: MixedTensors,
         num_words: int,
-        forward: DecodeForward,
+        forward: ExactForward,
         sample_commit: SampleCommit,
         drafter: RoundDrafter | None,
     ) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.draft.ngram import append_history, num_searchers, propose_ngrams
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
 
 __all__ = ["NGramRoundDrafter"]

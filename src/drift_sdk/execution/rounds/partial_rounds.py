@@ -8,7 +8,8 @@ from torch import Tensor
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.retrieval.pending import note_round, refresh_rows
 from drift_sdk._kernels.slots.gather_rows import gather_rows
-from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.forward.view_attention import Views
 from drift_sdk.execution.resources import DeviceResources
@@ -60,7 +61,7 @@ class RefreshRound:
         resources: DeviceResources,
         payload: Tensor,
         rows: RefreshedRows,
-        forward: DecodeForward,
+        forward: ExactForward,
         sample_commit: SampleCommit,
         drafter: RoundDrafter,
         views: Views,

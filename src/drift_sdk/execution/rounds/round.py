@@ -6,7 +6,8 @@ from torch import Tensor
 
 from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk._kernels.slots.input_ring import show_drafts
-from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter
 from drift_sdk.execution.rounds.sample_commit import SampleCommit
@@ -26,7 +27,7 @@ class DecodeRound:
         resources: DeviceResources,
         payload: Tensor,
         rows: Rows,
-        forward: DecodeForward,
+        forward: ExactForward,
         sample_commit: SampleCommit,
         drafter: RoundDrafter | None,
     ) -> None:

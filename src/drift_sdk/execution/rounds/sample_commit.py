@@ -17,9 +17,9 @@ from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.input_ring import copy_masks
 from drift_sdk._kernels.trees.simulated_choices import simulate_choices
 from drift_sdk._kernels.trees.tree_accept import tree_accept
-from drift_sdk.execution.forward.decode import Rows
 from drift_sdk.execution.forward.head_product import multiply_head
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import VerifiedRows

@@ -12,7 +12,8 @@ from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.decode import DecodeForward, Rows
+from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.round_checks import TreeChecks
 from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
@@ -92,7 +93,7 @@ class TreeRound:
         self,
         resources: DeviceResources,
         tensors: TreeTensors,
-        forward: DecodeForward,
+        forward: ExactForward,
         sample_commit: SampleCommit,
         drafter: TreeDrafter,
         plan: TreePlan,

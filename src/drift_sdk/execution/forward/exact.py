@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import torch
-from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.shared_prefixes import BlockTable
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
 from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
@@ -24,71 +20,15 @@ from drift_sdk.execution.forward.quantised_products import multiply_gated, multi
 from drift_sdk.execution.forward.repeated_layers import RepeatedLayers
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.row_attention import RowAttention
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up, take_partials
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.weight import Matrix, dense
 
-__all__ = ["DecodeForward", "Rows", "attention_groups"]
+__all__ = ["ExactForward"]
 
 
-class Rows(Struct, frozen=True):
-    """The rows of a step on the device, int32 [R] each: slot (-1: padding row), token, and its position.
-
-    kv_slot [R] int64, path [R, PATH_ENTRIES] int32: of nodes of trees, where their keys and values lie and
-    which nodes they see; see `tree_rows`.
-    """
-
-    slot: Tensor
-    token: Tensor
-    position: Tensor
-    kv_slot: Tensor | None = None
-    path: Tensor | None = None
-
-    @classmethod
-    def take(cls, workspace: Workspace, num_rows: int) -> Rows:
-        """Uninitialised rows in the buffers that all rounds share."""
-
-        def take(name: str) -> Tensor:
-            return workspace.take(f"row_{name}", (num_rows,), torch.int32)
-
-        return cls(slot=take("slot"), token=take("token"), position=take("position"))
-
-    def planned(self, rows_per_sequence: int) -> PlannedRows:
-        """The rows as attention takes them."""
-        return PlannedRows(self.slot, self.position, rows_per_sequence)
-
-
-def attention_groups(
-    model: ModelResources,
-    workspace: Workspace,
-    block_table: Tensor | None,
-    *,
-    num_sequences: int,
-    num_rows: int,
-) -> AttentionGroups:
-    """The target's attention for up to `num_sequences` sequences, each with up to `num_rows` rows.
-
-    block_table [S, max_blocks] int32: of slots whose shared prefixes are read once, or None.
-    """
-    config = model.decoder.config
-    shape = AttentionShape(
-        num_kv_heads=config.num_kv_heads,
-        group=config.num_heads // config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_num_keys=model.limits.max_model_len + 1,
-        windows=tuple(dict.fromkeys(window or 0 for window in config.windows)),
-    )
-    return AttentionGroups(
-        workspace,
-        model.decoder.device,
-        shape,
-        num_sequences=num_sequences,
-        num_rows=num_rows,
-        blocks=None if block_table is None else BlockTable(block_table, model.limits.block_size),
-    )
-
-
-class DecodeForward:
+class ExactForward:
     """Computes rows through all layers: rows that are decoded or verified, or rows of prompts.
 
     A row gets the bits that it gets alone: products use the one reduction tree of each weight, and attention
