@@ -152,8 +152,12 @@ async def test_engine_is_described_in_every_state() -> None:
         await stream.__anext__()
         assert "running=1, waiting=0" in repr(engine)
         assert "executor|scripted|running|1|waiting|0|KV|" in shown(engine)
-        await engine.sleep()
+        await engine.pause()
+        assert "state=paused" in repr(engine)
+        await engine.resume()
         assert "state=open" in repr(engine)
+        await engine.sleep()
+        assert "state=asleep" in repr(engine)
     assert states == ["<Engine model='tiny', state=starting>"]
     assert repr(engine) == "<Engine model='tiny', state=closed>"
     assert shown(engine) == "Engine|model|'tiny'|state|closed|"

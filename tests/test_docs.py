@@ -197,7 +197,7 @@ def test_the_page_of_models_quotes_messages() -> None:
 
 
 async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
-    """Errors of preparing a prompt become 400, a full queue 503, and both come before the headers."""
+    """Errors of preparing a prompt become 400, a full queue 429, and both come before the headers."""
     (snippet,) = [text for text in snippets_of("docs/guide.md") if "FastAPI(" in text]
     names: dict[str, Any] = {}
     exec(compile(snippet, "guide.md#fastapi", "exec"), names)
@@ -219,7 +219,7 @@ async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_mode
         app.state.engine, engine = FullEngine(), app.state.engine
         full = await client.get("/stream", params={"prompt": "Hello"})
         app.state.engine = engine
-        assert (full.status_code, full.json()["detail"]) == (503, "8 requests are waiting")
+        assert (full.status_code, full.json()["detail"]) == (429, "8 requests are waiting")
 
 
 def test_links_lead_to_files() -> None:

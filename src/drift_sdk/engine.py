@@ -244,8 +244,11 @@ def description(engine: Engine) -> dict[str, str]:
     driver = life_cycle.driver
     shown = {"model": short_repr(str(engine.model)), "state": state_of(driver, life_cycle.was_started)}
     if driver is not None and driver.is_open:
+        stats = driver.stats_recorder.read()
+        if stats.is_asleep or stats.is_paused:
+            shown["state"] = "asleep" if stats.is_asleep else "paused"
         shown["executor"] = driver.executor_name or ""
-        shown |= load_of(driver.stats_recorder.read())
+        shown |= load_of(stats)
     return shown
 
 

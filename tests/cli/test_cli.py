@@ -255,24 +255,35 @@ INTERRUPTED = """
 import os, runpy, signal, sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
-        if name == "drift_sdk.cli.command_line":
+        if name == module:
             os.kill(os.getpid(), signal.SIGINT)
+module = sys.argv.pop(1)
 sys.meta_path.insert(0, Interrupt())
-if "ignored" in sys.argv:
+if sys.argv[1] == "ignoring":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-sys.argv = ["drift_sdk", "--version"]
+    del sys.argv[1]
 runpy.run_module("drift_sdk", run_name="__main__", alter_sys=True)
 """
-"""The command line, with Ctrl-C while its commands are imported; "ignored": by a process that ignores it."""
+"""The command line, with Ctrl-C while the module that the first argument names is imported; after "ignoring",
+by a process that ignores it."""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_ctrl_c_during_imports_leaves_no_traceback() -> None:
-    ran = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize(
+    ("module", "command"), [("drift_sdk.cli.command_line", "doctor"), ("torch", "inspect {model}")]
+)
+def test_ctrl_c_during_imports_leaves_no_traceback(module: str, command: str, model: Path) -> None:
+    arguments = command.format(model=model).split()
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module, *arguments], capture_output=True, text=True, timeout=300
+    )
     assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
 
-    program = [sys.executable, "-c", INTERRUPTED, "ignored"]
-    ran = subprocess.run(program, capture_output=True, text=True, timeout=300)
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_a_process_that_ignores_ctrl_c_still_does() -> None:
+    command = [sys.executable, "-c", INTERRUPTED, "drift_sdk.cli.command_line", "ignoring", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert __version__ in ran.stdout
 
@@ -360,6 +371,40 @@ def read_until(terminal: int, end: bytes) -> bytes:
     while not shown.endswith(end):
         shown = re.sub(rb"\x1b\[\?[0-9]+[hl]", b"", shown + os.read(terminal, 4096))
     return shown
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_ctrl_c_without_an_answer_drops_the_line_and_says_how_to_leave() -> None:
+    import pty
+
+    pytest.importorskip("readline")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", SCRIPTED, '"fine"', "chat", "any"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as chat:
+        try:
+            os.close(theirs)
+            read_until(ours, b"> ")
+            os.write(ours, b"one\n")
+            read_until(ours, b"fine\r\n> ")
+            os.write(ours, b"half a li")
+            read_until(ours, b"half a li")
+            chat.send_signal(signal.SIGINT)
+            read_until(ours, b"[Ctrl-D leaves]\r\n> ")
+            os.write(ours, b"two\n")
+            assert b"half" not in read_until(ours, b"fine\r\n> ")
+            os.write(ours, b"\x04")
+            assert chat.wait(timeout=300) == 0
+        finally:
+            chat.kill()
+            os.close(ours)
+
+
+def test_chat_with_a_model_without_a_template_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(0, tmp_path)
+    assert main(["chat", str(tmp_path), "--device", "cpu"]) == 1
+    assert "chat template" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")

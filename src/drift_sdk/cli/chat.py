@@ -18,16 +18,19 @@ from drift_sdk.stream import TokenStream
 
 __all__ = ["chat"]
 
+PROMPT = "> "
+
 
 async def chat(model: str, config: EngineConfig, params: SamplingParams, system: str | None) -> int:
     """Answer each line of stdin until its end; the exit status, always 0.
 
     system: the system message; None = none. Ctrl-C stops an answer (not on Windows). Raises what starting the
-    engine raises, and OSError if stdout cannot be written.
+    engine raises, RequestError if the model has no chat template, and OSError if stdout cannot be written.
     """
     async with Engine(model, config, on_progress=show_progress) as engine:
         hide_progress()
         conversation = Conversation(engine, params, system)
+        await conversation.check()
         # Ctrl-C ends the program while the model is loaded, and stops an answer from here on.
         if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, conversation.stop)
@@ -47,10 +50,16 @@ class Conversation:
         self._history: list[dict[str, Any]] = []
         self._stream: TokenStream | None = None
 
+    async def check(self) -> None:
+        """Raise RequestError for a model that no messages can be sent to."""
+        await self._engine.count_tokens([*self._system, {"role": "user", "content": "Hello"}])
+
     def stop(self) -> None:
-        """End the answer in progress, if there is one."""
+        """End the answer in progress; without one, say how to leave and ask again."""
         if self._stream is not None:
             self._stream.cancel()
+        else:
+            print(f"\n[Ctrl-D leaves]\n{PROMPT}", end="", file=sys.stderr, flush=True)
 
     async def ask(self, question: str) -> None:
         """Print the answer and why it ended, unless that is its own end. A prompt that is too long is sent
@@ -61,6 +70,7 @@ class Conversation:
             try:
                 completion = await self._print_answer(asked)
             except RequestError as error:
+                self._stream = None
                 if not (isinstance(error, PromptTooLong) and self._history):
                     print_error(error)
                     return
@@ -81,7 +91,8 @@ class Conversation:
                 print("\n\n", end="")  # between reasoning and answer
                 is_thinking = False
             print(chunk.text, end="", flush=True)
-        return await self._stream
+        completion, self._stream = await self._stream, None
+        return completion
 
 
 async def read_question() -> str | None:
@@ -93,7 +104,7 @@ async def read_question() -> str | None:
         import readline  # noqa: F401  # makes input() edit lines
 
     try:
-        return await asyncio.to_thread(input, "> ")
+        return await asyncio.to_thread(input, PROMPT)
     except EOFError:
         print()
         return None

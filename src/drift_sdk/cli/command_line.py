@@ -7,6 +7,7 @@ import asyncio
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from drift_sdk.errors import FieldError, short_repr
 __all__ = ["main"]
 
 MODEL_HELP = "a folder, a .gguf file, a hub id, or a hub id with a quantisation, such as owner/name:Q4_K_M"
+ONLY_READING = ("doctor", "inspect", "tree")
+"""Commands without anything to end when they are interrupted."""
 WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
     "device": (str, "auto, cpu, cuda or cuda:N"),
     "dtype": (str, "auto, float32, bfloat16 or float16"),
@@ -71,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process.
 
     0: done. 1: an error, one line on stderr; also a machine that `doctor` finds unusable, and a reader of
-    stdout that went away. 2: wrong arguments. 130: Ctrl-C.
+    stdout that went away. 2: wrong arguments. 130: Ctrl-C. Where Ctrl-C ends the process at once, it still
+    does in commands that only read.
     """
     # Text that the terminal cannot show, and input that is not in its encoding, do not end a conversation.
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -84,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DriftError as error:
         parser.error(describe_error(error, options))
 
+    has_default = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if has_default and options.command not in ONLY_READING:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = command()
     except KeyboardInterrupt:

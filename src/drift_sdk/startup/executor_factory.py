@@ -100,7 +100,7 @@ def choose_executor(
     if config.strict_performance:
         raise ConfigError.of("strict_performance", True, f"executor graph; here {obstacle}")
 
-    if config.step_timeout_s is not None:
+    if config.step_timeout_s is not None and device.type == "cuda":
         # An eager step runs on the engine's thread until it returns, so it cannot be abandoned.
         raise ConfigError.of("step_timeout_s", config.step_timeout_s, f"executor graph; here {obstacle}")
 
@@ -127,7 +127,7 @@ def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype, form: KVForm |
 def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand) -> OpenedExecutor:
     """Make an eager executor. Raises ConfigError for a KV cache that does not fit. Warns of settings of the
     graph executor alone."""
-    for name in ("tuning", "shape_log", "exact_prefill"):
+    for name in ("tuning", "shape_log", "exact_prefill", "step_timeout_s"):
         if getattr(config, name) != getattr(EngineConfig(), name):
             log.warning("%s has no effect on the eager executor", name)
     decoder, drafter_factory = model.decoder, model.drafter_factory
