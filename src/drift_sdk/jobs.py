@@ -11,7 +11,15 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from msgspec import Struct
 
 from drift_sdk.driver.stream_updates import Signal
-from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, RequestError, short_repr
+from drift_sdk.errors import (
+    DriftError,
+    EngineClosed,
+    ExecutorError,
+    QueueFull,
+    RequestError,
+    error_repr,
+    short_repr,
+)
 from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.stream import TokenStream, updates_of
@@ -37,7 +45,8 @@ class Job(Struct, frozen=True, kw_only=True):
     params:   None = those of the map.
     tools, template_args, tool_choice, continue_final: as of `Engine.chat`, with messages alone.
 
-    Other wrong values are errors of the job when it is submitted.
+    The last four without messages raise it, too. Other wrong values are errors of the job when it is
+    submitted.
     """
 
     key: Any
@@ -56,8 +65,10 @@ class Job(Struct, frozen=True, kw_only=True):
 
         defaults = {"tools": None, "template_args": None, "tool_choice": "auto", "continue_final": False}
         for name, default in defaults.items():
-            if self.messages is None and getattr(self, name) != default:
-                raise RequestError.of(name, getattr(self, name), f"{default!r} without messages")
+            value = getattr(self, name)
+            is_default = type(value) is type(default) and value == default
+            if self.messages is None and not is_default:
+                raise RequestError.of(name, value, f"{default!r} without messages")
 
 
 PromptLike = str | Sequence[int] | Job
@@ -199,8 +210,14 @@ class JobMap:
                 self._results[index] = JobResult(key=key, error=error)
             else:
                 self.end(with_key(error, key))
-        except Exception as error:
+        except DriftError as error:
             self.end(error)
+        except Exception as error:  # reading a prompt may run any code
+            if self._yields_errors:
+                self._must_yield = True
+                self._results[index] = JobResult(key=key, error=unreadable(error))
+            else:
+                self.end(error)
         else:
             updates_of(stream).end_signal = self._end_signal
             self._running[index] = Running(key, prompt, stream)
@@ -237,6 +254,14 @@ class JobMap:
 def with_key(error: RequestError, key: object) -> RequestError:
     """The error of a prompt, with a note that names the prompt by its key."""
     error.add_note(f"the prompt of map() with the key {short_repr(key)}")
+    return error
+
+
+def unreadable(cause: Exception) -> RequestError:
+    """The error of a prompt whose own methods raise."""
+    allowed = f"a prompt that can be read ({error_repr(cause)})"
+    error = RequestError(f"prompt: expected {allowed}", field="prompt", allowed=allowed)
+    error.__cause__ = cause
     return error
 
 

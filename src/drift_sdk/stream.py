@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -43,6 +43,9 @@ class TokenStream(AsyncIterator[Chunk]):
         self._is_cancelled = False
         self._is_entered = False
         self._is_iterated = False
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("TokenStream cannot be copied or pickled: a request has one reader")
 
     def cancel(self) -> None:
         """End the request; tokens generated so far can still be read. May be called from any thread, and more

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 from loops import on_every_loop, run, until
 
@@ -314,6 +316,28 @@ async def test_jobs_take_the_options_of_chat() -> None:
             Job(key=1, prompt="x", **fields)
 
 
+class Unreadable(Sequence[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: object) -> Any:
+        raise OSError("disk")
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_prompt_whose_methods_raise_is_an_error_of_its_job(ordered: bool) -> None:
+    prompts = ["a", Unreadable(), "b"]
+    async with scripted_engine("fine") as engine:
+        results = [result async for result in engine.map(prompts, ordered=ordered, errors="yield")]
+        assert {each.key: outcome(each) for each in results} == {0: "fine", 1: RequestError, 2: "fine"}
+        (error,) = [each.error for each in results if each.error is not None]
+        assert isinstance(error.__cause__, OSError) and "OSError('disk')" in str(error)
+
+        with pytest.raises(OSError, match="disk"):
+            async for _ in engine.map(prompts, ordered=ordered):
+                pass
+
+
 async def test_unordered_map_raises_the_first_error() -> None:
     async with scripted_engine("fine", config=EngineConfig(max_model_len=64, kv_cache_tokens=256)) as engine:
         found: list[str] = []
@@ -408,6 +432,8 @@ def test_endless_wrong_prompts_do_not_hold_up_the_event_loop(loop: str, ordered:
         ),
         ({"prompt": "x", "tools": []}, "tools="),
         ({"prompt": "x", "template_args": {}}, "template_args="),
+        ({"prompt": "x", "tools": np.array([1, 2])}, "tools="),
+        ({"prompt": "x", "continue_final": 0}, "continue_final="),
     ],
 )
 def test_job_takes_either_a_prompt_or_messages(arguments: dict[str, object], message: str) -> None:

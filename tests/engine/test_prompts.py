@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,20 @@ async def test_generate_names_an_empty_prompt_and_a_wrong_token_id() -> None:
                 await engine.generate(prompt)
             assert str(caught.value) == message
             assert (caught.value.field, caught.value.value) == ("prompt", value)
+
+
+class Letter(IntEnum):
+    H = ord("h")
+
+
+async def test_token_ids_may_be_integers_of_other_classes() -> None:
+    async with scripted_engine("fine") as engine:
+        for ids in ([Letter.H], list(np.array([ord("h")])), [np.int32(ord("h"))]):
+            completion = await engine.generate(ids)
+            assert completion.text == "fine" and completion.usage.prompt_tokens == 1
+        for wrong in (np.bool_(True), np.float32(1.0), Letter):
+            with pytest.raises(RequestError, match=r"prompt\[0\]=.*: expected a token id .*, an int"):
+                await engine.generate([wrong])
 
 
 class Endless:

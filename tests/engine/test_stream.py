@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -79,6 +81,15 @@ def test_unread_tokens_are_joined_for_a_slow_reader(loop: str) -> None:
             assert isinstance(chunks[0], Chunk)
 
     run(loop, main)
+
+
+async def test_stream_cannot_be_copied() -> None:
+    async with scripted_engine("fine") as engine:
+        stream = engine.generate("x")
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="TokenStream cannot be copied or pickled"):
+                duplicate(stream)
+        assert (await stream).text == "fine"
 
 
 @on_every_loop

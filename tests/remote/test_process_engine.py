@@ -33,6 +33,7 @@ from drift_sdk import (
     ModelLoadError,
     ProcessEngine,
     ReplicaFailed,
+    RequestError,
     Routing,
     SamplingParams,
     TokenStream,
@@ -82,6 +83,21 @@ class Unpicklable:
 
     def __reduce__(self) -> Any:
         raise ValueError("no copy")
+
+
+async def test_token_ids_that_cannot_be_sent_are_errors_of_the_prompt() -> None:
+    class Local(int):
+        pass
+
+    async with engine_of() as engine:
+        assert (await engine.generate([Local(ord("a"))], max_tokens=9, seed=1)).token_ids == tokens_of(
+            "a", 1, 9
+        )
+        with pytest.raises(RequestError, match="prompt: expected a request that can be sent") as caught:
+            await engine.generate([lambda: 1])
+        assert caught.value.field == "prompt"
+        with pytest.raises(RequestError, match="prompt: expected a request that can be sent"):
+            await engine.count_tokens([lambda: 1])
 
 
 async def test_child_serves_cancels_and_ignores_signals_for_its_parent(

@@ -28,6 +28,7 @@ from drift_sdk import (
     PromptTooLong,
     QueueFull,
     ReplicaFailed,
+    RequestError,
     Routing,
     SamplingParams,
 )
@@ -199,9 +200,9 @@ async def test_request_that_cannot_be_pickled_fails_alone() -> None:
         wrong = engine._submit(LocalPrompt("a"), SamplingParams(max_tokens=3), None)
         good = engine.generate("b", max_tokens=3, seed=0)
         _, end = await outcome(wrong)
-        assert isinstance(end, DriftError) and "cannot be sent" in str(end)
+        assert isinstance(end, RequestError) and "that can be sent" in str(end)
         assert (await good).token_ids == tokens_of("b", 0, 3)
-        with pytest.raises(DriftError, match="cannot be sent"):
+        with pytest.raises(RequestError, match="that can be sent"):
             await engine._count_tokens(LocalPrompt("a"))
         check_nothing_is_left(engine)
 

@@ -99,6 +99,14 @@ def test_bound_does_not_exceed_the_number_of_tokens(tokenizer: Tokenizer, text: 
     assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
+def test_bound_of_a_long_text_is_that_of_a_beginning_once_it_is_enough(tokenizer: Tokenizer) -> None:
+    text = "the abc is a thing " * 20_000
+    bound = tokenizer.min_num_tokens(text)
+    assert bound <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert 100 < tokenizer.min_num_tokens(text, 100) < bound
+    assert tokenizer.min_num_tokens(text, bound) == bound
+
+
 def test_bound_is_at_least_an_eighth_of_the_number_of_tokens(tokenizer: Tokenizer) -> None:
     text = "the abc is a thing " * 100
     assert tokenizer.min_num_tokens(text) >= len(tokenizer.encode(text)) / 8

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,24 @@ def test_ids_and_text_equal_those_of_transformers(path: Path) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
     assert tokenizer.decode(ids, skip_special_tokens=False) == TEXT
+
+
+def test_long_texts_have_the_tokens_of_the_library_and_leave_the_interpreter_to_other_threads(
+    path: Path,
+) -> None:
+    tokenizer, raw = Tokenizer.from_file(path), tokenizers.Tokenizer.from_file(str(path))
+    for text in (TEXT * 2000, "<think>" * 5000, " \n" * 5000, "é" * 5000):
+        assert tokenizer.encode(text) == raw.encode(text).ids
+        bare = raw.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == bare
+
+    with ThreadPoolExecutor(1) as thread:
+        encoded = thread.submit(tokenizer.encode, "ab c\n" * 200_000)
+        num_turns = 0
+        while not encoded.done():
+            time.sleep(0.001)
+            num_turns += 1
+    assert encoded.result() and num_turns > 20
 
 
 def test_fields_are_read_from_the_config(path: Path) -> None:
@@ -192,6 +211,8 @@ def test_panic_of_the_library_names_the_file(path: Path, monkeypatch: pytest.Mon
 
 
 def test_lone_surrogates_raise_request_error(path: Path) -> None:
+    with pytest.raises(RequestError, match="surrogates"):
+        Tokenizer.from_file(path).encode("a" * 5000 + "\ud800")
     with pytest.raises(RequestError, match="surrogates") as caught:
         Tokenizer.from_file(path).encode("a\ud800")
 

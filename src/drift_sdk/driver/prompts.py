@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
@@ -159,7 +160,21 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
     if len(ids) > MAX_PROMPT_TOKENS:
         raise too_many_ids(len(ids))
 
+    if not set(map(type, ids)) <= {int}:
+        ids = tuple(map(plain_int, ids))
     return TokenPrompt(ids)
+
+
+def plain_int(value: object) -> Any:
+    """The int that a value is, of any class but bool: an IntEnum or an integer of numpy, say. Other values as
+    they are."""
+    if isinstance(value, bool):
+        return value
+
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ raises TypeError
+    except Exception:  # it may run any code
+        return value
 
 
 def length_of(sequence: Sequence[object]) -> int:
@@ -186,7 +201,7 @@ def check_countable(text: str, field: str) -> None:
 def encode(text: str, model: ModelText, *, add_special_tokens: bool) -> list[int]:
     """Token ids of a text; RequestError if they do not fit the model."""
     if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
-        check_length(model.tokenizer.min_num_tokens(text), model, "at least ")
+        check_length(model.tokenizer.min_num_tokens(text, model.max_model_len), model, "at least ")
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_length(len(ids), model)
     return checked_ids(ids, model, given=text)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
 from drift_sdk.driver.loop_thread import LoopThread
 from drift_sdk.driver.stream_updates import Update, UpdateReceiver
-from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, error_repr
+from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError, error_repr
 from drift_sdk.grammars import JsonSchema
 from drift_sdk.remote.messages import (
     Batch,
@@ -36,7 +36,7 @@ from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.stats import EngineMetrics, counts_of
 from drift_sdk.submission import Submission
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "unsendable"]
 
 RETRY_S = 30.0
 """Seconds for which calls of a host that cannot be reached are repeated, before it counts as lost."""
@@ -247,7 +247,7 @@ class Connection:
 
     def _fail(self, command: Command, error: Exception) -> None:
         if isinstance(command, SubmitRequests):
-            cause = DriftError(f"the request cannot be sent to the engine's host: {error_repr(error)}")
+            cause = unsendable(error)
             self._post([News(number=request.number, error=cause) for request in command.requests])
 
     async def _hand_out(self, batch: Batch) -> None:
@@ -332,3 +332,9 @@ def deliver(updates: Sequence[tuple[UpdateReceiver, News]], done: Callable[[], o
             Update(stream_updates=receiver, chunk=news.chunk, completion=news.completion, error=news.error)
         )
     done()
+
+
+def unsendable(cause: Exception) -> RequestError:
+    """The error of a request that cannot be pickled."""
+    allowed = f"a request that can be sent to the engine's host ({error_repr(cause)})"
+    return RequestError(f"prompt: expected {allowed}", field="prompt", allowed=allowed)

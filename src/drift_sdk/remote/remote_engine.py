@@ -23,11 +23,10 @@ from drift_sdk.errors import (
     EngineClosed,
     ExecutorError,
     RequestError,
-    error_repr,
     short_repr,
 )
 from drift_sdk.remote.calls_loop import calls_loop
-from drift_sdk.remote.connection import Connection
+from drift_sdk.remote.connection import Connection, unsendable
 from drift_sdk.remote.host_link import HostLink
 from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable, Opened, TakeBackPause
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
@@ -161,9 +160,7 @@ class RemoteEngine(BaseEngine):
         except DriftError:
             raise
         except Exception as error:  # a prompt that cannot be pickled, say
-            raise DriftError(
-                f"the prompt cannot be sent to the engine's host: {error_repr(error)}"
-            ) from error
+            raise unsendable(error) from error
 
     @property
     def _has_room(self) -> bool:

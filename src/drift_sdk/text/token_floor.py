@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ __all__ = ["TokenFloor"]
 NON_ASCII = range(0x80, 0x100)
 # Bytes that occur in UTF-8 text.
 UTF8 = frozenset(range(0x100)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+SLICE_CHARS = 2**16
+"""Characters that are counted at a time: no other thread runs Python code meanwhile."""
 BLANKS = b" \t\n\v\f\r\x1c\x1d\x1e\x1f"
 
 
@@ -49,13 +52,18 @@ class TokenFloor:
                 for byte in (*BLANKS, *NON_ASCII):  # some blanks are not ASCII
                     self._weights[byte] = 0.0
 
-    def __call__(self, text: str) -> int:
-        """A number of tokens that the text has at least; 0 if nothing is known."""
+    def __call__(self, text: str, enough: float = math.inf) -> int:
+        """A number of tokens that the text has at least; 0 if nothing is known. If it exceeds `enough`, it
+        may be that of a beginning of the text."""
         if not self._weights or (self._is_for_ascii and not text.isascii()):
             return 0
 
-        counts = Counter(text.encode(errors="surrogatepass"))
-        weight = sum(self._weights[byte] * count for byte, count in counts.items())
+        weight = 0.0
+        for start in range(0, len(text), SLICE_CHARS):
+            counts = Counter(text[start : start + SLICE_CHARS].encode(errors="surrogatepass"))
+            weight += sum(self._weights[byte] * count for byte, count in counts.items())
+            if weight > enough:
+                break
         return int(weight * (1.0 - 1e-9))  # rounded down, with a margin for rounding errors of the sum
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,10 @@ from drift_sdk.text.token_texts import TokenTexts
 from drift_sdk.text.tokenizer_limits import check_tokenizer
 
 __all__ = ["Tokenizer", "default_template", "named_templates"]
+
+MAX_LOCKED_CHARS = 4096
+"""Most characters of a text that are tokenised by a call of the library that keeps other threads from running
+Python code, for a few milliseconds. For longer texts there is one that does not."""
 
 
 class Tokenizer:
@@ -134,7 +139,11 @@ class Tokenizer:
         UTF-8, or contains characters that the vocabulary cannot represent.
         """
         try:
-            ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= MAX_LOCKED_CHARS:
+                encoding = self._raw.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                (encoding,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except BaseException as error:
             if not _is_of_library(error):
                 raise
@@ -163,8 +172,9 @@ class Tokenizer:
 
         return self._token_bytes
 
-    def min_num_tokens(self, text: str) -> int:
-        """A lower bound on the length of `encode(text)`, much faster to compute; 0 if nothing is known."""
+    def min_num_tokens(self, text: str, enough: float = math.inf) -> int:
+        """A lower bound on the length of `encode(text)`, much faster to compute; 0 if nothing is known. If it
+        exceeds `enough`, it may be that of a beginning of the text."""
         if self._token_bytes is None:
             return 0
 
@@ -172,7 +182,7 @@ class Tokenizer:
         if floor is None:
             floor = self._floor = TokenFloor(self._raw, self.token_bytes)
 
-        return floor(text)
+        return floor(text, enough)
 
     def tokens_by_id(self) -> dict[int, str]:
         """All tokens, as the vocabulary writes them."""
