@@ -102,7 +102,13 @@ class TokenConstraint(Protocol):
     The scheduler plans a constrained sequence's next row only when all its tokens are committed and the host
     has computed the mask, so an executor that calls `masks` while launching or running a step gets the masks
     for the sequence's current tokens.
+
+    is_slow: whether a mask takes long to compute. Nothing is drafted then: the engine's thread computes the
+             masks after drafted tokens, while all other sequences wait.
     """
+
+    @property
+    def is_slow(self) -> bool: ...
 
     def masks(self, draft_token_ids: Sequence[int]) -> NDArray[np.int32]:
         """Allowed tokens after the committed tokens, and after each of the draft tokens in turn.

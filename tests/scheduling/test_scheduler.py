@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -581,7 +582,7 @@ def test_tree_is_limited_by_request_room_and_constraint() -> None:
     rig = Rig(num_draft_tokens=15, max_tree_depth=5)
     capped, short, constrained = rig.add(5), rig.add(5, max_tokens=4), rig.add(5)
     capped.max_draft_tokens = 6
-    constrained.constraint = object()  # type: ignore[assignment]  # it is never asked
+    constrained.constraint = SimpleNamespace(is_slow=False)  # type: ignore[assignment]
     rig.turn()
     rows = {row.slot: row for row in rig.launch().decode}
     found = [

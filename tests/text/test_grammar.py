@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from drift_sdk import JsonSchema, Lark, Regex, RequestError
 from drift_sdk.grammars import AnyOf
 from drift_sdk.testing import byte_tokenizer
+from drift_sdk.text import grammar as grammar_module
 from drift_sdk.text import grammar as grammars
 from drift_sdk.text import grammar_compiler
 from drift_sdk.text.grammar import GrammarConstraint, constrain
@@ -172,6 +173,14 @@ def check_drafts(
     masks = constraint.masks(draft)
     assert masks.shape == (len(draft) + 1, -(-model.vocab_size // 32))
     assert [allowed(row) for row in masks] == rows
+
+
+def test_constraint_is_slow_while_its_masks_take_long(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = model.constrain(Regex("a*b"))
+    for limit_s, is_slow in ((-1.0, True), (1e3, False)):
+        monkeypatch.setattr(grammar_module, "SLOW_MASK_S", limit_s)
+        constraint.advance(model.tokenizer.encode("a"))
+        assert constraint.is_slow is is_slow
 
 
 def test_mask_does_not_change_after_advance(model: Model) -> None:

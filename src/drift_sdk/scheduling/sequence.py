@@ -174,7 +174,10 @@ class Sequence:
         return most
 
     def _most_drafts(self, most: int) -> int:
-        """The number of draft tokens that the request allows, at most `most`."""
+        """The number of draft tokens that the request and its constraint allow, at most `most`."""
+        if self.constraint is not None and self.constraint.is_slow:
+            return 0
+
         return most if self.max_draft_tokens is None else min(self.max_draft_tokens, most)
 
     def launch(self, least: int, most: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
@@ -36,6 +37,8 @@ except ImportError as error:
 __all__ = ["GrammarConstraint", "constrain"]
 
 NUM_CACHED_GRAMMARS = 64
+SLOW_MASK_S = 0.005
+"""CPU time of a mask from which on no masks are computed after drafted tokens, see `GrammarConstraint`."""
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
@@ -78,6 +81,9 @@ class GrammarConstraint:
 
     End-of-sequence ids are allowed where the text may end; with `ignore_eos`, only where it must end. Only
     one thread at a time may use it: a text thread calls `advance`, the engine's thread calls `masks`.
+
+    is_slow: whether the newest mask took more than `SLOW_MASK_S` seconds of CPU time, as with a grammar in
+             which texts have very many parses.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class GrammarConstraint:
         self._num_tokens = 0
         self._empty = allocate_token_bitmask(1, vocab_size)
         self._empty[:] = 0
+        self.is_slow = False
         self._eos = self._empty.copy() if ignore_eos else None
         if self._eos is not None:
             for token_id in eos_token_ids:
@@ -136,7 +143,9 @@ class GrammarConstraint:
 
     def _compute_next(self) -> Bitmask:
         rows = self._empty.copy()  # the previous mask may still be in use
+        begin_s = time.thread_time()
         self._fill(rows, 0)
+        self.is_slow = time.thread_time() - begin_s > SLOW_MASK_S
         self._check()
         if not rows.any():
             raise failure(f"no token of the model continues the text of {self._num_tokens} tokens")

@@ -56,6 +56,8 @@ class Script:
     """A `TokenConstraint` with a period of four tokens: a fixed token, one that alternates, a free one, and
     one that is determined by the free one or, later on, the end of the sequence."""
 
+    is_slow = False
+
     def __init__(self) -> None:
         self.said: list[int] = []
         self.asked: list[tuple[int, ...]] = []
