@@ -518,6 +518,14 @@ def test_command_line_errors_are_one_line(
     assert said in last
 
 
+def test_wrong_values_show_the_usage_of_their_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", "any", "--max-num-seqs", "0"])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and "--max-num-seqs 0: expected" in shown
+    assert shown.startswith("usage: python -m drift_sdk inspect")
+
+
 def test_an_error_of_the_start_names_the_option(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warm", str(model), "--device", "cpu", "--max-model-len", "100000"]) == 1
     assert capsys.readouterr().err.startswith("ConfigError: --max-model-len 100000: expected at most")

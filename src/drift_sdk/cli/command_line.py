@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = make_command(options)
     except DriftError as error:
-        parser.error(describe_error(error, options))
+        options.parser.error(describe_error(error, options))
 
     has_default = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     if has_default and options.command not in ONLY_READING:
@@ -140,6 +140,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_tune(commands)
     add_tree(commands)
     add_acceptance(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # whose usage is printed with an error
     return parser
 
 
@@ -228,7 +230,7 @@ def add_tree(commands: Commands[argparse.ArgumentParser]) -> None:
         "path",
         metavar="FILE",
         type=Path,
-        help="a .toml or .json file: paths of ranks, or top_k, depth and num_draft_tokens",
+        help="a .toml, .json or .yaml file: paths of ranks, or top_k, depth and num_draft_tokens",
     )
 
 
