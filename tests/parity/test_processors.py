@@ -40,6 +40,8 @@ MODEL = 0  # index in the zoo; its bound on log-probabilities also holds for mod
 class Bits:
     """A constraint that always allows the same tokens."""
 
+    is_slow = False
+
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         self._words = np.zeros((1, -(-vocab_size // 32)), dtype=np.uint32)
         for token_id in token_ids:

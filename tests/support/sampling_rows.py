@@ -31,6 +31,8 @@ GARBAGE = 0x5A5A5A5A
 class FixedMask:
     """A constraint that allows the same tokens at every position."""
 
+    is_slow = False
+
     def __init__(self, words: NDArray[np.int32]) -> None:
         self.words = words
 
