@@ -9,8 +9,8 @@ import sys
 def run() -> int:
     """Run the command that the process's arguments name, and return its exit status.
 
-    Ctrl-C ends the process at once, also amid the imports of large packages, until a command begins that has
-    something to end. A process that ignores it still does.
+    Ctrl-C ends the process without a traceback, also during imports, until a command begins that has to clean
+    up. A process that ignores it still does.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -43,10 +43,10 @@ class Job(Struct, frozen=True, kw_only=True):
     prompt:   as of `Engine.generate`.
     messages: as of `Engine.chat`. Either prompt or messages must be given, or RequestError is raised.
     params:   None = those of the map.
-    tools, template_args, tool_choice, continue_final: as of `Engine.chat`, with messages alone.
+    tools, template_args, tool_choice, continue_final: as of `Engine.chat`; without messages, RequestError is
+              raised.
 
-    The last four without messages raise it, too. Other wrong values are errors of the job when it is
-    submitted.
+    Other wrong values are errors of the job when it is submitted.
     """
 
     key: Any

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -342,8 +343,9 @@ def test_chat_works_in_an_ascii_terminal() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"> ? and ?\n> \n", b"")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-def test_chat_lines_can_be_edited_and_recalled() -> None:
+@contextmanager
+def chat_in_terminal() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A chat whose answers are "fine", and its terminal, which shows the first prompt. Ctrl-D must end it."""
     import pty
 
     pytest.importorskip("readline")
@@ -353,16 +355,21 @@ def test_chat_lines_can_be_edited_and_recalled() -> None:
         try:
             os.close(theirs)
             read_until(ours, b"> ")
-            os.write(ours, b"helo\x1b[Dl\n")  # arrow left, then the missing letter
-            read_until(ours, b"fine\r\n> ")
-            os.write(ours, b"\x1b[A\n")  # arrow up
-            shown = read_until(ours, b"fine\r\n> ")
-            assert b"hello" in shown
+            yield chat, ours
             os.write(ours, b"\x04")
             assert chat.wait(timeout=300) == 0
         finally:
             chat.kill()
             os.close(ours)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_chat_lines_can_be_edited_and_recalled() -> None:
+    with chat_in_terminal() as (_, terminal):
+        os.write(terminal, b"helo\x1b[Dl\n")  # arrow left, then the missing letter
+        read_until(terminal, b"fine\r\n> ")
+        os.write(terminal, b"\x1b[A\n")  # arrow up
+        assert b"hello" in read_until(terminal, b"fine\r\n> ")
 
 
 def read_until(terminal: int, end: bytes) -> bytes:
@@ -375,28 +382,15 @@ def read_until(terminal: int, end: bytes) -> bytes:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_ctrl_c_without_an_answer_drops_the_line_and_says_how_to_leave() -> None:
-    import pty
-
-    pytest.importorskip("readline")
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", SCRIPTED, '"fine"', "chat", "any"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as chat:
-        try:
-            os.close(theirs)
-            read_until(ours, b"> ")
-            os.write(ours, b"one\n")
-            read_until(ours, b"fine\r\n> ")
-            os.write(ours, b"half a li")
-            read_until(ours, b"half a li")
-            chat.send_signal(signal.SIGINT)
-            read_until(ours, b"[Ctrl-D leaves]\r\n> ")
-            os.write(ours, b"two\n")
-            assert b"half" not in read_until(ours, b"fine\r\n> ")
-            os.write(ours, b"\x04")
-            assert chat.wait(timeout=300) == 0
-        finally:
-            chat.kill()
-            os.close(ours)
+    with chat_in_terminal() as (chat, terminal):
+        os.write(terminal, b"one\n")
+        read_until(terminal, b"fine\r\n> ")
+        os.write(terminal, b"half a li")
+        read_until(terminal, b"half a li")
+        chat.send_signal(signal.SIGINT)
+        read_until(terminal, b"[Ctrl-D leaves]\r\n> ")
+        os.write(terminal, b"two\n")
+        assert b"half" not in read_until(terminal, b"fine\r\n> ")
 
 
 def test_chat_with_a_model_without_a_template_is_an_error(

@@ -592,6 +592,19 @@ def test_tree_is_limited_by_request_room_and_constraint() -> None:
     assert found == [(6, 6), (15, 3), (5, 6)]
 
 
+@pytest.mark.parametrize("max_tree_depth", [0, 3])
+def test_nothing_is_drafted_while_masks_take_long(max_tree_depth: int) -> None:
+    rig = Rig(num_draft_tokens=3, max_tree_depth=max_tree_depth)
+    sequence = rig.add(5)
+    rig.turn()
+    for is_slow, num_draft_tokens in ((False, 3), (True, 0)):
+        sequence.constraint = SimpleNamespace(is_slow=is_slow)  # type: ignore[assignment]
+        assert sequence.num_draft_tokens(3) == num_draft_tokens
+        assert sequence.num_tree_tokens(3, 3) == num_draft_tokens
+    (row,) = rig.launch().decode
+    assert row.num_draft_tokens == 0
+
+
 @pytest.mark.parametrize("is_fatal", [True, False])
 def test_sequence_with_a_violation_drafts_no_more(is_fatal: bool) -> None:
     rig = Rig(num_draft_tokens=3, block_size=1)

@@ -37,7 +37,7 @@ __all__ = ["main"]
 
 MODEL_HELP = "a folder, a .gguf file, a hub id, or a hub id with a quantisation, such as owner/name:Q4_K_M"
 ONLY_READING = ("doctor", "inspect", "tree")
-"""Commands without anything to end when they are interrupted."""
+"""Commands that have nothing to clean up when they are interrupted."""
 WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
     "device": (str, "auto, cpu, cuda or cuda:N"),
     "dtype": (str, "auto, float32, bfloat16 or float16"),
@@ -74,8 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status of the process.
 
     0: done. 1: an error, one line on stderr; also a machine that `doctor` finds unusable, and a reader of
-    stdout that went away. 2: wrong arguments. 130: Ctrl-C. Where Ctrl-C ends the process at once, it still
-    does in commands that only read.
+    stdout that went away. 2: wrong arguments. 130: Ctrl-C.
+
+    If SIGINT has its default action, commands that only read leave it so; others raise KeyboardInterrupt.
     """
     # Text that the terminal cannot show, and input that is not in its encoding, do not end a conversation.
     for stream in (sys.stdin, sys.stdout, sys.stderr):

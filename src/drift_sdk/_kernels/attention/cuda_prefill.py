@@ -2,9 +2,9 @@
 `exact_prefill_attention`.
 
 On GPUs of compute capability 9.0, for bfloat16 and heads of 64 or 128 dimensions. Keys and values come by the
-copy engine ahead of the products. What starts a copy does little else: it is needed as soon as a place for it
-is free. The softmax of a tile is computed while the values of the tile before are multiplied, with partitions
-by halves. Without them, two warpgroups start their products in turns.
+copy engine ahead of the products. The warp that starts the copies computes nothing for a single copy, so that
+it starts as soon as its place is free. The softmax of a tile is computed while the values of the tile before
+are multiplied: with partitions by halves; without them, two warpgroups start their products in turns.
 
 Order of summation: with partitions, that of online_softmax.py. Scores and values are products of wgmma, the
 denominator one with 8 columns of ones. Without, tiles of 128 keys in ascending order, wherever a chunk began.
