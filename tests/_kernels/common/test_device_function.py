@@ -43,6 +43,15 @@ def test_all_sources_are_those_of_inspect() -> None:
         assert source_lines(function) == inspect.getsourcelines(function), function
 
 
+def test_defaults_are_of_types_that_all_supported_versions_of_triton_take() -> None:
+    """Triton 3.6 does not compile a call that leaves a default of another type, such as a string."""
+    for function in functions():
+        for parameter in inspect.signature(function).parameters.values():
+            default = parameter.default
+            is_taken = isinstance(default, (bool, int, float, triton.language.constexpr))
+            assert default is parameter.empty or is_taken, (function, parameter)
+
+
 SOURCES = {
     "a comment at the end": """
         @decorated

@@ -22,7 +22,7 @@ def offset_in_cache(
     HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    CACHE: tl.constexpr = "",  # the cache_modifier of loads from the table
+    CACHE: tl.constexpr,  # the cache_modifier of loads from the table
 ):
     """Return the offsets [TILE_KEYS, PADDED_DIM] of a tile's keys (or values) in the cache."""
     if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it

@@ -68,7 +68,7 @@ def load_parts(
     mask,
     PART_DIM: tl.constexpr,  # dimensions of a part
     NUM_PARTS: tl.constexpr,
-    CACHE: tl.constexpr = "",  # the loads' cache_modifier
+    CACHE: tl.constexpr,  # the loads' cache_modifier
 ):
     """Return the parts of rows, zeros where the mask is false."""
     parts = (tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE),)

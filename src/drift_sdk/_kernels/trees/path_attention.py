@@ -142,7 +142,7 @@ def attend_paths(
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + tile_row % GROUP_SIZE
         query_mask = is_row[:, None] & is_dim[None, :]
         query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
-        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS)
+        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS, "")
         query_row = node * GROUP_SIZE + tile_row % GROUP_SIZE
         first_sum = (tree * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:
@@ -155,7 +155,7 @@ def attend_paths(
             position = first_key + key
             cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, border, head, dim,
-                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
             )  # fmt: skip
             key_mask = (position >= first_seen)[:, None] & is_dim[None, :]
             keys = tl.load(keys_ptr + cache_offset, mask=key_mask, other=0)

@@ -121,7 +121,7 @@ def attend_prefix(
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
         query_ptrs = query_ptr + query_index[:, None] * HEAD_DIM + dim[None, :]
-        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS)
+        queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS, "")
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = (sequence * NUM_KV_HEADS + head) * num_partitions * NUM_QUERY_ROWS + query_row
         if WINDOW > 0:  # the first place is that of the first partition that a row sees
@@ -134,7 +134,7 @@ def attend_prefix(
             position = first_key + key
             cache_offset = offset_in_cache(
                 table_ptr, first_key, key, position, num_keys, head, dim,
-                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS,
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
             )  # fmt: skip
             is_key = position < end_key
             if FIRST_KEY > 0 or WINDOW > 0:
