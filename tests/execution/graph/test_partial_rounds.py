@@ -18,6 +18,7 @@ from tolerances import assert_near
 from drift_sdk import NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.drafter_factory import (
     DrafterFactory,
     EagleDrafterFactory,
@@ -98,6 +99,15 @@ def run(
     ]
 
 
+def fill(table: SlotTable, **values: int) -> None:
+    """Set tensors of a table in all slots, before the executor's stream goes on."""
+    with torch.inference_mode():
+        for name, value in values.items():
+            getattr(table, name).fill_(value)
+    if IS_GPU:
+        torch.cuda.synchronize()
+
+
 def rows_of(executor: GraphExecutor, num_positions: int) -> list[torch.Tensor]:
     """Keys and values of slot 0 at its first positions, which lie in blocks 0, 1, ..."""
     cache = executor._gpus[0].steps._model.cache
@@ -172,9 +182,7 @@ def test_rounds_whose_views_have_all_blocks_equal_whole_rounds(executor: GraphEx
     table = executor._gpus[0].resources.table
     found = []
     for kind in ("partial", "whole"):
-        with torch.inference_mode():
-            table.pending.fill_(3)
-            table.dropped.fill_(2)
+        fill(table, pending=3, dropped=2)
         kinds: list[Verification] = [kind, kind]  # type: ignore[list-item]  # a name of one
         tokens = run(executor, kinds, contexts=10)
         assert table.dropped.tolist() == [0, 0]
@@ -188,8 +196,7 @@ def test_rounds_whose_views_have_all_blocks_equal_whole_rounds(executor: GraphEx
 
 def test_refreshes_are_timed_for_each_bucket_and_leave_no_pending_rows(executor: GraphExecutor) -> None:
     table = executor._gpus[0].resources.table
-    with torch.inference_mode():
-        table.pending.fill_(1)
+    fill(table, pending=1)
     costs = executor.refresh_costs()
     assert set(costs) == {1, 2}
     assert min(costs.values()) > 0
