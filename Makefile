@@ -4,6 +4,7 @@
 # make check                 lint and check types only
 # make ray-test              install Ray Serve, and run the tests of Ray and of its examples
 # make client-test           install the clients of OpenAI's protocol, and test the server example with them
+# make oldest-triton         compile the kernels of a model with the oldest Triton that the package allows
 # make fuzz SECONDS=120      run each fuzz target for this time
 # make gpu-test OUT=folder   run the tests for an NVIDIA GPU with PYTHON; reports are written to the folder
 # make gpu-perf OUT=folder   run all measurements on a GPU with PYTHON; results are written to the folder
@@ -20,7 +21,7 @@ GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchma
 # The tests start many processes, which need not compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit ray-test client-test check fuzz gpu-test gpu-perf clean
+.PHONY: demo test unit ray-test client-test check oldest-triton fuzz gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -55,6 +56,14 @@ check:
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# Nothing is launched. Versions differ in what they take: the tests have a newer one.
+TRITON := 3.6.0
+oldest-triton:
+	@[ -d .cache/triton-$(TRITON) ] || $(BIN)/python -m pip install -q --no-deps --target .cache/triton-$(TRITON) \
+		triton==$(TRITON)
+	@PYTHONPATH=.cache/triton-$(TRITON) $(BIN)/python -m perf.cross_compile --model llama-3.1-8b --covering \
+		--capability 90
 
 SECONDS ?= 60
 TARGETS := $(filter-out runner following test_fuzz,$(notdir $(basename $(wildcard tests/fuzz/*.py))))

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -32,7 +32,12 @@ from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.device.first_runs import first_run
-from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
+from drift_sdk.execution.drafter_factory import (
+    NO_DRAFTER,
+    DrafterFactory,
+    EagleDrafterFactory,
+    NGramDrafterFactory,
+)
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
@@ -42,8 +47,9 @@ from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_scales import KVScales
 from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
-from drift_sdk.speculation import NGram
+from drift_sdk.speculation import DynamicTree, NGram
 from drift_sdk.steps import ExecutorLimits
+from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_draft
 from perf.harness.numbers import at_least
 from perf.harness.published import LLAMA, PUBLISHED
 
@@ -74,6 +80,8 @@ GPUS = {
 FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
 """Instructions of compute capability 9.0 and later."""
 
+Drafts = NGram | DynamicTree | None
+
 EXCHANGE = "drift_sdk._kernels.exchange."
 """Modules of kernels of several GPUs."""
 
@@ -84,7 +92,6 @@ LARGE_HEADS = LLAMA | {
     "vocab_size": 32_000,
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "head_dim": 256,
@@ -201,19 +208,20 @@ def target(capability: int) -> Iterator[GpuLimits]:
 
 
 def kernels_of(
-    config: DecoderConfig,
+    settings: Mapping[str, object],
     capability: int,
     *,
-    is_exact: bool = False,
+    drafts: Drafts = None,
     has_kv_scales: bool = False,
     num_steps: int | None = None,
 ) -> list[KernelToCompile]:
     """Return the kernels that an engine of this model runs on a GPU of a compute capability, each once.
 
-    has_kv_scales: whether the KV cache is of e4m3. num_steps: of the largest steps alone; None: of all.
+    settings: the model's config.json. drafts: n-grams, the tree of an EAGLE-3 draft, or None with exact
+    prompts. has_kv_scales: whether the KV cache is of e4m3. num_steps: of the largest steps alone; None: of
+    all.
     """
-    dtype = torch.bfloat16
-    factory: DrafterFactory = NO_DRAFTER if is_exact else NGramDrafterFactory(NGram(), (1, 3))
+    dtype, config = META_DTYPE, DecoderConfig.from_hf(settings)
     limits = ExecutorLimits(
         max_num_seqs=64, max_model_len=4096, num_blocks=64, block_size=64, vocab_size=config.vocab_size
     )
@@ -224,7 +232,12 @@ def kernels_of(
             scales = torch.empty(config.num_layers, config.num_kv_heads, device="meta")
             weights = replace(weights, kv_scales=KVScales(scales, scales))
         decoder = Decoder(config, weights)
-        options = GraphOptions(prefill_token_budget=512, exact_prefill=is_exact)
+        factory: DrafterFactory = NO_DRAFTER
+        if isinstance(drafts, NGram):
+            factory = NGramDrafterFactory(drafts, (1, 3))
+        elif drafts is not None:
+            factory = EagleDrafterFactory(meta_draft(settings, decoder), drafts.choices, tree=drafts)
+        options = GraphOptions(prefill_token_budget=512, exact_prefill=drafts is None)
         table = WatchedTable(element_bytes=dtype.itemsize)
         GraphExecutor(device, decoder, limits, table, options, drafter_factory=factory).close()
     return list({repr(kernel): kernel for kernel in device.kernels}.values())
@@ -294,13 +307,15 @@ def largest(kernels: Sequence[KernelToCompile]) -> list[KernelToCompile]:
     return [kernel for _, kernel in found.values()]
 
 
-def configurations(names: Sequence[str], *, is_covering: bool) -> Iterator[tuple[DecoderConfig, bool]]:
-    """Models with one layer, and whether prefill is exact."""
-    covering = [LARGE_HEADS] if is_covering else []
-    for settings in (*(LLAMA | PUBLISHED[name] for name in names), *covering):
-        config = DecoderConfig.from_hf({**settings, "num_hidden_layers": 1})
-        for is_exact in (False,) if is_covering else (False, True):
-            yield config, is_exact
+def configurations(
+    names: Sequence[str], *, is_covering: bool
+) -> Iterator[tuple[dict[str, object], Sequence[Drafts]]]:
+    """Settings of models with few layers, and the drafts with which their kernels are compiled."""
+    layers = {"num_hidden_layers": NUM_META_LAYERS}
+    for name in names:
+        yield LLAMA | PUBLISHED[name] | layers, (NGram(), None, DynamicTree())
+    if is_covering:
+        yield LARGE_HEADS | layers, (NGram(), DynamicTree())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -320,17 +335,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     num_found = num_kernels = 0
     for capability in given.capability:
-        for config, is_exact in configurations(given.model, is_covering=given.covering):
+        for settings, kinds in configurations(given.model, is_covering=given.covering):
             if given.tensor_parallel is not None:
+                config = DecoderConfig.from_hf(settings)
                 kernels = exchange_kernels(config, capability, given.tensor_parallel)
             else:
-                kernels = kernels_of(
-                    config,
-                    capability,
-                    is_exact=is_exact,
-                    has_kv_scales=given.kv_dtype is not None,
-                    num_steps=NUM_LARGEST if given.largest else None,
-                )
+                found_kernels = [
+                    kernel
+                    for drafts in kinds
+                    for kernel in kernels_of(
+                        settings,
+                        capability,
+                        drafts=drafts,
+                        has_kv_scales=given.kv_dtype is not None,
+                        num_steps=NUM_LARGEST if given.largest else None,
+                    )
+                ]
+                kernels = list({repr(kernel): kernel for kernel in found_kernels}.values())
             if given.largest:
                 kernels = largest(kernels)
             num_kernels += len(kernels)

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from unittest.mock import patch
-
-import torch
-from msgspec import Struct
 
 from drift_sdk import Chain, EngineConfig
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile
@@ -30,44 +27,19 @@ from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_weights import load_draft_weights, required_shapes, shareable_shapes
-from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.steps import ExecutorLimits
 from perf.cross_compile import RecordingDevice, target
+from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_draft
 from perf.harness.published import LLAMA, PUBLISHED
-from perf.harness.shapes import draft_settings
 
 __all__ = ["default_variants", "main"]
 
 CAPABILITY, GPU = 90, "nvidia-h200"
-NUM_LAYERS = 3
-"""The fewest for which a draft names three layers whose input it takes."""
 NUM_BLOCKS, BLOCK_SIZE = 4096, 64
 SCRATCH_BYTES = 140 * 2**30 // attention_groups.SCRATCH_SHARE
 """Memory of partial sums on an H200, on which the sizes of groups of sequences depend."""
-DTYPE = torch.bfloat16
 PACKAGE = "drift_sdk._kernels."
-
-
-class MetaTensors(Struct, frozen=True):
-    """A TensorSource of tensors without memory."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    location: str = "shapes"
-
-    def names(self) -> Collection[str]:
-        return self.shapes.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
-    def file(self, name: str) -> str:
-        return self.location
-
-    def get(self, name: str) -> torch.Tensor:
-        return torch.empty(self.shapes[name], dtype=DTYPE, device="meta")
 
 
 def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
@@ -75,11 +47,11 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
 
     has_draft: whether it speculates with an EAGLE-3 draft.
     """
-    settings = LLAMA | PUBLISHED[name] | {"num_hidden_layers": NUM_LAYERS}
+    settings = LLAMA | PUBLISHED[name] | {"num_hidden_layers": NUM_META_LAYERS}
     engine, config = EngineConfig(), DecoderConfig.from_hf(settings)
     with target(CAPABILITY), patch.object(attention_groups, "CPU_SCRATCH_BYTES", SCRATCH_BYTES):
         device = RecordingDevice(None)
-        decoder = Decoder(config, meta_weights(config, DTYPE))
+        decoder = Decoder(config, meta_weights(config, META_DTYPE))
         factory: DrafterFactory = NO_DRAFTER
         if has_draft:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), Chain().choices)
@@ -93,14 +65,6 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
         options = GraphOptions(prefill_token_budget=prefill_token_budget(engine, "cuda"))
         GraphExecutor(device, decoder, limits, table_for(GPU), options, drafter_factory=factory).close()
     return list({repr(kernel): kernel for kernel in device.kernels}.values())
-
-
-def meta_draft(settings: Mapping[str, object], decoder: Decoder) -> DraftDecoder:
-    """Return a draft of the target's width, with a reduced vocabulary and without memory."""
-    config = DraftConfig.from_hf(draft_settings(settings), decoder.config)
-    tensors = MetaTensors(required_shapes(config) | shareable_shapes(config))
-    ids = torch.arange(config.draft_vocab_size, device="cpu")
-    return DraftDecoder(config, load_draft_weights(config, tensors, ids, decoder.weights), decoder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -41,10 +41,12 @@ class Triton:
 
     def __init__(self) -> None:
         self.calls: list[bool] = []
+        self.options: list[dict[str, Any]] = []
         self.compiles = True
 
-    def run(self, warmup: bool) -> Launched | None:
+    def run(self, warmup: bool, options: dict[str, Any]) -> Launched | None:
         self.calls.append(warmup)
+        self.options.append(options)
         return Launched() if self.compiles else None
 
 
@@ -53,7 +55,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Triton:
     found = Triton()
 
     def run(kernel: Any, *values: Any, warmup: bool, **options: Any) -> Launched | None:
-        return found.run(warmup)
+        return found.run(warmup, options)
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -117,6 +119,14 @@ def test_devices_have_compiled_kernels_of_their_own(
     first = add[(1,)](**launch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert add[(1,)](**launch) is not first
+
+
+def test_products_and_sums_are_fused_unless_a_launch_says_otherwise(triton: Triton, add: Any) -> None:
+    """Whatever Triton's default is."""
+    add.warmup(aligned(), aligned(), 1, 0.0, 8, grid=(1,))
+    add[(1,)](aligned(), aligned(), 1, 0.0, 8)
+    add[(1,)](aligned(), aligned(), 1, 0.0, 8, enable_fp_fusion=False)
+    assert [options["enable_fp_fusion"] for options in triton.options] == [True, True, False]
 
 
 def test_first_and_repeated_launches_are_observed(triton: Triton, add: Any) -> None:

@@ -1,0 +1,50 @@
+"""Models whose weights have shapes alone, without memory: to record which kernels an engine launches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from msgspec import Struct
+
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.draft_weights import load_draft_weights, required_shapes, shareable_shapes
+from drift_sdk.models.eagle3 import DraftDecoder
+from perf.harness.shapes import draft_settings
+
+__all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_draft"]
+
+META_DTYPE = torch.bfloat16
+NUM_META_LAYERS = 3
+"""The fewest for which a draft names three layers whose input it takes. Layers share kernels."""
+
+
+class MetaTensors(Struct, frozen=True):
+    """A TensorSource of tensors without memory."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    location: str = "shapes"
+
+    def names(self) -> Collection[str]:
+        return self.shapes.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def file(self, name: str) -> str:
+        return self.location
+
+    def get(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shapes[name], dtype=META_DTYPE, device="meta")
+
+
+def meta_draft(settings: Mapping[str, object], decoder: Decoder) -> DraftDecoder:
+    """Return an EAGLE-3 draft of the target's width, with a reduced vocabulary.
+
+    settings: the config.json of the target, which has NUM_META_LAYERS layers or more.
+    """
+    config = DraftConfig.from_hf(draft_settings(settings), decoder.config)
+    tensors = MetaTensors(required_shapes(config) | shareable_shapes(config))
+    ids = torch.arange(config.draft_vocab_size, device="cpu")
+    return DraftDecoder(config, load_draft_weights(config, tensors, ids, decoder.weights), decoder)
