@@ -22,7 +22,8 @@ class DownloadCounter:
     files:   what is fetched.
     is_done: whether a file, given by its path in the repository, is whole in the cache.
 
-    Versions of huggingface_hub before 1.0 do not count bytes on such bars: nothing is reported with them.
+    Versions of huggingface_hub before 1.0 do not count bytes on such bars: nothing is reported with them, and
+    a download goes on to its end.
     """
 
     def __init__(
