@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,10 +13,15 @@ from perf.harness.record import DecodeRun
 from perf.harness.scenario import LENGTHS, Scenario
 from perf.harness.shapes import Model
 
-__all__ = ["Decoding", "measure"]
+__all__ = ["Decoding", "cache_parameter", "measure"]
 
 PREFILL_CHUNK = 2048
 NUM_WARM_UPS = 3
+
+
+def cache_parameter(model: Any) -> str:
+    """The name of the cache in a model's arguments and output, which transformers 5.24 has changed."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class Decoding:
@@ -33,6 +39,7 @@ class Decoding:
         self._forward = torch.compile(model.forward, fullgraph=True) if compiles else model.forward
         self._context = context
         self._cache: Any = StaticCache(config=model.config, max_cache_len=max_length)
+        self._cache_argument = {cache_parameter(model): self._cache}
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
         if not hasattr(self._cache.layers[0], "cumulative_length"):
             raise RuntimeError(
@@ -43,13 +50,13 @@ class Decoding:
     def prefill(self, prompts: torch.Tensor) -> None:
         """Compute prompts [batch, context] and choose the first token of each."""
         for chunk in prompts.split(PREFILL_CHUNK, dim=1):
-            logits = self._model(input_ids=chunk, past_key_values=self._cache, logits_to_keep=1).logits
+            logits = self._model(input_ids=chunk, logits_to_keep=1, **self._cache_argument).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     @torch.inference_mode()
     def step(self) -> None:
         """Generate one token for each sequence."""
-        logits = self._forward(input_ids=self.tokens, past_key_values=self._cache).logits
+        logits = self._forward(input_ids=self.tokens, **self._cache_argument).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     @torch.inference_mode()

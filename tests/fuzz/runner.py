@@ -36,6 +36,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -144,15 +146,22 @@ def try_one(module: ModuleType, data: Any) -> None:
         raise FuzzFailure(f"{type(failures[0]).__qualname__}: {failures[0]}") from failures[0]
 
 
-def limit_memory() -> None:
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Limit the memory that is taken in a `with` block, not that of the modules of the next target."""
     if sys.platform != "linux":
-        return  # other systems do not enforce the limit
+        yield  # other systems do not enforce the limit
+        return
 
     import resource
 
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     num_bytes = num_pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def limit_cpu() -> None:
@@ -189,11 +198,11 @@ def main() -> None:
         if args.journal is not None:
             args.journal.write_bytes(pickle.dumps((name, NOT_IMPORTED)))
         module = importlib.import_module(name)
-        limit_memory()
-        if args.replay is not None:
-            try_one(module, pickle.loads(args.replay.read_bytes())[1])
-        else:
-            work(module, args.journal, args.examples, args.seconds, args.seed)
+        with limited_memory():
+            if args.replay is not None:
+                try_one(module, pickle.loads(args.replay.read_bytes())[1])
+            else:
+                work(module, args.journal, args.examples, args.seconds, args.seed)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import torch
 from expert_zoo import QUANTISED, make_expert_model, quantise_folder
 from tolerances import bound
 
+from perf.peers.transformers import cache_parameter
+
 __all__ = ["LOGPROB_BOUND", "NUM_TOKENS", "clear_cases", "make_folder"]
 
 NUM_TOKENS = 64
@@ -50,11 +52,11 @@ def watch_routing(model: Any) -> list[float]:
 @torch.inference_mode()
 def generate(model: Any, prompt: list[int]) -> tuple[list[int], list[float], float]:
     """transformers' greedy tokens, their log-probabilities, and the smallest lead over the second best."""
-    tokens, cache = torch.tensor([prompt], device=model.device), None
+    tokens, cache, name = torch.tensor([prompt], device=model.device), None, cache_parameter(model)
     found, logprobs, lead = [], [], float("inf")
     for _ in range(NUM_TOKENS):
-        output = model(tokens, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(tokens, **{name: cache}, use_cache=True)
+        cache = output[name]
         best, second = output.logits[0, -1].log_softmax(-1).topk(2).values.tolist()
         found.append(int(output.logits[0, -1].argmax()))
         logprobs.append(best)

@@ -53,6 +53,10 @@ def test_the_library_requires_spread_slices() -> None:
         GemmConfig(False, is_library=True, num_slices=2)
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="torch for GPUs asks the driver for the library's workspace",
+)
 def test_library_state_changes_with_settings_and_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another engine of the process may run with another backend, other settings or another workspace."""
     states = {cublas_gemm.library_state()}
