@@ -195,6 +195,8 @@ class ProcessChannel:
         """Take an answer. Any exception for one that is wrong; the call then remains."""
         answer = self._calls[number]
         if not answer.done():  # the call was not cancelled
+            if isinstance(error, StopIteration):  # Python 3.12 puts a RuntimeError in its place
+                raise TypeError("an answer that is a StopIteration")
             if error is not None:
                 answer.set_exception(error)
             else:
