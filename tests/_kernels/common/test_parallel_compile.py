@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -156,6 +156,20 @@ def test_a_kernel_is_made_with_its_module_and_its_launcher(
     kernel.make()
     assert made == [(kernel, True)]
     del sys.modules["module_of_a_kernel"]
+
+
+@pytest.mark.parametrize("makes_launchers", [False, True], ids=["one for all", "one each"])
+def test_launchers_are_made_by_versions_that_compile_one_for_each_kernel(
+    makes_launchers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[object]()
+    module = SimpleNamespace(CudaLauncher=lambda source, metadata: found.append((source, metadata)))
+    if makes_launchers:
+        module.make_launcher = None
+    monkeypatch.setattr("triton.backends.nvidia.driver", module)
+    monkeypatch.setattr(KernelToCompile, "source", lambda kernel: kernel.name)
+    kernels(1)[0].compile_launcher(SimpleNamespace(metadata="metadata"))
+    assert found == [("kernel0", "metadata")] * makes_launchers
 
 
 def test_a_kernel_is_compiled_if_its_metadata_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,12 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
         return triton.compile(self.source(), target=self.target, options=dict(self.options))
 
     def compile_launcher(self, compiled: Any) -> None:
-        """Compile what launches the compiled kernel into Triton's cache: in some versions a module in C."""
-        from triton.backends.nvidia.driver import CudaLauncher
+        """Compile what launches the compiled kernel into Triton's cache: a module in C for each kernel with
+        Triton 3.6, nothing with later versions, which would only start the GPU's driver in this process."""
+        from triton.backends.nvidia import driver
 
-        CudaLauncher(self.source(), compiled.metadata)
+        if hasattr(driver, "make_launcher"):
+            driver.CudaLauncher(self.source(), compiled.metadata)
 
 
 def is_recording() -> bool:
