@@ -81,6 +81,7 @@ FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait
 """Instructions of compute capability 9.0 and later."""
 
 Drafts = NGram | DynamicTree | None
+"""N-grams, the tree of an EAGLE-3 draft, or no drafts, with exact prompts."""
 
 EXCHANGE = "drift_sdk._kernels.exchange."
 """Modules of kernels of several GPUs."""
@@ -217,9 +218,8 @@ def kernels_of(
 ) -> list[KernelToCompile]:
     """Return the kernels that an engine of this model runs on a GPU of a compute capability, each once.
 
-    settings: the model's config.json. drafts: n-grams, the tree of an EAGLE-3 draft, or None with exact
-    prompts. has_kv_scales: whether the KV cache is of e4m3. num_steps: of the largest steps alone; None: of
-    all.
+    settings: the model's config.json. has_kv_scales: whether the KV cache is of e4m3. num_steps: of the
+    largest steps alone; None: of all.
     """
     dtype, config = META_DTYPE, DecoderConfig.from_hf(settings)
     limits = ExecutorLimits(
@@ -240,7 +240,12 @@ def kernels_of(
         options = GraphOptions(prefill_token_budget=512, exact_prefill=drafts is None)
         table = WatchedTable(element_bytes=dtype.itemsize)
         GraphExecutor(device, decoder, limits, table, options, drafter_factory=factory).close()
-    return list({repr(kernel): kernel for kernel in device.kernels}.values())
+    return unique(device.kernels)
+
+
+def unique(kernels: Iterable[KernelToCompile]) -> list[KernelToCompile]:
+    """Return each kernel once, by its `repr`: constants may be of types without a hash."""
+    return list({repr(kernel): kernel for kernel in kernels}.values())
 
 
 def exchange_kernels(config: DecoderConfig, capability: int, num_gpus: int) -> list[KernelToCompile]:
@@ -262,7 +267,7 @@ def exchange_kernels(config: DecoderConfig, capability: int, num_gpus: int) -> l
         options = GraphOptions(prefill_token_budget=16, exact_prefill=True)
         ParallelExecutor(models, limits, options).close()
         kernels = [kernel for device in devices for kernel in device.kernels]
-    return list({repr(each): each for each in kernels if each.module.startswith(EXCHANGE)}.values())
+    return unique(kernel for kernel in kernels if kernel.module.startswith(EXCHANGE))
 
 
 def violations(kernels: Sequence[KernelToCompile]) -> Iterator[Found]:
@@ -340,18 +345,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 config = DecoderConfig.from_hf(settings)
                 kernels = exchange_kernels(config, capability, given.tensor_parallel)
             else:
-                found_kernels = [
-                    kernel
-                    for drafts in kinds
-                    for kernel in kernels_of(
-                        settings,
-                        capability,
-                        drafts=drafts,
-                        has_kv_scales=given.kv_dtype is not None,
-                        num_steps=NUM_LARGEST if given.largest else None,
+                has_scales = given.kv_dtype is not None
+                num_steps = NUM_LARGEST if given.largest else None
+                of_kinds = (
+                    kernels_of(
+                        settings, capability, drafts=drafts, has_kv_scales=has_scales, num_steps=num_steps
                     )
-                ]
-                kernels = list({repr(kernel): kernel for kernel in found_kernels}.values())
+                    for drafts in kinds
+                )
+                kernels = unique(itertools.chain.from_iterable(of_kinds))
             if given.largest:
                 kernels = largest(kernels)
             num_kernels += len(kernels)

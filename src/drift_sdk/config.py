@@ -117,8 +117,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               paths are counted.
     step_timeout_s:           most seconds that the GPU may take for a step. After that every stream raises
                               ExecutorError with process_unusable, and the engine stops waiting for the GPU.
-                              None = no limit. Graph executor only: on a GPU, an error without it; on a CPU
-                              without effect.
+                              None = no limit. With the eager executor it is refused on a GPU, and has no
+                              effect on a CPU.
     tuning:                   measurement of launch configurations of products when the engine starts: "short"
                               (weights without an entry in the tables; up to a minute, once on each machine,
                               most of it compiling), "full" (all weights of the model, minutes) or "off". Kept

@@ -39,9 +39,9 @@ _observers: list[Observer] = []
 _reading = threading.RLock()
 """Held while Triton reads a kernel's source."""
 
-OPTIONS = {"enable_fp_fusion": True}
-"""Of launches that do not give them. Sums of decoding have the bits of those of prompts in CUDA C++, which
-fuses products and sums; Triton's default depends on its version and on the environment."""
+DEFAULT_OPTIONS = {"enable_fp_fusion": True}
+"""Options of launches that do not give them. Triton's own default depends on its version and on the
+environment, and bits would depend on it."""
 ALIGNMENT = 16
 """Bytes: Triton specialises kernels on pointers that are multiples of it."""
 
@@ -134,14 +134,14 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         """
         if warmup:
             settle_cache_key(self)
-            return super().run(*values, grid=grid, warmup=True, **OPTIONS | options)
+            return super().run(*values, grid=grid, warmup=True, **DEFAULT_OPTIONS | options)
 
         key = launch_key(values, options)
         compiled = self._compiled.get(key)
         if compiled is None:
             settle_cache_key(self)
             # A launch with this key is recorded as another one later: the layers seem to differ.
-            compiled = launch(super().run, *values, grid=grid, warmup=False, **OPTIONS | options)
+            compiled = launch(super().run, *values, grid=grid, warmup=False, **DEFAULT_OPTIONS | options)
             if compiled is None:  # a hook of Triton's has kept it from being compiled
                 return None
 
