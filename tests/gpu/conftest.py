@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from triton.runtime.jit import JITFunction
 
-from drift_sdk._kernels.common.kernel import RepeatedKernel
+from drift_sdk._kernels.common.kernel import DEFAULT_OPTIONS, RepeatedKernel
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,7 +18,8 @@ def launches_as_triton_chooses() -> Iterator[None]:
     def checked(kernel: Any, *values: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = run(kernel, *values, grid=grid, warmup=warmup, **options)
         if not warmup and compiled is not None:
-            chosen = JITFunction.run(kernel, *values, grid=grid, warmup=True, **options)
+            given = DEFAULT_OPTIONS | options
+            chosen = JITFunction.run(kernel, *values, grid=grid, warmup=True, **given)
             assert compiled is chosen, f"{kernel.__name__} {values} {options}"
         return compiled
 

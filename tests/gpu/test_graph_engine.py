@@ -255,6 +255,26 @@ def test_two_engines_at_once_answer_as_each_alone(folder: Path, other_folder: Pa
     anyio.run(main)
 
 
+def test_engines_close_while_others_start(folder: Path, other_folder: Path) -> None:
+    """Memory that one frees belongs to the allocator that the other one captures with."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+
+    async def ask_again(folder: Path, found: list[tuple[int, ...]]) -> None:
+        for _ in range(5):
+            async with engine_of(folder) as engine:
+                found.append((await engine.generate([5, 6, 7], params)).token_ids)
+
+    async def main() -> None:
+        found: dict[Path, list[tuple[int, ...]]] = {folder: [], other_folder: []}
+        async with anyio.create_task_group() as tasks:
+            for each in found:
+                tasks.start_soon(ask_again, each, found[each])
+        for answers in found.values():
+            assert len(answers) == 5 and len(set(answers)) == 1
+
+    anyio.run(main)
+
+
 def test_stream_continues_after_sleep_and_wake(folder: Path) -> None:
     """Weights, graphs and KV cache are freed and made again."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 
 from drift_sdk._kernels.attention.e4m3 import (
@@ -15,19 +14,20 @@ from drift_sdk._kernels.attention.e4m3 import (
     pack_cache,
     unpack_cache,
 )
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk.quantised.e4m3 import E4M3, MAX_E4M3, quantise_e4m3
 
 pytestmark = pytest.mark.kernel
 
 
-@triton.jit
+@kernel
 def _encode(x_ptr, scale_ptr, codes_ptr, SIZE: tl.constexpr):
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     codes = encode_e4m3(tl.load(x_ptr + place).to(tl.float32), tl.load(scale_ptr))
     tl.store(codes_ptr + place, codes.to(tl.uint8))
 
 
-@triton.jit
+@kernel
 def _decode(words_ptr, low_ptr, high_ptr, SIZE: tl.constexpr, IN_PAIRS: tl.constexpr):
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     low, high = decode_pairs(tl.load(words_ptr + place), low_ptr.dtype.element_ty, IN_PAIRS)

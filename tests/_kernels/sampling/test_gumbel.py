@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 from tolerances import assert_near
 
+from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.sampling.gumbel import LEAST_NOISE, MOST_NOISE, exponential, gumbel
 from drift_sdk._kernels.sampling.noise import gumbel_noise
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.kernel
 SIZE = 256
 
 
-@triton.jit
+@kernel
 def _noise(
     seeds_ptr,  # [R] int64
     positions_ptr,  # [R] int32
@@ -28,7 +28,7 @@ def _noise(
     tl.store(out_ptr + (row * tl.num_programs(1) + block) * SIZE + tl.arange(0, SIZE), noise)
 
 
-@triton.jit
+@kernel
 def _exponentials(
     uniforms_ptr,  # [N] fp32
     out_ptr,  # [N] fp32, written

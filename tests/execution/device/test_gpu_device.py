@@ -46,6 +46,20 @@ class FakeBuilder:
         self.calls.append("close")
 
 
+class FakePool:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @contextmanager
+    def allocations(self) -> Iterator[None]:
+        self.calls.append("begin")
+        yield
+        self.calls.append("end")
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+
 class FakeStream:
     handle = 11
 
@@ -73,7 +87,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeInstantiation]:
         yield
 
     monkeypatch.setattr(device_module, "Instantiation", make)
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", nothing)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(GpuDevice, "work", nothing)
     return found
@@ -83,7 +96,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeInstantiation]:
 def device() -> GpuDevice:
     found = object.__new__(GpuDevice)
     found._device, found._stream = SimpleNamespace(device_id=7), FakeStream()
-    found._pool, found._instantiation = object(), None
+    found._pool, found._instantiation = FakePool(), None
     return found
 
 
@@ -142,3 +155,4 @@ def test_closing_a_device_whose_captures_are_finished_cancels_nothing(
     device.finish_captures()
     device.close()
     assert made[0].calls[1:] == ["finish"]
+    assert device._pool.calls == ["begin", "end", "release"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from drift_sdk._kernels.common.launch_order import checked_launches
 from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.capture_pool import CapturePool
 from drift_sdk.execution.device.captured_kernels import capturing
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.device.instantiation import Instantiation
@@ -163,7 +164,7 @@ class GpuDevice:
         self._device.set_current()
         self._stream = take_stream(index)
         self._torch_stream = external_stream(index, self._stream)
-        self._pool = torch.cuda.MemPool()
+        self._pool = CapturePool(index)
         self._instantiation: Instantiation | None = None  # of what was captured since the last finish
         self._signal: StreamSignal | None = None  # of waits with a timeout
 
@@ -180,7 +181,7 @@ class GpuDevice:
         self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
     ) -> None:
         steps = iter(steps)
-        with self.work(), torch.cuda.use_mem_pool(self._pool), first_run():
+        with self.work(), self._pool.allocations(), first_run():
             with recorded_kernels() as kernels:
                 next(steps)()
             # The first step shows whether kernels were compiled on this machine before.
@@ -192,7 +193,7 @@ class GpuDevice:
             self._stream.sync()
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        with self.work(), torch.cuda.use_mem_pool(self._pool), first_run():
+        with self.work(), self._pool.allocations(), first_run():
             step()
             self._stream.sync()
 
@@ -202,7 +203,7 @@ class GpuDevice:
                 step()  # compiles and loads all kernels, allocates library workspaces
             self._stream.sync()
             builder = self._stream.create_graph_builder()
-            with torch.cuda.use_mem_pool(self._pool):
+            with self._pool.allocations():
                 # Calls of this thread that cannot be captured are errors; calls of other threads are not.
                 builder.begin_building("thread_local")
                 try:
@@ -254,5 +255,5 @@ class GpuDevice:
             self._instantiation.cancel()
         self._stream.sync()
         return_stream(self._device.device_id, self._stream)
-        del self._pool
+        self._pool.release()
         torch.cuda.empty_cache()
