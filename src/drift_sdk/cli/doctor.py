@@ -207,7 +207,7 @@ def gpus(torch: Any) -> list[Device]:
     """The GPUs that torch sees, each after a first operation on it. Raises what torch raises if one fails."""
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        torch.zeros(1, device=f"cuda:{index}").add_(1).item()
+        torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}").add_(1).item()
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)

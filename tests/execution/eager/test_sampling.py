@@ -34,6 +34,19 @@ def test_first_candidate_is_the_token_chosen(num_candidates: int) -> None:
         assert values == sorted(values, reverse=True) and values[0] <= 0
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_candidates_do_not_depend_on_the_default_type(default: torch.dtype) -> None:
+    """It is the host program's."""
+    samplings = [replace(SAMPLING, seed=seed, **SETTINGS[seed % 4]) for seed in range(8)]
+    logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(4))
+    expected = rank(logits, samplings, [*range(8)], 3)
+    torch.set_default_dtype(default)
+    try:
+        assert rank(logits, samplings, [*range(8)], 3) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_next_candidate_is_chosen_where_the_first_is_missing() -> None:
     samplings = [replace(SAMPLING, seed=seed, temperature=0.8) for seed in range(20)]
     logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(2))

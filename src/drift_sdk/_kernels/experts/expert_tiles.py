@@ -243,7 +243,8 @@ def check_matrix(matrix: ExpertMatrix, shape: tuple[int, int, int], dtype: torch
 
 def expert_products(x: Tensor, matrix: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
     """Return the product of each pair's row of x [R * K', K] with its expert's matrix, plus its bias."""
-    product = torch.full((x.shape[0], matrix.shape[1]), torch.nan, device=x.device)
+    shape = (x.shape[0], matrix.shape[1])
+    product = torch.full(shape, torch.nan, dtype=torch.float32, device=x.device)
     for pair, expert in enumerate(experts.flatten().tolist()):
         if expert >= 0:
             product[pair] = matrix[expert].to(torch.float32) @ x[pair].to(torch.float32)

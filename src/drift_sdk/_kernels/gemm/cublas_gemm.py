@@ -225,9 +225,9 @@ def _random_rows(x: Tensor) -> Tensor:
     """Random numbers of x's shape [M, K] and type: in even rows of one magnitude, in odd rows of magnitudes
     from 2^-MAGNITUDES to 2^MAGNITUDES side by side, whose sums depend most on their order."""
     generator = torch.Generator(x.device).manual_seed(0)
-    rows = torch.randn(x.shape, generator=generator, device=x.device)
+    rows = torch.randn(x.shape, generator=generator, dtype=torch.float32, device=x.device)
     exponents = torch.randint(
         -MAGNITUDES, MAGNITUDES + 1, rows[1::2].shape, generator=generator, device=x.device
     )
-    rows[1::2] *= torch.exp2(exponents)
+    rows[1::2] *= torch.exp2(exponents.to(torch.float32))
     return rows.to(x.dtype)

@@ -358,7 +358,7 @@ def gated_multiply(
 def multiply_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     """Return what the partial sums of `multiply` add up to: [M, N] float32."""
     size = config.slice_size(x.shape[1])
-    total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)
+    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     for first in range(0, x.shape[1], size):
         part = slice(first, first + size)
         total = total + x[:, part].to(torch.float32) @ weight[:, part].to(torch.float32).T

@@ -278,7 +278,8 @@ def _output(shape: GemmShape, config: GemmConfig, x: Tensor) -> Tensor:
     if shape.is_gated:
         return torch.empty(len(x), shape.num_columns // 2, dtype=x.dtype, device=x.device)
 
-    return torch.empty(config.num_partials, len(x), shape.num_columns, device=x.device)
+    partials = (config.num_partials, len(x), shape.num_columns)
+    return torch.empty(partials, dtype=torch.float32, device=x.device)
 
 
 def _total(out: Tensor, shape: GemmShape) -> Tensor:

@@ -253,9 +253,8 @@ def dequantise_reference(weight: PackedWeight) -> Tensor:
         pairs = weight.codes.view(panels, padded // 64, 4, 8, 4, 2, 2, 2, 2)
         parts = torch.stack((pairs & 15, pairs >> 4), dim=-1).permute(0, 2, 5, 3, 1, 6, 8, 9, 4, 7)
     if weight.code_type == "e2m1":
-        parts = torch.tensor([*MAGNITUDES, *(-size for size in MAGNITUDES)], device=parts.device)[
-            parts.long()
-        ]
+        numbers_of_codes = [*MAGNITUDES, *(-size for size in MAGNITUDES)]
+        parts = torch.tensor(numbers_of_codes, dtype=torch.float32, device=parts.device)[parts.long()]
     numbers = parts.to(torch.float32).reshape(panels * PANEL, padded)
 
     def by_column(values: Tensor) -> Tensor:

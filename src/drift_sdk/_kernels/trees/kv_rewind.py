@@ -151,7 +151,7 @@ def kv_rewind_reference(
         if slot < 0 or not kept:
             continue
 
-        source = row_kv_slot[first_row + torch.tensor(kept)]
+        source = row_kv_slot[first_row + torch.tensor(kept, dtype=torch.int64)]
         position = start + torch.arange(len(kept))
         block = block_table[slot, position // block_size].long()
         for cache in (cache_words(keys), cache_words(values)):

@@ -190,10 +190,11 @@ def _forbid(logits: Tensor, rules: list[LogitsProcessors], lengths: list[int]) -
 
 
 def _replace_rows(logits: Tensor, rows: list[int], changed: Tensor) -> Tensor:
-    return logits.index_copy(0, torch.tensor(rows, device=logits.device), changed)
+    return logits.index_copy(0, torch.tensor(rows, dtype=torch.int64, device=logits.device), changed)
 
 
 def _rows_of(parts: list[Tensor]) -> Tensor:
     """For each element of the concatenated parts, the index of its part: [N] int64."""
-    lengths = torch.tensor([part.numel() for part in parts], device=parts[0].device)
+    sizes = [part.numel() for part in parts]
+    lengths = torch.tensor(sizes, dtype=torch.int64, device=parts[0].device)
     return torch.arange(len(parts), device=lengths.device).repeat_interleave(lengths)

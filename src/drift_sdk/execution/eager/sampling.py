@@ -49,16 +49,16 @@ def rank(
     probabilities. The first is the token that `choose` chooses. Scores are logits / temperature + noise, so
     the order is that of the noise that the target will choose by.
     """
-    temperature = torch.tensor([each.temperature for each in samplings], device=logits.device)
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
+
+    temperature = column([each.temperature for each in samplings], torch.float32)
     rows = (temperature > 0).nonzero().flatten().tolist()
     scores = logits
     if rows:
         sampled = [samplings[row] for row in rows]
         scaled = (logits[rows] - logits[rows].amax(dim=-1, keepdim=True)) / temperature[rows, None]
-
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=logits.device)
-
         kept = filter_logits(
             scaled,
             column([each.top_k for each in sampled], torch.int64),
@@ -68,8 +68,8 @@ def rank(
         seeds = column([each.seed for each in sampled], torch.int64)
         noise = gumbel_noise(seeds, column([positions[row] for row in rows], torch.int64), logits.shape[-1])
         is_cut_off = (kept == -torch.inf) & (scaled > -torch.inf)
-        noisy = scaled + noise - CUT_OFF * is_cut_off
-        scores = logits.index_copy(0, torch.tensor(rows, device=logits.device), noisy)
+        noisy = scaled + noise - CUT_OFF * is_cut_off.to(torch.float32)
+        scores = logits.index_copy(0, column(rows, torch.int64), noisy)
 
     top = scores.log_softmax(dim=-1).topk(num_candidates, dim=-1)
     return top.indices.tolist(), top.values.tolist()

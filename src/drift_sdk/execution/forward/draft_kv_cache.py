@@ -51,7 +51,8 @@ class DraftKVCache:
         config, dtype, device = self._draft.config, self._draft.dtype, self._draft.device
         num_all = num_blocks + self._num_tree_blocks
         shape = (config.num_layers, num_all, config.num_kv_heads, self.block_size, config.head_dim)
-        self.keys = self.values = torch.empty(0)  # the old ones are freed before the new ones are allocated
+        # The old ones are freed before the new ones are allocated.
+        self.keys = self.values = torch.empty(0, dtype=dtype)
         self.first_tree_slot = num_blocks * self.block_size
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)

@@ -45,7 +45,7 @@ class PagedKVCache:
         num_all = num_blocks + self._num_tree_blocks
         shape = (config.num_layers, num_all, config.num_kv_heads, self._block_size, config.head_dim)
         # The old ones are freed before the new ones are allocated.
-        self.keys = self.values = torch.empty(0)
+        self.keys = self.values = torch.empty(0, dtype=decoder.kv_dtype)
         self._own.clear()
         self.first_tree_slot = num_blocks * self._block_size
         self.keys = torch.empty(shape, dtype=decoder.kv_dtype, device=decoder.device)

@@ -41,7 +41,7 @@ class PromptLogprobs:
         following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
         for first in range(0, len(following), LOGITS_ROWS):
             token_ids = following[first : first + LOGITS_ROWS]
-            tokens = torch.tensor(token_ids).to(self._hidden.device, non_blocking=True)
+            tokens = torch.tensor(token_ids, dtype=torch.int64).to(self._hidden.device, non_blocking=True)
             rows = self._hidden[first_row + first : first_row + first + len(token_ids)]
             parts = top_logprobs(self._decoder.logits(rows), tokens, num_top)
             host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts]
