@@ -28,6 +28,9 @@ class Driver:
         device._obj.value = index  # type: ignore[attr-defined]  # of ctypes.byref
         return 0
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> int:
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, context: object, device: ctypes.c_int) -> int:
         self.num_kept[device.value] += 1
         return 0

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.loading.tensors import InPlaceSource, TensorSource, check_dtype
 
 __all__ = ["fill_place", "fill_places", "read_tensor"]
@@ -35,7 +36,8 @@ def fill_places(
     device = next(iter(places.values())).device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     waiting: deque[tuple[str, torch.Tensor, Future[None]]] = deque()
-    readers = ThreadPoolExecutor(num_readers, thread_name_prefix="drift-load")
+    prepare = None if stream is None else ignore_other_captures
+    readers = ThreadPoolExecutor(num_readers, "drift-load", prepare)
     try:
         for name, place in places.items():
             waiting.append((name, place, readers.submit(_fill_in, stream, place, tensors, in_place, name)))

@@ -7,16 +7,14 @@ process already has on a GPU.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from drift_sdk._cuda_driver import ignore_other_captures, load_driver
 from drift_sdk.config import EngineConfig
 
 __all__ = ["device_contexts"]
-
-LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 @contextmanager
@@ -51,16 +49,11 @@ def device_indices(config: EngineConfig) -> range:
 
 
 def _make(indices: range, kept: list[tuple[ctypes.CDLL, ctypes.c_int]]) -> None:
-    """Make the contexts, and note those that are to be released. Calls through ctypes hold no lock of the
-    interpreter."""
-    try:
-        driver = ctypes.CDLL(LIBRARY)
-    except OSError:
+    """Make the contexts, and note those that are to be released."""
+    if (driver := load_driver()) is None:
         return
 
-    if driver.cuInit(0) != 0:
-        return
-
+    ignore_other_captures()
     for index in indices:
         device, context = ctypes.c_int(), ctypes.c_void_p()
         found = driver.cuDeviceGet(ctypes.byref(device), index)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
+from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
@@ -74,6 +75,8 @@ def open_model(
     use_threads(config.num_threads)
     report("find", 0.0)
     device = choose_device(config)
+    if device.type == "cuda":
+        ignore_other_captures()
     dtype = choose_dtype(config, device)
     choose_executor(config, device)  # raises before anything is downloaded
     devices = parallel_devices(config, device)

@@ -13,6 +13,8 @@ from cuda.core import Device as CudaDevice
 from cuda.core import StreamOptions
 from cuda.core.graph import GraphCompleteOptions
 
+from drift_sdk._cuda_driver import ignore_other_captures
+
 __all__ = ["GpuReplay", "Instantiation"]
 
 
@@ -39,7 +41,7 @@ class Instantiation:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._stream = device.create_stream(options=StreamOptions(nonblocking=True))
-        self._thread = ThreadPoolExecutor(1, "drift-graphs")
+        self._thread = ThreadPoolExecutor(1, "drift-graphs", ignore_other_captures)
         self._started: list[tuple[GpuReplay, Future[Any]]] = []
 
     def start(self, builder: Any, stream: Any) -> GpuReplay:

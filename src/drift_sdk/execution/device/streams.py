@@ -17,6 +17,8 @@ import torch
 from cuda.core import Device as CudaDevice
 from cuda.core import StreamOptions
 
+from drift_sdk._cuda_driver import ignore_other_captures
+
 __all__ = ["external_stream", "prepared_stream", "return_stream", "take_stream", "wait_for_preparation"]
 
 log = logging.getLogger("drift_sdk")
@@ -92,6 +94,7 @@ def _start(index: int, prepare: Callable[[], Callable[[], None]]) -> None:
 
 def _run(index: int, stream: Any, work: Callable[[], None]) -> None:
     try:
+        ignore_other_captures()
         CudaDevice(index).set_current()  # on this thread; torch warns where cuBLAS has to do it
         with (
             torch.cuda.device(index),

@@ -169,8 +169,8 @@ class EagerExecutor:
         num_top = slot.sampling.num_prompt_logprobs
         assert num_top is not None and self._decoder is not None
         for first in range(0, len(following), LOGITS_ROWS):
-            tokens_here = following[first : first + LOGITS_ROWS]
-            tokens = torch.tensor(tokens_here, dtype=torch.int64, device=hidden.device)
+            token_ids = following[first : first + LOGITS_ROWS]
+            tokens = torch.tensor(token_ids, dtype=torch.int64, device=hidden.device)
             logits = self._decoder.logits(hidden[first : first + len(tokens)])
             entries = token_logprobs(logits, tokens, [num_top] * len(tokens))
             slot.prompt_logprobs += [entry for entry in entries if entry is not None]

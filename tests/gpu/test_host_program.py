@@ -1,0 +1,121 @@
+"""Engines in a program that uses the GPU itself, on another thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from model_zoo import make_model
+
+from drift_sdk import Engine, EngineConfig, NGram, SamplingParams, Speculation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+NUM_STARTS = 3
+PARAMS = SamplingParams(max_tokens=150, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0, folder)
+    return folder
+
+
+def capture_graphs() -> None:
+    """Capture in the mode "global", torch's own, and replay."""
+    x = torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x
+        for _ in range(200):
+            y = y + 1.0
+    for _ in range(3):
+        graph.replay()
+    assert y.sum().item() == 200_000.0
+
+
+def allocate_and_wait() -> None:
+    tensors = [torch.ones(1 << 20, device="cuda") for _ in range(20)]
+    torch.cuda.synchronize()
+    assert sum(tensor.sum().item() for tensor in tensors) == 20 * 2**20
+    del tensors
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def repeated(work: Callable[[], None]) -> Iterator[list[int]]:
+    """Repeat the program's work on a thread; raises what it raised. Yields a list that grows with it."""
+    done, has_ended, errors = list[int](), threading.Event(), list[BaseException]()
+
+    def repeat() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not has_ended.is_set():
+                    work()
+                    done.append(1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield done
+    finally:
+        has_ended.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def engine_of(folder: Path) -> Engine:
+    config = EngineConfig(
+        device="cuda",
+        executor="graph",
+        dtype="float32",
+        max_num_seqs=8,
+        max_model_len=256,
+        kv_cache_tokens=4096,
+        block_size=16,
+        exact_prefill=True,
+        speculation=Speculation(draft=NGram()),
+    )
+    return Engine(folder, config)
+
+
+async def answers(engine: Engine) -> list[tuple[int, ...]]:
+    streams = [engine.generate([5, 6, 7 + index, 5, 6], PARAMS) for index in range(8)]
+    return [(await stream).token_ids for stream in streams]
+
+
+@pytest.mark.parametrize("work", [capture_graphs, allocate_and_wait])
+def test_program_and_serving_engine_do_not_disturb_each_other(folder: Path, work: Callable[[], None]) -> None:
+    async def main() -> None:
+        async with engine_of(folder) as engine:
+            expected = await answers(engine)
+            with repeated(work) as done:
+                while len(done) < 20:
+                    assert await answers(engine) == expected
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("work", [capture_graphs, allocate_and_wait])
+def test_program_and_starting_engine_do_not_disturb_each_other(
+    folder: Path, work: Callable[[], None]
+) -> None:
+    async def ask() -> list[tuple[int, ...]]:
+        async with engine_of(folder) as engine:
+            return await answers(engine)
+
+    expected = anyio.run(ask)
+    with repeated(work) as done:
+        for _ in range(NUM_STARTS):
+            assert anyio.run(ask) == expected
+    assert len(done) > NUM_STARTS
