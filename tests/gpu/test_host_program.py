@@ -74,11 +74,11 @@ def repeated(work: Callable[[], None]) -> Iterator[list[int]]:
         raise errors[0]
 
 
-def engine_of(folder: Path) -> Engine:
+def engine_of(folder: Path, dtype: str = "float32") -> Engine:
     config = EngineConfig(
         device="cuda",
         executor="graph",
-        dtype="float32",
+        dtype=dtype,
         max_num_seqs=8,
         max_model_len=256,
         kv_cache_tokens=4096,
@@ -92,6 +92,31 @@ def engine_of(folder: Path) -> Engine:
 async def answers(engine: Engine) -> list[tuple[int, ...]]:
     streams = [engine.generate([5, 6, 7 + index, 5, 6], PARAMS) for index in range(8)]
     return [(await stream).token_ids for stream in streams]
+
+
+@contextmanager
+def settings_of_a_trainer() -> Iterator[None]:
+    """Torch's global settings as programs that also train set them."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_do_not_depend_on_settings_of_the_program(folder: Path, dtype: str) -> None:
+    async def ask() -> list[tuple[int, ...]]:
+        async with engine_of(folder, dtype) as engine:
+            return await answers(engine)
+
+    expected = anyio.run(ask)
+    with settings_of_a_trainer():
+        assert anyio.run(ask) == expected
 
 
 @pytest.mark.parametrize("work", [capture_graphs, allocate_and_wait])
