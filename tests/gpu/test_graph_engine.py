@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import fatal_child
 import pytest
+import torch
 from loops import on_every_loop, run, until
 from model_zoo import make_model
 
@@ -27,10 +30,15 @@ from drift_sdk import (
     Regex,
     SamplingParams,
 )
+from drift_sdk.execution.device.captured_kernels import capture_in_progress
+from drift_sdk.execution.device.device import GpuDevice, Replay
+from drift_sdk.execution.device.instantiation import Instantiation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 VOCAB_SIZE = 500
+ROOM = 8 << 20
+"""Bytes that torch may reserve for good: of its workspaces."""
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 
 Case = tuple[list[int], SamplingParams]
@@ -305,6 +313,78 @@ def test_too_large_cache_raises_and_leaves_the_process_usable(folder: Path) -> N
             )
 
     anyio.run(main)
+
+
+def fail_compiling(patch: pytest.MonkeyPatch) -> None:
+    def failing(device: GpuDevice, steps: Iterable[Callable[[], None]], on_progress: object) -> None:
+        def fail() -> None:
+            raise RuntimeError("planted")
+
+        compile_kernels(device, (*itertools.islice(steps, 1), fail), on_progress)
+        device.warm_up(fail)  # if nothing had to be compiled
+
+    compile_kernels = GpuDevice.compile_kernels
+    patch.setattr(GpuDevice, "compile_kernels", failing)
+
+
+def fail_capturing(patch: pytest.MonkeyPatch) -> None:
+    """In the middle of a capture, after others."""
+    numbers = itertools.count()
+
+    def failing(device: GpuDevice, step: Callable[[], None]) -> Replay:
+        is_last = next(numbers) == 4
+
+        def fail() -> None:
+            step()
+            if is_last and capture_in_progress() is not None:
+                raise RuntimeError("planted")
+
+        return capture(device, fail)
+
+    capture = GpuDevice.capture
+    patch.setattr(GpuDevice, "capture", failing)
+
+
+def fail_instantiating(patch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+
+    def failing(instantiation: Instantiation, builder: Any) -> Any:
+        if next(numbers) == 3:
+            raise RuntimeError("planted")
+
+        return instantiate(instantiation, builder)
+
+    instantiate = Instantiation._instantiate
+    patch.setattr(Instantiation, "_instantiate", failing)
+
+
+@pytest.mark.parametrize("fail", [fail_compiling, fail_capturing, fail_instantiating])
+def test_failed_start_leaves_the_process_usable(
+    folder: Path, fail: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """What the failed engine has taken is free again, also while its error is kept."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    async def ask() -> tuple[int, ...]:
+        async with engine_of(folder) as engine:
+            return (await engine.generate([5, 6], params)).token_ids
+
+    async def start() -> None:
+        async with engine_of(folder):
+            pass
+
+    expected = anyio.run(ask)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(0)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            fail(patch)
+            with pytest.raises(ExecutorError, match="planted"):
+                anyio.run(start)
+        assert anyio.run(ask) == expected
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(0) <= before + ROOM
 
 
 def test_failed_step_closes_only_its_engine(folder: Path) -> None:
