@@ -35,6 +35,9 @@ CONFIG = {
 }
 
 
+DEVICE_OBSTACLE = executor_factory._device_obstacle
+
+
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which graphs can run."""
@@ -46,6 +49,33 @@ def test_quantised_weights_run_on_graphs() -> None:
     forms = ({"weights": form} for form in ("int4", "nvfp4", "stored", "expanded"))
     for settings in ({}, {"kv_dtype": "fp8"}, {"weights": "fp8", "speculation": speculation}, *forms):
         assert choose_executor(EngineConfig(**settings), GPU) == ("graph", None)
+
+
+@pytest.mark.parametrize(
+    ("allocator", "capability", "reason"),
+    [
+        ("native", (9, 0), None),
+        ("native", (8, 0), None),
+        ("native", (7, 5), "the kernels need compute capability 8.0, A GPU has 7.5"),
+        ("cudaMallocAsync", (9, 0), "CUDA graphs need torch's native allocator, here it is cudaMallocAsync"),
+        ("pluggable", (9, 0), "CUDA graphs need torch's native allocator, here it is pluggable"),
+    ],
+)
+def test_device_or_allocator_without_graphs_is_named(
+    allocator: str, capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("is_available", True),
+        ("get_device_capability", capability),
+        ("get_device_name", "A GPU"),
+        ("get_allocator_backend", allocator),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *given, value=value: value)
+    monkeypatch.setattr(executor_factory, "_device_obstacle", DEVICE_OBSTACLE)
+    monkeypatch.setattr(executor_factory, "_is_installed", lambda package: True)
+    name, found = choose_executor(EngineConfig(), GPU)
+    assert name == ("graph" if reason is None else "eager")
+    assert found == reason if reason is None else found is not None and found.startswith(reason)
 
 
 def test_setting_without_graphs_is_named() -> None:

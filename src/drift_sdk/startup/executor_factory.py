@@ -254,6 +254,10 @@ def _device_obstacle(device: torch.device) -> str | None:
         found = ".".join(map(str, capability))
         return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {found}"
 
+    # Others do not keep the memory of captured steps from being used for anything else.
+    if (allocator := torch.cuda.get_allocator_backend()) != "native":
+        return f"CUDA graphs need torch's native allocator, here it is {allocator} (PYTORCH_ALLOC_CONF)"
+
     missing = [package for package in ("triton", "cuda.core") if not _is_installed(package)]
     if missing:
         return f"{' and '.join(missing)} not installed"
