@@ -12,7 +12,7 @@ import pytest
 import torch
 from model_zoo import make_model
 
-from drift_sdk import Engine, EngineConfig, NGram, SamplingParams, Speculation
+from drift_sdk import ConfigError, Engine, EngineConfig, NGram, SamplingParams, Speculation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -144,3 +144,20 @@ def test_program_and_starting_engine_do_not_disturb_each_other(
         for _ in range(NUM_STARTS):
             assert anyio.run(ask) == expected
     assert len(done) > NUM_STARTS
+
+
+def test_engine_stays_within_the_memory_of_the_program(folder: Path) -> None:
+    """A cache for which the GPU has room, and the program has not."""
+    config = EngineConfig(device="cuda", dtype="float32", kv_cache_tokens=8_000_000)  # 12.3 GB
+
+    async def start() -> None:
+        async with Engine(folder, config):
+            pass
+
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    try:
+        with pytest.raises(ConfigError, match="there is room for") as caught:
+            anyio.run(start)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert caught.value.field == "kv_cache_tokens"

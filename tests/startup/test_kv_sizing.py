@@ -85,6 +85,22 @@ def test_weights_that_do_not_fit_are_rejected_before_they_are_loaded() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fraction", "reserved", "expected"), [(1.0, 10, 60), (0.5, 10, 40), (0.5, 70, 0), (0.9, 10, 60)]
+)
+def test_available_bytes_respect_the_limit_of_torch(
+    fraction: float, reserved: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("empty_cache", None),
+        ("mem_get_info", (60, 100)),
+        ("get_per_process_memory_fraction", fraction),
+        ("memory_reserved", reserved),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *given, value=value: value)
+    assert available_bytes(torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize(
     ("files", "expected"),
     [
         ({}, None),

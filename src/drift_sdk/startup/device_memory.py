@@ -113,12 +113,13 @@ class DeviceMemory:
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that can be allocated. On a GPU: the free memory, after torch has returned the memory that it
-    only keeps for later. On the CPU: the available memory, within the limit of the process's control
-    group."""
+    only keeps for later, within the limit of `torch.cuda.set_per_process_memory_fraction`. On the CPU: the
+    available memory, within the limit of the process's control group."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        free, total = torch.cuda.mem_get_info(device)
+        permitted = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return max(min(free, permitted - torch.cuda.memory_reserved(device)), 0)
 
     available = int(psutil.virtual_memory().available)
     limited = _available_to_group()
