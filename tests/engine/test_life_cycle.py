@@ -60,6 +60,48 @@ def engine_threads() -> list[str]:
     return [thread.name for thread in threads if thread.name.startswith("drift")]
 
 
+def refuse_engine_threads(patch: pytest.MonkeyPatch) -> None:
+    """As in a process that may have no more threads."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "drift-engine":
+            raise RuntimeError("can't start new thread")
+
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
+
+
+@on_every_loop
+def test_start_without_a_thread_fails_and_can_be_repeated(loop: str) -> None:
+    async def main() -> None:
+        engine = Engine("scripted", on_event=lambda event: None, open_model=ScriptedModel("ok"))
+        with pytest.MonkeyPatch.context() as patch:
+            refuse_engine_threads(patch)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await engine.start()
+        assert not engine.is_open and engine_threads() == []
+        await engine.aclose()
+        async with engine:
+            assert (await engine.generate("x")).text == "ok"
+
+    run(loop, main)
+    assert engine_threads() == []
+
+
+def test_blocking_start_without_a_thread_fails_and_can_be_repeated() -> None:
+    engine = SyncEngine("scripted", open_model=ScriptedModel("ok"))
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_engine_threads(patch)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            engine.start()
+    assert engine_threads() == []
+    with engine:
+        assert engine.generate("x").result().text == "ok"
+    assert engine_threads() == []
+
+
 @on_every_loop
 def test_start_and_close_are_idempotent_and_shared_by_tasks(loop: str) -> None:
     async def main() -> None:

@@ -407,3 +407,10 @@ def test_fork_and_exit_with_an_open_engine() -> None:
     command = [sys.executable, str(SUPPORT / "sync_child.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stderr) == (4, "")
+
+
+def test_engine_of_an_object_that_is_deleted_at_the_exit() -> None:
+    """Its threads have ended then, and are not waited for."""
+    command = [sys.executable, str(SUPPORT / "deleted_at_exit.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\ndeleted\n", "")

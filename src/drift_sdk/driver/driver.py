@@ -80,7 +80,12 @@ class Driver(Startable):
     def start(self) -> None:
         """Start the engine's thread, which opens the model first. Called once."""
         self._events.open()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._events.close()
+            raise
+
         close_at_exit(self)
 
     def join(self, timeout_s: float | None = None) -> None:

@@ -140,7 +140,13 @@ class LifeCycle(Generic[StartableT]):
                     driver = self.driver = make_driver()
                     self.was_started = True
                     driver.add_starter()
-                    driver.start()
+                    try:
+                        driver.start()
+                    except BaseException:  # such as that of a process that may not have more threads
+                        self.driver = None
+                        driver.close(0.0)
+                        raise
+
                     return driver
 
                 if driver.add_starter():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -52,7 +53,11 @@ class LoopThread:
 
     def call(self, function: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT:
         """Run a coroutine function on the loop and wait for its result; EngineClosed if the loop has been
-        stopped. If the wait is interrupted by an exception, the coroutine is cancelled."""
+        stopped, or if the interpreter exits, which ends daemon threads. If the wait is interrupted by an
+        exception, the coroutine is cancelled."""
+        if sys.is_finalizing():
+            raise closed()
+
         future: Future[ResultT] = Future()
         try:
             self._post_call(future, function, arguments)
