@@ -69,13 +69,9 @@ class SyncEngine:
         check_no_loop()
         if self._loop is not None and self._loop.is_from_parent:
             self._loop, self._lock = None, threading.Lock()
-        with self._lock:
-            if self._loop is None:
-                self._loop = LoopThread()
-                self._finalizer = weakref.finalize(self, self._loop.abandon)
-                self._finalizer.atexit = False
-            loop = self._loop
         try:
+            with self._lock:
+                loop = self._loop or self._open_loop()
             loop.call(self._engine.start)
         except BaseException:
             self.close()
@@ -97,10 +93,25 @@ class SyncEngine:
             if self._loop is not loop:
                 return
 
+            loop.abandon()  # also if this is interrupted
             self._loop = None
             assert self._finalizer is not None
             self._finalizer.detach()
         loop.stop()
+
+    def _open_loop(self) -> LoopThread:
+        """A loop that is ended when this object is collected, and also if this is interrupted."""
+        loop = LoopThread()
+        try:
+            self._finalizer = weakref.finalize(self, loop.abandon)
+            self._finalizer.atexit = False
+            self._loop = loop
+        except BaseException:
+            loop.abandon()
+            self._loop = None
+            raise
+
+        return loop
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be copied or pickled: make one in each process")

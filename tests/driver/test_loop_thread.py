@@ -17,6 +17,7 @@ from interrupts import one_interrupt
 from loops import WAIT_S, run
 
 from drift_sdk import EngineClosed
+from drift_sdk.driver import loop_thread
 from drift_sdk.driver.loop_thread import LoopThread
 
 
@@ -164,3 +165,23 @@ def test_failing_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "run", fail)
     with pytest.raises(OSError, match="too many open files"):
         LoopThread()
+
+
+def test_loop_whose_start_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Future[Any]):
+        num_waits = 0
+
+        def result(self, timeout: float | None = None) -> Any:
+            self.num_waits += 1
+            if self.num_waits == 1:
+                raise KeyboardInterrupt
+
+            return super().result(timeout)
+
+    monkeypatch.setattr(loop_thread, "Future", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LoopThread("interrupted")
+    for thread in threading.enumerate():
+        if thread.name == "interrupted":
+            thread.join(WAIT_S)
+            assert not thread.is_alive()

@@ -695,6 +695,60 @@ async def test_closing_ends_when_requests_cannot_be_ended(
     assert "failed: RuntimeError('they cannot be ended')" in caplog.text
 
 
+class Refusing(logging.Filter):
+    """A filter of a program whose own code fails."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        raise ValueError("a filter")
+
+
+@pytest.fixture
+def refusing() -> Iterator[Refusing]:
+    logger, found = logging.getLogger("drift_sdk"), Refusing()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.removeFilter(found)
+    logger.setLevel(level)
+
+
+async def test_engine_closes_where_logging_raises(refusing: Refusing) -> None:
+    engine = scripted_engine("ok")
+    await engine.start()
+    logging.getLogger("drift_sdk").addFilter(refusing)
+    with anyio.fail_after(WAIT_S):
+        await engine.aclose()
+    assert engine_threads() == []
+
+
+@pytest.mark.parametrize("act", ["sleep", "wake"])
+async def test_commands_end_where_logging_raises(refusing: Refusing, act: str) -> None:
+    engine = scripted_engine("ok")
+    await engine.start()
+    if act == "wake":
+        await engine.sleep()
+    logging.getLogger("drift_sdk").addFilter(refusing)
+    with anyio.fail_after(WAIT_S):
+        with pytest.raises(ExecutorError, match="a filter"):
+            await getattr(engine, act)()
+        await engine.aclose()
+    assert engine_threads() == []
+
+
+async def test_failure_reaches_streams_where_logging_raises(refusing: Refusing) -> None:
+    def fail(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        logging.getLogger("drift_sdk").addFilter(refusing)
+        raise ZeroDivisionError("a step")
+
+    engine = scripted_engine(fail)
+    await engine.start()
+    with anyio.fail_after(WAIT_S):
+        with pytest.raises(ExecutorError, match="a step"):
+            await engine.generate("x")
+        await engine.aclose()
+    assert engine_threads() == []
+
+
 async def test_stages_of_starting_are_timed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "drift_sdk")
     model = ScriptedModel("ok")

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from drift_sdk.driver.commands import (
     Cancel,
@@ -173,10 +175,10 @@ class Driver(Startable):
         try:
             self._serve(self._open())
         except BaseException as error:
-            if self.opened.is_set:
-                log.error("the engine failed: %s", error_repr(error))
-            clear_frames(error)
             failure = error
+            if self.opened.is_set:
+                log_error("the engine failed", error)
+            clear_frames(error)
             if not isinstance(error, EngineClosed):
                 self._events.engine_failed(error)
         finally:
@@ -322,14 +324,16 @@ class Driver(Startable):
     def _carry_out_deferred(self) -> bool:
         """Carry out the commands that waited until no step is in flight, in their order. Returns False if
         there are none; else a pause that a command behind it took back may have held up steps."""
-        commands, self._deferred = self._deferred, []
-        for command in commands:
+        is_any = bool(self._deferred)
+        while self._deferred:
+            command = self._deferred[0]  # if this fails, it is ended with those behind it
             if isinstance(command, Sleep):
                 self._fall_asleep()
             error = self._wake() if isinstance(command, Wake) else None
             self._note_state()
             command.done.set(error)
-        return bool(commands)
+            del self._deferred[0]
+        return is_any
 
     def _note_state(self) -> None:
         """Publish whether steps may run. A pause that steps in flight hold up does not count yet."""
@@ -373,24 +377,42 @@ class Driver(Startable):
         """End all requests, text threads and commands, and free the executor."""
         self._deadlines.append(time.monotonic())  # from now on `add_starter` returns False
         self._registry.close(failure if not isinstance(failure, EngineClosed) else None)
-        try:
-            if self._delivery is not None:
-                self._delivery.close(failure)
-        except BaseException as error:
-            log.error("ending the requests failed: %s", error_repr(error))
-        self._text_worker.close()
+        steps: dict[str, Callable[[], object]] = {
+            "ending the requests": partial(self._end_requests, failure),
+            "ending the text threads": self._text_worker.close,
+            "ending the commands": self._end_commands,
+            "closing the executor": self._close_executor,
+            "logging the statistics": self._end_stats,
+            "ending the events": self._events.close,
+        }
+        for name, step in steps.items():
+            try:
+                step()
+            except BaseException as error:
+                log_error(f"{name} failed", error)
+        self.opened.set(failure)
+        self.closed.set()
+
+    def _end_requests(self, failure: BaseException | None) -> None:
+        if self._delivery is not None:
+            self._delivery.close(failure)
+
+    def _end_commands(self) -> None:
         for command in self._deferred:
             self.send(command)
         self._commands.close(self._registry.rejection)
-        try:
-            if self._executor is not None:
-                self._executor.close()
-        except BaseException as error:
-            log.error("closing the executor failed: %s", error_repr(error))
-        finally:
-            self._executor = None
-            if self.executor_name is not None:
-                self.stats_recorder.closed()
-            self._events.close()
-            self.opened.set(failure)
-            self.closed.set()
+
+    def _close_executor(self) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close()
+
+    def _end_stats(self) -> None:
+        if self.executor_name is not None:
+            self.stats_recorder.closed()
+
+
+def log_error(what: str, error: BaseException) -> None:
+    """Log an error on the engine's thread, which has to go on also if the program's logging raises."""
+    with suppress(Exception):
+        log.error("%s: %s", what, error_repr(error))

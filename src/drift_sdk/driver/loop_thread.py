@@ -43,8 +43,12 @@ class LoopThread:
         self._stopped = asyncio.Event()  # used on the loop only
         started: Future[LoopPoster] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=name, daemon=True)
-        self._thread.start()
-        self._poster = started.result()
+        try:
+            self._thread.start()
+            self._poster = started.result()
+        except BaseException:  # interrupted: nobody can stop the loop later
+            started.add_done_callback(self._stop_started)
+            raise
 
     @property
     def is_from_parent(self) -> bool:
@@ -88,6 +92,12 @@ class LoopThread:
         """Have the thread ended when its calls have ended, without waiting for that."""
         if not self.is_from_parent:
             self._end_soon()
+
+    def _stop_started(self, started: Future[LoopPoster]) -> None:
+        """End the thread of a loop that has started, if it has."""
+        if started.exception() is None:
+            with suppress(LoopClosed):
+                started.result().post(self._stopped.set)
 
     def _run(self, started: Future[LoopPoster]) -> None:
         """The thread's function."""
