@@ -362,7 +362,7 @@ def fail_instantiating(patch: pytest.MonkeyPatch) -> None:
 def test_failed_start_leaves_the_process_usable(
     folder: Path, fail: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    """What the failed engine has taken is free again, also while its error is kept."""
+    """Memory of the failed engine is free again, also while its error is kept."""
     params = SamplingParams(max_tokens=8, ignore_eos=True)
 
     async def ask() -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def test_first_candidate_is_the_token_chosen(num_candidates: int) -> None:
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 def test_candidates_do_not_depend_on_the_default_type(default: torch.dtype) -> None:
-    """It is the host program's."""
+    """The default type is the host program's to set."""
     samplings = [replace(SAMPLING, seed=seed, **SETTINGS[seed % 4]) for seed in range(8)]
     logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(4))
     expected = rank(logits, samplings, [*range(8)], 3)
