@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 from drift_sdk.driver.commands import (
@@ -32,9 +31,10 @@ from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry
+from drift_sdk.driver.shutdown import log_error, run_all
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.errors import EngineClosed, error_repr
+from drift_sdk.errors import EngineClosed
 from drift_sdk.events import Event
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -324,16 +324,19 @@ class Driver(Startable):
     def _carry_out_deferred(self) -> bool:
         """Carry out the commands that waited until no step is in flight, in their order. Returns False if
         there are none; else a pause that a command behind it took back may have held up steps."""
-        is_any = bool(self._deferred)
-        while self._deferred:
-            command = self._deferred[0]  # if this fails, it is ended with those behind it
-            if isinstance(command, Sleep):
-                self._fall_asleep()
-            error = self._wake() if isinstance(command, Wake) else None
-            self._note_state()
+        commands, self._deferred = self._deferred, []
+        for number, command in enumerate(commands):
+            try:
+                if isinstance(command, Sleep):
+                    self._fall_asleep()
+                error = self._wake() if isinstance(command, Wake) else None
+                self._note_state()
+            except BaseException:
+                self._deferred = commands[number:]  # `_shut_down` ends them
+                raise
+
             command.done.set(error)
-            del self._deferred[0]
-        return is_any
+        return bool(commands)
 
     def _note_state(self) -> None:
         """Publish whether steps may run. A pause that steps in flight hold up does not count yet."""
@@ -347,8 +350,7 @@ class Driver(Startable):
 
         started_at = time.monotonic()
         self._scheduler.forget_kv()
-        self._executor.close()
-        self._executor = None
+        self._close_executor()
         log.info("asleep in %.2f s: weights and KV cache are freed", time.monotonic() - started_at)
 
     def _wake(self) -> Exception | None:
@@ -377,42 +379,22 @@ class Driver(Startable):
         """End all requests, text threads and commands, and free the executor."""
         self._deadlines.append(time.monotonic())  # from now on `add_starter` returns False
         self._registry.close(failure if not isinstance(failure, EngineClosed) else None)
-        steps: dict[str, Callable[[], object]] = {
-            "ending the requests": partial(self._end_requests, failure),
-            "ending the text threads": self._text_worker.close,
-            "ending the commands": self._end_commands,
-            "closing the executor": self._close_executor,
-            "logging the statistics": self._end_stats,
-            "ending the events": self._events.close,
-        }
-        for name, step in steps.items():
-            try:
-                step()
-            except BaseException as error:
-                log_error(f"{name} failed", error)
-        self.opened.set(failure)
-        self.closed.set()
-
-    def _end_requests(self, failure: BaseException | None) -> None:
-        if self._delivery is not None:
-            self._delivery.close(failure)
-
-    def _end_commands(self) -> None:
         for command in self._deferred:
             self.send(command)
-        self._commands.close(self._registry.rejection)
+        steps: dict[str, Callable[[], object]] = {}
+        if self._delivery is not None:
+            steps["ending the requests"] = partial(self._delivery.close, failure)
+        steps["ending the text threads"] = self._text_worker.close
+        steps["ending the commands"] = partial(self._commands.close, self._registry.rejection)
+        steps["closing the executor"] = self._close_executor
+        if self.executor_name is not None:
+            steps["logging the statistics"] = self.stats_recorder.closed
+        steps["ending the events"] = self._events.close
+        run_all(steps)
+        self.opened.set(failure)
+        self.closed.set()
 
     def _close_executor(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
-
-    def _end_stats(self) -> None:
-        if self.executor_name is not None:
-            self.stats_recorder.closed()
-
-
-def log_error(what: str, error: BaseException) -> None:
-    """Log an error on the engine's thread, which has to go on also if the program's logging raises."""
-    with suppress(Exception):
-        log.error("%s: %s", what, error_repr(error))
