@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("cuda.core")
 
 from drift_sdk.execution.device import device as device_module
-from drift_sdk.execution.device.captured_kernels import GraphTail, capture_in_progress
 from drift_sdk.execution.device.device import GpuDevice
 
 
@@ -21,29 +20,15 @@ class FakeInstantiation:
     def __init__(self, device: object) -> None:
         self.device, self.calls = device, list[object]()
 
-    def start(self, builder: object, stream: object) -> object:
-        self.calls.append((builder, stream))
-        return builder
+    def start(self, graph: object, stream: object) -> object:
+        self.calls.append((graph, stream))
+        return graph
 
     def finish(self) -> None:
         self.calls.append("finish")
 
     def cancel(self) -> None:
         self.calls.append("cancel")
-
-
-class FakeBuilder:
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
-
-    def begin_building(self, mode: str) -> None:
-        self.calls.append(mode)
-
-    def end_building(self) -> None:
-        self.calls.append("end")
-
-    def close(self) -> None:
-        self.calls.append("close")
 
 
 class FakePool:
@@ -66,9 +51,6 @@ class FakeStream:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def create_graph_builder(self) -> FakeBuilder:
-        return FakeBuilder(self.calls)
-
     def sync(self) -> None:
         self.calls.append("sync")
 
@@ -86,7 +68,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeInstantiation]:
     def nothing(*arguments: Any) -> Iterator[None]:
         yield
 
+    def capture(stream: int, step: Callable[[], None]) -> object:
+        assert stream == FakeStream.handle
+        step()
+        return object()
+
     monkeypatch.setattr(device_module, "Instantiation", make)
+    monkeypatch.setattr(device_module, "captured_graph", capture)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(GpuDevice, "work", nothing)
     return found
@@ -106,7 +94,7 @@ def test_captures_are_instantiated_together_and_finished(
     steps: list[int] = []
     replays = [device.capture(lambda: steps.append(1)) for _ in range(2)]
     assert steps == [1, 1, 1, 1]  # a first run each
-    assert device._stream.calls == ["sync", "thread_local", "end"] * 2
+    assert device._stream.calls == ["sync"] * 2
     assert [each.calls for each in made] == [[(replay, device._stream) for replay in replays]]
     assert made[0].device is device._device
     device.finish_captures()
@@ -116,17 +104,6 @@ def test_captures_are_instantiated_together_and_finished(
     assert len(made) == 2 and made[0].calls[2:] == ["finish"]
 
 
-def test_a_captured_step_knows_the_stream_that_captures(
-    device: GpuDevice, made: list[FakeInstantiation]
-) -> None:
-    tails: list[GraphTail | None] = []
-    device.capture(lambda: tails.append(capture_in_progress()))
-    first_run, captured = tails
-    assert first_run is None
-    assert captured is not None and captured.stream == FakeStream.handle
-    assert capture_in_progress() is None
-
-
 def test_closing_cancels_what_was_not_finished(
     device: GpuDevice, made: list[FakeInstantiation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,14 +111,12 @@ def test_closing_cancels_what_was_not_finished(
     monkeypatch.setattr(device_module, "return_stream", lambda *given: returned.append(given))
 
     def fail() -> None:
-        if "thread_local" in stream.calls[3:]:
-            raise RuntimeError("a step")
+        raise RuntimeError("a step")
 
     stream = device._stream
     device.capture(lambda: None)
     with pytest.raises(RuntimeError, match="a step"):
         device.capture(fail)
-    assert stream.calls[-1] == "close"
     device.close()
     assert made[0].calls[1:] == ["cancel"]
     assert returned == [(7, stream)] and stream.calls[-1] == "sync"

@@ -40,7 +40,7 @@ class FakeDevice:
         self.current_on.append(threading.get_ident())
 
 
-class FakeGraph:
+class FakeInstance:
     def __init__(self) -> None:
         self.launched_in: list[object] = []
         self.is_closed = False
@@ -53,52 +53,52 @@ class FakeGraph:
         self.is_closed = True
 
 
-class FakeBuilder:
-    """A graph builder with a captured step. gate: to be set before it is instantiated. error: raised then."""
+class FakeGraph:
+    """The graph of a captured step. gate: to be set before it is instantiated. error: raised then."""
 
     def __init__(self, gate: threading.Event | None = None, error: Exception | None = None) -> None:
-        self.graph, self._gate, self._error = FakeGraph(), gate, error
-        self.completed_on: int | None = None
+        self.instance, self._gate, self._error = FakeInstance(), gate, error
+        self.instantiated_on: int | None = None
         self.upload_stream: object = None
 
-    def complete(self, options: Any) -> FakeGraph:
+    def instantiate(self, options: Any) -> FakeInstance:
         if self._gate is not None:
             assert self._gate.wait(10)
-        self.completed_on, self.upload_stream = threading.get_ident(), options.upload_stream
+        self.instantiated_on, self.upload_stream = threading.get_ident(), options.upload_stream
         if self._error is not None:
             raise self._error
 
-        return self.graph
+        return self.instance
 
 
 def test_replays_can_be_launched_once_all_graphs_are_instantiated() -> None:
     device, gate, stream = FakeDevice(), threading.Event(), object()
-    builders = [FakeBuilder(gate), FakeBuilder()]
+    graphs = [FakeGraph(gate), FakeGraph()]
     instantiation = Instantiation(device)
-    replays = [instantiation.start(builder, stream) for builder in builders]
-    assert [builder.completed_on for builder in builders] == [None, None]  # one after the other
+    replays = [instantiation.start(graph, stream) for graph in graphs]
+    assert [graph.instantiated_on for graph in graphs] == [None, None]  # one after the other
     gate.set()
     instantiation.finish()
-    threads = [builder.completed_on for builder in builders]
+    threads = [graph.instantiated_on for graph in graphs]
     assert threads == device.current_on and len({*threads, threading.get_ident()}) == 2
-    assert all(builder.upload_stream is device.stream for builder in builders)
+    assert all(graph.upload_stream is device.stream for graph in graphs)
     assert device.calls == ["sync", "close"]
-    for replay, builder in zip(replays, builders, strict=True):
+    for replay, graph in zip(replays, graphs, strict=True):
         replay.launch()
-        assert builder.graph.launched_in == [stream]
+        assert graph.instance.launched_in == [stream]
         replay.close()
         replay.close()
-        assert builder.graph.is_closed
+        assert graph.instance.is_closed
 
 
 def test_finish_raises_the_first_error() -> None:
     instantiation = Instantiation(FakeDevice())
-    for builder in (
-        FakeBuilder(),
-        FakeBuilder(error=RuntimeError("first")),
-        FakeBuilder(error=ValueError("second")),
+    for graph in (
+        FakeGraph(),
+        FakeGraph(error=RuntimeError("first")),
+        FakeGraph(error=ValueError("second")),
     ):
-        instantiation.start(builder, object())
+        instantiation.start(graph, object())
     with pytest.raises(RuntimeError, match="first"):
         instantiation.finish()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("drift-graphs")]
@@ -107,15 +107,15 @@ def test_finish_raises_the_first_error() -> None:
 
 def test_cancelled_graphs_are_not_instantiated() -> None:
     gate = threading.Event()
-    builders = [FakeBuilder(gate), FakeBuilder()]
+    graphs = [FakeGraph(gate), FakeGraph()]
     instantiation = Instantiation(FakeDevice())
-    replays = [instantiation.start(builder, object()) for builder in builders]
-    graph = weakref.ref(builders[0].graph)
+    replays = [instantiation.start(graph, object()) for graph in graphs]
+    instance = weakref.ref(graphs[0].instance)
     threading.Timer(0.05, gate.set).start()
     instantiation.cancel()
-    assert [builder.completed_on is None for builder in builders] == [False, True]
-    builders.clear()
-    assert graph() is None
+    assert [graph.instantiated_on is None for graph in graphs] == [False, True]
+    graphs.clear()
+    assert instance() is None
     replays[0].close()  # nothing to close
 
 
@@ -127,6 +127,6 @@ def test_an_error_of_the_device_is_raised_as_it_is() -> None:
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     instantiation = Instantiation(LostDevice())
-    instantiation.start(FakeBuilder(), object())
+    instantiation.start(FakeGraph(), object())
     with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         instantiation.finish()

@@ -17,9 +17,9 @@ from drift_sdk._kernels.common.launch_order import checked_launches
 from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.capture_pool import CapturePool
-from drift_sdk.execution.device.captured_kernels import capturing
 from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.device.instantiation import Instantiation
+from drift_sdk.execution.device.stream_capture import captured_graph
 from drift_sdk.execution.device.stream_signal import StreamSignal
 from drift_sdk.execution.device.streams import external_stream, return_stream, take_stream
 
@@ -202,21 +202,11 @@ class GpuDevice:
             with first_run(), checked_launches():
                 step()  # compiles and loads all kernels, allocates library workspaces
             self._stream.sync()
-            builder = self._stream.create_graph_builder()
             with self._pool.allocations():
-                # Calls of this thread that cannot be captured are errors; calls of other threads are not.
-                builder.begin_building("thread_local")
-                try:
-                    with capturing(int(self._stream.handle)):
-                        step()
-                    builder.end_building()
-                except BaseException:
-                    builder.close()
-                    raise
-
+                graph = captured_graph(int(self._stream.handle), step)
             if self._instantiation is None:
                 self._instantiation = Instantiation(self._device)
-            return self._instantiation.start(builder, self._stream)
+            return self._instantiation.start(graph, self._stream)
 
     def finish_captures(self) -> None:
         if self._instantiation is not None:

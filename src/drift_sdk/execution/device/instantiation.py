@@ -11,7 +11,7 @@ from typing import Any
 
 from cuda.core import Device as CudaDevice
 from cuda.core import StreamOptions
-from cuda.core.graph import GraphCompleteOptions
+from cuda.core.graph import GraphCompleteOptions, GraphDefinition
 
 from drift_sdk._cuda_driver import ignore_other_captures
 
@@ -44,11 +44,11 @@ class Instantiation:
         self._thread = ThreadPoolExecutor(1, "drift-graphs", ignore_other_captures)
         self._started: list[tuple[GpuReplay, Future[Any]]] = []
 
-    def start(self, builder: Any, stream: Any) -> GpuReplay:
-        """Instantiate what a builder of cuda.core has captured, and return its replay, which goes to `stream`
-        and can be launched after `finish`."""
+    def start(self, graph: GraphDefinition, stream: Any) -> GpuReplay:
+        """Instantiate a captured graph, and return its replay, which goes to `stream` and can be launched
+        after `finish`."""
         replay = GpuReplay(stream)
-        self._started.append((replay, self._thread.submit(self._instantiate, builder)))
+        self._started.append((replay, self._thread.submit(self._instantiate, graph)))
         return replay
 
     def finish(self) -> None:
@@ -64,6 +64,6 @@ class Instantiation:
         self._thread.shutdown(cancel_futures=True)
         self._started.clear()
 
-    def _instantiate(self, builder: Any) -> Any:
+    def _instantiate(self, graph: GraphDefinition) -> Any:
         self._device.set_current()  # on this thread
-        return builder.complete(GraphCompleteOptions(upload_stream=self._stream))
+        return graph.instantiate(GraphCompleteOptions(upload_stream=self._stream))
