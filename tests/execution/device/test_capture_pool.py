@@ -109,6 +109,7 @@ def test_memory_is_freed_while_another_pool_is_allocated_to(is_released: bool) -
 @pytest.mark.gpu
 def test_captured_memory_is_not_given_to_others() -> None:
     """Memory that a captured step has freed: as long as the pool is kept, others do not get it."""
+    torch.cuda.init()
     pool = CapturePool(0)
     with pool.allocations():
         captured = torch.empty(1 << 22, dtype=torch.uint8, device="cuda")
