@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from cuda.bindings import driver
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device import stream_capture
 from drift_sdk.execution.device.captured_kernels import GraphTail, capture_in_progress
+from drift_sdk.execution.device.errors import is_kept
 from drift_sdk.execution.device.stream_capture import MAX_CAPTURES, captured_graph
 
 STREAM = 11
@@ -25,6 +26,10 @@ SUCCESS, INVALIDATED = stream_capture.SUCCESS, stream_capture.INVALIDATED
 
 class FakeGraph:
     handle = 5
+    made: ClassVar[list[FakeGraph]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
 
 
 class FakeDriver:
@@ -53,6 +58,7 @@ def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
         functions = {"cuStreamBeginCaptureToGraph": found.begin, "cuStreamEndCapture": found.end}
         monkeypatch.setattr(stream_capture, "driver", SimpleNamespace(**functions))
         monkeypatch.setattr(stream_capture, "GraphDefinition", FakeGraph)
+        monkeypatch.setattr(FakeGraph, "made", [])
         return found
 
     return make
@@ -75,8 +81,10 @@ def test_an_ended_capture_is_made_again(driver_of: Callable[..., FakeDriver]) ->
         if len(steps) == 1:  # launches fail after another thread has ended the capture
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    captured_graph(STREAM, step)
+    graph = captured_graph(STREAM, step)
     assert len(steps) == fake.num_begun == fake.num_ended == 3
+    assert [is_kept(each) for each in FakeGraph.made] == [True, True, False]  # the driver has freed two
+    assert graph is FakeGraph.made[-1]
 
 
 def test_captures_that_never_last_are_an_error(driver_of: Callable[..., FakeDriver]) -> None:
@@ -102,6 +110,7 @@ def test_errors_of_a_step_end_the_capture(driver_of: Callable[..., FakeDriver], 
     with pytest.raises(type(error)) as caught:
         captured_graph(STREAM, step)
     assert caught.value is error
+    assert not is_kept(FakeGraph.made[0])
     assert fake.num_begun == fake.num_ended == 1
     assert capture_in_progress() is None
 
@@ -116,6 +125,7 @@ def test_errors_of_the_driver_have_its_names(driver_of: Callable[..., FakeDriver
     with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         captured_graph(STREAM, lambda: None)
     assert (fake.num_begun, fake.num_ended) == (2, 1)
+    assert [is_kept(each) for each in FakeGraph.made] == [True, False]  # the second was never captured into
 
 
 @pytest.mark.gpu

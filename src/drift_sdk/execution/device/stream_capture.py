@@ -15,6 +15,7 @@ from cuda.core.graph import GraphDefinition
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.captured_kernels import capturing
+from drift_sdk.execution.device.errors import keep_forever
 
 __all__ = ["MAX_CAPTURES", "captured_graph"]
 
@@ -65,20 +66,22 @@ def _capture(stream: int, graph: GraphDefinition) -> Iterator[None]:
         with capturing(stream):
             yield
     except BaseException as error:
-        if _end(stream) == INVALIDATED:
+        if _end(stream, graph) == INVALIDATED:
             raise CaptureEnded from error
         raise
 
-    status = _end(stream)
+    status = _end(stream, graph)
     if status == INVALIDATED:
         raise CaptureEnded
 
     _check(status)
 
 
-def _end(stream: int) -> driver.CUresult:
-    """End a stream's capture and return the driver's status."""
+def _end(stream: int, graph: GraphDefinition) -> driver.CUresult:
+    """End the capture of a stream into a graph and return the driver's status."""
     status, _ = driver.cuStreamEndCapture(stream)
+    if status != SUCCESS:
+        keep_forever(graph)  # the driver has freed it, and may use its address for the next one
     return status
 
 
