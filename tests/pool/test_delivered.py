@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from drift_sdk import Chunk, Completion, TokenLogprobs, ToolCall
 from drift_sdk.pool.delivered import Delivered, ReplayDiverged
@@ -113,3 +114,23 @@ def test_the_first_attempt_is_passed_on_as_it_is() -> None:
     chunk = Chunk(text="", token_ids=())
     assert delivered.rest_of(chunk) is chunk
     assert delivered.completed(completion) is completion
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_raw_text_of_a_cancelled_replay(is_split: bool) -> None:
+    """Chunks do not have the markers between thought and answer."""
+    delivered = Delivered()
+    reasoning = "thought" if is_split else ""
+    delivered.rest_of(Chunk(text="answer", reasoning=reasoning, token_ids=(1, 2, 3)))
+    delivered.begin_again()
+    replay = replace(
+        completion_of(0, "cancelled"),
+        text="an",
+        reasoning=reasoning,
+        raw_text=f"<think>{reasoning}</think>an" if is_split else "an",
+        token_ids=(1, 2),
+        tool_calls=(),
+    )
+    completion = delivered.completed(replay)
+    assert (completion.text, completion.reasoning) == ("answer", reasoning)
+    assert completion.raw_text == (replay.raw_text if is_split else "answer")

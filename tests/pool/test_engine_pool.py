@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -707,3 +707,50 @@ async def test_wrong_arguments_are_refused() -> None:
             await EnginePool([engine]).drain(index)  # type: ignore[arg-type]  # refused
     with pytest.raises(EngineClosed, match="not open"):
         EnginePool([engine]).generate("a", SamplingParams())
+
+
+async def cancelled(call: Coroutine[Any, Any, None]) -> None:
+    """Begin a call and cancel it."""
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_pool_that_was_closed_by_a_cancelled_task_begins_again() -> None:
+    pool = pool_of(2)
+    async with pool:
+        await pool.drain(0)
+        await pool.sleep()
+        await cancelled(pool.aclose())
+        await pool.start()
+        assert [each.state for each in pool.replicas()] == ["open", "open"]
+        assert not pool.stats().is_asleep
+        assert (await pool.generate("a", max_tokens=2)).finish_reason == "length"
+
+
+async def test_cancelled_sleep_forgets_what_the_caches_held() -> None:
+    async with pool_of(2) as pool:
+        await pool.generate(LONG, max_tokens=1)
+        assert any(load.prefixes._hashes for load in pool._state.router.loads)
+        await cancelled(pool.sleep())
+        assert not any(load.prefixes._hashes for load in pool._state.router.loads)
+
+
+async def test_request_that_a_drain_has_not_seen_goes_to_another_replica() -> None:
+    """Another thread drains the replica after it was chosen."""
+    async with pool_of(2) as pool:
+        order = pool._state.router.order
+
+        def drained_meanwhile(*arguments: Any) -> list[int]:
+            thread = threading.Thread(target=lambda: asyncio.run(pool.drain(0)))
+            thread.start()
+            thread.join()
+            return sorted(order(*arguments))
+
+        pool._state.router.order = drained_meanwhile  # type: ignore[method-assign]
+        stream = pool.generate("a", max_tokens=2)
+        assert [each.num_requests for each in pool.replicas()] == [0, 1]
+        assert (await stream).finish_reason == "length"
+        check_nothing_is_left(pool)

@@ -34,6 +34,7 @@ from drift_sdk import (
 )
 from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.remote import connection, host_link
+from drift_sdk.remote.connection import Connection
 from drift_sdk.remote.mailbox import portable
 from drift_sdk.testing import scripted_engine
 
@@ -416,3 +417,20 @@ def test_errors_that_cannot_be_pickled_become_plain_ones() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="config=3"):
         LocalHostEngine(partial(scripted_engine, "a"), 3)  # type: ignore[arg-type]
+
+
+async def test_closed_connection_stays_closed_when_a_batch_of_an_open_host_comes() -> None:
+    """The batch is read by another thread than that which closes."""
+    closing = Connection(None, None, None, None)  # type: ignore[arg-type]
+
+    class Batch:
+        news, metrics = (), None
+
+        @property
+        def is_open(self) -> bool:
+            closing.close()
+            return True
+
+    assert closing.is_open
+    await closing._hand_out(Batch())  # type: ignore[arg-type]
+    assert not closing.is_open

@@ -433,6 +433,25 @@ def test_preempted_sequence_recomputes_its_output_too() -> None:
     assert (best.token_ids, worst.token_ids) == (rig.story(best), rig.story(worst))
 
 
+def test_preempted_sequence_does_not_report_its_prompt_again() -> None:
+    rig = Rig(num_blocks=8)
+    worst = rig.add(9, max_tokens=20, priority=1)
+    worst.sampling = replace(worst.sampling, num_prompt_logprobs=2)
+    plans = [rig.launch()]
+    rig.commit()
+    rig.turn(2)
+    rig.add(12, max_tokens=20)
+    while not rig.scheduler.num_preemptions:
+        rig.turn()
+    while not worst.is_running:
+        plans.append(rig.launch())
+        rig.commit()
+    reported = [each.sampling.num_prompt_logprobs for plan in plans for each in plan.assignments]
+    assert (reported[0], reported[-1]) == (2, None)
+    rig.drain()
+    assert worst.token_ids == rig.story(worst)
+
+
 def test_later_sequence_preempts_itself_rather_than_an_earlier_one() -> None:
     rig = Rig(num_blocks=8, max_num_seqs=2)
     best, worst = rig.add(4, max_tokens=25), rig.add(16, max_tokens=9)

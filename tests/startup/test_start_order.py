@@ -15,7 +15,7 @@ from tiny_llama import tiny_llama
 
 pytest.importorskip("cuda.core")
 
-from drift_sdk import EngineConfig, ModelLoadError
+from drift_sdk import ConfigError, EngineConfig, ModelLoadError
 from drift_sdk.execution.device import streams
 from drift_sdk.execution.drafter_factory import NO_DRAFTER
 from drift_sdk.execution.forward import kernel_weights
@@ -123,6 +123,33 @@ def test_memory_and_products_are_measured_when_the_threads_have_ended(
     measured = events.index("tune")
     assert sorted(events[:measured]) == ["arrange", "arrange", "wait 2", "wait 3"]
     assert events[measured:] == ["tune", "room", "room", "views"]
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_executor_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch, is_strict: bool) -> None:
+    closed: list[str] = []
+
+    def round_costs() -> None:
+        raise Stopped
+
+    executor = SimpleNamespace(round_costs=round_costs, close=lambda: closed.append("executor"))
+    table = SimpleNamespace(untuned={"256x256"} if is_strict else set())
+    device = torch.device("cuda", 0)
+    decoder: Any = SimpleNamespace(device=device, config=SimpleNamespace(vocab_size=64, num_layers=1))
+    drafter: Any = SimpleNamespace(draft=None, draft_choices=(0, 3), num_graph_layers=0, is_adaptive=True)
+    memory: Any = NotedMemory([], device)
+    monkeypatch.setattr(streams, "wait_for_preparation", lambda index: None)
+    monkeypatch.setattr(kernel_weights, "arrange_decoder", lambda *arguments: None)
+    monkeypatch.setattr(gemm_tuning, "engine_table", lambda *arguments: table)
+    monkeypatch.setattr(graph_startup, "start_graph_executor", lambda *arguments: executor)
+    monkeypatch.setattr(executor_factory, "view_layout", lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    config = EngineConfig(max_model_len=128, strict_performance=is_strict)
+    part = ModelPart(decoder=decoder, memory=memory, drafter_factory=drafter)
+    demand = KVDemand(context=1024, block_size=64, bytes_per_block=2**16)
+    with pytest.raises(ConfigError if is_strict else Stopped):
+        open_graph_executor(config, [part], demand, ignore_progress)
+    assert closed == ["executor"]
 
 
 def test_a_part_keeps_the_memory_that_was_measured_before_it_was_loaded() -> None:

@@ -76,7 +76,8 @@ class Delivered:
 
     def completed(self, completion: Completion) -> Completion:
         """The completion of the last attempt, as that of the stream. A replay draws other ids for tool calls,
-        and one that was cancelled may have fewer tokens. Raises ReplayDiverged for other tokens."""
+        and one that was cancelled may have fewer tokens. Its raw text is its own if text was
+        split: chunks have no markers. Raises ReplayDiverged for other tokens."""
         if not self._is_replayed:
             return completion
 
@@ -89,12 +90,13 @@ class Delivered:
         if completion.finish_reason != "cancelled" or token_ids[:num_replayed] != completion.token_ids:
             raise ReplayDiverged
 
-        text = "".join(self._text)
+        text, reasoning = "".join(self._text), "".join(self._reasoning)
+        is_split = reasoning or self._tool_calls or completion.raw_text != completion.text
         return replace(
             completion,
             text=text,
-            raw_text=text,
-            reasoning="".join(self._reasoning),
+            raw_text=completion.raw_text if is_split else text,
+            reasoning=reasoning,
             token_ids=token_ids,
             logprobs=tuple(self._logprobs) if completion.logprobs is not None else None,
             usage=replace(completion.usage, completion_tokens=len(token_ids)),

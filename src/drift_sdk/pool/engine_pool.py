@@ -141,14 +141,10 @@ class EnginePool(BaseEngine):
         self._state.is_started, self._state.traffic.is_closing = False, True
         try:
             await for_each(self.engines, lambda engine: engine.aclose(drain))
-        finally:
+        finally:  # engines close to the end, also if the task is cancelled
             self._state.num_closing -= 1
             self._state.traffic.is_closing = self._state.num_closing > 0
-        self._state.pauses.clear()
-        self._state.is_asleep = False
-        for replica in self._state.replicas:
-            replica.restore()
-            self._state.router.forget(replica.index)
+            self._state.begin_again()
 
     async def drain(self, index: int) -> None:
         """Give no new requests to a replica, and return when it has none any more. It is in service again
@@ -187,9 +183,10 @@ class EnginePool(BaseEngine):
     async def sleep(self) -> None:
         engines = self._open_engines()
         self._state.is_asleep = True
-        await for_each(engines, lambda engine: engine.sleep())
-        for replica in self._state.replicas:
-            self._state.router.forget(replica.index)
+        try:
+            await for_each(engines, lambda engine: engine.sleep())
+        finally:  # engines fall asleep, also if the task is cancelled
+            self._state.forget_prefixes()
 
     async def wake(self) -> None:
         engines = self._open_engines()

@@ -76,6 +76,19 @@ class PoolState:
         for pause in pauses:
             pause.end()
 
+    def begin_again(self) -> None:
+        """All replicas are closed: forget pauses, sleep, drains and prefixes."""
+        self.pauses.clear()
+        self.is_asleep = False
+        for replica in self.replicas:
+            replica.restore()
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """The caches of all replicas are empty."""
+        for replica in self.replicas:
+            self.router.forget(replica.index)
+
     @property
     def is_from_parent(self) -> bool:
         """True in a forked child, if the parent made this state."""

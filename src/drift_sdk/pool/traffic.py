@@ -126,6 +126,9 @@ class Traffic:
             for attempt in attempts
         ]
         try:
+            if self._replicas[index].is_drained:  # since it was chosen: `drain` has not waited for these
+                raise EngineClosed(f"replica {index} is drained")
+
             cancels = self._replicas[index].engine._enter(submissions)
         except BaseException:
             for attempt in attempts:

@@ -54,13 +54,12 @@ log = logging.getLogger("drift_sdk")
 class Connection:
     """A host whose engine is open.
 
-    limit:   most live requests that are not being cancelled; None = unbounded.
-    is_open: whether the host admits requests, as far as is known here.
-    ended:   set when no more news will come; the loss of the host is then `failure`.
+    limit: most live requests that are not being cancelled; None = unbounded.
+    ended: set when no more news will come; the loss of the host is then `failure`.
     """
 
     def __init__(self, channel: Channel, metrics: EngineMetrics, loop: LoopThread, limit: int | None) -> None:
-        self.is_open = True
+        self._is_host_open = True
         self.failure: HostLost | None = None
         self.ended = asyncio.Event()
         self._channel = channel
@@ -133,6 +132,11 @@ class Connection:
         return self._limit is None or self._num_staying + num_requests <= self._limit
 
     @property
+    def is_open(self) -> bool:
+        """Whether the host admits requests, as far as is known here."""
+        return self._is_host_open and not self._is_closing
+
+    @property
     def _num_staying(self) -> int:
         return len(self._live) - len(self._leaving)
 
@@ -146,7 +150,7 @@ class Connection:
 
     def close(self) -> None:
         """Reject new requests. Live ones that are cut off from now on raise EngineClosed; from any thread."""
-        self.is_open, self._is_closing = False, True
+        self._is_closing = True
 
     async def ask(self, method: str, *arguments: object) -> Any:
         """Call a method of the host once. HostLost or HostUnavailable if it cannot be reached."""
@@ -173,7 +177,7 @@ class Connection:
             self.failure = HostLost(repr(error))
             log.exception("the news of an engine's host cannot be read")
         finally:
-            self.is_open = False
+            self._is_host_open = False
             self._metrics = replace(self._metrics, stats=counts_of(self._metrics.stats))
             self._end_all()
             self.ended.set()
@@ -252,7 +256,7 @@ class Connection:
 
     async def _hand_out(self, batch: Batch) -> None:
         """Post the news of a batch to the streams' loops, and wait a moment until they have come."""
-        self.is_open = self.is_open and batch.is_open
+        self._is_host_open &= batch.is_open
         if batch.metrics is not None:
             self._metrics = batch.metrics
         taken = self._post(batch.news)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
@@ -137,7 +138,16 @@ class Sequence:
     def can_share_prefix(self) -> bool:
         """Whether the sequence may use cached blocks: not if its prompt's log-probabilities are still to be
         computed, which need every position."""
-        return self.sampling.num_prompt_logprobs is None or self.num_output_tokens > 0
+        return self.remaining_sampling.num_prompt_logprobs is None
+
+    @property
+    def remaining_sampling(self) -> SlotSampling:
+        """The parameters for what is still to be computed: the prompt's log-probabilities are reported with
+        the first token, and not again after a preemption."""
+        if self.sampling.num_prompt_logprobs is None or self.num_output_tokens == 0:
+            return self.sampling
+
+        return replace(self.sampling, num_prompt_logprobs=None)
 
     @property
     def awaits_host(self) -> bool:

@@ -52,7 +52,7 @@ class StepBuilder:
         self._assignments.append(
             SlotAssignment(
                 slot=sequence.slot,
-                sampling=sequence.sampling,
+                sampling=sequence.remaining_sampling,
                 constraint=sequence.constraint,
                 cached_token_ids=cached,
                 arrival=sequence.arrival,

@@ -189,14 +189,18 @@ def open_graph_executor(
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = start_graph_executor(parts, limits, table, options, hooks)
     untuned = tuple(sorted(table.untuned))
-    if untuned and config.strict_performance:
-        executor.close()
-        raise untuned_error(torch.cuda.get_device_name(decoder.device), untuned)
-
     round_costs, refresh_costs = {}, {}
-    if drafter_factory.is_adaptive:
-        report("measure rounds", 0.0)
-        round_costs, refresh_costs = executor.round_costs(), executor.refresh_costs()
+    try:
+        if untuned and config.strict_performance:
+            raise untuned_error(torch.cuda.get_device_name(decoder.device), untuned)
+
+        if drafter_factory.is_adaptive:
+            report("measure rounds", 0.0)
+            round_costs, refresh_costs = executor.round_costs(), executor.refresh_costs()
+    except BaseException:
+        executor.close()
+        raise
+
     strict = StrictExecutor(executor, must_draft=drafter_factory.always_drafts)
     return OpenedExecutor(
         executor=strict if config.strict_performance else executor,

@@ -130,3 +130,14 @@ def test_an_error_of_the_device_is_raised_as_it_is() -> None:
     instantiation.start(FakeGraph(), object())
     with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         instantiation.finish()
+
+
+def test_cancel_closes_the_stream_of_uploads() -> None:
+    device = FakeDevice()
+    instantiation = Instantiation(device)
+    instantiation.start(FakeGraph(error=RuntimeError("first")), object())
+    with pytest.raises(RuntimeError, match="first"):
+        instantiation.finish()
+    assert device.calls == []
+    instantiation.cancel()
+    assert device.calls == ["close"]

@@ -52,7 +52,8 @@ class Instantiation:
         return replay
 
     def finish(self) -> None:
-        """Wait until all replays can be launched. Raises the error of the first that cannot be."""
+        """Wait until all replays can be launched. Raises the error of the first that cannot be; `cancel` is
+        to be called then."""
         with self._thread:
             for replay, instantiated in self._started:
                 replay.graph = instantiated.result()
@@ -63,6 +64,7 @@ class Instantiation:
         """Wait until the thread has ended, and forget the graphs."""
         self._thread.shutdown(cancel_futures=True)
         self._started.clear()
+        self._stream.close()
 
     def _instantiate(self, graph: GraphDefinition) -> Any:
         self._device.set_current()  # on this thread
