@@ -65,18 +65,22 @@ def test_machine_without_a_driver_needs_none(monkeypatch: pytest.MonkeyPatch) ->
 def test_graphs_are_instantiated_on_such_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     instantiation = pytest.importorskip("drift_sdk.execution.device.instantiation")
 
+    class Stream:
+        def close(self) -> None: ...
+
     class Device:
-        def create_stream(self, *, options: object) -> None: ...
+        def create_stream(self, *, options: object) -> Stream:
+            return Stream()
 
         def set_current(self) -> None: ...
 
-    class Builder:
-        def complete(self, options: object) -> str:
+    class Graph:
+        def instantiate(self, options: object) -> str:
             return threading.current_thread().name
 
     driver = use(FakeDriver(), monkeypatch)
     instantiates = instantiation.Instantiation(Device())
-    replay = instantiates.start(Builder(), None)
+    replay = instantiates.start(Graph(), None)
     instantiates.cancel()
     del replay
     assert list(driver.modes) == ["drift-graphs_0"]

@@ -116,7 +116,7 @@ def test_errors_of_a_step_end_the_capture(driver_of: Callable[..., FakeDriver], 
 
 
 def test_errors_of_the_driver_have_its_names(driver_of: Callable[..., FakeDriver]) -> None:
-    """From them the engine reads whether the process can go on."""
+    """The engine reads from the names whether the process can go on."""
     lost = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     fake = driver_of(lost)
     with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
