@@ -133,7 +133,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the host admits requests, as far as is known here."""
+        """True if the host admits requests, as far as is known here."""
         return self._is_host_open and not self._is_closing
 
     @property
