@@ -333,3 +333,10 @@ async def test_answer_that_is_too_large_becomes_an_error(monkeypatch: pytest.Mon
     assert (number, found) == (3, b"") and "expected at most 2000" in str(error)
     for end in (parent, writer):
         end.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_child_finds_the_engines_closed() -> None:
+    command = [sys.executable, str(SUPPORT / "fork_remote.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -151,6 +151,30 @@ async def test_killed_host_ends_streams_with_an_error_and_can_be_started_again()
         check_nothing_is_left(engine)
 
 
+async def test_requests_of_a_lost_host_are_counted() -> None:
+    """Also those that came or ended after the last statistics that it sent."""
+    async with engine_of(step_s=SLOW_S) as engine:
+        assert (await engine.generate("a", max_tokens=1)).finish_reason == "length"
+        with pytest.raises(PromptTooLong):
+            await engine.generate("x" * 5000)
+        await until(lambda: engine.stats().num_submitted == 2)
+        engine.channels[-1].host._new_metrics = lambda: None  # type: ignore[method-assign]
+        lost = [engine.generate("a", max_tokens=None) for _ in range(3)]
+        cancelled = engine.generate("a", max_tokens=None)
+        for stream in (*lost, cancelled):
+            await anext(stream)
+        cancelled.cancel()
+        await cancelled
+        assert (await engine.generate("a", max_tokens=1)).finish_reason == "length"
+        engine.kill()
+        for stream in lost:
+            _, end = await outcome(stream)
+            assert isinstance(end, ExecutorError)
+        stats = engine.stats()
+        assert (stats.num_submitted, stats.num_running, stats.num_free_slots) == (7, 0, 0)
+        assert (stats.num_length_limited, stats.num_cancelled, stats.num_failed) == (2, 1, 4)
+
+
 async def test_unreachable_host_counts_as_lost_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "RETRY_S", 0.02)
     monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.001)

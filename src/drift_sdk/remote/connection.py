@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from drift_sdk.remote.messages import (
     SubmitRequests,
 )
 from drift_sdk.sampling_params import SamplingParams
-from drift_sdk.stats import EngineMetrics, counts_of
+from drift_sdk.stats import EngineMetrics, EngineStats, counts_of
 from drift_sdk.submission import Submission
 
 __all__ = ["Connection", "unsendable"]
@@ -68,6 +69,7 @@ class Connection:
         self._lock = threading.RLock()
         self._metrics = metrics  # the newest of the host
         self._num_rejected = 0  # requests that the host has not seen
+        self._num_ended: Counter[str] = Counter()  # accepted ones, by finish reason, or "error"
         self._live: dict[int, Submission] = {}
         self._leaving: set[int] = set()  # live ones that are being cancelled
         self._numbers = itertools.count()
@@ -178,7 +180,6 @@ class Connection:
             log.exception("the news of an engine's host cannot be read")
         finally:
             self._is_host_open = False
-            self._metrics = replace(self._metrics, stats=counts_of(self._metrics.stats))
             self._end_all()
             self.ended.set()
 
@@ -271,7 +272,7 @@ class Connection:
         for each in news:
             with self._lock:
                 is_last = each.completion is not None or each.error is not None
-                submission = self._forget(each.number) if is_last else self._live.get(each.number)
+                submission = self._end(each) if is_last else self._live.get(each.number)
             if submission is not None:
                 receiver = submission.stream_updates
                 poster = receiver.loop_poster
@@ -292,9 +293,20 @@ class Connection:
 
     def _desert(self, receiver: UpdateReceiver, number: int) -> None:
         with self._lock:
-            self._forget(number)
+            if self._forget(number) is not None:
+                self._num_ended["cancelled"] += 1
         receiver.desert()
         self.send(CancelRequest(number))
+
+    def _end(self, news: News) -> Submission | None:
+        """Remove and count a request that has ended, unless it was removed before; the lock is held."""
+        submission = self._forget(news.number)
+        if submission is not None:
+            if news.completion is not None:
+                self._num_ended[news.completion.finish_reason] += 1
+            elif news.is_accepted:
+                self._num_ended["error"] += 1
+        return submission
 
     def _forget(self, number: int) -> Submission | None:
         """Remove a request that has ended; the lock is held."""
@@ -305,7 +317,25 @@ class Connection:
         """End the requests that are left: the host is lost, or was closed without telling."""
         with self._lock:
             numbers = list(self._live)
+        self._metrics = replace(self._metrics, stats=self._last_stats(len(numbers)))
         self._post([News(number=number, error=self.rejection()) for number in numbers])
+
+    def _last_stats(self, num_lost: int) -> EngineStats:
+        """The statistics of the host after its end, at which so many requests were lost. The newest ones that
+        it sent may lack requests that ended since: those are counted here."""
+        stats, ended = counts_of(self._metrics.stats), self._num_ended
+        num_stopped = max(stats.num_stopped, ended["stop"])
+        num_length_limited = max(stats.num_length_limited, ended["length"])
+        num_cancelled = max(stats.num_cancelled, ended["cancelled"])
+        num_failed = max(stats.num_failed, ended["error"]) + num_lost
+        return replace(
+            stats,
+            num_submitted=num_stopped + num_length_limited + num_cancelled + num_failed,
+            num_stopped=num_stopped,
+            num_length_limited=num_length_limited,
+            num_cancelled=num_cancelled,
+            num_failed=num_failed,
+        )
 
 
 def sent_params(params: SamplingParams) -> SamplingParams:

@@ -87,7 +87,10 @@ class HostLink(Startable):
     def is_open(self) -> bool:
         """Whether requests are admitted, as far as is known here."""
         connection = self.connection
-        return not self._is_closing and connection is not None and connection.is_open
+        if self.is_from_parent or self._is_closing or connection is None:
+            return False
+
+        return connection.is_open
 
     def add_starter(self) -> bool:
         """As of every `Startable`. An engine that has failed is ended, so that another one can be started."""
