@@ -67,5 +67,6 @@ def test_table_of_another_gpu_names_shapes_and_their_only_candidates(
     assert main(["tune", "--from", str(file)]) == 0
     assert main(["tune", "--from", str(file), "320x128"]) == 0
     assert tuned == [(SHAPES[:2], table), (SHAPES[2:], table)]
-    file.write_text("{")
-    assert main(["tune", "--from", str(file)]) == 1
+    for text in ("{", '{"other":' + "[" * 10**5 + "]" * 10**5 + "}"):
+        file.write_text(text)
+        assert main(["tune", "--from", str(file)]) == 1

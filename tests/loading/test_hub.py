@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -73,6 +74,30 @@ def test_files_beside_the_model_are_not_fetched(hub: HubServer, tmp_path: Path) 
 def test_tokenizer_of_a_repository_is_fetched_without_weights(hub: HubServer) -> None:
     assert resolve("org/qwen3", role="tokenizer").tokenizer().encode("ab")
     assert set(hub.names()) == SMALL
+
+
+def test_weights_that_another_program_fetched_get_their_tokenizer(hub: HubServer) -> None:
+    for name in ("config.json", "model.safetensors"):
+        huggingface_hub.hf_hub_download("org/qwen3", name)
+    folders, hub.folders = hub.folders, {}
+    assert not resolve("org/qwen3").has_tokenizer  # the hub does not help: what is there is taken
+    hub.folders = folders
+    hub.downloads.clear()
+    assert resolve("org/qwen3", local_files_only=True).has_tokenizer is False
+    assert resolve("org/qwen3").has_tokenizer
+    assert set(hub.names()) == SMALL - {"config.json"}
+    hub.downloads.clear()
+    assert resolve("org/qwen3").has_tokenizer
+    assert hub.downloads == []
+
+
+def test_weights_of_torch_in_the_cache_do_not_stand_for_a_model(hub: HubServer, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(hub.folders["org/qwen3"], tmp_path / "copy"))
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    hub.folders["org/copy"] = folder
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
+        huggingface_hub.hf_hub_download("org/copy", name)
+    assert resolve("org/copy").tensors().names()
 
 
 def test_download_reports_files_and_bytes(hub: HubServer) -> None:

@@ -123,4 +123,28 @@ def test_available_bytes_respects_the_limit_of_a_container(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    assert _available_to_group(tmp_path) == expected
+    assert _available_to_group(tmp_path, tmp_path / "no groups") == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/a/b\n", {"a/b": 50, "a": 90}, 40),
+        ("0::/a/b\n", {"a/b": 90, "a": 50}, 40),
+        ("0::/elsewhere\n", {".": 70}, 60),
+        ("4:memory:/a\n0::/\n", {"memory/a": 50, "memory": 90}, 40),
+        ("1:cpu:/\n4:memory:/\n", {"memory/a": 50}, None),
+    ],
+)
+def test_available_bytes_respects_the_limits_of_all_groups_of_the_process(
+    tmp_path: Path, own: str, limits: dict[str, int], expected: int | None
+) -> None:
+    groups = tmp_path / "cgroup"
+    groups.write_text(own)
+    for group, limit in limits.items():
+        folder = tmp_path / group
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("limit_in_bytes", "usage_in_bytes") if group.startswith("memory") else ("max", "current")
+        for name, text in zip((*names, "stat"), (limit, 10, "anon 1"), strict=True):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+    assert _available_to_group(tmp_path, groups) == expected

@@ -130,7 +130,7 @@ def read_table(path: Path) -> TunedTable:
     """The table in a file. Raises DriftError if it holds something else, or cannot be read."""
     try:
         return msgspec.json.decode(read_whole(path, MAX_FILE_BYTES), type=TunedTable)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise DriftError(f"{path}: not a tuned table: {error}") from error
     except ValueError as error:
         raise DriftError(str(error)) from error

@@ -101,13 +101,19 @@ class HubRepository:
         files = self._listed_files(cache_state)
         return self._download("find", SMALL_PATTERNS, files, cache_state)
 
-    def folder_model(self) -> HubModel:
-        """The model that a config.json describes. Its small files are fetched here."""
+    def folder_model(self, *, is_draft: bool) -> HubModel:
+        """The model that a config.json describes, or a draft. Its small files are fetched here."""
         cached, cache_state = self._cached(SMALL_PATTERNS)
-        if cached is not None and (self._local_files_only or is_whole(cached)):
+        if cached is not None and (self._local_files_only or is_complete(cached, is_draft=is_draft)):
             return whole(cached)
 
-        files = self._listed_files(cache_state)
+        try:
+            files = self._listed_files(cache_state)
+        except ModelLoadError:
+            if cached is not None and is_whole(cached, is_draft=is_draft):
+                return whole(cached)  # it may have no tokenizer on the hub either
+            raise
+
         names = [file.name for file in files]
         quants = gguf_quants(names)
         if "config.json" not in names and quants:
@@ -258,13 +264,19 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path, *, is_draft: bool) -> bool:
+    """Whether a folder holds all that an engine needs, also the tokenizer of a model: other programs may have
+    fetched the weights alone."""
+    return is_whole(folder, is_draft=is_draft) and (is_draft or has_file(folder / "tokenizer.json"))
+
+
+def is_whole(folder: Path, *, is_draft: bool) -> bool:
     """Whether a folder holds a config and all weights: an interrupted download leaves only some files."""
     try:
         if not has_file(folder / "config.json"):
             return False
 
-        if has_file(folder / SINGLE_FILE) or has_file(folder / TORCH_FILE):
+        if has_file(folder / SINGLE_FILE) or (is_draft and has_file(folder / TORCH_FILE)):
             return True
 
         return has_file(folder / INDEX_FILE) and all(

@@ -286,7 +286,7 @@ def find(
         elif role == "tokenizer":
             return found_at(repository.tokenizer_files())
         else:
-            model = repository.folder_model()
+            model = repository.folder_model(is_draft=role == "draft")
 
     def fetch() -> Source:
         with name_place(f"{found}{where}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -22,7 +23,24 @@ CPU_KV_MOST = 3 / 4
 EAGER_RESERVE = 1 / 10
 """Share of what is left of an engine's memory on a GPU, kept for the eager executor's allocations in
 steps."""
-CGROUP_FOLDER = Path("/sys/fs/cgroup")
+CGROUP_FOLDER, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+class GroupFiles(NamedTuple):
+    """Files of a control group, and the line of `details` that counts files which may leave memory."""
+
+    limit: str
+    used: str
+    details: str
+    cached: str
+
+
+GROUP_FILES = GroupFiles("memory.max", "memory.current", "memory.stat", "inactive_file")
+"""Of version 2."""
+OLD_GROUP_FILES = GroupFiles(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"
+)
+"""Of version 1."""
 
 _opening_locks: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 
@@ -114,7 +132,7 @@ class DeviceMemory:
 def available_bytes(device: torch.device) -> int:
     """Bytes that can be allocated. On a GPU: the free memory, after torch has returned the memory that it
     only keeps for later, within the limit of `torch.cuda.set_per_process_memory_fraction`. On the CPU: the
-    available memory, within the limit of the process's control group."""
+    available memory, within the limits of the process's control groups."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -126,24 +144,36 @@ def available_bytes(device: torch.device) -> int:
     return available if limited is None else min(available, limited)
 
 
-def _available_to_group(folder: Path = CGROUP_FOLDER) -> int | None:
-    """Bytes left of the memory limit of the process's control group (v2, else v1); None without a limit."""
-    for limit, used, details, cached in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        try:
-            most, now = (int((folder / name).read_text()) for name in (limit, used))
-            lines = dict(line.split() for line in (folder / details).read_text().splitlines())
-        except (OSError, ValueError):  # no such group, or "max", which means no limit
-            continue
+def _available_to_group(folder: Path = CGROUP_FOLDER, groups: Path = OWN_GROUPS) -> int | None:
+    """Bytes left of the memory limits of the process's control group and of those that it is in (v2 and v1);
+    None without a limit.
 
-        # Cached files count as used, and are freed when memory runs short.
-        return max(most - now + int(lines.get(cached, 0)), 0)
+    folder: where control groups are mounted. groups: the file that names those of this process.
+    """
+    try:
+        lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
+    except OSError:
+        lines = []
+    paths = {name: path for _, controllers, path in lines for name in controllers.split(",")}
+    left = [
+        found
+        for mounted, own, files in (
+            (folder, paths.get("", "/"), GROUP_FILES),
+            (folder / "memory", paths.get("memory", "/"), OLD_GROUP_FILES),
+        )
+        for group in (Path(own.strip("/")), *Path(own.strip("/")).parents)
+        if (found := _left_of_group(mounted / group, files)) is not None
+    ]
+    return min(left, default=None)
 
-    return None
+
+def _left_of_group(folder: Path, files: GroupFiles) -> int | None:
+    """Bytes left of the memory limit of one control group; None without a limit."""
+    try:
+        most, now = (int((folder / name).read_text()) for name in (files.limit, files.used))
+        lines = dict(line.split() for line in (folder / files.details).read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or "max", which means no limit
+        return None
+
+    # Cached files count as used, and are freed when memory runs short.
+    return max(most - now + int(lines.get(files.cached, 0)), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +29,17 @@ def test_counts_are_added_and_ordered_by_time(tmp_path: Path) -> None:
     found = read_products(path)
     assert list(found.items()) == [(SMALL, 43), (LARGE, 2), (MANY_ROWS, 1)]
     assert shapes_by_time(found) == [(64, 64, False), (512, 64, True)]
+
+
+def test_writers_take_turns(tmp_path: Path) -> None:
+    """Threads hold the lock like processes do: each opens its file."""
+    path = tmp_path / "log.json"
+    threads = [threading.Thread(target=add_products, args=(path, {SMALL: 1})) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read_products(path) == Counter({SMALL: 16})
 
 
 @pytest.mark.parametrize(

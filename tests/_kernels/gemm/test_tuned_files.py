@@ -23,7 +23,7 @@ from drift_sdk._kernels.gemm.tuned_files import (
     user_table,
     user_table_path,
 )
-from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
+from drift_sdk._kernels.gemm.tuning import MAX_ENTRIES, TunedTable, TunedTiles
 
 MACHINE = MeasuredOn(gpu="NVIDIA X", driver="580.1", torch="2.11", cuda="13.0", triton="3.6", kernels="ab")
 TILES = TunedTiles(((16, GemmTiles()), (64, GemmTiles(True, 64, 64, 64, 5, 4))))
@@ -122,6 +122,26 @@ def test_relative_cache_folder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", os.path.abspath(os.sep))
     assert user_table_path(MACHINE).parent == Path(os.sep, ".cache", "drift_sdk", "gemm")
+
+
+def test_user_without_a_home_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert user_table_path(MACHINE).parent == Path(os.sep, ".cache", "drift_sdk", "gemm")
+
+
+def test_file_holds_the_most_entries() -> None:
+    largest = GemmTiles(False, 256, 256, 256, 8, 4, is_library=False)
+    tiles = TunedTiles(tuple((num_rows, largest) for num_rows in range(10**8, 10**8 + MAX_ENTRIES)))
+    keys = [f"{999_000_000 + 64 * index}x999999936 gated" for index in range(tuned_files.MAX_SHAPES + 1)]
+    add_to_user_table(
+        MACHINE,
+        TunedTable(gemms=dict.fromkeys(keys, tiles), provenance=dict.fromkeys(keys, "x" * 2000)),
+    )
+    assert len(user_table(MACHINE).gemms) == tuned_files.MAX_SHAPES
 
 
 def test_writers_take_turns() -> None:

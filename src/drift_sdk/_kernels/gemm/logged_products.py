@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._kernels.gemm.tuned_files import read_whole, write_whole
+from drift_sdk._kernels.gemm.tuned_files import file_lock, read_whole, write_whole
 from drift_sdk._kernels.gemm.tuning import gemm_key, shape_of_key
 
 __all__ = ["LoggedProduct", "add_products", "read_products", "shapes_by_time"]
@@ -70,15 +70,17 @@ def read_products(path: Path) -> Counter[LoggedProduct]:
 
 
 def add_products(path: Path, products: Mapping[LoggedProduct, int]) -> None:
-    """Add products to a file, which is made if there is none: the largest share of time first.
+    """Add products to a file, which is made if there is none: the largest share of time first. Several
+    threads and processes may add to it.
 
     Raises OSError, and ValueError for a file of other contents, which is left as it is.
     """
-    total = read_products(path) if path.exists() else Counter[LoggedProduct]()
-    total.update(products)
-    ordered = sorted(total.items(), key=lambda item: -item[0].cost * item[1])
-    found = [CountedProduct(product=product, count=count) for product, count in ordered]
-    write_whole(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    with file_lock(path.with_name(f".{path.name}.lock")):
+        total = read_products(path) if path.exists() else Counter[LoggedProduct]()
+        total.update(products)
+        ordered = sorted(total.items(), key=lambda item: -item[0].cost * item[1])
+        found = [CountedProduct(product=product, count=count) for product, count in ordered]
+        write_whole(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def shapes_by_time(products: Mapping[LoggedProduct, int]) -> list[tuple[int, int, bool]]:

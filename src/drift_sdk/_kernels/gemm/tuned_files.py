@@ -30,6 +30,7 @@ __all__ = [
     "MAX_FILE_BYTES",
     "MeasuredOn",
     "add_to_user_table",
+    "file_lock",
     "measured_on",
     "read_whole",
     "tuning_lock",
@@ -43,10 +44,10 @@ log = logging.getLogger("drift_sdk")
 SCHEMA = 1
 """Version of the files' contents."""
 
-MAX_FILE_BYTES = 4 * 2**20
-MAX_SHAPES = 4096
+MAX_FILE_BYTES = 16 * 2**20
+MAX_SHAPES = 500
 MAX_PROVENANCE = 1000
-"""Bounds of a file, its entries, and the text about one of them."""
+"""Bounds of a file, its entries, and the text about one of them. An entry has up to 25 KiB."""
 
 LOCK_TIMEOUT_S = 120.0
 LOCK_POLL_S = 0.05
@@ -125,9 +126,15 @@ def kernels_hash() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the files: drift_sdk in XDG_CACHE_HOME, by default ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "drift_sdk" / "gemm"
+    """Return the folder of the files: drift_sdk in XDG_CACHE_HOME, by default ~/.cache, or /.cache for a user
+    without a home."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():
+        try:
+            root = Path.home() / ".cache"
+        except RuntimeError:
+            root = Path(os.sep, ".cache")
+    return root / "drift_sdk" / "gemm"
 
 
 def user_table_path(machine: MeasuredOn) -> Path:
@@ -205,11 +212,20 @@ def tuning_lock(machine: MeasuredOn, timeout_s: float = LOCK_TIMEOUT_S) -> Itera
     """Hold the right to measure on this kind of machine and to write its file. Others wait: two processes
     that measured at once would disturb each other.
 
-    Raises OSError if the folder cannot be written, and TimeoutError, which is one, after `timeout_s` seconds.
+    Raises what `file_lock` raises.
+    """
+    with file_lock(user_table_path(machine).with_suffix(".lock"), timeout_s):
+        yield
+
+
+@contextmanager
+def file_lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold a lock that one thread of all processes has at a time: a file, which remains.
+
+    Raises OSError if the file cannot be written, and TimeoutError, which is one, after `timeout_s` seconds.
     """
     import fcntl  # the executor that needs kernels runs on Linux only
 
-    path = user_table_path(machine).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with path.open("ab") as file:
