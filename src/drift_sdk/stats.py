@@ -46,7 +46,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_length_limited:       requests ended by max_tokens or by the end of the context.
     num_cancelled:            requests cancelled.
     num_failed:               requests ended by an error.
-    num_preemptions:          times that a sequence gave up its KV to one that is served first.
+    num_preemptions:          times that a sequence gave up its KV: to one that is served first, or because the
+                              engine fell asleep.
     num_prompt_tokens:        tokens of prompts whose first token has come.
     num_cached_tokens:        of them, those found in the prefix cache.
     num_generated_tokens:     tokens generated.
@@ -58,8 +59,9 @@ class EngineStats(Struct, frozen=True, kw_only=True):
                               `Speculation.ngrams` took the place of the draft's tokens.
     num_partial_rounds, num_refresh_rounds: rounds of a sequence that verified over a part of the KV cache,
                               and that refreshed it; see `PartialVerification`.
-    num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster, or
-                              because the batch is too large for trees.
+    num_undrafted_by_policy:  rows without a draft on a speculating engine, because none would be faster,
+                              because the batch is too large for trees, or because the masks of the request's
+                              grammar take too long.
     num_undrafted_by_request: the same because the request forbids drafts.
     num_undrafted_for_room:   the same because there was room for one more token only.
     num_undrafted_by_drafter: the same because the drafter proposed nothing.

@@ -12,6 +12,7 @@ from model_zoo import make_model
 from msgspec.structs import replace
 
 from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, SamplingParams
+from drift_sdk.draft_policy.view_gain import ViewCosts
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.measurement import recorded_engine
 from drift_sdk.testing import byte_tokenizer, scripted_engine
@@ -256,7 +257,7 @@ def test_wake_rejects_another_model(change, message: str) -> None:
     run("asyncio", main)
 
 
-def test_wake_accepts_other_templates_and_keeps_the_blocks() -> None:
+def test_wake_accepts_other_templates_and_costs_and_keeps_the_blocks() -> None:
     """The size of the KV cache does not depend on the memory that is free when the engine wakes up."""
 
     async def main() -> None:
@@ -270,7 +271,12 @@ def test_wake_accepts_other_templates_and_keeps_the_blocks() -> None:
                 asked.append(limits)
                 model = opens(report, limits)
                 params = SamplingParams(max_tokens=1)
-                return replace(model, text=replace(model.text, default_params=params))
+                costs = ViewCosts(refresh_tokens=9, view_tokens=9, refresh_costs={1: 0.001 * len(asked)})
+                return replace(
+                    model,
+                    text=replace(model.text, default_params=params),
+                    scheduling=replace(model.scheduling, round_costs={(1, 0): 0.001}, view_costs=costs),
+                )
 
             driver._opener._open_model = open_changed
             await engine.sleep()

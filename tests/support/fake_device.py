@@ -188,6 +188,8 @@ class FakeDevice:
                 assert self.kv[self._address(slot, position)] == rough(slot.story.kv[position])
                 self._write(slot, position, slot.story.kv[position])
             slot.num_pending, slot.has_view = 0, True
+        else:
+            slot.has_view = False  # it has no room for the rows that follow
         assert verification == "partial" or slot.num_pending == 0, "a whole round reads pending rows"
         output = self._emit(slot, self._random.randint(1, max_emitted_tokens))
         # All drafts are verified, so rejected ones leave junk after the newest token, up to the limit.

@@ -15,8 +15,8 @@ class RoundPlanner:
     """Chooses rounds by measured costs, and partial verification from bounds on what steps in flight do.
 
     A round over views needs room for the rows that it may accept among the pending ones, and views: of a
-    sequence that is longer than a view, those of a refresh since its admission. While it is not used, rows
-    that are pending are refreshed at once.
+    sequence that is longer than a view, those of a refresh since its admission, and since its last whole
+    round, whose rows no view has room for. While it is not used, rows that are pending are refreshed at once.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -67,8 +67,10 @@ class RoundPlanner:
         """Count a planned row of a sequence that emits at most so many tokens."""
         if verification == "partial":
             sequence.max_pending_tokens += most
-        elif verification == "refresh":
-            sequence.max_pending_tokens, sequence.refreshed_in = 0, step_id
+        else:
+            sequence.has_views = verification == "refresh"
+            if sequence.has_views:
+                sequence.max_pending_tokens, sequence.refreshed_in = 0, step_id
 
     def complete(self, sequence: Sequence, step_id: int, most: int, num_emitted: int) -> None:
         """Count a committed row of a step over views."""
@@ -96,7 +98,7 @@ class RoundPlanner:
         """Return True if the sequence has a view, and room for `most` more pending rows."""
         assert self._layout is not None
         has_room = sequence.max_pending_tokens + most <= self._layout.refresh_tokens
-        return has_room and (sequence.refreshed_in >= 0 or not self._is_long(sequence))
+        return has_room and (sequence.has_views or not self._is_long(sequence))
 
     def _is_long(self, sequence: Sequence) -> bool:
         """Return True if the sequence may be longer than a view when the next step begins."""

@@ -296,7 +296,7 @@ class Scheduler:
         self._running.add(sequence)
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_planned_tokens = sequence.num_computed_tokens
-        sequence.max_pending_tokens, sequence.refreshed_in = 0, -1
+        sequence.max_pending_tokens, sequence.refreshed_in, sequence.has_views = 0, -1, False
         if sequence.started_at is None:
             sequence.started_at = time.monotonic()
             sequence.num_cached_tokens = sequence.num_computed_tokens

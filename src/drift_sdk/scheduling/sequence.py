@@ -29,6 +29,7 @@ class Sequence:
         "awaits_mask",
         "is_publishing",
         "has_draft_kv",
+        "has_views",
         "has_wrong_drafts",
         "max_draft_tokens",
         "max_in_flight_tokens",
@@ -100,10 +101,12 @@ class Sequence:
         self.min_in_flight_tokens = 0
         self.max_in_flight_tokens = 0
 
-        # Partial verification: most pending rows after the launched steps, and the id of the launched step
-        # that has refreshed the sequence's views last; -1: none since its admission.
+        # Partial verification: most pending rows after the launched steps; the id of the launched step that
+        # has refreshed the sequence's views last, -1: none since its admission; and whether the views hold
+        # all rows since then that are not pending.
         self.max_pending_tokens = 0
         self.refreshed_in = -1
+        self.has_views = False
 
     def __lt__(self, other: Sequence) -> bool:
         return self.order < other.order

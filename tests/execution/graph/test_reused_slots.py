@@ -81,3 +81,59 @@ def test_reused_slot_reports_logprobs_of_its_new_sequence(ends_by_chunk: bool) -
     assert expected.prompt_logprobs is not None and len(expected.prompt_logprobs) == 4
     assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == 4
     assert found.logprobs is not None and len(found.logprobs[0].top) == 2
+
+
+def logprobs_of_preempted(executor: Executor) -> tuple[list[tuple[int, int | None]], int]:
+    """(token, number of log-probabilities) of a sequence that is preempted while a step of it is in flight,
+    and the number of preemptions. Its slot goes to a sequence without log-probabilities."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=2, num_blocks=6, block_size=4, prefill_token_budget=16)
+    )
+
+    def enter(name: str, prompt_length: int, arrival: int, most: int, **changes: object) -> Sequence:
+        prompt = [5 + arrival * 20 + index for index in range(prompt_length)]
+        sampling = sampling_of(prompt_length, most, **changes)
+        priority = 0 if name == "urgent" else 1
+        sequence = Sequence(
+            request_id=name, prompt_ids=prompt, sampling=sampling, priority=priority, arrival=arrival
+        )
+        scheduler.add(sequence)
+        return sequence
+
+    enter("first", 8, 0, 12)
+    preempted, urgent = enter("preempted", 5, 1, 10, num_logprobs=2), None
+    found: list[tuple[int, int | None]] = []
+    while scheduler.has_work:
+        if urgent is None and scheduler.num_running == 2:
+            urgent = enter("urgent", 2, 2, 2)
+        plan = scheduler.schedule() if scheduler.num_in_flight < 2 else None
+        if plan is not None:
+            executor.launch(plan)
+        if plan is None or scheduler.num_in_flight == 2:
+            for delta in scheduler.commit(executor.collect()):
+                if delta.sequence is preempted:
+                    output = delta.output
+                    tops = (
+                        [None] * 9 if output.logprobs is None else [len(each.top) for each in output.logprobs]
+                    )
+                    found.extend(zip(output.token_ids, tops, strict=False))
+    return found, scheduler.num_preemptions
+
+
+def test_step_of_a_preempted_sequence_has_its_own_logprobs() -> None:
+    limits = ExecutorLimits(max_num_seqs=2, max_model_len=24, num_blocks=6, block_size=4, vocab_size=300)
+    config = DecoderConfig.from_hf(SHAPES)
+    decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
+    expected, num_preemptions = logprobs_of_preempted(EagerExecutor(decoder, limits))
+    executor = GraphExecutor(
+        GpuDevice(0) if IS_GPU else InterpretedDevice(),
+        decoder,
+        limits,
+        TunedTable(),
+        GraphOptions(prefill_token_budget=16),
+    )
+    found, _ = logprobs_of_preempted(executor)
+    executor.close()
+    assert num_preemptions == 1
+    assert found == expected
+    assert [number for _, number in found] == [2] * 10

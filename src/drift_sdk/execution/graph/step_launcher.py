@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -46,6 +46,8 @@ class ResultPlaces(Struct):
     or with trees of which the results are those of `num_trees` slots. is_mixed: the step has one pass, and
     the results of `decode` are those of the round and then of the prompts that end.
     prompt_logprobs: by slot, of prompts that end in the step and report log-probabilities.
+    num_logprobs: by slot, how many log-probabilities of a token its sequence reports. A later step may give
+    the slot to another one before this step is read.
     """
 
     first_tokens: Results | None = None
@@ -54,6 +56,7 @@ class ResultPlaces(Struct):
     num_trees: int = 0
     is_mixed: bool = False
     prompt_logprobs: dict[int, ScoredParts] = {}
+    num_logprobs: Mapping[int, int] = {}
 
 
 class StepLauncher:
@@ -87,8 +90,8 @@ class StepLauncher:
 
     def launch(self, plan: StepPlan) -> ResultPlaces:
         """Start all replays of a plan, in order: updates, prefill, decode."""
-        found = ResultPlaces()
         updates = self._launch_early_updates(self._updates(plan))
+        found = ResultPlaces(num_logprobs=self._num_logprobs)
         bucket = self._mixed_bucket(plan)
         if bucket is not None:
             with self._resources.stages("mixed"):
@@ -117,10 +120,10 @@ class StepLauncher:
         slots = [row.slot for row in plan.decode]
         last = [chunk.slot for chunk in chunk_ends(plan.prefill)]
         if found.is_mixed:
-            together = [*self._outputs(found.decode, found.rows_per_slot, [*slots, *last])]
+            together = [*_outputs(found, found.decode, found.rows_per_slot, [*slots, *last])]
             decode, sampled = tuple(together[: len(slots)]), iter(together[len(slots) :])
         else:
-            decode, sampled = self._decoded(found, slots), self._outputs(found.first_tokens, 1, last)
+            decode, sampled = self._decoded(found, slots), _outputs(found, found.first_tokens, 1, last)
         prefill = tuple(
             _with_prompt_logprobs(next(sampled), found.prompt_logprobs.get(chunk.slot))
             if chunk.is_last
@@ -132,12 +135,12 @@ class StepLauncher:
     def _decoded(self, found: ResultPlaces, slots: list[int]) -> tuple[SlotOutput, ...]:
         """The outputs of a round of its own."""
         if not found.num_trees or found.decode is None:
-            return tuple(self._outputs(found.decode, found.rows_per_slot, slots))
+            return tuple(_outputs(found, found.decode, found.rows_per_slot, slots))
 
         found.decode.is_pending = False
         has_checks = self._buckets.has_checks
         outputs_of_trees = tree_outputs(
-            found.decode.words, found.num_trees, slots, self._num_logprobs, has_checks=has_checks
+            found.decode.words, found.num_trees, slots, found.num_logprobs, has_checks=has_checks
         )
         return tuple(outputs_of_trees)
 
@@ -160,7 +163,8 @@ class StepLauncher:
         self._sampling[slot] = sampling
         self._fresh.add(slot)
         self._constraints.pop(slot, None)
-        self._num_logprobs.pop(slot, None)
+        # A copy: `read` takes those of the steps in flight.
+        self._num_logprobs = {other: number for other, number in self._num_logprobs.items() if other != slot}
         if assignment.constraint is not None:
             self._constraints[slot] = assignment.constraint
         if sampling.num_logprobs is not None:
@@ -331,12 +335,16 @@ class StepLauncher:
 
         return found
 
-    def _outputs(self, results: Results | None, rows_per_slot: int, slots: list[int]) -> Iterator[SlotOutput]:
-        if results is None:
-            return iter(())
 
-        results.is_pending = False
-        return outputs(results.words, rows_per_slot, slots, self._num_logprobs)
+def _outputs(
+    found: ResultPlaces, results: Results | None, rows_per_slot: int, slots: list[int]
+) -> Iterator[SlotOutput]:
+    """The outputs of slots in one of the results of a step; of None there are none."""
+    if results is None:
+        return iter(())
+
+    results.is_pending = False
+    return outputs(results.words, rows_per_slot, slots, found.num_logprobs)
 
 
 def _with_prompt_logprobs(output: SlotOutput, parts: ScoredParts | None) -> SlotOutput:
