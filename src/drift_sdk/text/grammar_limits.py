@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from math import gcd, isfinite
 from typing import Any, TypeGuard
-from urllib.parse import unquote
+
+from drift_sdk.text.schema_references import resolve
 
 __all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema"]
 
@@ -279,7 +280,7 @@ def _targets(schema: Any, objects: list[dict[str, Any]]) -> dict[int, Any]:
         reference = each.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             if reference not in found:
-                found[reference] = anchors[reference] if reference in anchors else _resolve(schema, reference)
+                found[reference] = anchors[reference] if reference in anchors else resolve(schema, reference)
             targets[id(each)] = found[reference]
     return targets
 
@@ -331,20 +332,6 @@ def _counted_properties(schema: dict[str, Any], counts: dict[int, int]) -> dict[
     properties = schema.get("properties")
     members = properties.items() if isinstance(properties, dict) else ()
     return {name: counts[id(value)] for name, value in members if counts.get(id(value))}
-
-
-def _resolve(schema: Any, reference: str) -> Any:
-    """The value that a JSON pointer refers to; None if there is none."""
-    value = schema
-    for step in unquote(reference).split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, list) and step.isdecimal() and len(step) < 9 and int(step) < len(value):
-            value = value[int(step)]
-        elif isinstance(value, dict) and step in value:
-            value = value[step]
-        else:
-            return None
-    return value
 
 
 def _members(schema: dict[str, Any], keyword: str) -> list[Any]:

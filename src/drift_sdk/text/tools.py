@@ -7,6 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from drift_sdk.text.schema_references import followed
+
 __all__ = ["Tool", "ToolSet"]
 
 
@@ -14,7 +16,8 @@ class Tool(Struct, frozen=True):
     """A tool.
 
     name:       as the model writes it in calls.
-    parameters: JSON schema of its arguments, an object; empty if the description has none.
+    parameters: JSON schema of its arguments, an object, joined with what it refers to; empty if the
+                description has none.
     """
 
     name: str
@@ -48,7 +51,8 @@ class ToolSet(dict[str, Tool]):
         for each in inner:
             if isinstance(each, Mapping) and isinstance(name := each.get("name"), str) and name:
                 parameters = each.get("parameters")
-                found[name] = Tool(name, parameters if isinstance(parameters, Mapping) else {})
+                schema = followed(parameters, parameters) if isinstance(parameters, Mapping) else {}
+                found[name] = Tool(name, schema)
         return found
 
     def only(self, name: str) -> ToolSet:

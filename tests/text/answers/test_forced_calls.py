@@ -6,6 +6,7 @@ import json
 import random
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from chat_families import ADD, FAMILIES, TOOLS, WEATHER, family_tokenizer
@@ -184,6 +185,108 @@ def test_tools_without_parameters_and_with_references() -> None:
         assert is_accepted(case, written[name]), name
     quoted = '<tool_call>\n{"name": "say \\"hi\\"", "arguments": {}}\n</tool_call>'
     assert is_accepted(Case("hermes", tools), quoted)  # type: ignore[arg-type]
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{{"name": "send", "arguments": {{{}}}}}\n</tool_call>',
+    "llama": '{{"name": "send", "parameters": {{{}}}}}',
+    "pythonic": "[send({})]",
+    "qwen3_coder": "<tool_call>\n<function=send>\n{}</function>\n</tool_call>",
+}
+"""Calls of a tool in formats that write arguments in different ways."""
+
+
+def call_of(name: str, arguments: dict[str, str]) -> str:
+    """A call of the tool send with arguments that are written as JSON."""
+    if name == "qwen3_coder":
+        texts = [
+            f"<parameter={key}>\n{value.strip(chr(34))}\n</parameter>\n" for key, value in arguments.items()
+        ]
+        return CALLS[name].format("".join(texts))
+
+    form = "{}={}" if name == "pythonic" else '"{}": {}'
+    return CALLS[name].format(", ".join(form.format(*each) for each in arguments.items()))
+
+
+def calls_in(case: Case, text: str) -> list[dict[str, object]]:
+    splitter = case.formats.splitter(case.tools)
+    part = splitter.push(text) + splitter.flush()
+    return [dict(call.arguments) for call in part.tool_calls]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_schema_that_is_a_reference(name: str) -> None:
+    """As msgspec describes a Struct: the parameters are a reference to one of their definitions."""
+
+    class Args(msgspec.Struct):
+        city: str
+        days: int = 1
+
+    case = Case(name, [{"name": "send", "parameters": msgspec.json.schema(Args)}], reasons=False)
+    call = call_of(name, {"city": '"Oslo"', "days": "2"})
+    assert is_accepted(case, call) and calls_in(case, call) == [{"city": "Oslo", "days": 2}]
+    assert is_accepted(case, call_of(name, {"city": '"Oslo"'}))
+    for wrong in ({}, {"days": "2"}, {"city": '"Oslo"', "other": "1"}, {"city": '"Oslo"', "days": "two"}):
+        assert not is_accepted(case, call_of(name, wrong)), wrong
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_references_refer_to_the_parameters(name: str) -> None:
+    tree: dict[str, object] = {
+        "type": "object",
+        "properties": {"size": {"type": "integer"}, "child": {"$ref": "#"}},
+        "required": ["size"],
+    }
+    case = Case(name, [{"name": "send", "parameters": tree}], reasons=False)
+    for child, is_right in (('{"size": 2}', True), ('{"size": "a"}', False), ("{}", False), ("2", False)):
+        call = call_of(name, {"size": "1", "child": child})
+        assert is_accepted(case, call) == is_right, child
+    assert calls_in(case, call_of(name, {"size": "1", "child": '{"size": 2}'})) == [
+        {"size": 1, "child": {"size": 2}}
+    ]
+    same: dict[str, object] = {
+        "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}},
+        "required": ["a", "b"],
+    }
+    case = Case(name, [{"name": "send", "parameters": same}], reasons=False)
+    assert is_accepted(case, call_of(name, {"a": "1", "b": "2"}))
+    assert not is_accepted(case, call_of(name, {"a": "1", "b": '"x"'}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/place"},
+        {"allOf": [{"$ref": "#/$defs/place"}], "description": "Where."},
+        {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+        {"anyOf": [{"anyOf": [{"$ref": "#/$defs/place"}]}]},
+        {"properties": {"street": {"type": "string"}}, "required": ["street"], "additionalProperties": False},
+    ],
+)
+def test_argument_that_is_an_object_by_other_words_than_its_type(schema: dict[str, object]) -> None:
+    place = {"type": "object", "properties": {"street": {"type": "string"}}, "required": ["street"]}
+    parameters = {
+        "properties": {"at": schema},
+        "required": ["at"],
+        "$defs": {"place": {**place, "additionalProperties": False}},
+    }
+    case = Case("qwen3_coder", [{"name": "send", "parameters": parameters}], reasons=False)
+    call = call_of("qwen3_coder", {"at": '{"street": "Rue"}'})
+    assert is_accepted(case, call) and calls_in(case, call) == [{"at": {"street": "Rue"}}]
+    for wrong in ("no object", '{"street": 1}', "{}"):
+        assert not is_accepted(case, call_of("qwen3_coder", {"at": wrong}))
+
+
+def test_array_and_enumeration_by_other_words_than_their_type() -> None:
+    parameters = {
+        "properties": {"unit": {"$ref": "#/$defs/unit"}, "sizes": {"items": {"type": "integer"}}},
+        "required": ["unit", "sizes"],
+        "$defs": {"unit": {"type": "string", "enum": ["C", "F"]}},
+    }
+    case = Case("qwen3_coder", [{"name": "send", "parameters": parameters}], reasons=False)
+    call = call_of("qwen3_coder", {"unit": "C", "sizes": "[1, 2]"})
+    assert is_accepted(case, call) and calls_in(case, call) == [{"unit": "C", "sizes": [1, 2]}]
+    assert not is_accepted(case, call_of("qwen3_coder", {"unit": "K", "sizes": "[1, 2]"}))
 
 
 @pytest.mark.parametrize("parameters", [{}, {"type": "object", "properties": {}}, {"type": "object"}])

@@ -18,6 +18,7 @@ from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.grammar_rules import Rules, quoted
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS
+from drift_sdk.text.schema_references import DEFINITIONS, followed, part_of
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import Tool, ToolSet
 
@@ -25,7 +26,6 @@ __all__ = ["GRAMMARS", "final_message", "forced_calls", "optional_calls"]
 
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""
-DEFINITIONS = ("$defs", "definitions")
 COMMA = '", "'
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
 XML_NAME = re.compile(r"[^>]+")
@@ -134,7 +134,7 @@ def any_object(rules: Rules, tools: list[Tool]) -> str:
 
 def call_schema(tool: Tool) -> dict[str, Any]:
     """The schema of an object with the name of a tool and its arguments as parameters."""
-    arguments = object_schema(tool)
+    arguments = part_of(object_schema(tool))
     properties = {"name": {"const": tool.name}, "parameters": arguments}
     definitions = {name: arguments.pop(name) for name in DEFINITIONS if name in arguments}
     return {
@@ -157,43 +157,47 @@ def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
     bodies = []
     for tool in tools:
         parts = [quoted(f"<function={plain_name(tool)}>\n")]
-        for name, schema in tool.properties.items():
+        for name in tool.properties:
             opening = f"<parameter={plain_key(tool, name, XML_NAME, 'names without >')}>\n"
-            written = f"{quoted(opening)} {written_value(rules, tool, schema)}"
+            written = f"{quoted(opening)} {written_value(rules, tool, name)}"
             parts.append(written if name in tool.required else f"({written})?")
         bodies.append(" ".join([*parts, '"</function>\\n"']))
     call = rules.rule(f'{begin} "\\n" ({" | ".join(bodies)}) {end}')
     return rules.calls(call, '"\\n"')
 
 
-def written_value(rules: Rules, tool: Tool, schema: Any) -> str:
-    """A value as Qwen3-Coder writes it, with the end of its parameter: strings without quotes. Of what the
-    schema says of strings, lengths and enumerations are followed."""
+def written_value(rules: Rules, tool: Tool, name: str) -> str:
+    """The value of an argument as Qwen3-Coder writes it, with the end of its parameter: strings without
+    quotes. Of what the schema says of strings, lengths and enumerations are followed."""
     end = "\n</parameter>\n"
-    types = marks.types_of(schema)
-    if not isinstance(schema, Mapping) or (types <= {"string"} and not {"enum", "const"} & schema.keys()):
+    types, schema = marks.types_of(tool, name), argument_schema(tool, name)
+    if types <= {"string"} and not {"enum", "const"} & schema.keys():
         return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
 
     values = [each for each in marks.values_of(schema) or () if isinstance(each, str)]
     if types == {"string"} and values:
         return f"({' | '.join(map(quoted, values))}) {quoted(end)}"
 
-    return f"{rules.rule(rules.value(nested(tool, schema)))} {quoted(end)}"
+    return f"{rules.rule(rules.value(nested(tool, name)))} {quoted(end)}"
 
 
-def text_of(schema: Any) -> str:
+def argument_schema(tool: Tool, name: str) -> Mapping[str, Any]:
+    """The schema of one argument, joined with what it refers to; empty if it allows anything."""
+    schema = tool.properties[name]
+    return followed(schema, tool.parameters) if isinstance(schema, Mapping) else {}
+
+
+def text_of(schema: Mapping[str, Any]) -> str:
     """A regular expression for the text of a string."""
-    bounds = schema if isinstance(schema, Mapping) else {}
-    least, most = bounds.get("minLength"), bounds.get("maxLength")
+    least, most = schema.get("minLength"), schema.get("maxLength")
     least = least if type(least) is int and 0 <= least <= MAX_LENGTH else 0
     most = most if type(most) is int and least <= most <= MAX_LENGTH else ""
     return f"/(?s:.{{{least},{most}}})/"
 
 
-def nested(tool: Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of one argument, with the definitions of its tool."""
-    shared = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
-    return {**shared, **schema}
+def nested(tool: Tool, name: str) -> dict[str, Any]:
+    """The schema of one argument as a schema by itself."""
+    return part_of(object_schema(tool), "properties", name)
 
 
 def llama3_json(rules: Rules, tools: list[Tool]) -> str:
@@ -212,11 +216,11 @@ def pythonic(rules: Rules, tools: list[Tool]) -> str:
 def keywords(rules: Rules, tool: Tool) -> str:
     """The arguments of a tool in the order of its schema, some of them left out, as `a=1, b=2`."""
     first, later = rules.rule('""'), rules.rule('""')  # behind the last argument
-    for name, schema in reversed(list(tool.properties.items())):
+    for name in reversed(list(tool.properties)):
         key = plain_key(tool, name, IDENTIFIER, "identifiers")
-        typed_value = nested(tool, schema if isinstance(schema, Mapping) else {})
-        is_flag = marks.types_of(schema) == {"boolean"} and marks.values_of(typed_value) is None
-        value = '("True" | "False")' if is_flag else rules.rule(rules.value(typed_value))
+        is_open = marks.values_of(argument_schema(tool, name)) is None
+        is_flag = is_open and marks.types_of(tool, name) == {"boolean"}
+        value = '("True" | "False")' if is_flag else rules.rule(rules.value(nested(tool, name)))
         written = f"{quoted(key + '=')} {value} {later}"
         if name in tool.required:
             first, later = rules.rule(written), rules.rule(f'", " {written}')

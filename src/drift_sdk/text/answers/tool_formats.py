@@ -19,6 +19,8 @@ from msgspec import Struct
 from drift_sdk.text.answers.calls import CallReader, MalformedCall
 from drift_sdk.text.answers.reader import Steps
 from drift_sdk.text.answers.values import decode_json
+from drift_sdk.text.schema_references import is_local, resolve
+from drift_sdk.text.tools import Tool
 
 __all__ = ["TOOL_FORMATS", "ToolFormat", "read_content"]
 
@@ -36,6 +38,15 @@ JSON_TYPES = {
     dict: ("object",),
     type(None): ("null",),
 }
+IMPLIED_TYPES = {
+    "additionalProperties": "object",
+    "items": "array",
+    "patternProperties": "object",
+    "prefixItems": "array",
+    "properties": "object",
+    "required": "object",
+}
+"""Types of the values that a keyword is about."""
 
 
 class ToolFormat(Struct, frozen=True, kw_only=True):
@@ -140,8 +151,7 @@ def read_xml(calls: CallReader, marker: str) -> Steps[None]:
         yield from calls.expect("<function=")
     name = yield from calls.name()
     yield from calls.expect(">")
-    tool = calls.tools.get(name)
-    properties: Mapping[str, Any] = tool.properties if tool is not None else {}
+    tool = calls.tools.get(name) or Tool(name, {})
     arguments: dict[str, Any] = {}
     while (yield from calls.expect("<parameter=", "</function>")) == "<parameter=":
         key = yield from calls.until(">")
@@ -149,7 +159,7 @@ def read_xml(calls: CallReader, marker: str) -> Steps[None]:
         if key in arguments:
             raise MalformedCall("a parameter is given twice")
 
-        arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
+        arguments[key] = typed(tool, key, value.removeprefix("\n").removesuffix("\n"))
     calls.add(name, arguments)
     yield from calls.close("</tool_call>")
 
@@ -251,9 +261,9 @@ def checked_id(call_id: object) -> str | None:
     return call_id if isinstance(call_id, str) and 0 < len(call_id) <= MAX_ID_CHARS else None
 
 
-def typed(text: str, schema: object) -> Any:
+def typed(tool: Tool, name: str, text: str) -> Any:
     """The value of an argument that is written as text, of a type that its schema allows."""
-    types = types_of(schema)
+    types = types_of(tool, name)
     if types == {"string"} or not types:
         return text
 
@@ -272,23 +282,31 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def types_of(schema: object) -> set[str]:
-    """The JSON types that a schema names, or else those of the values that it enumerates; empty if it does
-    neither."""
+def types_of(tool: Tool, name: str) -> set[str]:
+    """The JSON types that the schema of an argument names, with the schemas that it consists of and refers
+    to: else those of the values that one enumerates, else those that its keywords are about. Empty if there
+    is no sign of any."""
     found: set[str] = set()
-    waiting = [(schema, "")]  # schemas, and the keyword of which each is an alternative
+    waiting = [tool.properties.get(name)]
+    references: set[str] = set()
     while waiting:
-        each, outer = waiting.pop()
-        if not isinstance(each, Mapping) or (outer and outer in each):
+        each = waiting.pop()
+        if not isinstance(each, Mapping):
             continue
 
         named = each.get("type")
         if named is None:
             named = [JSON_TYPES.get(type(value), ("",))[0] for value in values_of(each) or ()]
-        found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
-        for keyword in ("anyOf", "oneOf"):
-            alternatives = each.get(keyword)
-            waiting += [(inner, keyword) for inner in alternatives] if isinstance(alternatives, list) else []
+        if named == []:
+            named = [implied for keyword, implied in IMPLIED_TYPES.items() if keyword in each]
+        found |= {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            members = each.get(keyword)
+            waiting += members if isinstance(members, list) else []
+        reference = each.get("$ref")
+        if is_local(reference) and reference not in references:
+            references.add(reference)
+            waiting.append(resolve(tool.parameters, reference))
     return found
 
 
