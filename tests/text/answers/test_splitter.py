@@ -308,6 +308,15 @@ def test_bare_calls_must_name_a_tool_that_was_given() -> None:
             assert len(calls) == text.startswith(WEATHER)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["[]", "[] is the answer", "[ ]\n\nNo items."])
+def test_empty_list_is_text(text: str) -> None:
+    for name in ("json", "llama3_json"):
+        for size in (1, 10**9):
+            splitter = AnswerFormats(tools=name, reasoning=None).splitter(ToolSet.of(TOOLS))
+            pieces = [text[start : start + size] for start in range(0, len(text), size)]
+            assert joined(split(splitter, pieces)) == ("", text, ())
+
+
 def test_ids_are_the_models_own_or_new() -> None:
     family = FAMILIES["mistral"]
     (call,) = [

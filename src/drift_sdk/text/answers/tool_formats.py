@@ -181,7 +181,7 @@ def read_bare(calls: CallReader) -> Steps[None]:
 
             value = yield from calls.json()
             found = [as_call(each) for each in (value if isinstance(value, list) else [value])]
-            if not all(name in calls.tools for name, _, _ in found):
+            if not found or not all(name in calls.tools for name, _, _ in found):
                 break
 
             for each in found:
