@@ -277,6 +277,15 @@ def test_argument_that_is_an_object_by_other_words_than_its_type(schema: dict[st
         assert not is_accepted(case, call_of("qwen3_coder", {"at": wrong}))
 
 
+@pytest.mark.parametrize("value", ["see <parameter=x>a</parameter> in XML", "</parameter></tool_call>"])
+def test_forced_call_with_the_end_of_a_parameter_in_a_value_is_a_call(value: str) -> None:
+    for schema, wanted in (({"type": "string"}, value), ({"type": "array"}, [value])):
+        tool = {"name": "send", "parameters": {"properties": {"a": schema}, "required": ["a"]}}
+        case = Case("qwen3_coder", [tool], reasons=False)
+        call = call_of("qwen3_coder", {"a": value if wanted == value else json.dumps(wanted)})
+        assert is_accepted(case, call) and calls_in(case, call) == [{"a": wanted}]
+
+
 def test_array_and_enumeration_by_other_words_than_their_type() -> None:
     parameters = {
         "properties": {"unit": {"$ref": "#/$defs/unit"}, "sizes": {"items": {"type": "integer"}}},

@@ -221,6 +221,8 @@ HOSTILE = [
     ("deepseek", tool_formats.CALL_BEGIN + "f" + tool_formats.CALL_SEP),
     ("qwen3_coder", "<function=a><parameter=b>"),
     ("qwen3_coder", "<function="),
+    ("qwen3_coder", "<function=a><parameter=b></parameter> "),
+    ("qwen3_coder", "<function=a><parameter=b>\n</parameter>\n"),
     ("granite", "<|tool_call|>[{"),
     ("phi4_mini", "functools[{"),
     ("harmony", "<|start|>a<|message|>{"),
@@ -306,6 +308,41 @@ def test_bare_calls_must_name_a_tool_that_was_given() -> None:
             _, found, calls = joined(split(formats.splitter(ToolSet.of(TOOLS)), [text]))
             assert isinstance(found, str) and text.endswith(found)
             assert len(calls) == text.startswith(WEATHER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "see <parameter=x>a</parameter> in XML",
+        "</parameter>",
+        "a</parameter></parameter>\n\n</parameter> b",
+        "<a>\n</parameter>\n</a>",
+        "</parameter></tool_call>",
+        "</parameter>\n<tool_call>",
+        "</parameter",
+    ],
+)
+def test_value_may_contain_the_end_of_a_parameter(value: str) -> None:
+    first, second = f"<parameter=city>\n{value}\n</parameter>\n", f"<parameter=unit>{value}</parameter>\n"
+    raw = f"<tool_call>\n<function=get_weather>\n{first}{second}</function>\n</tool_call> So."
+    expected = ("", "So.", (("get_weather", {"city": value, "unit": value}),))
+    for size in (1, 2, 3, 7, 10**9):
+        splitter = AnswerFormats(tools="qwen3_coder", reasoning=None).splitter(ToolSet.of(TOOLS))
+        assert joined(split(splitter, [raw[at : at + size] for at in range(0, len(raw), size)])) == expected
+    for length in range(len("<tool_call>"), raw.index("</function>") + 10):
+        splitter = AnswerFormats(tools="qwen3_coder", reasoning=None).splitter(ToolSet.of(TOOLS))
+        assert joined(split(splitter, [raw[:length]])) == ("", raw[:length], ())
+        assert splitter.is_unfinished
+
+
+def test_call_without_the_end_of_its_function_leaves_the_next_call() -> None:
+    parameter = "<function=add>\n<parameter=numbers>\n[1]\n</parameter>\n"
+    for end in ("</tool_call>\n<tool_call>\n", "<tool_call>\n", ""):
+        splitter = AnswerFormats(tools="qwen3_coder", reasoning=None).splitter(ToolSet.of(TOOLS))
+        raw = f"{parameter}{end}{parameter}</function>"
+        found = joined(split(splitter, [raw]))
+        assert found[2] == (("add", {"numbers": [1]}),)
+        assert splitter.failure is not None and not splitter.is_unfinished
 
 
 @pytest.mark.parametrize("text", ["[]", "[] is the answer", "[ ]\n\nNo items."])

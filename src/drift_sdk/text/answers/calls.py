@@ -90,9 +90,12 @@ class CallReader:
         self._taken.append(text)
         return text
 
-    def space(self) -> Steps[None]:
-        """Take white space."""
-        yield from self.reader.take_space(self._taken.append)
+    def space(self) -> Steps[str]:
+        """Take white space; returns it."""
+        pieces: list[str] = []
+        yield from self.reader.take_space(pieces.append)
+        self._taken += pieces
+        return "".join(pieces)
 
     def accept(self, *literals: str) -> Steps[str | None]:
         """Take white space and the literal that follows; None if none of them does."""

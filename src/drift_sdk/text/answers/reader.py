@@ -72,23 +72,30 @@ class TextReader:
             if self._position < len(self._text) or not (yield from self.wait()):
                 return
 
-    def accept(self, *literals: str, may_end: bool = False) -> Steps[str | None]:
-        """Take the first of these literals that the text continues with; None, and nothing is taken, if there
-        is none. may_end: at the end of the text, the beginning of a literal is taken too."""
+    def begins(self, *literals: str) -> Steps[str | None]:
+        """The first of these literals that the text continues with, which stays; None if there is none."""
         candidates = literals
         num_chars = 0
         while candidates:
             num_chars += 1
             found = yield from self.peek(num_chars)
             candidates = tuple(each for each in candidates if each.startswith(found))
-            if len(found) < num_chars:
-                return self.take(num_chars) if candidates and may_end else None
-
             if found in candidates:
-                self.take(num_chars)
                 return found
 
+            if len(found) < num_chars:
+                return None
+
         return None
+
+    def accept(self, *literals: str, may_end: bool = False) -> Steps[str | None]:
+        """Take the first of these literals that the text continues with; None, and nothing is taken, if there
+        is none. may_end: at the end of the text, the beginning of a literal is taken too."""
+        found = yield from self.begins(*literals)
+        if found is None and may_end and self.is_ended:
+            rest = yield from self.peek(max(map(len, literals)))
+            found = rest if any(each.startswith(rest) for each in literals) else None
+        return None if found is None else self.take(len(found))
 
     def take_until(self, markers: tuple[str, ...], write: Callable[[str], None]) -> Steps[str | None]:
         """Hand the text before the next marker to `write` and take the marker; returns it, or None at the end

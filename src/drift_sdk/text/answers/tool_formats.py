@@ -153,15 +153,36 @@ def read_xml(calls: CallReader, marker: str) -> Steps[None]:
     yield from calls.expect(">")
     tool = calls.tools.get(name) or Tool(name, {})
     arguments: dict[str, Any] = {}
-    while (yield from calls.expect("<parameter=", "</function>")) == "<parameter=":
+    following = yield from calls.expect("<parameter=", "</function>")
+    while following == "<parameter=":
         key = yield from calls.until(">")
-        value = yield from calls.until("</parameter>")
+        value, following = yield from read_parameter(calls)
         if key in arguments:
             raise MalformedCall("a parameter is given twice")
 
         arguments[key] = typed(tool, key, value.removeprefix("\n").removesuffix("\n"))
     calls.add(name, arguments)
     yield from calls.close("</tool_call>")
+
+
+def read_parameter(calls: CallReader) -> Steps[tuple[str, str]]:
+    """Take a value with its end, and the marker that follows; returns the value and this marker. A value may
+    contain </parameter> where no such marker follows, unless it stands in a line of its own and the call ends
+    there in another way."""
+    pieces: list[str] = []
+    while True:
+        pieces.append((yield from calls.until("</parameter>")))
+        space = yield from calls.space()
+        following = yield from calls.accept("<parameter=", "</function>")
+        if following is not None:
+            return "".join(pieces), following
+
+        # The newline before a value is no part of it.
+        is_line = pieces != ["\n"] and pieces[-1].endswith("\n") and space.startswith("\n")
+        if is_line and (yield from calls.reader.begins("</tool_call>", "<tool_call>", "<function=")):
+            raise MalformedCall("expected <parameter= or </function>")
+
+        pieces += ["</parameter>", space]
 
 
 def read_bare(calls: CallReader) -> Steps[None]:
