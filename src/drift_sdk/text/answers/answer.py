@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
-from drift_sdk.text.answers.forced_calls import final_message, forced_calls, optional_calls
+from drift_sdk.text.answers.forced_calls import final_message, forced_calls, message_end, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.tokenizer import Tokenizer
@@ -49,8 +49,11 @@ def prepare_answer(
                  the prompt has opened one. In Harmony it describes the body of the final message. With
                  "auto", calls of the tools are allowed in its place.
 
+    Calls in Harmony are messages: if an answer is continued, they come after the end of its message.
+
     Raises RequestError if calls cannot be forced in the model's format.
     """
+    is_inside = formats.is_harmony and continued is not None
     is_thinking = grammar is None and formats.is_thinking(prompt, continued)
     followed: AnyGrammar | None = grammar
     if tool_choice not in ("auto", "none"):
@@ -58,7 +61,7 @@ def prepare_answer(
             raise RequestError.of("tool_choice", tool_choice, '"auto" or "none" with tool_format=None')
 
         wanted = tools if tool_choice == "required" else tools.only(tool_choice)
-        followed = forced_calls(
+        calls = forced_calls(
             formats,
             wanted,
             tokenizer,
@@ -66,12 +69,14 @@ def prepare_answer(
             is_thinking=is_thinking,
             is_single=tool_choice != "required",
         )
+        followed = After(message_end(tokenizer), calls) if is_inside else calls
     elif grammar is not None:
-        is_message = formats.is_harmony and continued is None
+        is_message = formats.is_harmony and not is_inside
         own = After(final_message(tokenizer), grammar) if is_message else grammar
         followed = own
         if tools and formats.tools is not None:
-            followed = AnyOf((optional_calls(formats, tools, tokenizer, template=template), own))
+            calls = optional_calls(formats, tools, tokenizer, template=template)
+            followed = AnyOf((After(message_end(tokenizer), calls) if is_inside else calls, own))
     if formats.reasoning is None and (formats.tools is None or not tools):
         return Answer(splitter=None, marker_ids=frozenset(), grammar=followed)
 

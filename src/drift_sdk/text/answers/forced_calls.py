@@ -22,7 +22,7 @@ from drift_sdk.text.schema_references import DEFINITIONS, followed, part_of
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import Tool, ToolSet
 
-__all__ = ["GRAMMARS", "final_message", "forced_calls", "optional_calls"]
+__all__ = ["GRAMMARS", "final_message", "forced_calls", "message_end", "optional_calls"]
 
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""
@@ -90,6 +90,12 @@ def final_message(tokenizer: Tokenizer) -> Lark:
         rules.literal("<|message|>"),
     )
     return rules.grammar(f'({thought})? {channel} "final" {message}')
+
+
+def message_end(tokenizer: Tokenizer) -> Lark:
+    """The grammar of what stands between the body of a message of Harmony and its next one."""
+    rules = Rules(tokenizer, "")
+    return rules.grammar(f'{rules.literal("<|end|>")} {rules.literal("<|start|>")} "assistant"')
 
 
 def plain_name(tool: Tool) -> str:

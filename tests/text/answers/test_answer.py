@@ -1,0 +1,85 @@
+"""The grammar of an answer goes on from its prompt; the splitter finds in it what it asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_families import FAMILIES, TOOLS, family_tokenizer
+
+from drift_sdk import JsonSchema
+from drift_sdk.grammars import Grammar
+from drift_sdk.text.answers.answer import Answer, prepare_answer
+from drift_sdk.text.answers.formats import AnswerFormats
+from drift_sdk.text.grammar import constrain
+from drift_sdk.text.tools import ToolSet
+
+EOS = 256
+FAMILY = FAMILIES["harmony"]
+TOKENIZER = family_tokenizer(FAMILY)
+BOTH = AnswerFormats(tools="harmony", reasoning="harmony")
+OBJECT = JsonSchema({"type": "object"})
+CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"numbers": [1]}'
+ADDED = [("add", {"numbers": [1]})]
+
+
+def answer_of(
+    formats: AnswerFormats,
+    *,
+    continued: str | None = None,
+    tool_choice: str = "auto",
+    grammar: Grammar | None = None,
+) -> Answer:
+    """An answer of gpt-oss with tools."""
+    begun = "" if continued is None else f"<|channel|>final<|message|>{continued}"
+    return prepare_answer(
+        formats,
+        TOKENIZER,
+        template=FAMILY.template,
+        prompt=f"<|start|>user<|message|>Add.<|end|><|start|>assistant{begun}",
+        continued=continued,
+        tools=ToolSet.of(TOOLS),
+        tool_choice=tool_choice,
+        grammar=grammar,
+    )
+
+
+def is_accepted(answer: Answer, text: str) -> bool:
+    """Whether the grammar allows an answer that consists of this text."""
+    assert answer.grammar is not None
+    constraint = constrain(answer.grammar, TOKENIZER, vocab_size=TOKENIZER.vocab_size, eos_token_ids=(EOS,))
+    for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), EOS]:
+        bits = np.unpackbits(constraint.masks(())[0].view(np.uint8), bitorder="little")
+        if not bits[token_id]:
+            return False
+
+        if token_id != EOS:
+            constraint.advance([token_id])
+    return True
+
+
+def parts_of(answer: Answer, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Reasoning, text and calls of an answer with this text, as its tokens become text."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    shown = TOKENIZER.detokenizer(answer.marker_ids).push(ids)
+    if answer.splitter is None:
+        return "", shown, []
+
+    part = answer.splitter.push(shown) + answer.splitter.flush()
+    return part.reasoning, part.text, [(call.name, call.arguments) for call in part.tool_calls]
+
+
+@pytest.mark.parametrize("choice", ["add", "required", "auto"])
+def test_calls_of_harmony_come_after_the_message_that_is_continued(choice: str) -> None:
+    def new() -> Answer:
+        grammar = OBJECT if choice == "auto" else None
+        return answer_of(BOTH, continued="I add:", tool_choice=choice, grammar=grammar)
+
+    call = f"<|end|><|start|>assistant{CALL}"
+    assert is_accepted(new(), call) and not is_accepted(new(), CALL)
+    assert parts_of(new(), call) == ("", "", ADDED)
+    thought = f"<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.{call}"
+    assert is_accepted(new(), thought)
+    assert parts_of(new(), thought) == ("Hm.", "", ADDED)
+    assert is_accepted(new(), '{"a": 1}') == (choice == "auto")
