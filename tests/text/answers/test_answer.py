@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from chat_families import FAMILIES, TOOLS, family_tokenizer
 
-from drift_sdk import JsonSchema
+from drift_sdk import ConfigError, JsonSchema
 from drift_sdk.grammars import Grammar
 from drift_sdk.text.answers.answer import Answer, prepare_answer
-from drift_sdk.text.answers.formats import AnswerFormats
+from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
 from drift_sdk.text.grammar import constrain
 from drift_sdk.text.tools import ToolSet
 
@@ -31,7 +31,7 @@ def answer_of(
     tool_choice: str = "auto",
     grammar: Grammar | None = None,
 ) -> Answer:
-    """An answer of gpt-oss with tools."""
+    """An answer of gpt-oss, with tools unless the choice is none."""
     begun = "" if continued is None else f"<|channel|>final<|message|>{continued}"
     return prepare_answer(
         formats,
@@ -39,7 +39,7 @@ def answer_of(
         template=FAMILY.template,
         prompt=f"<|start|>user<|message|>Add.<|end|><|start|>assistant{begun}",
         continued=continued,
-        tools=ToolSet.of(TOOLS),
+        tools=ToolSet.of(TOOLS if tool_choice != "none" else None),
         tool_choice=tool_choice,
         grammar=grammar,
     )
@@ -83,3 +83,39 @@ def test_calls_of_harmony_come_after_the_message_that_is_continued(choice: str) 
     assert is_accepted(new(), thought)
     assert parts_of(new(), thought) == ("Hm.", "", ADDED)
     assert is_accepted(new(), '{"a": 1}') == (choice == "auto")
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_part_of_harmony_without_a_format_is_text_without_markers(has_tools: bool) -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    answer = f"{thought}<|channel|>final<|message|>It is."
+    choice = "auto" if has_tools else "none"
+    no_reasoning = detect_formats(FAMILY.template, reasoning_format=None)
+    assert parts_of(answer_of(no_reasoning, tool_choice=choice), answer) == ("", "Hm.\nIt is.", [])
+    if has_tools:
+        assert parts_of(answer_of(no_reasoning), thought + CALL) == ("", "Hm.", ADDED)
+    no_calls = detect_formats(FAMILY.template, tool_format=None)
+    assert parts_of(answer_of(no_calls, tool_choice=choice), answer) == ("Hm.", "It is.", [])
+    assert parts_of(answer_of(no_calls), thought + CALL) == ("Hm.", '{"numbers": [1]}', [])
+    neither = detect_formats(FAMILY.template, tool_format=None, reasoning_format=None)
+    assert answer_of(neither).splitter is None
+
+
+def test_grammar_of_harmony_allows_reasoning_where_it_has_a_format() -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = '<|channel|>final<|message|>{"a": 1}'
+    for reasoning_format in ("auto", None):
+        formats = detect_formats(FAMILY.template, reasoning_format=reasoning_format)
+        forced, beside = answer_of(formats, tool_choice="add"), answer_of(formats, grammar=OBJECT)
+        for answer, text in ((forced, CALL), (beside, CALL), (beside, final)):
+            assert is_accepted(answer, text)
+            assert is_accepted(answer, thought + text) == (reasoning_format is not None)
+
+
+@pytest.mark.parametrize("name", ["tool_format", "reasoning_format"])
+def test_no_other_format_is_taken_beside_harmony(name: str) -> None:
+    other = {"tool_format": "hermes", "reasoning_format": "think"}
+    with pytest.raises(ConfigError, match="chat template in Harmony") as caught:
+        detect_formats(FAMILY.template, **{name: other[name]})
+    assert caught.value.field == name
+    assert detect_formats(FAMILY.template, **other) == AnswerFormats(tools="hermes", reasoning="think")

@@ -357,7 +357,7 @@ def test_any_grammar_can_describe_the_final_message_of_harmony() -> None:
     final = "<|channel|>final<|message|>"
     thought = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
     for own, texts in OWN:
-        message = After(final_message(case.tokenizer), own)
+        message = After(final_message(case.formats, case.tokenizer), own)
         for case.grammar, has_calls in ((message, False), (AnyOf((calls, message)), True)):
             assert is_accepted(case, ANSWERS["harmony"]) == has_calls
             assert all(is_accepted(case, start + texts[0]) for start in (final, thought + final)), own

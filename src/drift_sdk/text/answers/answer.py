@@ -72,12 +72,13 @@ def prepare_answer(
         followed = After(message_end(tokenizer), calls) if is_inside else calls
     elif grammar is not None:
         is_message = formats.is_harmony and not is_inside
-        own = After(final_message(tokenizer), grammar) if is_message else grammar
+        own = After(final_message(formats, tokenizer), grammar) if is_message else grammar
         followed = own
         if tools and formats.tools is not None:
             calls = optional_calls(formats, tools, tokenizer, template=template)
             followed = AnyOf((After(message_end(tokenizer), calls) if is_inside else calls, own))
-    if formats.reasoning is None and (formats.tools is None or not tools):
+    finds_calls = bool(tools) and formats.tools is not None
+    if formats.reasoning is None and not finds_calls and not formats.is_harmony:  # whose text is in messages
         return Answer(splitter=None, marker_ids=frozenset(), grammar=followed)
 
     splitter = formats.splitter(tools, prompt=prompt, is_thinking=is_thinking)

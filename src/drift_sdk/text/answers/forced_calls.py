@@ -52,8 +52,7 @@ def forced_calls(
     assert formats.tools is not None
     rules = Rules(tokenizer, template, is_single=is_single)
     calls = GRAMMARS[formats.tools](rules, list(tools.values()))
-    start = calls if formats.is_harmony else f"{reasoning(rules, formats, is_thinking=is_thinking)}{calls}"
-    return rules.grammar(start)
+    return rules.grammar(f"{reasoning(rules, formats, is_thinking=is_thinking)}{calls}")
 
 
 def optional_calls(formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer, *, template: str) -> Lark:
@@ -64,11 +63,17 @@ def optional_calls(formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer,
     """
     assert formats.tools is not None
     rules = Rules(tokenizer, template, object_style=JSON_STYLE)
-    return rules.grammar(GRAMMARS[formats.tools](rules, list(tools.values())))
+    calls = GRAMMARS[formats.tools](rules, list(tools.values()))
+    thought = reasoning(rules, formats, is_thinking=False) if formats.is_harmony else ""
+    return rules.grammar(f"{thought}{calls}")
 
 
 def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str:
-    """The part of an answer before its calls: reasoning, which may be left out unless it has begun."""
+    """The part of an answer before its calls: reasoning, which may be left out unless it has begun. In
+    Harmony, the part before any other message."""
+    if formats.reasoning == "harmony":
+        return f"({harmony_thought(rules)})? "
+
     reasoning_format = REASONING_FORMATS.get(formats.reasoning or "")
     if reasoning_format is None:
         return ""
@@ -81,15 +86,11 @@ def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str
     return f"({rules.literal(reasoning_format.openers[0])} {ends[0]} {space})? "
 
 
-def final_message(tokenizer: Tokenizer) -> Lark:
+def final_message(formats: AnswerFormats, tokenizer: Tokenizer) -> Lark:
     """The grammar of what stands before the body of Harmony's final message, with reasoning or without."""
     rules = Rules(tokenizer, "")
-    thought, channel, message = (
-        harmony_thought(rules),
-        rules.literal("<|channel|>"),
-        rules.literal("<|message|>"),
-    )
-    return rules.grammar(f'({thought})? {channel} "final" {message}')
+    thought = reasoning(rules, formats, is_thinking=False)
+    return rules.grammar(f'{thought}{rules.literal("<|channel|>")} "final" {rules.literal("<|message|>")}')
 
 
 def message_end(tokenizer: Tokenizer) -> Lark:
@@ -270,13 +271,13 @@ def phi4_mini(rules: Rules, tools: list[Tool]) -> str:
 
 
 def harmony(rules: Rules, tools: list[Tool]) -> str:
-    """One call, after reasoning or not: the model's end of a call ends the answer."""
+    """One call: the model's end of a call ends the answer."""
     channel, message, constrain = map(rules.literal, ("<|channel|>", "<|message|>", "<|constrain|>"))
     calls = []
     for tool in tools:
         recipient = quoted(f"commentary to=functions.{plain_name(tool)} ")
         calls.append(f'{channel} {recipient} {constrain} "json" {message} {json_arguments(rules, tool)}')
-    return f"({harmony_thought(rules)})? ({' | '.join(calls)})"
+    return f"({' | '.join(calls)})"
 
 
 def harmony_thought(rules: Rules) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from drift_sdk.errors import ConfigError
 from drift_sdk.text.answers import harmony
 from drift_sdk.text.answers.calls import CallReader
 from drift_sdk.text.answers.reader import Steps, TextReader
@@ -85,7 +86,13 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
         finds_calls = bool(tools) and self.tools is not None
         if self.is_harmony:
             start = prompt.rpartition(harmony.START)[2]
-            steps = harmony.read_harmony(calls, writer, start=start, finds_calls=finds_calls)
+            steps = harmony.read_harmony(
+                calls,
+                writer,
+                start=start,
+                finds_calls=finds_calls,
+                finds_reasoning=self.reasoning is not None,
+            )
         else:
             steps = read_answer(self, calls, writer, is_thinking=is_thinking, finds_calls=finds_calls)
         next(steps)  # to the place where it waits for text
@@ -106,7 +113,8 @@ def read_answer(
 def detect_formats(
     source: str, *, tool_format: str | None = "auto", reasoning_format: str | None = "auto"
 ) -> AnswerFormats:
-    """The formats of a model with this chat template. A name other than "auto" is taken as it is."""
+    """The formats of a model with this chat template. A name other than "auto" is taken as it is. ConfigError
+    for one beside Harmony, in which neither calls nor reasoning have another format."""
     if "harmony" in (tool_format, reasoning_format):
         return AnswerFormats(tools="harmony", reasoning="harmony")
 
@@ -114,6 +122,13 @@ def detect_formats(
         tool_format = matching(source, TOOL_MARKERS) or UNKNOWN_TOOLS
     if reasoning_format == "auto":
         reasoning_format = matching(source, REASONING_MARKERS)
+    for name, own, other in (
+        ("tool_format", tool_format, reasoning_format),
+        ("reasoning_format", reasoning_format, tool_format),
+    ):
+        if other == "harmony" and own not in ("harmony", None):
+            raise ConfigError.of(name, own, '"auto", "harmony" or None with a chat template in Harmony')
+
     return AnswerFormats(tools=tool_format, reasoning=reasoning_format)
 
 

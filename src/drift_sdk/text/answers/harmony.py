@@ -29,11 +29,14 @@ CHANNEL_OF = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT_OF = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
 
-def read_harmony(calls: CallReader, writer: AnswerWriter, *, start: str, finds_calls: bool) -> Steps[None]:
+def read_harmony(
+    calls: CallReader, writer: AnswerWriter, *, start: str, finds_calls: bool, finds_reasoning: bool
+) -> Steps[None]:
     """Read an answer to its end.
 
-    start:       the beginning of its first message, which the prompt has, perhaps with some of its body.
-    finds_calls: whether calls are looked for; their bodies are text otherwise.
+    start:           the beginning of its first message, which the prompt has, perhaps with some of its body.
+    finds_calls:     whether calls are looked for; their bodies are text otherwise.
+    finds_reasoning: whether reasoning is looked for; its bodies are text otherwise.
     """
     header, marker, _ = start.partition(MESSAGE)
     while True:
@@ -44,14 +47,16 @@ def read_harmony(calls: CallReader, writer: AnswerWriter, *, start: str, finds_c
                 return
 
             header += written
-        yield from read_body(calls, writer, header, finds_calls=finds_calls)
+        yield from read_body(calls, writer, header, finds_calls=finds_calls, finds_reasoning=finds_reasoning)
         header = marker = ""
 
 
-def read_body(calls: CallReader, writer: AnswerWriter, header: str, *, finds_calls: bool) -> Steps[None]:
+def read_body(
+    calls: CallReader, writer: AnswerWriter, header: str, *, finds_calls: bool, finds_reasoning: bool
+) -> Steps[None]:
     """Read the body of a message and the marker at its end."""
     channel, recipient = CHANNEL_OF.search(header), RECIPIENT_OF.search(header)
-    is_reasoning = channel is not None and channel[1] == "analysis"
+    is_reasoning = finds_reasoning and channel is not None and channel[1] == "analysis"
     if finds_calls and recipient is not None:
         is_reasoning = False
         try:
