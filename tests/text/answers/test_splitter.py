@@ -281,6 +281,33 @@ def test_reasoning_that_the_prompt_has_opened() -> None:
     assert of_hermes("hm", is_thinking=True) == ("hm", "", ())
 
 
+@pytest.mark.parametrize("size", [1, 3, 10**9])
+@pytest.mark.parametrize(
+    ("raw", "thought", "text"),
+    [
+        ("<think>a</think>\n<response>b</response>", "a", "b"),
+        ("<think>a</think><response>\nb</response>", "a", "b"),
+        ("<think>a</think><response>b", "a", "b"),
+        ("<think>a</think> b <response>c</response>", "a", "b <response>c</response>"),
+        (
+            "Here is my thought process:\na\nHere is my response:\nThe tag </response>.",
+            "a",
+            "The tag </response>.",
+        ),
+        ("Use <response> and </response> in XML.", "", "Use <response> and </response> in XML."),
+        ('{"a": "<response>x</response>"}', "", '{"a": "<response>x</response>"}'),
+        ("<response>b</response>", "", "<response>b</response>"),
+        ("<think>a</think>\n<respon", "a", "<respon"),
+    ],
+)
+def test_response_of_granite_is_marked_directly_behind_reasoning(
+    raw: str, thought: str, text: str, size: int
+) -> None:
+    splitter = new_splitter(FAMILIES["granite"])
+    pieces = [raw[start : start + size] for start in range(0, len(raw), size)]
+    assert joined(split(splitter, pieces)) == (thought, text, ())
+
+
 def test_harmony_goes_on_inside_of_a_message() -> None:
     formats = AnswerFormats(tools="harmony", reasoning="harmony")
     for prompt, expected in (

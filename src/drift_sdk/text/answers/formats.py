@@ -63,7 +63,7 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
             found |= {*TOOL_FORMATS[self.tools].openers, *TOOL_FORMATS[self.tools].markers}
         if self.reasoning in REASONING_FORMATS:
             reasoning = REASONING_FORMATS[self.reasoning]
-            found |= {*reasoning.openers, *reasoning.closers, *reasoning.dropped}
+            found |= {*reasoning.openers, *reasoning.closers, *reasoning.around}
         return frozenset(found)
 
     def is_thinking(self, prompt: str, continued: str | None) -> bool:
@@ -104,10 +104,11 @@ def read_answer(
 ) -> Steps[None]:
     """Read an answer to its end: reasoning, then text and calls."""
     reasoning = REASONING_FORMATS.get(formats.reasoning or "")
+    dropped: tuple[str, ...] = ()
     if reasoning is not None:
-        yield from read_reasoning(calls.reader, writer, reasoning, is_open=is_thinking)
+        dropped = yield from read_reasoning(calls.reader, writer, reasoning, is_open=is_thinking)
     tool_format = TOOL_FORMATS.get(formats.tools or "") if finds_calls else None
-    yield from read_content(calls, writer.text.write, tool_format, reasoning.dropped if reasoning else ())
+    yield from read_content(calls, writer.text.write, tool_format, dropped)
 
 
 def detect_formats(

@@ -18,27 +18,34 @@ class ReasoningFormat(Struct, frozen=True, kw_only=True):
 
     openers: markers that begin it, at the start of an answer.
     closers: markers that end it.
-    dropped: markers around the text that follows.
+    around:  markers that begin and end the text directly behind reasoning, if it has them; empty = never.
     """
 
     openers: tuple[str, ...]
     closers: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
 
 
 def read_reasoning(
     reader: TextReader, writer: AnswerWriter, reasoning_format: ReasoningFormat, *, is_open: bool
-) -> Steps[None]:
-    """Read the reasoning with which an answer begins, if it does. is_open: the prompt has begun it."""
+) -> Steps[tuple[str, ...]]:
+    """Read the reasoning with which an answer begins, if it does; returns markers in the text that follows
+    which are no part of it. is_open: the prompt has begun the reasoning."""
     space: list[str] = []
     yield from reader.take_space(space.append)
     opener = yield from reader.accept(*reasoning_format.openers)
     if opener is None and not is_open:
         writer.text.write("".join(space))
-        return
+        return ()
 
     yield from reader.take_until(reasoning_format.closers, writer.reasoning.write)
     writer.text.cut()
+    if not reasoning_format.around:
+        return ()
+
+    yield from reader.take_space(space.append)  # white space here is no part of the text
+    has_begun = yield from reader.accept(reasoning_format.around[0])
+    return reasoning_format.around[1:] if has_begun else ()
 
 
 def is_opened(prompt: str, continued: str | None, reasoning_format: ReasoningFormat) -> bool:
@@ -60,7 +67,7 @@ REASONING_FORMATS = {
     "granite": ReasoningFormat(
         openers=("<think>", *GRANITE_OPENERS),
         closers=("</think>", *GRANITE_CLOSERS),
-        dropped=("<response>", "</response>"),
+        around=("<response>", "</response>"),
     ),
 }
 """Formats of reasoning by name. The format "harmony" has its own parser, for all of an answer."""

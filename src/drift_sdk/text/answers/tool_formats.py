@@ -71,7 +71,7 @@ def read_content(
 
     write:       takes its text.
     tool_format: None = everything is text.
-    dropped:     markers around the text, which are left out.
+    dropped:     markers in the text, which are left out.
     """
     openers = tool_format.openers if tool_format is not None else ()
     if tool_format is not None and tool_format.read_start is not None:
