@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 
 import pytest
@@ -185,6 +186,29 @@ def test_strings_of_calls_can_be_encoded() -> None:
             _, rest, found = joined(split(splitter, [text]))
             assert found == ((("get_weather", {"city": expected}),) if expected else ()), (name, escapes)
             assert rest == ("" if expected else text)
+
+
+@pytest.mark.parametrize(
+    "literal",
+    [r"'\033[0m \101\7'", r"'\0'", r"'\08'", r"'\1234'", r"'\x41\u00e9\n\\'", "'a\tb'", '"a\tb"', "'\t'"],
+)
+def test_strings_of_pythonic_calls_are_those_of_python(literal: str) -> None:
+    expected = (("get_weather", {"city": ast.literal_eval(literal)}),)
+    for size in (1, 10**9):
+        splitter = AnswerFormats(tools="pythonic", reasoning=None).splitter(ToolSet.of(TOOLS))
+        text = f"[get_weather(city={literal})]"
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert joined(split(splitter, pieces)) == ("", "", expected)
+
+
+def test_control_characters_in_strings_of_calls() -> None:
+    """JSON allows none, and Python no end of a line."""
+    for name, text in (
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "a\tb"}}'),
+        ("pythonic", '[get_weather(city="a\nb")]'),
+    ):
+        splitter = AnswerFormats(tools=name, reasoning=None).splitter(ToolSet.of(TOOLS))
+        assert joined(split(splitter, [text])) == ("", text, ())
 
 
 def test_type_of_a_deeply_nested_schema_is_found() -> None:

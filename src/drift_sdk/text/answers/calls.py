@@ -19,7 +19,6 @@ MAX_NAME_CHARS = 256
 
 NAME = re.compile(r"[\w.:/-]*")
 OPENING, CLOSING = "{[(", "}])"
-IN_STRING = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\\\x00-\x1f]*")}
 
 
 class Syntax(Struct, frozen=True):
@@ -27,18 +26,31 @@ class Syntax(Struct, frozen=True):
 
     first:   brackets that it may begin with.
     opening: brackets inside of it.
-    quotes:  characters that begin and end a string.
     between: run of characters outside of strings that are no brackets.
+    strings: characters that begin and end a string, each with the run of characters inside.
     """
 
     first: str
     opening: str
-    quotes: str
     between: re.Pattern[str]
+    strings: Mapping[str, re.Pattern[str]]
 
 
-JSON = Syntax("{[", "{[", '"', re.compile(r"[ \t\r\n0-9:,.+eEtrufalsn-]*"))
-PYTHON = Syntax("(", OPENING, "\"'", re.compile(r"""[^"'{}\[\]()\\]*"""))
+JSON = Syntax(
+    "{[",
+    "{[",
+    re.compile(r"[ \t\r\n0-9:,.+eEtrufalsn-]*"),
+    {'"': re.compile(r'[^"\\\x00-\x1f]*')},
+)
+PYTHON = Syntax(
+    "(",
+    OPENING,
+    re.compile(r"""[^"'{}\[\]()\\]*"""),
+    {
+        '"': re.compile(r'[^"\\\x00-\x08\x0a-\x1f]*'),
+        "'": re.compile(r"[^'\\\x00-\x08\x0a-\x1f]*"),
+    },
+)
 
 
 class MalformedCall(ValueError):
@@ -204,7 +216,7 @@ class CallReader:
         closings: list[str] = []
         quote = ""
         while True:
-            run = IN_STRING[quote] if quote else syntax.between
+            run = syntax.strings[quote] if quote else syntax.between
             yield from self.reader.take_run(run, pieces.append)
             char = yield from self.reader.peek()
             if not char:
@@ -218,7 +230,7 @@ class CallReader:
                     quote = ""
                 else:
                     raise MalformedCall("a control character in a string")
-            elif char in syntax.quotes:
+            elif char in syntax.strings:
                 quote = char
             elif char in syntax.opening and len(closings) < MAX_DEPTH:
                 closings.append(CLOSING[OPENING.index(char)])

@@ -13,8 +13,10 @@ MAX_DEPTH = 64
 """Most brackets around a value."""
 
 LITERALS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
-ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
+ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL
+)
 TOKEN = re.compile(
     r"""\s*(?:(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
     r"""|(?P<number>[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"""
@@ -171,7 +173,10 @@ def unescaped(text: str) -> str:
         if code:
             return chr(int(code, 16))  # ValueError beyond the last character
 
-        return ESCAPES.get(match[4], match[4] if match[4] in "\\'\"" else match[0])
+        if match[4]:
+            return chr(int(match[4], 8))
+
+        return ESCAPES.get(match[5], match[5] if match[5] in "\\'\"" else match[0])
 
     if "\\" not in text:
         return text
