@@ -364,6 +364,20 @@ def test_any_grammar_can_describe_the_final_message_of_harmony() -> None:
             assert not any(is_accepted(case, start + texts[0]) for start in ("", thought, final + "!")), own
 
 
+@pytest.mark.parametrize("char", ["\x7f", "\x01", "\x85", "\u2028", '"', "\\", "é"])
+def test_names_keys_and_values_may_have_any_character(char: str) -> None:
+    """llguidance reads no literal that has U+007F as it is."""
+    name = json.dumps(char, ensure_ascii=False)
+    case = Case("hermes", [{"name": char}], reasons=False)
+    assert is_accepted(case, f'<tool_call>\n{{"name": {name}, "arguments": {{}}}}\n</tool_call>')
+    schema = {"properties": {char: {"enum": [char]}}, "required": [char]}
+    case = Case("qwen3_coder", [{"name": "send", "parameters": schema}], reasons=False)
+    call = (
+        f"<tool_call>\n<function=send>\n<parameter={char}>\n{char}\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert is_accepted(case, call) and calls_in(case, call) == [{char: char}]
+
+
 PLAIN_NAMES = ("pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony")
 """Families that write the names of tools without quotes."""
 

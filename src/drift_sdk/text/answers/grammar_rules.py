@@ -70,5 +70,5 @@ class Rules:
 
 
 def quoted(text: str) -> str:
-    """A literal in Lark's notation."""
-    return json.dumps(text, ensure_ascii=False)
+    """A literal in Lark's notation, in which U+007F cannot stand by itself."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
