@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -149,6 +150,8 @@ async def test_content_of_parts_is_rejected_where_the_template_prints_the_list()
             for ask in (engine.chat, engine.count_tokens):
                 with pytest.raises(RequestError, match=r"template does not take .* \(it prints the list\)"):
                     await ask(messages)
+            with pytest.raises(RequestError, match=r"\(it prints the list\)"):
+                await engine.chat([{"role": "user", "content": ["hi"]}])
 
 
 @pytest.mark.parametrize(
@@ -175,6 +178,26 @@ async def test_content_of_tools_and_of_an_empty_answer_is_served() -> None:
         assert (await engine.chat(messages)).text == (
             "user: hi\nassistant: \ntool: {'sky': 'clear'}\nassistant: "
         )
+
+
+@pytest.mark.parametrize("content", [[21, 22], [], ["a"]])
+async def test_content_of_tools_may_be_a_list(content: list[object]) -> None:
+    shown = "{{ m.content if m.content is string else m.content | tojson }}"
+    template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    async with scripted_engine(lambda prompt: prompt, config=EngineConfig(chat_template=template)) as engine:
+        completion = await engine.chat([USER, {"role": "tool", "content": content}])
+        assert completion.text == "hi" + json.dumps(content)
+
+
+async def test_message_may_contain_what_an_empty_list_is_printed_as() -> None:
+    template = (
+        "{% for m in messages %}"
+        "{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    async with scripted_engine(lambda prompt: prompt, config=EngineConfig(chat_template=template)) as engine:
+        messages = [{"role": "user", "content": []}, {"role": "user", "content": "what is [] in Python?"}]
+        assert (await engine.chat(messages)).text == "what is [] in Python?"
 
 
 async def test_content_of_parts_is_served_where_the_template_takes_it() -> None:

@@ -229,5 +229,10 @@ def check_forced_calls(prompt: Prompt, params: SamplingParams, *, needs_no_host:
 
 
 def is_list_of_parts(message: object) -> bool:
-    """Whether a message's content has the form [{"type": "text", "text": ...}, ...]."""
-    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
+    """Whether a message's content has the form [{"type": "text", "text": ...}, ...], or is meant to have it.
+    From tools, other lists are data."""
+    if not isinstance(message, Mapping) or not isinstance(content := message.get("content"), list):
+        return False
+
+    is_meant = message.get("role") in TEXT_ROLES or all(isinstance(part, dict) for part in content)
+    return bool(content) and is_meant
