@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
-from drift_sdk.errors import RequestError
+from drift_sdk.driver.loop_thread import check_no_loop
+from drift_sdk.driver.stream_updates import StreamUpdates
+from drift_sdk.errors import EngineClosed, RequestError
 from drift_sdk.results import Chunk, Completion
-from drift_sdk.stream import TokenStream, completion_within, description_of_stream
+from drift_sdk.stream import TokenStream, completion_within, description_of_stream, updates_of
 
 __all__ = ["SyncStream"]
+
+ResultT = TypeVar("ResultT")
 
 
 class SyncStream(Iterator[Chunk]):
@@ -20,6 +24,7 @@ class SyncStream(Iterator[Chunk]):
 
     Under `with`, leaving the block cancels the request. An exception that interrupts a wait, such as
     KeyboardInterrupt, cancels it too, except in such a block. May be used from any thread, by one at a time.
+    A request that has ended can be read after the engine is closed.
 
     request_id: the name of the request in its completion and in the log.
     """
@@ -33,7 +38,7 @@ class SyncStream(Iterator[Chunk]):
         return self
 
     def __next__(self) -> Chunk:
-        chunk: Chunk | None = self._call(next_chunk, self._stream)
+        chunk = self._read(unread_chunk, next_chunk)
         if chunk is None:
             raise StopIteration
 
@@ -49,7 +54,7 @@ class SyncStream(Iterator[Chunk]):
 
     def accepted(self) -> None:
         """Wait until the request is accepted; see `TokenStream.accepted`."""
-        self._call(self._stream.accepted)
+        self._read(check_accepted, TokenStream.accepted)
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end of the request. Chunks can still be read afterwards. Raises the request's error if
@@ -60,15 +65,14 @@ class SyncStream(Iterator[Chunk]):
                  limit. RequestError for another value.
         """
         check_float(RequestError, "timeout", timeout, ge=0.0, le=1e6, optional=True)
-        completion: Completion = self._call(completion_within, self._stream, timeout)
-        return completion
+        return self._read(completion_of, completion_within, timeout)
 
     def cancel(self) -> None:
         """End the request; tokens generated so far can still be read. May be called more than once."""
         self._stream.cancel()
 
     def __enter__(self) -> SyncStream:
-        self._call(self._stream.__aenter__)
+        self._read(lambda updates: self._stream, TokenStream.__aenter__)
         return self
 
     def __exit__(
@@ -79,7 +83,54 @@ class SyncStream(Iterator[Chunk]):
     ) -> None:
         self.cancel()
 
+    def _read(
+        self,
+        read: Callable[[StreamUpdates], ResultT],
+        wait: Callable[..., Awaitable[ResultT]],
+        *arguments: object,
+    ) -> ResultT:
+        """What `wait` returns, which is awaited on the stream's event loop with the stream and arguments; of
+        a request that has ended, what `read` returns here: the event loop may have ended too."""
+        check_no_loop()
+        updates = updates_of(self._stream)
+        try:
+            if not updates.is_done:
+                result: ResultT = self._call(wait, self._stream, *arguments)
+                return result
+        except EngineClosed:  # by another thread, perhaps after the end of the request
+            if not updates.is_done:
+                raise
+
+        return read(updates)
+
 
 async def next_chunk(stream: TokenStream) -> Chunk | None:
     """The next chunk of a stream; None at its end."""
     return await anext(stream, None)
+
+
+def unread_chunk(updates: StreamUpdates) -> Chunk | None:
+    """The next chunk of a request that has ended; None after the last one. Raises the request's error if it
+    failed."""
+    if updates.has_chunk:
+        return updates.take_chunk()
+
+    if updates.error is not None:
+        raise updates.error
+
+    return None
+
+
+def completion_of(updates: StreamUpdates) -> Completion:
+    """The completion of a request that has ended. Raises the request's error if it failed."""
+    if updates.completion is None:
+        assert updates.error is not None
+        raise updates.error
+
+    return updates.completion
+
+
+def check_accepted(updates: StreamUpdates) -> None:
+    """Raise the error of a request that has failed before it was accepted."""
+    if updates.error is not None and not updates.is_accepted:
+        raise updates.error

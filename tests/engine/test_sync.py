@@ -200,9 +200,56 @@ def test_closed_engine_rejects_calls_and_can_be_started_again() -> None:
         assert not engine.is_open and len(sync_threads()) == num_threads
         with pytest.raises(EngineClosed):
             engine.generate("x")
-        with pytest.raises(EngineClosed):
-            stream.result()
+        assert stream.result().text == TEXT
     assert engine.cancel("x") is False
+
+
+def read_text(stream: SyncStream) -> str:
+    stream.accepted()
+    with stream:
+        text = "".join(chunk.text for chunk in stream)
+    assert stream.result(timeout=0.0).text == text and list(stream) == []
+    return text
+
+
+def test_requests_that_have_ended_are_read_after_close() -> None:
+    engine = sync_engine(step_s=0.001)
+    with engine:
+        read, unread, failed = engine.generate("x"), engine.generate("x"), engine.generate("x" * 64)
+        assert read.result().text == unread.result().text == TEXT
+        drained = engine.generate("x")
+        engine.close(drain=WAIT_S)
+        with ThreadPoolExecutor(1) as pool:
+            assert list(pool.map(read_text, (read, unread, drained))) == [TEXT] * 3
+        for wait in (failed.accepted, failed.result, failed.__next__):
+            with pytest.raises(PromptTooLong):
+                wait()
+        engine.start()  # on another event loop
+        assert read.result().text == drained.result().text == TEXT and list(read) == []
+
+
+def test_request_that_ends_before_a_wait_is_read_after_close() -> None:
+    """Another thread closes the engine when this one is about to wait."""
+    with sync_engine(step_s=0.001) as engine:
+        stream = engine.generate("x")
+        call = stream._call
+
+        def close_and_call(function, *arguments):
+            engine.close(drain=WAIT_S)
+            return call(function, *arguments)
+
+        stream._call = close_and_call
+        assert stream.result().text == TEXT
+
+
+def test_request_that_has_not_ended_raises_after_close() -> None:
+    with sync_engine(lambda *_: 65, LARGE, step_s=0.001) as engine:
+        stream = engine.generate("x", max_tokens=None)
+        assert next(stream).text
+    with pytest.raises(EngineClosed):
+        list(stream)
+    with pytest.raises(EngineClosed):
+        stream.result()
 
 
 def test_close_leaves_an_engine_open_that_was_started_again_meanwhile() -> None:
