@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,14 +19,17 @@ MAX_INTEGER_BITS = 14_000
 """Python writes no integer of more than 4,300 digits as JSON, which is a little more."""
 MAX_ITEMS = 2**20
 """Most items of a sequence that is no list or tuple: it may compute them, as a range does, without end."""
+BINARY_TYPES = (bytes, bytearray, memoryview)
+"""Types of data that is no text. msgspec would write it as text, in base64."""
 
 
 def to_plain(field: str, value: object, *, is_json: bool = False) -> Any:
     """A deep copy of `value` that shares nothing mutable with it; RequestError naming `field` if it is not
     plain data, or with `is_json` has integers that cannot be written as JSON."""
     try:
-        plain = msgspec.to_builtins(value, enc_hook=to_builtin)
+        plain = msgspec.to_builtins(value, enc_hook=to_builtin, builtin_types=BINARY_TYPES)
         check_depth(plain)
+        check_types(plain)
         if is_json:
             check_integers(plain)
         return plain
@@ -48,14 +51,31 @@ def check_depth(value: object) -> None:
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
-def check_integers(value: object) -> None:
-    """Raise ValueError for data with an integer of more than MAX_INTEGER_BITS bits."""
+def scalars_of(value: object) -> Iterator[object]:
+    """The keys and values of nested data that are no containers."""
     found = [value]
     while found:
         each = found.pop()
-        if isinstance(each, dict | list | tuple):
-            found += each.values() if isinstance(each, dict) else each
-        elif isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS:
+        if isinstance(each, dict):
+            found += each
+            found += each.values()
+        elif isinstance(each, list | tuple):
+            found += each
+        else:
+            yield each
+
+
+def check_types(value: object) -> None:
+    """Raise TypeError for data with bytes."""
+    for each in scalars_of(value):
+        if isinstance(each, BINARY_TYPES):
+            raise no_plain_data(each)
+
+
+def check_integers(value: object) -> None:
+    """Raise ValueError for data with an integer of more than MAX_INTEGER_BITS bits."""
+    for each in scalars_of(value):
+        if isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS:
             raise ValueError(f"an integer of {each.bit_length()} bits: expected at most {MAX_INTEGER_BITS}")
 
 
@@ -67,7 +87,7 @@ def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
     if isinstance(value, str):
         return str.__str__(value)
 
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, BINARY_TYPES):
         if len(value) > MAX_ITEMS:
             raise TypeError(
                 f"found {type(value).__name__} of {len(value)} items: expected at most {MAX_ITEMS}"
@@ -79,4 +99,8 @@ def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
 
         return items
 
-    raise TypeError(f"found {type(value).__name__}")
+    raise no_plain_data(value)
+
+
+def no_plain_data(value: object) -> TypeError:
+    return TypeError(f"found {type(value).__name__}")

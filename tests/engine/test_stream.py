@@ -499,6 +499,28 @@ def test_chat_rejects_arguments_that_are_not_plain_data() -> None:
     run("asyncio", main)
 
 
+class Content(bytes):
+    """A class of bytes of its own."""
+
+
+@pytest.mark.parametrize("data", [b"hi", bytearray(b"hi"), memoryview(b"hi"), Content(b"hi")])
+async def test_chat_rejects_bytes_wherever_they_are(data: object) -> None:
+    message = {"role": "user", "content": "hi"}
+    tool = {"type": "function", "function": {"name": "look", "description": data}}
+    async with scripted_engine("fine") as engine:
+        for field, arguments in (
+            ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": data}]}]}),
+            ("messages", {"messages": [{**message, "role": data}]}),
+            ("messages", {"messages": [{"role": "tool", "content": {"file": (data,)}}]}),
+            ("tools", {"messages": [message], "tools": [tool]}),
+            ("template_args", {"messages": [message], "template_args": {"file": data}}),
+        ):
+            with pytest.raises(RequestError, match=rf"^{field}=.*\(found {type(data).__name__}\)$"):
+                engine.chat(**arguments)
+        with pytest.raises(RequestError, match=r"^messages=.*\(found bytes\)$"):
+            engine.chat([{**message, b"key": 1}])
+
+
 @on_every_loop
 def test_queue_full_rejects_requests_beyond_the_limit(loop: str) -> None:
     async def main() -> None:
