@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -244,8 +245,9 @@ async def test_too_many_token_ids_are_rejected_before_they_are_copied() -> None:
             RequestError, match="prompt: expected at most 16777216 token ids, not 100000000000"
         ):
             engine.generate(range(100_000_000_000))
-        with pytest.raises(RequestError, match="prompt: expected at most 16777216 token ids"):
-            engine.generate(range(10**20))  # of which len() has no number
+        for ask in (engine.generate, engine.count_tokens, partial(engine.samples, n=2)):
+            with pytest.raises(RequestError, match="prompt: expected at most 16777216 token ids"):
+                await ask(range(10**20))  # of which len() has no number
 
 
 async def test_options_of_messages_with_a_text_are_named_whatever_they_are() -> None:
@@ -269,6 +271,23 @@ class Unending(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.item
+
+
+class Iterated(list[Any]):
+    """A list that is read in its order alone."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError("no item has an index")
+
+
+async def test_sequences_are_read_in_their_order_alone() -> None:
+    async with scripted_engine("fine") as engine:
+        assert (await engine.generate(Iterated([5, 6]))).usage.prompt_tokens == 2
+        assert await engine.count_tokens(Iterated([5, 6])) == 2
+        (sample,) = await engine.samples(Iterated([5, 6]), 1)
+        assert sample.usage.prompt_tokens == 2
+        (sample,) = await engine.samples(Iterated([USER]), 1)
+        assert sample.usage.prompt_tokens == await engine.count_tokens([USER])
 
 
 async def test_sequences_without_an_end_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,9 @@ def as_any_prompt(
 ) -> Prompt:
     """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for arguments
     of messages without them."""
+    # As `as_prompt` reads it: a range may have no length, and the class of a caller no items by their index.
     is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
-    if is_sequence and len(prompt) and isinstance(prompt[0], Mapping):
+    if is_sequence and isinstance(next(iter(prompt), None), Mapping):
         messages = cast("Sequence[Mapping[str, Any]]", prompt)
         return as_chat_prompt(
             messages, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
