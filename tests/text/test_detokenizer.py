@@ -192,6 +192,21 @@ def test_metaspace_decoder_removes_one_leading_space(metaspace_raw: tokenizers.T
         assert "".join(push_in_pieces(tokenizer.detokenizer(), ids, [1])) == tokenizer.decode(ids) == text
 
 
+@given(text=st.one_of(st.text(max_size=30), st.sampled_from(SAMPLES)), sizes=CUTS)
+def test_continuation_of_a_text_keeps_its_first_spaces(
+    sentencepiece: Tokenizer, text: str, sizes: list[int]
+) -> None:
+    before, *_ = sentencepiece.encode("the", add_special_tokens=False)
+    ids = sentencepiece.encode(text.replace(REPLACEMENT, ""), add_special_tokens=False)
+    shown_ids = frozenset([1])  # whose bytes are of another table
+    for detokenizer in (
+        sentencepiece.detokenizer(is_continuation=True),
+        sentencepiece.detokenizer(shown_ids, is_continuation=True),
+    ):
+        pieces = push_in_pieces(detokenizer, ids, sizes)
+        assert sentencepiece.decode([before]) + "".join(pieces) == sentencepiece.decode([before, *ids])
+
+
 @pytest.mark.parametrize("tokens", [["▁", "▁", "▁", "a"], ["▁", "a", "▁", "a"], ["▁▁▁a"], ["a", "▁▁"], ["▁"]])
 def test_leading_spaces_are_counted_across_pushes(tokens: list[str]) -> None:
     vocab = {token: token_id for token_id, token in enumerate(dict.fromkeys(tokens))}

@@ -56,6 +56,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         return PreparedPrompt(
             encode(text, model, add_special_tokens=False),
             lambda grammar: self._answer(model, template, text, grammar),
+            is_continued=self.continue_final,
         )
 
     def num_tokens(self, model: ModelText) -> int:

@@ -66,13 +66,15 @@ class ModelText(Struct, frozen=True, kw_only=True):
 class PreparedPrompt(Struct, frozen=True):
     """A prompt for a model.
 
-    token_ids:  its token ids.
-    new_answer: makes what the answer to a conversation is read with; it is called with the request's own
-                grammar, or None, and raises RequestError. None for other prompts, whose answer is text.
+    token_ids:    its token ids.
+    new_answer:   makes what the answer to a conversation is read with; it is called with the request's own
+                  grammar, or None, and raises RequestError. None for other prompts, whose answer is text.
+    is_continued: the completion continues a text that the prompt ends with.
     """
 
     token_ids: list[int]
     new_answer: Callable[[Grammar | None], Answer] | None = None
+    is_continued: bool = False
 
 
 class Prompt(Protocol):

@@ -121,7 +121,9 @@ class Request:
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
         has_eos = not params.ignore_eos or self._constraint is not None
         eos_token_ids = model.eos_token_ids if has_eos else ()
-        self._detokenizer = model.tokenizer.detokenizer(shown_ids)
+        # A grammar describes the text with the first space of the first token.
+        is_continuation = prompt.is_continued or self._constraint is not None
+        self._detokenizer = model.tokenizer.detokenizer(shown_ids, is_continuation=is_continuation)
         self._token_texts = model.tokenizer.token_texts
         assert isinstance(params.stop, tuple)
         self._matcher = StopMatcher(params.stop, params.include_stop) if params.stop else None

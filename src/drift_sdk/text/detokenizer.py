@@ -33,14 +33,17 @@ class BytesDetokenizer:
     The joined text equals `Tokenizer.decode` of all ids, with one exception: with sentencepiece models, a run
     of byte tokens that contains an invalid byte keeps its valid characters here, while `decode` replaces
     every byte of the run. (A stream cannot wait for the end of the run.)
+
+    is_continuation: the ids continue a text: the spaces that `decode` removes at the start of a text are
+                     kept.
     """
 
     __slots__ = ("_bytes_of", "_incomplete", "_num_leading_spaces", "_text_of")
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, *, is_continuation: bool = False) -> None:
         self._bytes_of, self._text_of = token_bytes.__getitem__, token_bytes.texts.get
         self._incomplete = b""  # first bytes of a character whose last bytes have not arrived
-        self._num_leading_spaces = token_bytes.num_leading_spaces
+        self._num_leading_spaces = 0 if is_continuation else token_bytes.num_leading_spaces
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids; returns the text that they complete, which may be empty."""

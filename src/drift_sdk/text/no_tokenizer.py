@@ -47,7 +47,9 @@ class NoTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         raise RequestError.of("ids", ids, f"a model with a tokenizer: {self._place} has none")
 
-    def detokenizer(self, shown_ids: frozenset[int] = frozenset()) -> SilentDetokenizer:
+    def detokenizer(
+        self, shown_ids: frozenset[int] = frozenset(), *, is_continuation: bool = False
+    ) -> SilentDetokenizer:
         return SilentDetokenizer()
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:

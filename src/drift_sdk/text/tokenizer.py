@@ -202,9 +202,15 @@ class Tokenizer:
         known = [token_id for token_id in ids if 0 <= token_id < NUM_IDS]
         return self._raw.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
-        """A new detokenizer, for the ids of one text as they arrive. shown_ids: special ids that add their
-        text like others, instead of nothing."""
+    def detokenizer(
+        self, shown_ids: frozenset[int] = frozenset(), *, is_continuation: bool = False
+    ) -> Detokenizer:
+        """A new detokenizer, for the ids of one text as they arrive.
+
+        shown_ids:       special ids that add their text like others, instead of nothing.
+        is_continuation: the ids continue a text, so that their first spaces are kept. Without `token_bytes`,
+                         they begin a new text even so.
+        """
         hidden_ids = self.special_token_ids - shown_ids
         if self._token_bytes is None:
 
@@ -215,13 +221,13 @@ class Tokenizer:
             return ContextDetokenizer(partial(self.decode, skip_special_tokens=False), adds_text)
 
         if not shown_ids:
-            return BytesDetokenizer(self._token_bytes)
+            return BytesDetokenizer(self._token_bytes, is_continuation=is_continuation)
 
         table = self._tables.get(shown_ids)
         if table is None:
             table = self._tables[shown_ids] = TokenBytes(self._raw, hidden_ids)
 
-        return BytesDetokenizer(table)
+        return BytesDetokenizer(table, is_continuation=is_continuation)
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """The ids of special tokens among these texts."""
