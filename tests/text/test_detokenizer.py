@@ -192,6 +192,19 @@ def test_metaspace_decoder_removes_one_leading_space(metaspace_raw: tokenizers.T
         assert "".join(push_in_pieces(tokenizer.detokenizer(), ids, [1])) == tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize(
+    ("token", "text", "decoded"),
+    [("▁▁a", " a", "a"), ("a▁b", "a b", "ab"), ("▁a", "a", "a"), (" a", "a", " a")],
+)
+def test_metaspace_decoder_and_the_library_differ_in_the_first_token(
+    token: str, text: str, decoded: str
+) -> None:
+    raw = tokenizers.Tokenizer(models.WordLevel({token: 0}, unk_token=token))
+    raw.decoder = decoders.Metaspace()
+    detokenizer = BytesDetokenizer(TokenBytes(raw, frozenset()))
+    assert (detokenizer.push([0]), raw.decode([0])) == (text, decoded)
+
+
 @given(text=st.one_of(st.text(max_size=30), st.sampled_from(SAMPLES)), sizes=CUTS)
 def test_continuation_of_a_text_keeps_its_first_spaces(
     sentencepiece: Tokenizer, text: str, sizes: list[int]

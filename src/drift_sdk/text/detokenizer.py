@@ -30,9 +30,11 @@ class BytesDetokenizer:
     longer become a character are returned as U+FFFD. Special ids add nothing. A push takes time proportional
     to the number of its own ids.
 
-    The joined text equals `Tokenizer.decode` of all ids, with one exception: with sentencepiece models, a run
-    of byte tokens that contains an invalid byte keeps its valid characters here, while `decode` replaces
-    every byte of the run. (A stream cannot wait for the end of the run.)
+    The joined text equals `Tokenizer.decode` of all ids, with two exceptions:
+    - With sentencepiece models, a run of byte tokens that contains an invalid byte keeps its valid characters
+      here, while `decode` replaces every byte of the run. (A stream cannot wait for the end of the run.)
+    - With the decoder Metaspace, one space is removed at the start of the text, while `decode` removes every
+      U+2581 of the first token and no other space.
 
     is_continuation: the ids continue a text: the spaces that `decode` removes at the start of a text are
                      kept.

@@ -33,7 +33,8 @@ class TokenBytes(dict[int, bytes]):
     table.
 
     texts:               token id -> text, of the ids looked up so far whose bytes are whole characters.
-    num_leading_spaces:  number of spaces that the tokenizer's decoder removes at the start of a text.
+    num_leading_spaces:  number of spaces that the tokenizer's decoder removes at the start of a text; 1 for
+                         the decoder Metaspace, which removes each U+2581 of the first token.
 
     Raises `ModelLoadError` if the tokenizer's decoder has a step that this class does not support.
     """
