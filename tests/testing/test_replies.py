@@ -270,6 +270,10 @@ async def test_timeout_meets_a_slow_first_token() -> None:
         ({"token_s": float("nan")}, "token_s"),
         (lambda: "x", "reply"),
         (lambda one, two: "x", "reply"),
+        (str, "reply"),
+        (KeyboardInterrupt, "reply"),
+        ("\ud800", "text"),
+        ({"reasoning": "\ud800"}, "reasoning"),
     ],
 )
 def test_wrong_replies_are_rejected(given: object, field: str) -> None:

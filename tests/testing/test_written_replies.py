@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from chat_families import BOTH, FAMILIES, TOOLS
 
-from drift_sdk import EngineConfig, ToolCall
+from drift_sdk import ConfigError, EngineConfig, ToolCall
 from drift_sdk.testing import Reply, scripted_engine
 from drift_sdk.testing.written_replies import AT_START_ONLY, CALLS
 from drift_sdk.text.answers.tool_formats import TOOL_FORMATS
@@ -53,6 +55,46 @@ async def test_arguments_of_any_type_keep_their_values(tool_format: str) -> None
     async with scripted_engine(call, config=config, tokens_per_step=16) as engine:
         (found,) = (await engine.chat([USER], tools=TOOLS)).tool_calls
     assert (found.name, found.arguments) == ("get_weather", VALUES)
+
+
+UNQUOTED = ["pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony"]
+"""Families that write the names of tools without quotes."""
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "arguments"),
+    [
+        *((family, "get weather", {}) for family in UNQUOTED),
+        *((family, "", {}) for family in FAMILIES if family != "harmony"),
+        ("pythonic", "f", {"a b": 1}),
+        ("pythonic", "f", {"": 1}),
+        ("pythonic", "f", {"a": {1: 2}}),
+        ("qwen3_coder", "f", {"a>b": 1}),
+        ("qwen3_coder", "f", {"a": "x</parameter><parameter=b>y"}),
+        ("qwen3_coder", "f", {"a": "x</parameter>\n</function>"}),
+    ],
+)
+async def test_calls_that_a_format_cannot_express_are_rejected(
+    family: str, name: str, arguments: dict[str, object]
+) -> None:
+    template, (tool_format, _), _, _ = FAMILIES[family]
+    calls = [ToolCall(name="f", arguments={}), ToolCall(name=name, arguments=arguments)]
+    config = EngineConfig(chat_template=template, max_model_len=8192, kv_cache_tokens=32_768)
+    expected = f"^tool_calls=ToolCall.*: expected calls that the format {tool_format} can express"
+    with pytest.raises(ConfigError, match=expected):
+        await scripted_engine(calls, config=config).start()
+    async with scripted_engine(lambda prompt: calls, config=config) as engine:
+        with pytest.raises(ConfigError, match=expected):
+            await engine.generate("x")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("arguments", [{"a": "\ud800"}, {"a": object()}, {"a": float("nan")}, None, ["a"]])
+async def test_arguments_that_are_not_json_are_rejected(family: str, arguments: Any) -> None:
+    call = ToolCall(name="f", arguments=arguments)
+    config = EngineConfig(chat_template=FAMILIES[family].template)
+    with pytest.raises(ConfigError, match="^tool_calls: expected arguments that are JSON"):
+        await scripted_engine(call, config=config.replace(max_model_len=8192, kv_cache_tokens=32_768)).start()
 
 
 async def test_id_of_a_call_is_kept_and_calls_can_be_forced() -> None:

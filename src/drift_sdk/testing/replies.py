@@ -54,6 +54,9 @@ class Reply(Struct, frozen=True):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError.of(name, getattr(self, name), "a string")
 
+            if not is_encodable(getattr(self, name)):
+                raise ConfigError.of(name, getattr(self, name), "a string without lone surrogates")
+
         calls = self.tool_calls
         if not isinstance(calls, list | tuple) or not all(isinstance(call, ToolCall) for call in calls):
             raise ConfigError.of("tool_calls", calls, "a sequence of ToolCall")
@@ -259,15 +262,26 @@ def is_made(reply: Reply) -> bool:
         return False
 
 
+def is_encodable(text: str) -> bool:
+    """Whether a text can be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+
+    return True
+
+
 def is_exception(value: object) -> TypeGuard[Exception | type[Exception]]:
     return isinstance(value, Exception) or (isinstance(value, type) and issubclass(value, Exception))
 
 
 def takes(function: Callable[..., object], num_arguments: int) -> bool:
-    """Whether a function can be called with so many positional arguments."""
+    """Whether a function can be called with so many positional arguments. False if it does not say so: many
+    classes of Python's own do not."""
     try:
         inspect.signature(function).bind(*range(num_arguments))
-    except TypeError:
+    except (TypeError, ValueError):
         return False
 
     return True

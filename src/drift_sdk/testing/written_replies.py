@@ -12,6 +12,7 @@ from drift_sdk.text.answers import tool_formats as marks
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS
 from drift_sdk.text.chat import ChatTemplate
+from drift_sdk.text.tools import Tool, ToolSet
 
 __all__ = ["written"]
 
@@ -24,15 +25,18 @@ def written(template: ChatTemplate, *, text: str, tool_calls: Sequence[ToolCall]
     reasoning it is the text itself.
 
     ConfigError for calls or reasoning if the model has no format for them, for text before calls that can
-    only stand at the start of an answer, and for arguments that are not JSON.
+    only stand at the start of an answer, for arguments that are not JSON, and for calls that cannot be read
+    back: the format has no quotes for a name in them, for example.
     """
     formats = template.formats
     check_expressible(formats, text=text, has_calls=bool(tool_calls), has_reasoning=bool(reasoning))
     try:
+        for call in tool_calls:
+            check_call(template, call)
         if formats.is_harmony and (tool_calls or reasoning):
             return harmony(text, tool_calls, reasoning)
 
-        calls = CALLS[formats.tools or ""](tool_calls, template.source) if tool_calls else ""
+        calls = write_calls(template, tool_calls) if tool_calls else ""
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"tool_calls: expected arguments that are JSON: {error}", field="tool_calls"
@@ -59,6 +63,36 @@ def check_expressible(formats: AnswerFormats, *, text: str, has_calls: bool, has
         raise ConfigError(f"reasoning: expected {allowed}", field="reasoning", allowed=allowed)
 
 
+def check_call(template: ChatTemplate, call: ToolCall) -> None:
+    """ConfigError for a call that is not read back from the text that is written for it. TypeError and
+    ValueError, of which UnicodeEncodeError is one, for arguments that are not JSON."""
+    formats = template.formats
+    if not isinstance(call.arguments, dict):
+        raise TypeError(f"found {type(call.arguments).__name__}")
+
+    arguments = json.loads(as_json(call.arguments))
+    if formats.tools == "qwen3_coder":  # without a schema, values are read as text
+        arguments = {name: as_text(value) for name, value in arguments.items()}
+    text = write_calls(template, [call])
+    text.encode()
+    splitter = formats.splitter(ToolSet({call.name: Tool(call.name, {})}))
+    found = (*splitter.push(text).tool_calls, *splitter.flush().tool_calls)
+    if [(each.name, each.arguments) for each in found] != [(call.name, arguments)]:
+        raise ConfigError.of("tool_calls", call, f"calls that the format {formats.tools} can express")
+
+
+def write_calls(template: ChatTemplate, calls: Sequence[ToolCall]) -> str:
+    if template.formats.is_harmony:
+        return harmony("", calls, "")
+
+    return CALLS[template.formats.tools or ""](calls, template.source)
+
+
+def as_text(value: object) -> str:
+    """A value where strings have no quotes."""
+    return value if isinstance(value, str) else as_json(value)
+
+
 def as_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
@@ -79,8 +113,7 @@ def qwen3_coder(calls: Sequence[ToolCall], template: str) -> str:
     return "\n".join(
         f"<tool_call>\n<function={call.name}>\n"
         + "".join(
-            f"<parameter={name}>\n{value if isinstance(value, str) else as_json(value)}\n</parameter>\n"
-            for name, value in call.arguments.items()
+            f"<parameter={name}>\n{as_text(value)}\n</parameter>\n" for name, value in call.arguments.items()
         )
         + "</function>\n</tool_call>"
         for call in calls
