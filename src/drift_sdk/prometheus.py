@@ -107,6 +107,9 @@ def collector(engines: Mapping[str, HasMetrics], *, labels: Mapping[str, str] | 
         if not callable(getattr(engine, "metrics", None)):
             raise ConfigError.of("engines", engine, "values that are engines")
 
+    if labels is not None and not isinstance(labels, Mapping):
+        raise ConfigError.of("labels", labels, "a mapping of names to strings, or None")
+
     given: dict[str, str] = {}
     for name, value in (labels or {}).items():
         if not (isinstance(name, str) and LABEL.fullmatch(name)) or name in OWN_LABELS:

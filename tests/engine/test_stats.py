@@ -322,6 +322,9 @@ def test_names_that_cannot_be_labels_are_rejected(labels: Any) -> None:
 def test_wrong_arguments_of_a_collector_are_rejected() -> None:
     with pytest.raises(ConfigError, match="labels=7: expected strings as values"):
         prometheus.collector({}, labels={"zone": 7})
+    for labels in ([("zone", "eu")], "zone", [], ""):
+        with pytest.raises(ConfigError, match="labels=.*: expected a mapping of names to strings, or None"):
+            prometheus.collector({}, labels=labels)
     with pytest.raises(ConfigError, match="engines=.*: expected a mapping"):
         prometheus.collector([scripted_engine("a")])
     with pytest.raises(ConfigError, match="values that are engines"):
