@@ -46,7 +46,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_length_limited:       requests ended by max_tokens or by the end of the context.
     num_cancelled:            requests cancelled.
     num_failed:               requests ended by an error.
-    num_preemptions:          times that a sequence gave up its KV: to one that is served first, or because the
+    num_preemptions:          times that a sequence gave up its KV, to one that is served first or because the
                               engine fell asleep.
     num_prompt_tokens:        tokens of prompts whose first token has come.
     num_cached_tokens:        of them, those found in the prefix cache.
