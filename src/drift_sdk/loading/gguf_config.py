@@ -7,6 +7,7 @@ from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf_architectures import ARCHITECTURES, MIXTRAL, GGUFArchitecture
+from drift_sdk.loading.gguf_ends import gguf_eos_token_ids
 from drift_sdk.loading.gguf_header import GGUFHeader, is_block_matrix
 
 __all__ = ["ROPE_FACTORS", "find_architecture", "read_gguf_config"]
@@ -110,7 +111,7 @@ class _ConfigReader:
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": settings.get("attention.sliding_window") or None,
             "bos_token_id": self._header.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self._eos_token_ids(),
+            "eos_token_id": gguf_eos_token_ids(self._header.metadata, self._location),
         }
         if any(is_block_matrix(tensor) for tensor in tensors.values()):
             config["quantization_config"] = {"quant_method": "gguf"}
@@ -261,20 +262,6 @@ class _ConfigReader:
             )
 
         return self._read_vector(name)
-
-    def _eos_token_ids(self) -> list[int]:
-        """The ids of the end of text, of turn and of message, each of which ends a completion."""
-        metadata = self._header.metadata
-        ids: list[int] = []
-        for key in (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")):
-            token_id = metadata.get(key, 0)
-            if type(token_id) is not int:
-                raise ModelLoadError(f"{self._location}: {key}={short_repr(token_id)}: expected a token id")
-
-            if key in metadata and token_id not in ids:
-                ids.append(token_id)
-
-        return ids
 
 
 def _quotient(size: object, count: object) -> int | None:
