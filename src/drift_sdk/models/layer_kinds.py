@@ -8,7 +8,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.models.rope import Rope, rope_from_hf
+from drift_sdk.models.rope import Rope
+from drift_sdk.models.rope_config import rope_from_hf
 from drift_sdk.models.settings import MAX_CONTEXT, read_bool, read_int
 
 __all__ = ["LayerKinds", "layer_kinds_from_hf"]
