@@ -14,6 +14,7 @@ from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.models.experts_config import ExpertsConfig, experts_from_hf, mlp_layers
 from drift_sdk.models.layer_kinds import layer_kinds_from_hf
 from drift_sdk.models.rope import Rope
+from drift_sdk.models.rope_config import check_rope_fields
 from drift_sdk.models.settings import MAX_CONTEXT, MAX_SIZE, read_bool, read_int, read_number
 from drift_sdk.models.text_part import text_settings
 from drift_sdk.quantised.scheme import METHODS, Scheme, config_scheme, quantisation_settings
@@ -176,6 +177,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
         config = text_settings(config)
         family = _family(config)
         given = {name: value for name, value in config.items() if value is not None or name in NULLABLE}
+        check_rope_fields(given)
         config = DEFAULTS.get(family, {}) | given
         _check_options(config)
         quantisation = _quantisation(config, family)

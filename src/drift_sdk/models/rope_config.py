@@ -18,7 +18,7 @@ from drift_sdk.models.rope import (
 )
 from drift_sdk.models.settings import MAX_CONTEXT, read_bool, read_number
 
-__all__ = ["rope_from_hf"]
+__all__ = ["check_rope_fields", "rope_from_hf"]
 
 DEFAULT_THETA = 10_000.0
 # Allowed ranges. Beyond them, frequencies in float32 would be zero, infinite or NaN.
@@ -27,6 +27,38 @@ FACTORS = (1e-6, 1e30)
 MAGNITUDES = (1e-3, 1e3)
 IN_ROPE = " in the rope settings"
 LONG_ROPE_TYPES = ("longrope", "su")  # "su": the first files of Phi-3
+FIELDS = ("rope_parameters", "rope_scaling")
+BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
+"""Settings of `rope_parameters` that older files have outside `rope_scaling`."""
+
+
+def check_rope_fields(config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError if `rope_parameters` and `rope_scaling` of a config.json contradict each other:
+    transformers takes the second then, other readers the first."""
+    parameters, scaling = (config.get(name) for name in FIELDS)
+    if parameters in (None, {}) or scaling in (None, {}):
+        return
+
+    # In a file with a set for each kind of layer, `rope_scaling` is that of the full ones.
+    is_nested = isinstance(parameters, Mapping) and isinstance(parameters.get("full_attention"), Mapping)
+    if not _are_same(parameters["full_attention"] if is_nested else parameters, scaling):
+        found = ", ".join(f"{name}={short_repr(config[name])}" for name in FIELDS)
+        raise ModelLoadError(f"config: {found}: expected one of them, or the same settings in both")
+
+
+def _are_same(parameters: object, scaling: object) -> bool:
+    if not isinstance(parameters, Mapping) or not isinstance(scaling, Mapping):
+        return False
+
+    rotations = [
+        {name: value for name, value in settings.items() if value is not None and name != "type"}
+        | {"rope_type": _first_given(settings, "rope_type", "type") or "default"}
+        for settings in (parameters, scaling)
+    ]
+    for name in BESIDE_SCALING:
+        if any(name not in rotation for rotation in rotations):
+            rotations = [{key: rotation[key] for key in rotation if key != name} for rotation in rotations]
+    return rotations[0] == rotations[1]
 
 
 def rope_from_hf(
