@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
+from drift_sdk import EngineConfig, inspect
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.rope import LinearScaling, YarnScaling
@@ -81,3 +85,49 @@ def test_default_rope_settings_contradict_nothing() -> None:
         "rope_parameters": PLAIN,
     }
     assert DecoderConfig.from_hf(given).ropes[0].scaling is None
+
+
+@pytest.mark.parametrize(
+    "context, yarn, expected",
+    [
+        (40_960, YARN, 131_072),  # Qwen3's card adds YaRN and nothing else
+        (32_768, YARN, 131_072),  # and so does Qwen2.5's
+        (131_072, YARN, 131_072),
+        (200_000, YARN, 200_000),
+        (40_960, {"rope_type": "yarn", "factor": 2.5}, 102_400),
+        (131_072, YARN | {"factor": None}, 131_072),
+        (40_960, YARN | {"factor": 1e30}, 2**31 - 1),
+        (40_960, LINEAR, 40_960),
+    ],
+)
+def test_context_with_yarn(context: int, yarn: dict[str, Any], expected: int) -> None:
+    config = DecoderConfig.from_hf(QWEN3 | {"max_position_embeddings": context, "rope_scaling": yarn})
+    assert config.max_position_embeddings == expected
+
+
+def test_yarn_without_the_context_of_pretraining_equals_transformers() -> None:
+    """It is `max_position_embeddings`."""
+    given = QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 2.5}}
+    theirs = transformers.Qwen3Config(**copy.deepcopy(given))
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 40_960
+    rotary = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding(theirs)
+    (rope,) = DecoderConfig.from_hf(given).ropes
+    assert torch.equal(rope.frequencies(), rotary.inv_freq) and rope.magnitude == rotary.attention_scaling
+
+
+def test_window_within_the_context_that_yarn_reaches() -> None:
+    switch = {"use_sliding_window": True, "sliding_window": 50_000, "max_window_layers": 1}
+    assert DecoderConfig.from_hf(QWEN3 | switch).windows == (None, None)
+    assert DecoderConfig.from_hf(QWEN3 | switch | {"rope_scaling": YARN}).windows == (None, 50_000)
+
+
+def test_max_model_len_with_yarn(tmp_path: Path) -> None:
+    """As docs/models.md says: the config of Qwen3, and what its card adds."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"rope_scaling": YARN}))
+    fields: dict[str, Any] = {"device": "cpu", "load": "random", "max_num_seqs": 1}
+    for max_model_len in (None, 131_072):
+        info = inspect(tmp_path, EngineConfig(max_model_len=max_model_len, **fields))
+        assert (info.is_supported, info.context, info.max_model_len) == (True, 131_072, 131_072)
+
+    info = inspect(tmp_path, EngineConfig(max_model_len=131_073, **fields))
+    assert "expected at most the model's context of 131072" in info.reasons[0]

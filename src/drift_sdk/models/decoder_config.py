@@ -15,7 +15,7 @@ from drift_sdk.models.experts_config import ExpertsConfig, experts_from_hf, mlp_
 from drift_sdk.models.layer_kinds import layer_kinds_from_hf
 from drift_sdk.models.rope import Rope
 from drift_sdk.models.rope_config import check_rope_fields
-from drift_sdk.models.settings import MAX_CONTEXT, MAX_SIZE, read_bool, read_int, read_number
+from drift_sdk.models.settings import MAX_SIZE, read_bool, read_int, read_number
 from drift_sdk.models.text_part import text_settings
 from drift_sdk.quantised.scheme import METHODS, Scheme, config_scheme, quantisation_settings
 
@@ -100,7 +100,6 @@ Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 MULTIPLIERS = (1e-6, 1e6)
-MIN_CONTEXT = 2  # one token of a prompt and one generated token
 MAX_EPS = 1.0
 
 
@@ -108,7 +107,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     """Shapes and options of a decoder.
 
     intermediate_size:        width of the MLP.
-    max_position_embeddings:  the model's context, in tokens.
+    max_position_embeddings:  the model's context, in tokens: that of the config, or more with YaRN.
     has_qk_norm:              queries and keys are normalised per head before the rotation.
     is_head_tied:             the output head is the embedding.
     windows:                  for each layer, the number of keys that a row sees at most, its own included;
@@ -194,9 +193,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=read_int(
-                config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT
-            ),
+            max_position_embeddings=kinds.context,
             rms_norm_eps=read_number(config, "rms_norm_eps", 1e-6, ge=0.0, le=MAX_EPS),
             has_qkv_bias=has_attention_bias or family == "qwen2",
             has_output_bias=has_attention_bias,

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.models.rope import Rope
+from drift_sdk.models.rope import Rope, YarnScaling
 from drift_sdk.models.rope_config import rope_from_hf
-from drift_sdk.models.settings import MAX_CONTEXT, read_bool, read_int
+from drift_sdk.models.settings import MAX_CONTEXT, MIN_CONTEXT, read_bool, read_int
 
 __all__ = ["LayerKinds", "layer_kinds_from_hf"]
 
@@ -23,11 +23,16 @@ SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 
 
 class LayerKinds(Struct, frozen=True, kw_only=True):
-    """Fields `windows`, `ropes` and `layer_ropes` of a DecoderConfig."""
+    """Fields `windows`, `ropes` and `layer_ropes` of a DecoderConfig.
+
+    context: the model's context, in tokens. With YaRN it is what the scaling reaches, also if the config's
+             `max_position_embeddings` is less: model cards that add YaRN leave it as it is.
+    """
 
     windows: tuple[int | None, ...]
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int | None, ...]
+    context: int
 
 
 def layer_kinds_from_hf(
@@ -51,13 +56,20 @@ def layer_kinds_from_hf(
     ]
     ropes = tuple(dict.fromkeys(rope for rope in used if rope is not None))
     # A window that the model's context never fills has no effect.
-    context = read_int(config, "max_position_embeddings", le=MAX_CONTEXT)
+    context = read_int(config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT)
+    context = max([context, *map(_reach, ropes)])
     effective = window if window is not None and window < context else None
     return LayerKinds(
         windows=tuple(effective if kind == "sliding_attention" else None for kind in types),
         ropes=ropes,
         layer_ropes=tuple(None if rope is None else ropes.index(rope) for rope in used),
+        context=context,
     )
+
+
+def _reach(rope: Rope) -> int:
+    """Tokens that a scaling of the rotation reaches, where it says so."""
+    return rope.scaling.context if isinstance(rope.scaling, YarnScaling) else 0
 
 
 def _window(config: Mapping[str, Any], family: str) -> int | None:

@@ -94,12 +94,14 @@ class YarnScaling(Struct, frozen=True, kw_only=True):
     `magnitude`.
 
     first, last: indices of pairs, which need not be whole numbers.
+    context:     tokens that the scaling reaches: `factor` times the context of pretraining.
     """
 
     factor: float
     first: float
     last: float
     magnitude: float
+    context: int
 
     def frequencies(self, periods: torch.Tensor) -> torch.Tensor:
         """Scaled frequencies [rotary_dim / 2], from the positions per radian of each pair."""

@@ -215,6 +215,7 @@ def _yarn_scaling(
             le=MAGNITUDES[1],
             place=IN_ROPE,
         ),
+        context=int(min(factor * context, MAX_CONTEXT)),
     )
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
 
-__all__ = ["MAX_CONTEXT", "MAX_SIZE", "read_bool", "read_int", "read_number"]
+__all__ = ["MAX_CONTEXT", "MAX_SIZE", "MIN_CONTEXT", "read_bool", "read_int", "read_number"]
 
 # Far beyond any model, but small enough that all tensors can be listed and sizes multiplied.
 MAX_SIZE = 2**24
 MAX_CONTEXT = 2**31 - 1
+MIN_CONTEXT = 2  # one token of a prompt and one generated token
 
 
 def read_int(
