@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ GEMMA3 = QWEN3 | {
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 8.0}
+MAGNITUDE = 0.1 * math.log(4) + 1  # of YARN
 PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
 
 
@@ -131,3 +133,41 @@ def test_max_model_len_with_yarn(tmp_path: Path) -> None:
 
     info = inspect(tmp_path, EngineConfig(max_model_len=131_073, **fields))
     assert "expected at most the model's context of 131072" in info.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "extra, magnitude",
+    [
+        ({}, MAGNITUDE),
+        ({"attn_factor": 0.8782488562869419}, 1.0),  # DeepSeek-R1-0528-Qwen3-8B
+        ({"attn_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0}, (0.1 * math.log(4) + 0.5) / MAGNITUDE),
+        ({"attn_factor": 0.5, "attention_factor": 1.25}, 1.25),
+    ],
+)
+def test_magnitude_of_yarn(extra: dict[str, Any], magnitude: float) -> None:
+    (rope,) = DecoderConfig.from_hf(QWEN3 | {"rope_scaling": YARN | extra}).ropes
+    assert rope.magnitude == pytest.approx(magnitude)
+
+
+def test_attn_factor_out_of_range() -> None:
+    with pytest.raises(ModelLoadError, match="attn_factor=0 in the rope settings: expected a number from"):
+        DecoderConfig.from_hf(QWEN3 | {"rope_scaling": YARN | {"attn_factor": 0}})
+
+
+def test_settings_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    yarn = YARN | {"finetuned": True, "extrapolation_factor": 0.5, "attn_factor": 1.0, "beta_fast": 32}
+    for config in (
+        QWEN3 | {"rope_scaling": yarn},
+        GEMMA3 | {"rope_parameters": _nested(LINEAR | {"finetuned": 1}) | {"extrapolation_factor": 2}},
+    ):
+        caplog.clear()
+        DecoderConfig.from_hf(config)
+        assert caplog.messages == [
+            "the config has rope settings without effect: ['extrapolation_factor', 'finetuned']"
+        ]
+
+
+def test_known_settings_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    DecoderConfig.from_hf(GEMMA3 | {"rope_parameters": _nested(LINEAR), "rope_scaling": LINEAR})
+    DecoderConfig.from_hf(QWEN3 | {"rope_parameters": YARN | {"mscale": 1.0, "truncate": False}})
+    assert caplog.messages == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,12 +31,28 @@ LONG_ROPE_TYPES = ("longrope", "su")  # "su": the first files of Phi-3
 FIELDS = ("rope_parameters", "rope_scaling")
 BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 """Settings of `rope_parameters` that older files have outside `rope_scaling`."""
+READ = (
+    *("rope_type", "type", "factor", "factors", "original_max_position_embeddings", *BESIDE_SCALING),
+    *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor"),
+    *("attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("full_attention", "sliding_attention"),
+)
+"""Settings that some kind of rotation has."""
+
+log = logging.getLogger("drift_sdk")
 
 
 def check_rope_fields(config: Mapping[str, Any]) -> None:
     """Raise ModelLoadError if `rope_parameters` and `rope_scaling` of a config.json contradict each other:
-    transformers takes the second then, other readers the first."""
+    transformers takes the second then, other readers the first.
+
+    Logs a warning that names settings which no rotation has: they have no effect.
+    """
     parameters, scaling = (config.get(name) for name in FIELDS)
+    unread = sorted(_unread(parameters) | _unread(scaling))
+    if unread:
+        log.warning("the config has rope settings without effect: %s", short_repr(unread))
+
     if parameters in (None, {}) or scaling in (None, {}):
         return
 
@@ -44,6 +61,15 @@ def check_rope_fields(config: Mapping[str, Any]) -> None:
     if not _are_same(parameters["full_attention"] if is_nested else parameters, scaling):
         found = ", ".join(f"{name}={short_repr(config[name])}" for name in FIELDS)
         raise ModelLoadError(f"config: {found}: expected one of them, or the same settings in both")
+
+
+def _unread(settings: object) -> set[str]:
+    """Names of settings that no rotation has, also of those for each kind of layer."""
+    if not isinstance(settings, Mapping):
+        return set()
+
+    tables = [settings, *(inner for inner in settings.values() if isinstance(inner, Mapping))]
+    return {name for table in tables for name in table if name not in READ}
 
 
 def _are_same(parameters: object, scaling: object) -> bool:
@@ -180,7 +206,8 @@ def _yarn_scaling(
     config: Mapping[str, Any], settings: Mapping[str, Any], rotary_dim: int, theta: float
 ) -> YarnScaling:
     """YaRN's scaling. `first` is the pair that turns beta_fast times over the context of pretraining, `last`
-    that which turns beta_slow times."""
+    that which turns beta_slow times. Without `attention_factor`, the magnitude is that of the factor, times
+    `attn_factor`, as in vLLM."""
     context = _original_context(config, settings, ge=2)
     whole = read_number(config, "max_position_embeddings", ge=2, le=MAX_CONTEXT)
     low, high = FACTORS
@@ -210,7 +237,7 @@ def _yarn_scaling(
         magnitude=read_number(
             settings,
             "attention_factor",
-            _yarn_magnitude(settings, factor),
+            _yarn_magnitude(settings, factor) * _magnitude(settings, "attn_factor"),
             ge=MAGNITUDES[0],
             le=MAGNITUDES[1],
             place=IN_ROPE,
@@ -227,6 +254,10 @@ def _yarn_magnitude(settings: Mapping[str, Any], factor: float) -> float:
     ]
     magnitudes = [0.1 * weight * math.log(max(factor, 1.0)) + 1.0 for weight in (*weights, 1.0)]
     return magnitudes[0] / magnitudes[1] if all(weights) else magnitudes[2]
+
+
+def _magnitude(settings: Mapping[str, Any], name: str) -> float:
+    return read_number(settings, name, 1.0, ge=MAGNITUDES[0], le=MAGNITUDES[1], place=IN_ROPE)
 
 
 def _original_context(config: Mapping[str, Any], settings: Mapping[str, Any], *, ge: int) -> int:
