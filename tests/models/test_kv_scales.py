@@ -193,6 +193,34 @@ def test_scales_of_some_layers_are_refused(layer: int, plain: Path, tmp_path: Pa
     assert inspect(tmp_path, CONFIG.replace(kv_dtype=None)).is_supported
 
 
+@pytest.mark.parametrize("part", ["attn.k_scale", "kv_cache.v_scale", "qkv_proj.kv_scale"])
+@pytest.mark.parametrize("known", [(), PAIR], ids=["alone", "beside known ones"])
+def test_scales_of_unknown_names_are_refused(
+    part: str, known: tuple[str, ...], plain: Path, tmp_path: Path
+) -> None:
+    source = source_of(plain, tmp_path, dict.fromkeys((*known, part), torch.ones(1)))
+    expected = f"model.safetensors: tensor model.layers.0.self_attn.{part} is a scale of the KV cache, "
+    with pytest.raises(ModelLoadError, match=f"{expected}expected one of self_attn.k_scale, self_attn.v_sca"):
+        load(source)
+    (reason,) = inspect(tmp_path, CONFIG).reasons
+    assert expected in reason
+    assert inspect(tmp_path, CONFIG.replace(kv_dtype=None)).is_supported
+
+
+@pytest.mark.parametrize("settings", [COMPRESSED, None], ids=["quantised", "not quantised"])
+@pytest.mark.parametrize(("part", "changed"), [("k_proj.k_scale", 0.5), ("v_proj.output_scale", 3.0)])
+def test_scales_that_contradict_each_other_are_refused(
+    part: str, changed: float, settings: dict[str, Any] | None, plain: Path, tmp_path: Path
+) -> None:
+    own = {"k_scale": torch.tensor(0.25), "v_scale": torch.tensor([0.75] * NUM_KV_HEADS)}
+    repeated = own[f"{part[0]}_scale"].reshape(-1)[:1].clone()
+    found = load(source_of(plain, tmp_path, own | {part: repeated}, settings)).weights.kv_scales
+    assert found is not None and found.keys[1].tolist() == [0.5] * NUM_KV_HEADS
+    expected = f"{part} differs from tensor model.layers.0.self_attn.{part[0]}_scale, expected equal scales"
+    with pytest.raises(ModelLoadError, match=expected):
+        load(source_of(plain, tmp_path, own | {part: torch.tensor([changed])}, settings))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -23,6 +23,8 @@ KV_SCALES = (
 """Names of the scales of keys and values behind that of a layer's attention, by the tools that write them:
 compressed-tensors and AutoFP8, ModelOpt, older releases of the first two."""
 ENDS = tuple(f".self_attn.{part}" for pair in KV_SCALES for part in pair)
+LAST_PARTS = ("k_scale", "v_scale", "kv_scale")
+"""The last part of the names of tensors that are scales of the KV cache, and of nothing else."""
 
 KV_SCALE_RANGE = (2.0**-64, 2.0**64)
 
@@ -34,10 +36,21 @@ def has_kv_scales(names: Collection[str]) -> bool:
 
 def check_kv_scales(tensors: StoredSource, num_layers: int, num_kv_heads: int) -> None:
     """Raise ModelLoadError naming file and tensor if headers show that scales are missing for some layers or
-    cannot be read."""
-    for part in dict.fromkeys(_parts(tensors, num_layers)):
+    cannot be read, for scales of unknown names, and if scales of two pairs of names differ."""
+    for name in tensors.names():
+        if name.rpartition(".")[2] in LAST_PARTS and not name.endswith(ENDS):
+            raise ModelLoadError(
+                f"{tensors.file(name)}: tensor {name} is a scale of the KV cache, expected one of "
+                f"{', '.join(end.lstrip('.') for end in dict.fromkeys(ENDS))} in its layer"
+            )
+
+    pairs = _pairs(tensors, num_layers)
+    for part in dict.fromkeys(pairs[0] if pairs else ()):
         for layer in range(num_layers):
             _check_layer(tensors, layer, part, num_kv_heads)
+    for other in pairs[1:]:
+        for layer in range(num_layers):
+            _check_same(tensors, layer, pairs[0], other, num_kv_heads)
 
 
 def read_kv_scales(
@@ -45,21 +58,39 @@ def read_kv_scales(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Scales of keys and of values, float32 [num_layers, num_kv_heads] each; None without. Raises
     ModelLoadError naming file and tensor."""
-    found = [
+    pairs = _pairs(tensors, num_layers)
+    if not pairs:
+        return None
+
+    keys, values = (
         torch.stack([_read_layer(tensors, layer, part, num_kv_heads) for layer in range(num_layers)])
-        for part in _parts(tensors, num_layers)
-    ]
-    return (found[0], found[1]) if found else None
+        for part in pairs[0]
+    )
+    return keys, values
 
 
-def _parts(tensors: StoredSource, num_layers: int) -> tuple[str, ...]:
-    """The names of both scales, a pair of KV_SCALES; empty if no layer has them."""
+def _pairs(tensors: StoredSource, num_layers: int) -> list[tuple[str, str]]:
+    """The pairs of KV_SCALES that some layer has tensors of; the first is read."""
     names = tensors.names()
-    for pair in KV_SCALES:
-        if any(f"{_attention(layer)}.{part}" in names for layer in range(num_layers) for part in pair):
-            return pair
+    return [
+        pair
+        for pair in KV_SCALES
+        if any(f"{_attention(layer)}.{part}" in names for layer in range(num_layers) for part in pair)
+    ]
 
-    return ()
+
+def _check_same(
+    tensors: StoredSource, layer: int, pair: tuple[str, str], other: tuple[str, str], num_kv_heads: int
+) -> None:
+    """Raise ModelLoadError for scales of a layer in `other` that differ from those in `pair`."""
+    stored = StoredTensors(tensors, _attention(layer), CPU)
+    for part, repeated in zip(pair, other, strict=True):
+        if stored.has(repeated) and not torch.equal(
+            *(_read_layer(tensors, layer, each, num_kv_heads) for each in (part, repeated))
+        ):
+            raise ModelLoadError(
+                f"{stored.place(repeated)} differs from tensor {stored.prefix}.{part}, expected equal scales"
+            )
 
 
 def _check_layer(tensors: StoredSource, layer: int, part: str, num_kv_heads: int) -> StoredTensors:
