@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+import transformers
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from model_zoo import make_model
 
@@ -246,4 +247,18 @@ def test_eos_token_ids(folder: Path) -> None:
     assert eos_token_ids(resolve(folder), 100) == ()
     write("config.json", eos_token_id="x")
     with pytest.raises(ModelLoadError, match=f"{folder}: config: eos_token_id='x'"):
+        eos_token_ids(resolve(folder), 100)
+
+
+def test_eos_token_ids_of_a_text_part(folder: Path) -> None:
+    """Those outside of it come first, as in transformers."""
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    part: dict[str, object] = {"text_config": {"eos_token_id": [1, 6]}}
+    for outer, expected in (({}, (1, 6)), ({"eos_token_id": None}, (1, 6)), ({"eos_token_id": 2}, (2,))):
+        (folder / "config.json").write_text(json.dumps(part | outer))
+        assert eos_token_ids(resolve(folder), 100) == expected
+        theirs = transformers.GenerationConfig.from_model_config(part | outer).eos_token_id
+        assert theirs == (list(expected) if len(expected) > 1 else expected[0])
+    (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": True}}))
+    with pytest.raises(ModelLoadError, match="text_config: eos_token_id=True: expected token ids"):
         eos_token_ids(resolve(folder), 100)

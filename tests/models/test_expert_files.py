@@ -16,7 +16,7 @@ from model_zoo import save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.source import resolve
+from drift_sdk.loading.source import eos_token_ids, resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.experts import QuantisedMatrices
@@ -143,6 +143,18 @@ def test_rotation_of_gpt_oss() -> None:
     # The defaults of gpt-oss are those of its files.
     fewer = {name: value for name, value in GPT_OSS.items() if name not in ("rope_theta", "rope_scaling")}
     assert DecoderConfig.from_hf(fewer | {"num_hidden_layers": 2}) == config
+
+
+def test_ends_of_original_files(tmp_path: Path) -> None:
+    """Those of generation_config.json of gpt-oss-20b, as long as the vocabulary is that of gpt-oss."""
+    marks = {"experts_per_token": 4, "initial_context_length": 4096, "rope_ntk_alpha": 1}
+    for vocab_size, ends, expected in (
+        (201_088, {}, (200_002, 199_999, 200_012)),
+        (201_088, {"eos_token_id": 7}, (7,)),
+        (300, {}, ()),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(marks | {"vocab_size": vocab_size} | ends))
+        assert eos_token_ids(resolve(tmp_path), vocab_size) == expected
 
 
 def test_original_files_equal_those_of_hugging_face(quantised: Path, tmp_path: Path) -> None:

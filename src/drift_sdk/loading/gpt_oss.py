@@ -26,6 +26,10 @@ ROPE_SETTINGS = {
 MARKS = ("experts_per_token", "initial_context_length", "rope_ntk_alpha")
 """Settings that no config.json of Hugging Face has together."""
 
+VOCAB_SIZE = 201_088
+ENDS = [200_002, 199_999, 200_012]
+"""The ids of "<|return|>", "<|endoftext|>" and "<|call|>" in the vocabulary of all gpt-oss models."""
+
 MODULES = {"embedding": "model.embed_tokens", "norm": "model.norm", "unembedding": "lm_head"}
 LAYER_MODULES = {
     "attn.norm": "input_layernorm",
@@ -53,7 +57,8 @@ def is_original(settings: Mapping[str, Any]) -> bool:
 def hf_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that Hugging Face's config.json of the same model has.
 
-    Original files do not state the context, which is that of all gpt-oss models.
+    Original files do not state the context, which is that of all gpt-oss models, nor the tokens that end an
+    answer, which follow from their vocabulary.
     """
     ropes = {name: settings[old] for old, name in ROPE_SETTINGS.items() if settings.get(old) is not None}
     kept = {
@@ -61,13 +66,18 @@ def hf_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
         if name not in ROPE_SETTINGS
     }
-    return kept | {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "rope_scaling": {"rope_type": "yarn", "truncate": False, **ropes},
-        "quantization_config": {"quant_method": "mxfp4"},
-        "has_fused_projections": True,
-    }
+    ends = {"eos_token_id": ENDS} if settings.get("vocab_size") == VOCAB_SIZE else {}
+    return (
+        ends
+        | kept
+        | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "rope_scaling": {"rope_type": "yarn", "truncate": False, **ropes},
+            "quantization_config": {"quant_method": "mxfp4"},
+            "has_fused_projections": True,
+        }
+    )
 
 
 class OriginalTensors:

@@ -360,13 +360,15 @@ def name_role(role: Role) -> Iterator[None]:
 
 def eos_token_ids(source: Source, vocab_size: int) -> tuple[int, ...]:
     """The ids below `vocab_size` that end a completion: those of generation_config.json, else those of the
-    config. Empty if neither names any.
+    config, else those of the text part in it. Empty if none names any.
 
     Raises ModelLoadError for a value that is no token id or list of them, and if every named id is
     `vocab_size` or above.
     """
-    for name, settings in (("generation_config", source.generation_config), ("config", source.config)):
-        if settings.get("eos_token_id") is not None:
+    text = source.config.get("text_config")
+    places = {"generation_config": source.generation_config, "config": source.config, "text_config": text}
+    for name, settings in places.items():
+        if isinstance(settings, Mapping) and settings.get("eos_token_id") is not None:
             place = f"{source.path}: {name}"
             ids = _ids(place, settings)
             # A padded or trimmed vocabulary leaves ids that cannot be generated.
