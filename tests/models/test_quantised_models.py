@@ -131,6 +131,52 @@ def test_stored_weights_compute_as_their_numbers(
     assert torch.equal(logits(expanded), expected)
 
 
+def add_biases(folder: Path) -> int:
+    """Write a bias of zeros beside each matrix of codes, as older GPTQ tools did; return their number."""
+    tensors = load_file(folder / "model.safetensors")
+    biases = {
+        name.replace("qweight", "bias"): torch.zeros(codes.shape[1], dtype=torch.float16)
+        for name, codes in tensors.items()
+        if name.endswith(".qweight")
+    }
+    save_file(tensors | biases, folder / "model.safetensors", {"format": "pt"})
+    return len(biases)
+
+
+@pytest.mark.parametrize("model, kind", [(TIED, "gptq"), (PHI3, "gptq, symmetric"), (QWEN3_MOE, "gptq")])
+def test_gptq_with_biases_of_zeros(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, model: int | str, kind: str
+) -> None:
+    ignored = (*NO_VOCABULARY, "mlp.gate.")
+    write_checkpoint(model_folder(model), kind, tmp_path / "quantised", tmp_path / "twin", ignored=ignored)
+    assert add_biases(tmp_path / "quantised") > 3
+    expected = logits(load(tmp_path / "twin"))
+    forms: tuple[WeightForm, ...] = ("stored", "expanded")
+    for form in forms:
+        assert torch.equal(logits(load(tmp_path / "quantised", form)), expected)
+
+
+@pytest.mark.parametrize(
+    "kind, bias",
+    [
+        ("gptq", torch.tensor([0.0] * 71 + [1e-4])),
+        ("gptq", torch.full((72,), torch.nan)),
+        ("gptq", torch.zeros(71)),
+        ("gptq", torch.zeros(72, 1)),
+        ("awq", torch.zeros(72)),
+    ],
+)
+def test_biases_that_are_not_of_the_model_are_refused(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, kind: str, bias: torch.Tensor
+) -> None:
+    write_checkpoint(model_folder(TIED), kind, tmp_path / "quantised", tmp_path / "twin")
+    tensors = load_file(tmp_path / "quantised" / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.bias"] = bias
+    save_file(tensors, tmp_path / "quantised" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="model.layers.1.self_attn.o_proj.bias of shape .* is not part"):
+        load(tmp_path / "quantised")
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_gguf_blocks_compute_as_their_numbers(tmp_path: Path, name: str) -> None:
     """The files of Llama have the rows of query and key projections in another order."""

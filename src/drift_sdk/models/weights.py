@@ -19,6 +19,7 @@ from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScales, KVScaleSource, load_kv_scales
 from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, MatrixReader, WeightForm, quantised_bytes
 from drift_sdk.models.tied_head import EMBEDDING, HEAD, check_tied_head
+from drift_sdk.models.zero_biases import zero_biases
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
@@ -231,6 +232,8 @@ def check_tensors(config: DecoderConfig, tensors: TensorSource, kv_form: KVForm 
         extra.remove(HEAD)
         places[HEAD] = places[EMBEDDING]
 
+    biases = zero_biases(config, tensors, places, extra)
+    extra = [name for name in extra if name not in biases]
     if extra:
         found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this model"
         hint = _hint(config, extra[0], names)
