@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,27 @@ def test_drafts_are_quantised_at_load(
     features = torch.randn((5, plain.config.target_hidden_size * len(plain.aux_layers)))
     fused = quantised.fuse(features.chunk(len(plain.aux_layers), dim=1), features)
     assert fused.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "size, name, columns",
+    [
+        ({"intermediate_size": 37}, "layers.0.mlp.down_proj.weight", 37),
+        ({"hidden_size": 63}, "lm_head.weight", 63),
+    ],
+)
+def test_odd_columns_of_drafts_cannot_be_int4(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, size: dict[str, int], name: str, columns: int
+) -> None:
+    target = load(model_folder(UNTIED))
+    make_draft("specforge", tmp_path, model_folder(UNTIED))
+    file = tmp_path / "config.json"
+    settings = {"target_hidden_size": target.config.hidden_size} | json.loads(file.read_text())
+    file.write_text(json.dumps(settings | size))
+    DraftDecoder.load_random(str(tmp_path), target, form="fp8")
+    expected = f"tensor {name} has {columns} columns, an odd number: expected draft_weights other than .int4"
+    with pytest.raises(ModelLoadError, match=expected):
+        DraftDecoder.load_random(str(tmp_path), target, form="int4")
 
 
 @pytest.mark.parametrize("variant", ["ids only", "final hidden"])

@@ -11,7 +11,7 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import OFFSETS, PROPOSABLE
 from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
+from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, WeightForm
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
 from drift_sdk.quantised.weight import Matrix, take_rows
 
@@ -92,7 +92,8 @@ def load_draft_weights(
     none; of the head, only the rows of `target_ids`.
 
     Raises ModelLoadError naming tensor, file, found and expected shape for a tensor that is missing,
-    unexpected, misshapen or not finite, and if there is not enough memory.
+    unexpected, misshapen or not finite, of an odd number of columns for "int4", and if there is not enough
+    memory.
     """
     _check_names(config, tensors)
     reader = _Reader(tensors, target.final_norm, form)
@@ -145,7 +146,15 @@ class _Reader:
         return tensor
 
     def read_matrix(self, *names: str) -> Matrix:
-        """One matrix of the rows of several tensors."""
+        """One matrix of the rows of several tensors; ModelLoadError naming the first for a number of columns
+        that the form cannot have."""
+        num_columns = self._tensors.shape(names[0])[-1]
+        if self._form in PAIRED and num_columns % 2:
+            found = f"tensor {names[0]} has {num_columns} columns, an odd number"
+            raise ModelLoadError(
+                f'{self._tensors.file(names[0])}: {found}: expected draft_weights other than "{self._form}"'
+            )
+
         parts = [self.read(name) for name in names]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         quantise = QUANTISERS.get(self._form)
