@@ -18,6 +18,7 @@ from decoder_parity import (
     random_tokens,
     shuffled_blocks,
 )
+from family_zoo import StateTensors, draw_model
 from model_zoo import NUM_MODELS, make_model
 from tolerances import assert_near
 from transformers.models.llama import modeling_llama
@@ -25,6 +26,7 @@ from transformers.models.llama import modeling_llama
 from drift_sdk.models import decoder as decoder_module
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
 
 NUM_DECODE_STEPS = 8
@@ -71,6 +73,21 @@ def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
         expected, _ = modeling_llama.apply_rotary_pos_emb(x[None], x[None], *theirs, unsqueeze_dim=2)
         tables = rotary_tables(positions, inverse_frequencies(24, 10_000.0, None), dtype)
         assert torch.equal(rotate(x, *tables), expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gemma3", "granite"])
+def test_embeddings_round_as_transformers(family: str, dtype: torch.dtype) -> None:
+    """transformers rounds the multiplier of Gemma alone. 10.3 is no number of bfloat16."""
+    changes = {"embedding_multiplier": 10.3} if family == "granite" else {}
+    model = draw_model(family, 3, **changes).to(dtype)
+    config = DecoderConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    decoder = Decoder.load(config, StateTensors(model), device="cpu", dtype=dtype)
+    token_ids = torch.arange(config.vocab_size)
+    expected = model.model.embed_tokens(token_ids)
+    if family == "granite":
+        expected = expected * model.model.embedding_multiplier
+    assert torch.equal(decoder._embed(token_ids), expected)
 
 
 def _rope_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:

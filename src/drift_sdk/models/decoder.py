@@ -32,15 +32,17 @@ class Decoder:
     It owns only weights. The rows of a step and the keys they see are given by an AttentionBatch; keys and
     values are kept in a KVCache.
 
-    embedding_multiplier: the config's, rounded to the model's dtype.
+    embedding_multiplier: the config's, rounded to the model's dtype where the config says so.
     """
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self.config = config
         self.weights = weights
         self._frequencies = [rope.frequencies().to(self.device) for rope in config.ropes]
-        multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype, device="cpu")
-        self.embedding_multiplier = float(multiplier)
+        self.embedding_multiplier = config.embedding_multiplier
+        if config.has_rounded_multiplier:
+            rounded = torch.tensor(config.embedding_multiplier, dtype=self.dtype, device="cpu")
+            self.embedding_multiplier = float(rounded)
 
     @classmethod
     @torch.inference_mode()

@@ -120,7 +120,8 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
                               dtype; else by the weight, after rounding.
     has_post_norms:           the outputs of attention and MLP are normalised before they are added to the
                               residual stream.
-    embedding_multiplier:     embeddings are multiplied by it, rounded to the model's dtype.
+    embedding_multiplier:     embeddings are multiplied by it.
+    has_rounded_multiplier:   embedding_multiplier is rounded to the model's dtype before.
     residual_multiplier:      the outputs of attention and MLP are multiplied by it before they are added.
     logits_divisor:           logits are divided by it.
     has_wide_norms:           all norms multiply by the weight in float32, before rounding.
@@ -155,6 +156,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     has_offset_norms: bool = False
     has_post_norms: bool = False
     embedding_multiplier: float = 1.0
+    has_rounded_multiplier: bool = False
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     has_fused_projections: bool = False
@@ -207,6 +209,7 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
             activation=_activation(config, family),
             has_offset_norms=is_gemma,
             has_post_norms=is_gemma,
+            has_rounded_multiplier=is_gemma,
             has_fused_projections=family == "phi3" or (is_gpt_oss and read_bool(config, FUSED_PROJECTIONS)),
             has_wide_norms=is_gpt_oss,
             has_sinks=is_gpt_oss,
