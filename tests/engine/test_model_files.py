@@ -405,12 +405,16 @@ def defaults_of(folder: Path, settings: dict[str, Any]) -> SamplingParams:
             {"do_sample": True, "temperature": None, "top_k": None, "typical_p": 0.3, "num_beams": 4},
             {"temperature": 1.0},
         ),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),
+        ({"do_sample": True, "top_k": 0, "temperature": 0.6}, {"temperature": 0.6}),
+        ({"top_k": -2, "top_p": 3}, {}),
     ],
 )
 def test_default_params_come_from_generation_config(
-    folder: Path, settings: dict[str, Any], expected: dict[str, Any]
+    folder: Path, settings: dict[str, Any], expected: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert defaults_of(folder, settings) == SamplingParams(**expected)
+    assert "generation_config" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -418,18 +422,35 @@ def test_default_params_come_from_generation_config(
     [
         ("temperature", -1.0, "from 0.0 to 100.0"),
         ("temperature", "hot", "from 0.0 to 100.0"),
-        ("top_k", -1, "from 0"),
+        ("top_k", -2, "from 0"),
         ("top_k", 50.0, "from 0"),
         ("top_p", 0.0, "over 0.0"),
         ("min_p", 1.5, "from 0.0 to 1.0"),
-        ("repetition_penalty", 0, "from 0.01 to 2.0"),
+        ("repetition_penalty", 3.5, "from 0.01 to 2.0"),
         ("max_new_tokens", 0, "from 1"),
+    ],
+)
+def test_default_params_out_of_range_are_ignored(
+    folder: Path, name: str, value: Any, allowed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 7, name: value}
+    expected = {"temperature": 0.5, "top_k": 7}
+    if name in expected:
+        expected[name] = {"temperature": 1.0, "top_k": 0}[name]
+    assert defaults_of(folder, settings) == SamplingParams(**expected)
+    (message,) = [message for message in caplog.messages if "generation_config" in message]
+    assert f"generation_config.json: {name}={value!r} is ignored: expected " in message and allowed in message
+
+
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
         ("do_sample", "yes", "true or false"),
         ("eos_token_id", [1, "2"], "token ids"),
         ("eos_token_id", -1, "token ids"),
     ],
 )
-def test_default_params_out_of_range_are_rejected(folder: Path, name: str, value: Any, allowed: str) -> None:
+def test_wrong_settings_of_generation_are_rejected(folder: Path, name: str, value: Any, allowed: str) -> None:
     settings = {"do_sample": True, name: value}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     opening_fails(folder, "generation_config", f"{name}={value!r}", allowed)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -26,6 +28,10 @@ from drift_sdk.text.tokenizer import Tokenizer
 __all__ = ["Text", "checked", "load_text", "loaded_beside", "model_text"]
 
 log = logging.getLogger("drift_sdk")
+
+UNSAMPLED_PARAMS = {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
+PARAMS = UNSAMPLED_PARAMS | {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+"""Fields of SamplingParams by their names in generation_config.json; the first, those without sampling."""
 
 
 class Text(Struct, frozen=True, kw_only=True):
@@ -141,21 +147,36 @@ def _chat_template(
 
 
 def _default_params(source: Source) -> SamplingParams:
-    """The model's own sampling defaults, from generation_config.json. They are read as transformers reads
-    them, except that a temperature without do_sample turns sampling on too."""
-    settings = {name: value for name, value in source.generation_config.items() if value is not None}
-    does_sample = settings.get("do_sample", "temperature" in settings)
-    names = {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
-    if does_sample:
-        settings.setdefault("temperature", 1.0)
-        names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+    """The model's own sampling defaults, from generation_config.json.
 
+    They are read as transformers reads them, with three exceptions: a temperature without do_sample turns
+    sampling on too; without top_k, none is applied, where transformers keeps 50 tokens; and -1 as top_k means
+    none, as in vLLM. A value that SamplingParams refuses is ignored, and a warning names it.
+    """
     file = source.path / "generation_config.json"
+    settings = {name: value for name, value in source.generation_config.items() if value is not None}
+    if settings.get("top_k") == -1:
+        settings["top_k"] = 0
+    does_sample = settings.get("do_sample", "temperature" in settings)
     if not isinstance(does_sample, bool):
         raise ModelLoadError(f"{file}: do_sample={short_repr(does_sample)}: expected true or false")
 
+    params: dict[str, Any] = {}
+    for name, field in PARAMS.items() if does_sample else UNSAMPLED_PARAMS.items():
+        if name in settings and _is_valid(file, name, field, settings[name]):
+            params[field] = settings[name]
+    if does_sample:
+        params.setdefault("temperature", 1.0)
+    return SamplingParams(**params)
+
+
+def _is_valid(file: Path, name: str, field: str, value: Any) -> bool:
+    """Whether a field of SamplingParams may have a value of a file, where it is called `name`."""
     try:
-        return SamplingParams(**{names[name]: value for name, value in settings.items() if name in names})
+        SamplingParams(**{field: value})
     except RequestError as error:
-        name = next(name for name, field in names.items() if field == error.field)
-        raise ModelLoadError(f"{file}: {name}={short_repr(error.value)}: expected {error.allowed}") from error
+        found = f"{name}={short_repr(error.value)}"
+        log.warning("%s: %s is ignored: expected %s", file, found, error.allowed)
+        return False
+
+    return True
