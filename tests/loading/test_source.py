@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from model_zoo import make_model
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.source import Role, eos_token_ids, resolve
+from drift_sdk.loading.source import Role, Source, eos_token_ids, resolve
 
 
 @pytest.fixture
@@ -207,6 +207,16 @@ def test_wrong_folders_and_files(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text("[1]")
     with pytest.raises(ModelLoadError, match=r"config\.json: not a JSON object"):
         _ = resolve(folder).config
+
+
+def test_folder_that_cannot_be_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def iterdir(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    source = Source(folder)
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(ModelLoadError, match="cannot be listed: Permission denied"):
+        source.weight_files()
 
 
 def test_tokenizer_only_folder(folder: Path) -> None:

@@ -124,11 +124,16 @@ class Source:
         return found
 
     def weight_files(self) -> list[Path]:
-        """The files of weights that are there. Raises ModelLoadError for a broken index or a missing part."""
+        """The files of weights that are there. Raises ModelLoadError for a broken index, a missing part, or a
+        folder that cannot be listed."""
         if self._gguf is not None:
             return self._gguf.files
 
-        names = [file.name for file in self.path.iterdir()]
+        try:
+            names = [file.name for file in self.path.iterdir()]
+        except OSError as error:
+            raise ModelLoadError(f"{self.path}: cannot be listed: {error.strerror}") from error
+
         files = [self.path / name for name in weight_names(names, self.path)]
         return [file for file in files if has_file(file)]
 
