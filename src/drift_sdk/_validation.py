@@ -22,6 +22,7 @@ __all__ = [
     "check_int",
     "check_str",
     "check_str_tuple",
+    "is_unicode",
     "plain_fields",
     "plain_scalar",
     "replace_fields",
@@ -171,11 +172,11 @@ def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: i
         raise error.of(field, value, allowed)
 
     for item in value:
-        if not isinstance(item, str) or not 1 <= len(item) <= max_chars or not _is_unicode(item):
+        if not isinstance(item, str) or not 1 <= len(item) <= max_chars or not is_unicode(item):
             raise error.of(field, item, allowed)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether a string can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()

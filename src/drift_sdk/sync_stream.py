@@ -89,8 +89,8 @@ class SyncStream(Iterator[Chunk]):
         wait: Callable[..., Awaitable[ResultT]],
         *arguments: object,
     ) -> ResultT:
-        """What `wait` returns, which is awaited on the stream's event loop with the stream and arguments; of
-        a request that has ended, what `read` returns here: the event loop may have ended too."""
+        """Await `wait` with the stream and arguments on the stream's event loop, and return its result. Of a
+        request that has ended, return the result of `read`: the event loop may have ended too."""
         check_no_loop()
         updates = updates_of(self._stream)
         try:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 from msgspec import Struct
 from msgspec.structs import fields
 
-from drift_sdk._validation import check_float
+from drift_sdk._validation import check_float, is_unicode
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt
 from drift_sdk.errors import ConfigError, QueueFull, RequestError
 from drift_sdk.results import ToolCall
@@ -54,7 +54,7 @@ class Reply(Struct, frozen=True):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError.of(name, getattr(self, name), "a string")
 
-            if not is_encodable(getattr(self, name)):
+            if not is_unicode(getattr(self, name)):
                 raise ConfigError.of(name, getattr(self, name), "a string without lone surrogates")
 
         calls = self.tool_calls
@@ -260,16 +260,6 @@ def is_made(reply: Reply) -> bool:
         return isinstance(error_of(reply), Exception)
     except TypeError:
         return False
-
-
-def is_encodable(text: str) -> bool:
-    """Whether a text can be written in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-
-    return True
 
 
 def is_exception(value: object) -> TypeGuard[Exception | type[Exception]]:

@@ -63,18 +63,17 @@ def first_output_after_reuse(executor: Executor, *, ends_by_chunk: bool) -> Slot
     return delta.output
 
 
+def graph_executor(decoder: Decoder, limits: ExecutorLimits) -> GraphExecutor:
+    device = GpuDevice(0) if IS_GPU else InterpretedDevice()
+    return GraphExecutor(device, decoder, limits, TunedTable(), GraphOptions(prefill_token_budget=16))
+
+
 @pytest.mark.parametrize("ends_by_chunk", [True, False], ids=["chunk", "row"])
 def test_reused_slot_reports_logprobs_of_its_new_sequence(ends_by_chunk: bool) -> None:
     config = DecoderConfig.from_hf(SHAPES)
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
     expected = first_output_after_reuse(EagerExecutor(decoder, LIMITS), ends_by_chunk=ends_by_chunk)
-    executor = GraphExecutor(
-        GpuDevice(0) if IS_GPU else InterpretedDevice(),
-        decoder,
-        LIMITS,
-        TunedTable(),
-        GraphOptions(prefill_token_budget=16),
-    )
+    executor = graph_executor(decoder, LIMITS)
     found = first_output_after_reuse(executor, ends_by_chunk=ends_by_chunk)
     executor.close()
     assert found.token_ids == expected.token_ids
@@ -112,11 +111,9 @@ def logprobs_of_preempted(executor: Executor) -> tuple[list[tuple[int, int | Non
         if plan is None or scheduler.num_in_flight == 2:
             for delta in scheduler.commit(executor.collect()):
                 if delta.sequence is preempted:
-                    output = delta.output
-                    tops = (
-                        [None] * 9 if output.logprobs is None else [len(each.top) for each in output.logprobs]
-                    )
-                    found.extend(zip(output.token_ids, tops, strict=False))
+                    logprobs = delta.output.logprobs or [None] * len(delta.output.token_ids)
+                    numbers = [None if each is None else len(each.top) for each in logprobs]
+                    found.extend(zip(delta.output.token_ids, numbers, strict=True))
     return found, scheduler.num_preemptions
 
 
@@ -125,13 +122,7 @@ def test_step_of_a_preempted_sequence_has_its_own_logprobs() -> None:
     config = DecoderConfig.from_hf(SHAPES)
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
     expected, num_preemptions = logprobs_of_preempted(EagerExecutor(decoder, limits))
-    executor = GraphExecutor(
-        GpuDevice(0) if IS_GPU else InterpretedDevice(),
-        decoder,
-        limits,
-        TunedTable(),
-        GraphOptions(prefill_token_budget=16),
-    )
+    executor = graph_executor(decoder, limits)
     found, _ = logprobs_of_preempted(executor)
     executor.close()
     assert num_preemptions == 1
