@@ -66,18 +66,15 @@ def hf_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
         if name not in ROPE_SETTINGS
     }
-    ends = {"eos_token_id": ENDS} if settings.get("vocab_size") == VOCAB_SIZE else {}
-    return (
-        ends
-        | kept
-        | {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "rope_scaling": {"rope_type": "yarn", "truncate": False, **ropes},
-            "quantization_config": {"quant_method": "mxfp4"},
-            "has_fused_projections": True,
-        }
-    )
+    if kept.get("vocab_size") == VOCAB_SIZE:
+        kept.setdefault("eos_token_id", ENDS)
+    return kept | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "rope_scaling": {"rope_type": "yarn", "truncate": False, **ropes},
+        "quantization_config": {"quant_method": "mxfp4"},
+        "has_fused_projections": True,
+    }
 
 
 class OriginalTensors:

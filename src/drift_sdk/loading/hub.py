@@ -111,7 +111,7 @@ class HubRepository:
             files = self._listed_files(cache_state)
         except ModelLoadError:
             if cached is not None and is_whole(cached, is_draft=is_draft):
-                return whole(cached)  # it may have no tokenizer on the hub either
+                return whole(cached)  # without the hub, what is cached is taken as it is
             raise
 
         names = [file.name for file in files]

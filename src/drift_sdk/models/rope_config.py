@@ -163,7 +163,7 @@ def _scaling(
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config's table of rope settings, empty if it has none."""
-    given = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
+    given = [config.get(name) for name in FIELDS]
     settings: Any = next((settings for settings in given if settings not in (None, {})), {})
     if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
         raise ModelLoadError(

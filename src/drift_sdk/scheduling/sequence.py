@@ -102,8 +102,8 @@ class Sequence:
         self.max_in_flight_tokens = 0
 
         # Partial verification: most pending rows after the launched steps; the id of the launched step that
-        # has refreshed the sequence's views last, -1: none since its admission; and whether the views hold
-        # all rows since then that are not pending.
+        # has refreshed the sequence's views last, -1: none since its admission; and whether all rounds that
+        # were launched since are rounds over views.
         self.max_pending_tokens = 0
         self.refreshed_in = -1
         self.has_views = False
