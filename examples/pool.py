@@ -33,7 +33,6 @@ async def main(model: str, devices: list[str]) -> None:
     config = EngineConfig(
         max_model_len=512,
         kv_cache_tokens=8192,
-        exact_prefill=True,  # on GPUs: a replay computes prompts with the same bits
         num_threads=1 if devices[0] == "cpu" else None,  # the engines share the cores
     )
     async with EnginePool.on_devices(model, config, devices=devices, routing=Routing(replay=True)) as pool:

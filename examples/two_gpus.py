@@ -12,8 +12,7 @@ PROMPT = "A short history of the printing press:"
 
 
 async def generate(model: str, num_gpus: int) -> Completion:
-    # Prompts of a divided model are computed with exact_prefill; so they are here on one GPU too.
-    config = EngineConfig(tensor_parallel=num_gpus, exact_prefill=True)
+    config = EngineConfig(tensor_parallel=num_gpus)
     async with Engine(model, config) as engine:
         return await engine.generate(PROMPT, SamplingParams(max_tokens=64, ignore_eos=True))
 

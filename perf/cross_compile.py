@@ -237,7 +237,7 @@ def kernels_of(
             factory = NGramDrafterFactory(drafts, (1, 3))
         elif drafts is not None:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), drafts.choices, tree=drafts)
-        options = GraphOptions(prefill_token_budget=512, exact_prefill=drafts is None)
+        options = GraphOptions(prefill_token_budget=512, fast_prompts=drafts is not None)
         table = WatchedTable(element_bytes=dtype.itemsize)
         GraphExecutor(device, decoder, limits, table, options, drafter_factory=factory).close()
     return unique(device.kernels)
@@ -264,7 +264,7 @@ def exchange_kernels(config: DecoderConfig, capability: int, num_gpus: int) -> l
             models.append(
                 GpuModel(device=device, decoder=decoder, tuned=WatchedTable(), drafter_factory=factory)
             )
-        options = GraphOptions(prefill_token_budget=16, exact_prefill=True)
+        options = GraphOptions(prefill_token_budget=16)
         ParallelExecutor(models, limits, options).close()
         kernels = [kernel for device in devices for kernel in device.kernels]
     return unique(kernel for kernel in kernels if kernel.module.startswith(EXCHANGE))

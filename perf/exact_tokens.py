@@ -5,10 +5,10 @@
 
 Requests are greedy and seeded, plain and with penalties, of many lengths, some with common beginnings. Each
 is generated alone first. Then all run together in each mode, and every token is compared with the one
-generated alone. Modes with `exact_prefill` are compared with requests alone with `exact_prefill`, and are
-expected to have no difference; the others show how many tokens the fast prefill changes. A mode that did not
-exercise its subject (no prefix hit, no preemption, no draft accepted) is reported as such. The exit status is
-1 if an exact mode on the graph executor has a difference, or if a mode did not exercise its subject.
+generated alone. No token may differ. The crowd runs once more with `fast_prompts`, beside requests alone with
+it: there tokens have to differ, or the requests could not tell. A mode that did not exercise its subject (no
+prefix hit, no preemption, no draft accepted or none rejected) is reported as such. The exit status is 1 if a
+mode of the graph executor has a difference, or if a mode did not exercise its subject.
 
 Random weights make all tokens nearly equally likely, so the smallest change of a bit shows soon; seeded
 requests sample at low temperatures, which amplify their logits.
@@ -17,13 +17,14 @@ requests sample at low temperatures, which amplify their logits.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -37,17 +38,25 @@ from drift_sdk._kernels.gemm import tuning
 from perf.harness import machine
 from perf.harness.byte_tokenizer import NUM_SPECIAL
 from perf.harness.numbers import at_least
+from perf.harness.oracle import KnownAnswers, oracle_drafts
 from perf.harness.shapes import Model, prepare, prepare_draft
 
 __all__ = ["Conditions", "Mode", "ModeResult", "Report", "main", "make_cases", "modes_of"]
 
 Case = tuple[list[int], SamplingParams]
-Subject = Literal["num_cached_tokens", "num_preemptions", "num_accepted_tokens", "num_cancelled"]
+Subject = Literal[
+    "num_cached_tokens", "num_preemptions", "num_accepted_tokens", "num_rejected_tokens", "num_cancelled"
+]
+DRAFTS: tuple[Subject, ...] = ("num_accepted_tokens", "num_rejected_tokens", "num_cached_tokens")
 NUM_PROMPT_TOKENS = (1, 5, 17, 64, 65, 130, 250, 400, 700)
 NUM_TOKENS = (8, 24, 40)
 SHARED_TOKENS = 192
 """Tokens of a common beginning: three blocks of 64."""
 BLOCK_SIZE = 64
+NUM_DRAFTS = 3
+DRAFT_VOCAB_SIZE = 8
+"""Tokens that the EAGLE-3 head proposes. Some requests favour most of them, so that random drafts are right
+at times."""
 CANCELLED_AFTER = 3
 """Chunks after which a request is cancelled that is there to be cancelled."""
 
@@ -56,9 +65,10 @@ class Mode(Struct, frozen=True, kw_only=True):
     """Conditions under which all requests run together.
 
     fields:     of EngineConfig. is_untuned: without a tuned table.
-    subjects:   fields of EngineStats that must not be 0 afterwards.
+    subjects:   counts of a ModeResult that must not be 0 afterwards.
     repeats:    how often all requests run; from the second time on, prompts are in the prefix cache.
     is_crowded: whether further requests run beside them and are cancelled.
+    has_oracle: whether drafts come from the answers, see perf.harness.oracle.
     """
 
     name: str
@@ -67,11 +77,13 @@ class Mode(Struct, frozen=True, kw_only=True):
     repeats: int = 1
     is_crowded: bool = False
     is_untuned: bool = False
+    has_oracle: bool = False
 
 
 class ModeResult(Struct, frozen=True, kw_only=True):
     """The differences of a mode from requests alone, and what the engine counted.
 
+    is_exact:      False with `fast_prompts`. num_distinct: different answers among the requests alone.
     num_different: tokens that differ; num_different_requests: requests with such a token.
     not_exercised: subjects of the mode that did not occur.
     """
@@ -79,6 +91,7 @@ class ModeResult(Struct, frozen=True, kw_only=True):
     mode: str
     is_exact: bool
     num_requests: int
+    num_distinct: int
     num_tokens: int
     num_different: int
     num_different_requests: int
@@ -86,24 +99,23 @@ class ModeResult(Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     num_preemptions: int
     num_accepted_tokens: int
-    num_drafted_tokens: int
+    num_rejected_tokens: int
     num_cancelled: int
     not_exercised: tuple[str, ...]
 
     @property
     def is_good(self) -> bool:
-        return not self.not_exercised and not (self.is_exact and self.num_different)
+        return not self.not_exercised and self.is_exact == (self.num_different == 0)
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """All modes of a run. num_distinct: different answers among the requests alone, of how many there are."""
+    """All modes of a run."""
 
     machine: str
     commit: str
     versions: dict[str, str]
     model: str
     dtype: str
-    num_distinct: int
     results: list[ModeResult]
 
 
@@ -126,7 +138,7 @@ def make_cases(num_requests: int, vocab_size: int, longest_prompt: int, seed: in
 
     beginnings = [tokens(min(SHARED_TOKENS, longest_prompt)) for _ in range(3)]
     lengths = [number for number in NUM_PROMPT_TOKENS if number <= longest_prompt]
-    favoured = dict.fromkeys(tokens(6), 12.0)
+    favoured = dict.fromkeys((index * vocab_size // DRAFT_VOCAB_SIZE for index in range(1, 7)), 12.0)
     cases = []
     for index in range(num_requests):
         prompt = tokens(rng.choice(lengths))
@@ -151,13 +163,15 @@ def make_cases(num_requests: int, vocab_size: int, longest_prompt: int, seed: in
 
 
 def modes_of(draft: Path | str, small_cache: int) -> list[Mode]:
-    """The modes, which run with and without exact prefill.
+    """The modes.
 
     draft: folder of an EAGLE-3 head. small_cache: tokens of a KV cache that is too small for eight requests.
     """
 
     def drafted(drafts: NGram | Path | str) -> dict[str, Any]:
-        return {"speculation": Speculation(draft=drafts, shape=Chain(3), adaptive=False)}
+        return {"speculation": Speculation(draft=drafts, shape=Chain(NUM_DRAFTS), adaptive=False)}
+
+    small = {"kv_cache_tokens": small_cache, "max_num_seqs": 8}
 
     return [
         Mode(
@@ -168,18 +182,21 @@ def modes_of(draft: Path | str, small_cache: int) -> list[Mode]:
             is_crowded=True,
         ),
         *(Mode(name=f"budget {size}", fields={"prefill_token_budget": size}) for size in (256, 1024, 8192)),
-        Mode(
-            name="preemption",
-            fields={"kv_cache_tokens": small_cache, "max_num_seqs": 8},
-            subjects=("num_preemptions",),
+        Mode(name="preemption", fields=small, subjects=("num_preemptions",)),
+        Mode(name="n-gram drafts", fields=drafted(NGram(min_length=1)), subjects=DRAFTS, repeats=2),
+        Mode(name="EAGLE-3 drafts", fields=drafted(draft), subjects=DRAFTS, repeats=2),
+        Mode(name="oracle drafts", fields=drafted(NGram()), subjects=DRAFTS, repeats=2, has_oracle=True),
+        *(
+            Mode(
+                name=f"{name} drafts, crowd, preemption, budget 256",
+                fields=drafted(drafts) | small | {"prefill_token_budget": 256},
+                subjects=(*DRAFTS, "num_preemptions", "num_cancelled"),
+                repeats=2,
+                is_crowded=True,
+                has_oracle=name == "oracle",
+            )
+            for name, drafts in (("oracle", NGram()), ("EAGLE-3", draft))
         ),
-        Mode(
-            name="n-gram drafts",
-            fields=drafted(NGram(min_length=1)),
-            subjects=("num_accepted_tokens", "num_cached_tokens"),
-            repeats=2,
-        ),
-        Mode(name="EAGLE-3 drafts", fields=drafted(draft), subjects=("num_cached_tokens",), repeats=2),
         Mode(name="untuned", fields={"tuning": "off"}, is_untuned=True),
         Mode(name="tuned shortly", fields={"tuning": "short"}, is_untuned=True),
     ]
@@ -187,7 +204,7 @@ def modes_of(draft: Path | str, small_cache: int) -> list[Mode]:
 
 async def alone(conditions: Conditions, cases: Sequence[Case], is_exact: bool) -> list[tuple[int, ...]]:
     """The tokens of each request when it runs alone."""
-    async with conditions.engine({"max_num_seqs": 1, "exact_prefill": is_exact}) as engine:
+    async with conditions.engine({"max_num_seqs": 1, "fast_prompts": not is_exact}) as engine:
         return [(await engine.generate(*case)).token_ids for case in cases]
 
 
@@ -200,29 +217,46 @@ async def run_mode(
 ) -> ModeResult:
     """Run all requests together in a mode and compare them with those alone."""
     started_at = time.perf_counter()
-    with untuned() if mode.is_untuned else unchanged():
-        async with conditions.engine(mode.fields | {"exact_prefill": is_exact}) as engine:
+    with ExitStack() as stack:
+        if mode.is_untuned:
+            stack.enter_context(untuned())
+        if mode.has_oracle:
+            stack.enter_context(oracle_drafts(known_answers(conditions.model, cases, expected)))
+        async with conditions.engine(mode.fields | {"fast_prompts": not is_exact}) as engine:
             found: list[tuple[int, ...]] = []
             for _ in range(mode.repeats):
                 found += await together(engine, cases, cases[::4] if mode.is_crowded else ())
             stats = engine.stats()
     wanted = [*expected] * mode.repeats
     differences = [different(one, other) for one, other in zip(found, wanted, strict=True)]
+    counts: dict[Subject, int] = {
+        "num_cached_tokens": stats.num_cached_tokens,
+        "num_preemptions": stats.num_preemptions,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "num_rejected_tokens": stats.num_drafted_tokens - stats.num_accepted_tokens,
+        "num_cancelled": stats.num_cancelled,
+    }
     return ModeResult(
         mode=mode.name,
         is_exact=is_exact,
         num_requests=len(found),
+        num_distinct=len(set(expected)),
         num_tokens=sum(map(len, wanted)),
         num_different=sum(differences),
         num_different_requests=sum(number > 0 for number in differences),
         seconds=round(time.perf_counter() - started_at, 2),
-        num_cached_tokens=stats.num_cached_tokens,
-        num_preemptions=stats.num_preemptions,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        num_drafted_tokens=stats.num_drafted_tokens,
-        num_cancelled=stats.num_cancelled,
-        not_exercised=tuple(name for name in mode.subjects if not getattr(stats, name)),
+        not_exercised=tuple(name for name in mode.subjects if not counts[name]),
+        **counts,
     )
+
+
+def known_answers(model: Model, cases: Sequence[Case], answers: Sequence[tuple[int, ...]]) -> KnownAnswers:
+    """The tokens of the requests and of their answers."""
+    sequences = {}
+    for (prompt, params), answer in zip(cases, answers, strict=True):
+        assert params.seed is not None
+        sequences[params.seed] = [*prompt, *answer]
+    return KnownAnswers(sequences, model.config.vocab_size)
 
 
 async def together(engine: Engine, cases: Sequence[Case], cancelled: Sequence[Case]) -> list[tuple[int, ...]]:
@@ -249,6 +283,14 @@ async def together(engine: Engine, cases: Sequence[Case], cancelled: Sequence[Ca
     return [found[index].token_ids for index in range(len(cases))]
 
 
+def small_draft(model: Model) -> Path | str:
+    """The folder of an EAGLE-3 head with random weights that proposes few tokens."""
+    path = Path(prepare_draft(model).path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"draft_vocab_size": DRAFT_VOCAB_SIZE}))
+    return path
+
+
 def different(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of places at which two sequences of tokens differ, missing tokens included."""
     pairs = zip(one, other, strict=False)
@@ -266,18 +308,12 @@ def untuned() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unchanged() -> Iterator[None]:
-    yield
-
-
 async def run(conditions: Conditions, modes: Sequence[Mode], cases: Sequence[Case]) -> Report:
     """Run all modes, printing a line for each."""
-    results, num_distinct = [], 0
+    results = []
     for is_exact in (True, False):
         expected = await alone(conditions, cases, is_exact)
-        num_distinct = len(set(expected))
-        for mode in modes:
+        for mode in modes if is_exact else modes[:1]:
             result = await run_mode(conditions, mode, cases, expected, is_exact)
             results.append(result)
             print(line_of(result), flush=True)
@@ -288,16 +324,15 @@ async def run(conditions: Conditions, modes: Sequence[Mode], cases: Sequence[Cas
         versions=machine.versions(),
         model=conditions.model.name,
         dtype=config.dtype,
-        num_distinct=num_distinct,
         results=results,
     )
 
 
 def line_of(result: ModeResult) -> str:
-    prefill = "exact" if result.is_exact else "fast"
+    prompts = "exact" if result.is_exact else "fast"
     counts = f"{result.num_different} of {result.num_tokens} tokens differ"
     missing = f"; not exercised: {', '.join(result.not_exercised)}" if result.not_exercised else ""
-    return f"{prefill} prefill, {result.mode}: {counts} ({result.num_different_requests} requests){missing}"
+    return f"{prompts} prompts, {result.mode}: {counts} ({result.num_different_requests} requests){missing}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -318,7 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = prepare(options.model, Path(folder) / "target")
         shared = min(SHARED_TOKENS, options.longest_prompt)
         max_model_len = -(-(shared + options.longest_prompt + max(NUM_TOKENS)) // BLOCK_SIZE) * BLOCK_SIZE
-        modes = modes_of(prepare_draft(model).path, small_cache=2 * max_model_len)
+        modes = modes_of(small_draft(model), small_cache=2 * max_model_len)
         names = [mode.name for mode in modes]
         if unknown := set(options.modes or ()).difference(names):
             parser.error(f"--modes: {', '.join(sorted(unknown))}: expected {', '.join(names)}")

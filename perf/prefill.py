@@ -43,13 +43,13 @@ class PrefillOptions(Struct, frozen=True, kw_only=True):
     executor: str = "auto"
     prefill_token_budget: int = PREFILL_TOKEN_BUDGETS["cuda"]
     strict_performance: bool = False
-    exact_prefill: bool = False
+    fast_prompts: bool = False
     repeats: int = 5
 
     @property
     def config_name(self) -> str | UnsetType:
         """The `config` of runs: fields that runs are compared by and that differ from the defaults."""
-        return "exact_prefill=true" if self.exact_prefill else UNSET
+        return "fast_prompts=true" if self.fast_prompts else UNSET
 
 
 async def measure(
@@ -76,7 +76,7 @@ async def measure(
         "max_model_len": max(lengths) + 1,
         "prefill_token_budget": options.prefill_token_budget,
         "strict_performance": options.strict_performance,
-        "exact_prefill": options.exact_prefill,
+        "fast_prompts": options.fast_prompts,
     }
     async with Engine(model.path, EngineConfig(**settings)) as engine:
         for num_tokens in lengths:
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     arguments_parser.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
     arguments_parser.add_argument(
-        "--exact-prefill", action="store_true", help="measure prompts with it too, as in EngineConfig"
+        "--fast-prompts", action="store_true", help="measure prompts with it too, as in EngineConfig"
     )
     add_weights(arguments_parser)
     given = arguments_parser.parse_args(arguments)
@@ -152,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     free_memory()
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder), given.weights, given.kv_dtype)
-        for is_exact in (False, True) if given.exact_prefill else (False,):
-            own = replace(options, exact_prefill=is_exact)
+        for is_fast in (False, True) if given.fast_prompts else (False,):
+            own = replace(options, fast_prompts=is_fast)
             asyncio.run(measure(model, given.tokens, own, peak_tflop_s, recording.add))
             free_memory()
 

@@ -82,7 +82,7 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = arguments_of(arguments)
-    config = EngineConfig(exact_prefill=True, max_model_len=2048)
+    config = EngineConfig(max_model_len=2048)
     if given.devices[0] == "cpu":
         config = config.replace(num_threads=1, kv_cache_tokens=65_536)
     with tempfile.TemporaryDirectory() as folder:

@@ -119,8 +119,8 @@ def test_variables_are_read_by_the_types_of_their_fields(monkeypatch: pytest.Mon
     assert from_env(monkeypatch) == EngineConfig()
     assert from_env(monkeypatch, DRIFT_MAX_NUM_SEQS="", DRIFT_DEVICE="") == EngineConfig()
     assert from_env(monkeypatch, DRIFT_TOKENIZER="7") == EngineConfig(tokenizer="7")
-    assert from_env(monkeypatch, DRIFT_LOCAL_FILES_ONLY="FALSE", DRIFT_EXACT_PREFILL="1") == EngineConfig(
-        exact_prefill=True
+    assert from_env(monkeypatch, DRIFT_LOCAL_FILES_ONLY="FALSE", DRIFT_FAST_PROMPTS="1") == EngineConfig(
+        fast_prompts=True
     )
     assert from_env(monkeypatch, DRIFT_STEP_TIMEOUT_S="1e1") == EngineConfig(step_timeout_s=10.0)
     off = from_env(monkeypatch, DRIFT_TOOL_FORMAT="none", DRIFT_SPECULATION="None", DRIFT_NUM_THREADS="none")

@@ -21,8 +21,8 @@ def test_kinds_differ_in_settings_but_not_in_the_device_of_the_config() -> None:
     one = kind_of(EngineConfig(device="cpu"))
     assert one.differences(kind_of(EngineConfig(device="cpu"))) == []
     assert "device" not in one.settings
-    other = kind_of(EngineConfig(device="cpu", max_num_seqs=3, exact_prefill=True))
-    assert one.differences(other) == ["max_num_seqs: '256' and '3'", "exact_prefill: 'False' and 'True'"]
+    other = kind_of(EngineConfig(device="cpu", max_num_seqs=3, fast_prompts=True))
+    assert one.differences(other) == ["max_num_seqs: '256' and '3'", "fast_prompts: 'False' and 'True'"]
 
 
 def test_kinds_differ_in_versions_table_and_defaults() -> None:

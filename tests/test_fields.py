@@ -156,7 +156,7 @@ CONFIG = {
     "step_timeout_s": number(0.0, 1e6, optional=True, is_open=True),
     "tuning": choice("off", "short", "full"),
     "shape_log": text("file", Path("file")),
-    "exact_prefill": flag(),
+    "fast_prompts": flag(),
     "num_threads": integer(1, 1024, optional=True),
     "tensor_parallel": integer(1, 64),
     "weights": Case((None, "stored", "expanded", "fp8", "int4", "nvfp4"), ("", "FP8", "int8", 8, True, ())),

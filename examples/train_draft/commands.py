@@ -96,7 +96,6 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         help="requests at a time, default 1, 8 and 64, with --shapes 1 and 8; none: no speeds",
     )
-    measuring.add_argument("--exact-prefill", action="store_true", help="as in EngineConfig")
     measuring.add_argument("--trace", type=Path, help="file for the rounds of greedy chat answers")
     measuring.add_argument(
         "--shapes",
@@ -257,7 +256,6 @@ def run_measure(options: argparse.Namespace) -> None:
         "max_tokens": options.max_tokens,
         "batches": (SHAPE_BATCHES if shapes else BATCHES) if options.batches is None else options.batches,
         "executor": options.executor,
-        "exact_prefill": options.exact_prefill,
     }
     if shapes:
         run: Any = partial(measure_shapes, names=shapes, **given)

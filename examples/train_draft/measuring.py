@@ -92,13 +92,12 @@ async def measure_shapes(
     max_tokens: int,
     batches: Sequence[int],
     executor: ExecutorName,
-    exact_prefill: bool = False,
 ) -> dict[str, Any]:
     """The acceptance of drafts of several shapes, by kind of question and temperature, the rows that the
     model verifies in a round, and the speed for numbers of requests at a time; with such numbers, that
     without drafts as well.
 
-    names: as of `speculation_of`. executor, exact_prefill: as in EngineConfig. Raises ConfigError for more
+    names: as of `speculation_of`. executor: as in EngineConfig. Raises ConfigError for more
     requests at a time than can be measured with these shapes.
     """
     file = prompts or EVALUATION_FILE
@@ -111,7 +110,7 @@ async def measure_shapes(
         expected = f"at most {max_num_seqs} with rounds of {most_verified} rows"
         raise ConfigError.of("batches", max(batches), expected)
 
-    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor, exact_prefill=exact_prefill)
+    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor)
 
     async def speeds(engine: Engine) -> dict[str, float]:
         return {
@@ -120,7 +119,7 @@ async def measure_shapes(
         }
 
     shapes: dict[str, Any] = {}
-    record = inputs_of(draft, file, max_tokens) | {"exact_prefill": exact_prefill, "shapes": shapes}
+    record = inputs_of(draft, file, max_tokens) | {"shapes": shapes}
     if batches:
         async with Engine(model, config) as engine:
             shapes["plain"] = {"num_verified": 1, "tokens_per_s": await speeds(engine)}
@@ -165,13 +164,12 @@ async def measure(
     max_tokens: int,
     batches: Sequence[int],
     executor: ExecutorName = "auto",
-    exact_prefill: bool = False,
     trace: Path | None = None,
 ) -> dict[str, Any]:
     """The acceptance of chains of NUM_DRAFTS tokens, by kind of question and temperature, and the speed
     with and without the head for numbers of requests at a time; without any, acceptance alone.
 
-    executor, exact_prefill: as in EngineConfig. trace: file for the rounds of greedy answers in
+    executor: as in EngineConfig. trace: file for the rounds of greedy answers in
     conversations, but for those that repeat themselves.
     """
     file = prompts or EVALUATION_FILE
@@ -181,11 +179,11 @@ async def measure(
     if batches:
         speculations |= {"adaptive": Speculation(draft=draft, shape=shape)}
     max_num_seqs = max(batches, default=DEFAULT_SEQS)
-    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor, exact_prefill=exact_prefill)
+    config = EngineConfig(max_num_seqs=max_num_seqs, executor=executor)
     tokens: dict[str, list[tuple[int, ...]]] = {}
     speeds: dict[int, dict[str, float]] = {batch: {} for batch in batches}
     record = inputs_of(draft, file, max_tokens)
-    record |= {"num_draft_tokens": NUM_DRAFTS, "exact_prefill": exact_prefill}
+    record["num_draft_tokens"] = NUM_DRAFTS
 
     async def use(name: str, speculation: Speculation | None) -> None:
         async with Engine(model, config.replace(speculation=speculation)) as engine:

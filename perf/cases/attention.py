@@ -38,7 +38,7 @@ SHARING_BATCH, SHARING_CONTEXT, SHARED_KEYS = 32, 2176, 2048
 PROMPT = 8192
 """Tokens of the prompt."""
 CHUNKS = ((0, 448), (700, 192), (1000, 448), (0, PROMPT))
-"""Keys before a chunk, and its rows: of mixed steps, and a whole prompt with `exact_prefill`."""
+"""Keys before a chunk, and its rows: of mixed steps, and a whole prompt."""
 KV_NAMES = {torch.bfloat16: "", E4M3: ", fp8 KV"}
 """Names of dtypes of the KV cache, appended to the name of a kernel."""
 

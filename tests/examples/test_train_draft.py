@@ -456,9 +456,8 @@ def test_commands_make_a_head_for_the_engine(
     (mode,) = {each.stat().st_mode for each in (further / "draft").iterdir()}  # of both files
     assert mode & 0o044 == (work / "curve.jsonl").stat().st_mode & 0o044
     options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
-    run("measure", folder, "--draft", further / "draft", "--output", output, "--exact-prefill", *options)
+    run("measure", folder, "--draft", further / "draft", "--output", output, *options)
     record = json.loads(output.read_text())
-    assert record["exact_prefill"]
     assert record["same_answers"] == {"always": 1.0, "adaptive": 1.0}
     assert record["num_draft_tokens"] == 3
     assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
@@ -473,7 +472,7 @@ def test_commands_make_a_head_for_the_engine(
     shapes = ("--shapes", "chain-2", "tree-5", "ngram-2", "hybrid-2", "--executor", "eager")
     run("measure", folder, *options, *shapes, "--batches", 2)
     record = json.loads(output.read_text())
-    assert record["executor"] == "eager" and record["max_tokens"] == 8 and not record["exact_prefill"]
+    assert record["executor"] == "eager" and record["max_tokens"] == 8
     assert all(found["tokens_per_s"]["2"] > 0 for found in record["shapes"].values())
     for shape in ("chain-2", "ngram-2"):
         groups = record["shapes"][shape]["acceptance"]

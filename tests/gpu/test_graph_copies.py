@@ -115,7 +115,7 @@ def test_copied_kernels_are_those_of_launches(
     limits = ExecutorLimits(
         vocab_size=config.vocab_size, max_num_seqs=64, max_model_len=1024, num_blocks=64, block_size=64
     )
-    options = GraphOptions(prefill_token_budget=512, exact_prefill=is_exact)
+    options = GraphOptions(prefill_token_budget=512, fast_prompts=not is_exact)
     comparing = ComparingDevice(0)
     GraphExecutor(comparing, decoder, limits, TunedTable(), options).close()
     for with_copies, without in comparing.graphs:

@@ -52,7 +52,6 @@ def answers(speculation: Speculation | None) -> tuple[list[Completion], EngineSt
         device="cuda",
         executor="graph",
         dtype="bfloat16",
-        exact_prefill=True,  # which prompts share a prefill step depends on timing
         max_num_seqs=8,
         max_model_len=1024,
         kv_cache_tokens=4096,  # so few that sequences are preempted

@@ -142,9 +142,9 @@ def assert_near(found: Any, expected: Any) -> None:
         assert all(abs(a - expected.get(token, least)) < 1e-3 for token, a in entry.top)
 
 
-@pytest.mark.parametrize("exact_prefill", [False, True])
+@pytest.mark.parametrize("fast_prompts", [False, True])
 @pytest.mark.parametrize("kind", ["varied", "constrained"])
-def test_answers_equal_those_of_the_eager_executor(folder: Path, kind: str, exact_prefill: bool) -> None:
+def test_answers_equal_those_of_the_eager_executor(folder: Path, kind: str, fast_prompts: bool) -> None:
     """In float32: texts, tokens, finish reasons and log-probabilities, with prompts in chunks and more
     requests than slots."""
     if kind == "constrained":
@@ -152,7 +152,7 @@ def test_answers_equal_those_of_the_eager_executor(folder: Path, kind: str, exac
     cases = varied_cases() if kind == "varied" else constrained_cases()
 
     async def main(executor: str) -> list[Completion]:
-        fields = {"exact_prefill": exact_prefill} if executor == "graph" else {}
+        fields = {"fast_prompts": fast_prompts} if executor == "graph" else {}
         async with engine_of(folder, executor, prefill_token_budget=64, **fields) as engine:
             return await answers(engine, cases)
 
@@ -207,7 +207,7 @@ def test_cancelled_requests_do_not_affect_others(folder: Path, loop: str) -> Non
     long = SamplingParams(max_tokens=160, ignore_eos=True)
 
     async def main() -> None:
-        async with engine_of(folder, exact_prefill=True) as engine:
+        async with engine_of(folder) as engine:
             expected = await answers(engine, cases)
             num_blocks = engine.stats().num_blocks
             for num_chunks in (0, 1, 3, 10):
@@ -244,7 +244,7 @@ def test_two_engines_at_once_answer_as_each_alone(folder: Path, other_folder: Pa
     ]
 
     async def ask(folder: Path, found: dict[Path, list[Completion]]) -> None:
-        async with engine_of(folder, exact_prefill=True, prefill_token_budget=64) as engine:
+        async with engine_of(folder, prefill_token_budget=64) as engine:
             for _ in range(3):
                 found[folder] = await answers(engine, cases)
 
@@ -287,7 +287,7 @@ def test_stream_continues_after_sleep_and_wake(folder: Path) -> None:
     """Weights, graphs and KV cache are freed and made again."""
 
     async def main() -> None:
-        async with engine_of(folder, exact_prefill=True) as engine:
+        async with engine_of(folder) as engine:
             params = SamplingParams(max_tokens=200, temperature=0.9, seed=4, ignore_eos=True)
             expected = await engine.generate([5, 6, 7], params)
             stream = engine.generate([5, 6, 7], params)

@@ -76,9 +76,9 @@ def chain(draft: NGram | Path) -> Speculation:
     return Speculation(draft=draft, shape=Chain(3), adaptive=False)
 
 
-@pytest.mark.parametrize("exact_prefill", [False, True])
+@pytest.mark.parametrize("fast_prompts", [False, True])
 @pytest.mark.parametrize("name", [*EXPERT_MODELS, "mxfp4"])
-def test_tokens_equal_transformers_in_float32(name: str, exact_prefill: bool, tmp_path: Path) -> None:
+def test_tokens_equal_transformers_in_float32(name: str, fast_prompts: bool, tmp_path: Path) -> None:
     model, folder = make_folder(name, tmp_path)
     cases = clear_cases(model)
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
@@ -89,7 +89,7 @@ def test_tokens_equal_transformers_in_float32(name: str, exact_prefill: bool, tm
         kv_cache_tokens=2048,
         prefill_token_budget=32,
         block_size=8,
-        exact_prefill=exact_prefill,
+        fast_prompts=fast_prompts,
     )
 
     async def main() -> None:
@@ -165,7 +165,6 @@ def test_bits_do_not_depend_on_other_requests_or_drafts(name: str, weights: Any,
             dtype="bfloat16",
             max_model_len=512,
             kv_cache_tokens=32_768,
-            exact_prefill=True,
             weights=weights,
             **fields,
         )

@@ -42,13 +42,13 @@ def random_prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(3, 300) for _ in range(length)] for length in (1, 19)] + [shared, [*shared, 5, 6]]
 
 
-@pytest.mark.parametrize("exact_prefill", [False, True])
+@pytest.mark.parametrize("fast_prompts", [False, True])
 @pytest.mark.parametrize("index", MODELS)
-def test_graphs_equal_the_eager_executor(index: int, exact_prefill: bool, tmp_path: Path) -> None:
+def test_graphs_equal_the_eager_executor(index: int, fast_prompts: bool, tmp_path: Path) -> None:
     make_model(index, tmp_path)
     prompts = random_prompts(index)
     expected = answers(tmp_path, prompts, executor="eager", dtype="float32")
-    found = answers(tmp_path, prompts, executor="graph", dtype="float32", exact_prefill=exact_prefill)
+    found = answers(tmp_path, prompts, executor="graph", dtype="float32", fast_prompts=fast_prompts)
     for one, other in zip(found, expected, strict=True):
         assert one.logprobs is not None and other.logprobs is not None
         for entry, wanted in zip(one.logprobs, other.logprobs, strict=True):
@@ -67,7 +67,7 @@ def test_drafts_change_no_bit_in_windows(index: int, tmp_path: Path) -> None:
     rng = random.Random(index)
     pattern = [rng.randrange(3, 300) for _ in range(7)]
     prompts = [pattern * 5, *random_prompts(index)]
-    fields = {"executor": "graph", "dtype": "bfloat16", "exact_prefill": True}
+    fields = {"executor": "graph", "dtype": "bfloat16"}
     plain = answers(tmp_path, prompts, **fields)
     speculation = Speculation(draft=NGram(min_length=1), shape=Chain(4), adaptive=False)
     drafted = answers(tmp_path, prompts, speculation=speculation, **fields)

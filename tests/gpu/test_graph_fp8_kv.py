@@ -69,7 +69,6 @@ def engine_of(folders: tuple[Path, Path], speculation: Speculation | None = None
         "load": "random",
         "dtype": "bfloat16",
         "kv_dtype": "fp8",
-        "exact_prefill": True,
         "max_num_seqs": 32,
         "max_model_len": 1536,
         "prefill_token_budget": 512,
@@ -165,13 +164,13 @@ def test_drafts_change_nothing(folders: tuple[Path, Path], alone: list[Completio
     anyio.run(main)
 
 
-def test_decoding_beside_others_equals_alone_without_exact_prefill(folders: tuple[Path, Path]) -> None:
+def test_decoding_beside_others_equals_alone_with_fast_prompts(folders: tuple[Path, Path]) -> None:
     """Prompts of one step each, which are computed by themselves."""
     same = [(tokens * 64, params) for tokens, params in cases() if len(tokens) == 1]
     prompts = [([n, *prompt[1:]], params) for n in range(4) for prompt, params in same]
 
     async def main() -> tuple[list[Completion], list[Completion]]:
-        fields = {"exact_prefill": False, "prefill_token_budget": 64, "prefer_high_throughput": True}
+        fields = {"fast_prompts": True, "prefill_token_budget": 64, "prefer_high_throughput": True}
         async with engine_of(folders, max_num_seqs=1, **fields) as engine:
             expected = [await engine.generate(*case) for case in prompts]
         async with engine_of(folders, **fields) as engine:

@@ -121,11 +121,11 @@ class Model:
 
     @cached_property
     def exact_alone(self) -> list[Completion]:
-        return anyio.run(self.alone, self.varied, {"exact_prefill": True})
+        return anyio.run(self.alone, self.varied, {})
 
     @cached_property
     def plain_alone(self) -> list[Completion]:
-        return anyio.run(self.alone, self.uniform, {"prefill_token_budget": PROMPT})
+        return anyio.run(self.alone, self.uniform, {"prefill_token_budget": PROMPT, "fast_prompts": True})
 
     async def alone(self, cases: list[Case], fields: dict[str, Any]) -> list[Completion]:
         async with self.engine(max_num_seqs=1, **fields) as engine:
@@ -216,11 +216,11 @@ def test_requests_have_varied_answers(model: Model) -> None:
     assert sum(len(set(answer)) > NUM_TOKENS / 2 for answer in answers) > 0.8 * len(answers)
 
 
-def test_batched_equals_alone_with_exact_prefill(model: Model, sizes: Sizes) -> None:
+def test_batched_equals_alone(model: Model, sizes: Sizes) -> None:
     """In groups of every bucket, then all together with their prompts in the prefix cache."""
 
     async def main() -> None:
-        async with model.engine(exact_prefill=True) as engine:
+        async with model.engine() as engine:
             assert_same(await in_groups(engine, model.varied, model.groups), model.exact_alone)
             found = await at_once(engine, model.varied)
             assert_same(found, model.exact_alone)
@@ -234,18 +234,18 @@ def test_batched_equals_alone_with_exact_prefill(model: Model, sizes: Sizes) -> 
     assert len(model.groups) < len(GROUPS) or sizes.buckets == set(BUCKETS)
 
 
-def test_batched_equals_alone_with_whole_prompts(
+def test_batched_equals_alone_with_fast_whole_prompts(
     model: Model, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without exact prefill, each prompt is one prefill step, whatever other requests decode. Mixed steps
-    compute chunks as with exact prefill, so they are switched off."""
+    """With fast prompts, each prompt is one prefill step, whatever other requests decode. Mixed steps
+    compute chunks in decoding's order, so they are switched off."""
     monkeypatch.setattr(buckets, "MIXED_ROWS", ())
     expected = model.plain_alone
     sizes.decode.clear()
     sizes.chunks.clear()
 
     async def main() -> None:
-        fields = {"prefill_token_budget": PROMPT, "prefer_high_throughput": True}
+        fields = {"fast_prompts": True, "prefill_token_budget": PROMPT, "prefer_high_throughput": True}
         async with model.engine(**fields) as engine:
             assert_same(await in_groups(engine, model.uniform, model.groups), expected)
 
@@ -255,7 +255,7 @@ def test_batched_equals_alone_with_whole_prompts(
 
 
 @pytest.mark.parametrize(("budget", "kv_cache_tokens"), [(16, 32_768), (200, 1024)])
-def test_cut_cached_and_preempted_prompts_with_exact_prefill(
+def test_cut_cached_and_preempted_prompts(
     model: Model, sizes: Sizes, budget: int, kv_cache_tokens: int
 ) -> None:
     """The same requests twice: the second time prompts are in the cache if there was room."""
@@ -264,7 +264,7 @@ def test_cut_cached_and_preempted_prompts_with_exact_prefill(
 
     async def main() -> None:
         fields = {"max_num_seqs": 16, "prefill_token_budget": budget, "kv_cache_tokens": kv_cache_tokens}
-        async with model.engine(exact_prefill=True, **fields) as engine:
+        async with model.engine(**fields) as engine:
             num_cached = 0
             for _ in range(2):
                 found = await at_once(engine, cases)
@@ -287,7 +287,7 @@ def test_different_reduction_tree_is_detected(model: Model, monkeypatch: pytest.
     monkeypatch.setattr(tuning, "num_slices", lambda num_columns, inner, *, is_whole: 1 if is_whole else 8)
 
     async def main() -> None:
-        async with model.engine(exact_prefill=True, max_num_seqs=1) as engine:
+        async with model.engine(max_num_seqs=1) as engine:
             found = [await engine.generate(*case) for case in model.varied[:6]]
         assert all(
             one.logprobs != each.logprobs for one, each in zip(found, expected, strict=True) if one.logprobs

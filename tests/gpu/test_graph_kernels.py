@@ -75,7 +75,7 @@ def executors(decoder: Decoder, request: pytest.FixtureRequest) -> Iterator[list
     limits = ExecutorLimits(
         max_num_seqs=6, max_model_len=256, num_blocks=64, block_size=16, vocab_size=VOCAB_SIZE
     )
-    options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=request.param)
+    options = GraphOptions(prefill_token_budget=BUDGET, fast_prompts=not request.param)
     found = [
         GraphExecutor(device, decoder, limits, TunedTable(), options)
         for device in (GpuDevice(0), LaunchingDevice(0))

@@ -50,7 +50,6 @@ def answers(speculation: Speculation | None, at_once: int) -> tuple[list[Complet
         device="cuda",
         executor="graph",
         dtype="bfloat16",
-        exact_prefill=True,  # which prompts share a prefill step depends on timing
         max_num_seqs=at_once,
         max_model_len=1024,
         kv_cache_tokens=BATCH * 1024,

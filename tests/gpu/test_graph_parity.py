@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_transformers_in_float32(index: int, tmp_path: Path)
         dtype="float32",
         prefill_token_budget=32,
         block_size=8,
-        exact_prefill=FP32_MODELS.index(index) % 2 == 1,
+        fast_prompts=FP32_MODELS.index(index) % 2 == 0,
     )
     params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)
     for prompt, completion in zip(prompts, ask_all(tmp_path, config, prompts, params), strict=True):
@@ -71,7 +71,7 @@ def test_bfloat16_error_is_not_larger_than_that_of_transformers(index: int, tmp_
     rough = in_bfloat16(exact)
     prompts = random_prompts(index)
     params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)
-    config = graph_config(dtype="bfloat16", prefill_token_budget=32, exact_prefill=index in (14, 30))
+    config = graph_config(dtype="bfloat16", prefill_token_budget=32, fast_prompts=index not in (14, 30))
     completions = ask_all(tmp_path, config, prompts, params)
     found = joined(
         [compare(exact, rough, prompt, each) for prompt, each in zip(prompts, completions, strict=True)]
@@ -109,15 +109,15 @@ def smollm2_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("budget", "exact_prefill"), [(512, False), (16, False), (16, True)], ids=["whole", "cut", "exact"]
+    ("budget", "fast_prompts"), [(512, True), (16, True), (16, False)], ids=["whole", "cut", "exact"]
 )
 def test_real_model_in_bfloat16_is_near_float32(
-    smollm2_models: tuple[Any, Any], smollm2_prompts: list[list[int]], budget: int, exact_prefill: bool
+    smollm2_models: tuple[Any, Any], smollm2_prompts: list[list[int]], budget: int, fast_prompts: bool
 ) -> None:
     """With prompts in one chunk, and in chunks of 16 tokens."""
     exact, rough = smollm2_models
     config = graph_config(
-        dtype="bfloat16", max_num_seqs=10, prefill_token_budget=budget, exact_prefill=exact_prefill
+        dtype="bfloat16", max_num_seqs=10, prefill_token_budget=budget, fast_prompts=fast_prompts
     )
     params = SamplingParams(max_tokens=48, ignore_eos=True, logprobs=0)
     completions = ask_all(smollm2.path(), config, smollm2_prompts, params)

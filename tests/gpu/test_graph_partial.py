@@ -51,7 +51,6 @@ def config_of(folders: tuple[Path, Path], partial: PartialVerification | None) -
         executor="graph",
         max_num_seqs=4,
         max_model_len=2048,
-        exact_prefill=True,
         strict_performance=False,
         speculation=speculation,
     )

@@ -117,7 +117,7 @@ def test_default_multiplies_by_stored_weights(
     write_checkpoint(plain[0], kind, tmp_path / "quantised", tmp_path / "twin")
 
     def answers(**settings: Any) -> list[tuple[list[int], Any]]:
-        config = graph_config(exact_prefill=True, **settings)  # bits do not depend on what arrives together
+        config = graph_config(**settings)  # bits do not depend on what arrives together
         completions = ask_all(tmp_path / "quantised", config, random_prompts(1), GREEDY)
         return [(each.token_ids, each.logprobs) for each in completions]
 
@@ -170,7 +170,6 @@ def together(
         load="random",
         dtype="bfloat16",
         weights=weights,
-        exact_prefill=True,
         max_num_seqs=num_seqs,
         max_model_len=640,
         kv_cache_tokens=16_384,

@@ -101,7 +101,6 @@ def engine_of(folder: Path, speculation: Speculation | None, **fields: Any) -> E
         device="cuda",
         executor="graph",
         load="random",
-        exact_prefill=True,  # which prompts share a prefill step depends on timing
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_MODEL_LEN,
         speculation=speculation,

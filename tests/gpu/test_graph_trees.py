@@ -168,7 +168,6 @@ def engine_of(folders: tuple[Path, Path], shape: Any, *, checks: bool = False, *
         device="cuda",
         executor="graph",
         load="random",
-        exact_prefill=True,  # which prompts share a prefill step depends on timing
         speculation=speculation,
         **{**sizes, **fields},
     )

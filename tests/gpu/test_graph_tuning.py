@@ -34,7 +34,6 @@ async def serve(folder: Path, tuning: str) -> tuple[list[tuple[int, ...]], Engin
         max_num_seqs=64,
         max_model_len=256,
         kv_cache_tokens=16_384,
-        exact_prefill=True,
         tuning=tuning,
     )
     async with Engine(folder, config) as engine:

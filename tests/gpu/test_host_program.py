@@ -100,7 +100,6 @@ def engine_of(folder: Path, dtype: str = "float32") -> Engine:
         max_model_len=256,
         kv_cache_tokens=4096,
         block_size=16,
-        exact_prefill=True,
         speculation=Speculation(draft=NGram()),
     )
     return Engine(folder, config)

@@ -86,7 +86,6 @@ def config_on(num_gpus: int, **fields: Any) -> EngineConfig:
         max_model_len=5200,
         kv_cache_tokens=32 * 1024,
         prefill_token_budget=1024,
-        exact_prefill=True,
         tensor_parallel=num_gpus,
     )
     return config.replace(**fields)

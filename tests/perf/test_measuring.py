@@ -224,15 +224,15 @@ def test_prefill_writes_a_result_file(tmp_path: Path) -> None:
         assert run["seconds_min"] <= run["seconds"] <= run["seconds_max"]
 
 
-def test_exact_prompts_are_measured_beside_the_others(tmp_path: Path) -> None:
+def test_fast_prompts_are_measured_beside_the_others(tmp_path: Path) -> None:
     out = tmp_path / "prefill.json"
-    arguments = ["--model", "tiny", "--device", "cpu", "--tokens", "64", "--repeats", "1", "--exact-prefill"]
+    arguments = ["--model", "tiny", "--device", "cpu", "--tokens", "64", "--repeats", "1", "--fast-prompts"]
     prefill_main([*arguments, "--out", str(out)])
     runs = read(out).runs
-    assert [run.get("config") for run in runs] == [None, "exact_prefill=true"]
+    assert [run.get("config") for run in runs] == [None, "fast_prompts=true"]
     assert [row[1] for row in prefill_table(read(out))[2]] == [
         "drift eager",
-        "drift eager exact_prefill=true",
+        "drift eager fast_prompts=true",
     ]
     with pytest.raises(ConfigError, match="strict_performance"):
         prefill_main([*arguments, "--strict-performance", "--out", str(out)])

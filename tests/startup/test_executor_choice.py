@@ -188,10 +188,10 @@ async def test_settings_of_the_graph_executor_alone_are_named_in_a_warning(
         load="random",
         tuning="full",
         shape_log=tmp_path / "log.json",
-        exact_prefill=True,
+        fast_prompts=True,
         step_timeout_s=60.0,
     )
     async with Engine(tmp_path, config):
         pass
-    for name in ("tuning", "shape_log", "exact_prefill", "step_timeout_s"):
+    for name in ("tuning", "shape_log", "fast_prompts", "step_timeout_s"):
         assert f"{name} has no effect on the eager executor" in caplog.text

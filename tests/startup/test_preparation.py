@@ -28,10 +28,10 @@ FREE = 1000
 @pytest.mark.parametrize(
     ("options", "indices", "row_counts"),
     [
-        ({}, [0], (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)),
-        ({"prefill_token_budget": 40}, [1], (16, 32, 48)),
-        ({"exact_prefill": True}, [0], ()),
-        ({"tensor_parallel": 2}, [2, 3], ()),  # whose prompts are exact
+        ({"fast_prompts": True}, [0], (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)),
+        ({"fast_prompts": True, "prefill_token_budget": 40}, [1], (16, 32, 48)),
+        ({}, [0], ()),
+        ({"tensor_parallel": 2}, [2, 3], ()),
     ],
 )
 def test_each_gpu_gets_the_products_of_its_prefill_steps(

@@ -87,6 +87,12 @@ def test_a_model_that_cannot_be_divided_is_refused(
         check_division(EngineConfig(tensor_parallel=size, **fields), MODEL, executor)
 
 
+def test_fast_prompts_are_refused_for_a_divided_model() -> None:
+    config = EngineConfig(tensor_parallel=2, fast_prompts=True)
+    with pytest.raises(ConfigError, match="fast_prompts=True: expected False for a model divided"):
+        check_division(config, DecoderConfig.from_hf(tiny_llama()), "graph")
+
+
 def test_all_possible_numbers_of_gpus_are_named() -> None:
     wide = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64, "hidden_size": 4096}
     model = DecoderConfig.from_hf(tiny_llama() | SHAPES | wide | {"intermediate_size": 8192})

@@ -26,7 +26,7 @@ from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
-from drift_sdk.startup.tensor_parallel import has_exact_prefill, shards_of
+from drift_sdk.startup.tensor_parallel import shards_of
 from drift_sdk.startup.views import view_layout
 from drift_sdk.steps import Executor, ExecutorLimits
 
@@ -127,7 +127,7 @@ def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype, form: KVForm |
 def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand) -> OpenedExecutor:
     """Make an eager executor. Raises ConfigError for a KV cache that does not fit. Warns of settings of the
     graph executor alone."""
-    for name in ("tuning", "shape_log", "exact_prefill", "step_timeout_s"):
+    for name in ("tuning", "shape_log", "fast_prompts", "step_timeout_s"):
         if getattr(config, name) != getattr(EngineConfig(), name):
             log.warning("%s has no effect on the eager executor", name)
     decoder, drafter_factory = model.decoder, model.drafter_factory
@@ -219,7 +219,7 @@ def _graph_options(
 
     return GraphOptions(
         prefill_token_budget=prefill_token_budget(config, "cuda"),
-        exact_prefill=has_exact_prefill(config),
+        fast_prompts=config.fast_prompts,
         step_timeout_s=config.step_timeout_s,
         acceptance_trace=acceptance_trace,
         stages=stages,

@@ -15,7 +15,6 @@ import torch
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.startup.device_memory import DeviceMemory
-from drift_sdk.startup.tensor_parallel import has_exact_prefill
 
 __all__ = ["prepared_graphs"]
 
@@ -40,7 +39,7 @@ def prepared_graphs(
 
     prepare_cache_keys()
     budget = prefill_token_budget(config, "cuda")
-    row_counts = () if has_exact_prefill(config) else prefill_buckets(budget)
+    row_counts = prefill_buckets(budget) if config.fast_prompts else ()
     with ExitStack() as stack:
         for memory in memories:
             device, room = memory.device, memory.left_to_others

@@ -15,7 +15,7 @@ from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.startup.device_memory import opening_lock
 from drift_sdk.startup.weight_form import choose_weight_form
 
-__all__ = ["check_division", "has_exact_prefill", "opening_locks", "parallel_devices", "shards_of"]
+__all__ = ["check_division", "opening_locks", "parallel_devices", "shards_of"]
 
 MOST_SUGGESTED = 64
 """The largest number of GPUs that an error names as possible."""
@@ -27,15 +27,13 @@ def shards_of(config: EngineConfig) -> list[Shard | None]:
     return [None] if size == 1 else [Shard(rank=rank, size=size) for rank in range(size)]
 
 
-def has_exact_prefill(config: EngineConfig) -> bool:
-    """Return True if prompts are computed in decoding's order of summation."""
-    return config.exact_prefill or config.tensor_parallel > 1
-
-
 def check_division(config: EngineConfig, model: DecoderConfig, executor: str) -> None:
     """Raise ConfigError if the model, with these settings, cannot be divided between so many GPUs."""
     if config.tensor_parallel == 1:
         return
+
+    if config.fast_prompts:
+        raise ConfigError.of("fast_prompts", True, "False for a model divided between GPUs")
 
     size, form = config.tensor_parallel, choose_weight_form(config, model)
     if form != "expanded":

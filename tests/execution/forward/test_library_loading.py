@@ -56,7 +56,7 @@ def test_products_are_those_of_prefill_steps(model: str, monkeypatch: pytest.Mon
     products = Products()
     monkeypatch.setattr(prefill, "library_product", products)
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
-    options = GraphOptions(prefill_token_budget=BUDGET)
+    options = GraphOptions(prefill_token_budget=BUDGET, fast_prompts=True)
     GraphExecutor(FirstRunDevice(), decoder, LIMITS, TunedTable(), options).close()
     made = loaded(config, monkeypatch)
     assert set(made) == set(products.found)

@@ -151,7 +151,7 @@ def test_steps_equal_those_of_the_eager_executor(model: str | int, is_exact: boo
     # Chunks of exact prefill fill whole tiles of rows.
     budget = 8 if is_exact else 16
     expected_tokens, expected = run(EagerExecutor(decoder, limits), requests, budget)
-    executor = graph_executor(decoder, limits, budget, exact_prefill=is_exact)
+    executor = graph_executor(decoder, limits, budget, fast_prompts=not is_exact)
     tokens, found = run(executor, requests, budget)
     assert tokens == expected_tokens
     for (plan, result), (expected_plan, expected_result) in zip(found, expected, strict=True):
@@ -192,7 +192,7 @@ def test_steps_with_a_cache_of_e4m3_are_near_those_of_the_eager_executor(is_exac
     decoder.weights = replace(decoder.weights, kv_scales=KVScales(*scales))
     limits, requests = limits_of(decoder), requests_of(0)[1:4:2]
     expected_tokens, expected = run(EagerExecutor(decoder, limits), requests, 8)
-    tokens, found = run(graph_executor(decoder, limits, 8, exact_prefill=is_exact), requests, 8)
+    tokens, found = run(graph_executor(decoder, limits, 8, fast_prompts=not is_exact), requests, 8)
     assert tokens == expected_tokens
     for (_, result), (_, expected_result) in zip(found, expected, strict=True):
         for output, other in zip(result.decode, expected_result.decode, strict=True):

@@ -92,7 +92,7 @@ def test_rounds_are_those_of_the_whole_model(
         factory = factory_of(decoder)
         cut_head(decoder, shard)
         models.append(GpuModel(device=device, decoder=decoder, tuned=TunedTable(), drafter_factory=factory))
-    options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=True)
+    options = GraphOptions(prefill_token_budget=BUDGET)
     assert rounds(ParallelExecutor(models, LIMITS, options), max_depth) == expected
     assert any(num_drafted for outputs in expected for _, num_drafted, _ in outputs)
     assert group.num_exchanges > 0

@@ -86,13 +86,13 @@ def parallel_executor(
         decoder = load_shard(config, random_tensors(config, **placement), shard, **placement)
         cut_head(decoder, shard)
         models.append(GpuModel(device=device, decoder=decoder, tuned=TunedTable(), drafter_factory=factory))
-    options = {"prefill_token_budget": BUDGET, "exact_prefill": True, **options}
+    options = {"prefill_token_budget": BUDGET, **options}
     return ParallelExecutor(models, limits_of(config), GraphOptions(**options))
 
 
 def single_executor(config: DecoderConfig, factory: DrafterFactory = NO_DRAFTER) -> GraphExecutor:
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
-    options = GraphOptions(prefill_token_budget=BUDGET, exact_prefill=True)
+    options = GraphOptions(prefill_token_budget=BUDGET)
     limits = limits_of(config)
     return GraphExecutor(InterpretedDevice(), decoder, limits, TunedTable(), options, drafter_factory=factory)
 

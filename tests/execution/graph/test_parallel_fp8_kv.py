@@ -23,7 +23,7 @@ from drift_sdk.steps import ExecutorLimits
 pytestmark = [pytest.mark.kernel, pytest.mark.interpreter]
 
 CPU = torch.device("cpu")
-OPTIONS = GraphOptions(prefill_token_budget=8, exact_prefill=True)
+OPTIONS = GraphOptions(prefill_token_budget=8)
 SHAPES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
 
 

@@ -78,7 +78,7 @@ def graph_executor(
         target,
         LIMITS,
         TunedTable(),
-        GraphOptions(prefill_token_budget=BUDGET, exact_prefill=True, view_layout=layout),
+        GraphOptions(prefill_token_budget=BUDGET, view_layout=layout),
         drafter_factory=factory,
     )
 
@@ -155,7 +155,7 @@ def test_rounds_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDe
 
 def test_a_refresh_gives_pending_rows_the_keys_and_values_of_plain_decoding(executor: GraphExecutor) -> None:
     """The rows of tokens that were accepted over views, against those of a sequence that had all its tokens
-    in its prompt, which exact_prefill computes as decoding does."""
+    in its prompt, which is computed as decoding does."""
     driver = ManualDriver(executor, prefill_token_budget=BUDGET)
     driver.fill(44, [LIMITS.max_model_len])
     tokens = prompt(44) + [int(executor._gpus[0].resources.table.state.last_token[0])]

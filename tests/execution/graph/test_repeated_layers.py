@@ -80,7 +80,7 @@ def results(decoder: Decoder, *, is_exact: bool) -> tuple[list[list[int]], list[
         decoder,
         limits,
         TunedTable(),
-        GraphOptions(prefill_token_budget=BUDGET, exact_prefill=is_exact),
+        GraphOptions(prefill_token_budget=BUDGET, fast_prompts=not is_exact),
     )
     found: list[object] = []
 

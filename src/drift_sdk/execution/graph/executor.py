@@ -99,7 +99,7 @@ class GraphExecutor:
         self._product_log: ProductLog | None = None
         if options.shape_log is not None:
             self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)
-            self._product_log.watch(self._graphs, is_exact=options.exact_prefill)
+            self._product_log.watch(self._graphs, is_exact=not options.fast_prompts)
         prompt_logprobs = PromptLogprobs(model.decoder, first.steps.prefill_hidden.final)
         mirrors = [gpu.resources for gpu in others]
         self._launcher = StepLauncher(

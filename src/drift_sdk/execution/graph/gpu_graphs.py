@@ -61,7 +61,7 @@ def graph_buckets(model: GpuModel, limits: ExecutorLimits, options: GraphOptions
         model.decoder,
         limits,
         options.prefill_token_budget,
-        is_exact=options.exact_prefill,
+        is_exact=not options.fast_prompts,
         draft_choices=factory.draft_choices,
         tree_choices=tuple(factory.tree_plans),
         shares_rows=factory.max_tree_depth is not None,

@@ -22,8 +22,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     """Settings of a graph executor.
 
     prefill_token_budget: most tokens of a prefill step.
-    exact_prefill:        prompts get the bits of decoding, so tokens do not depend on how a prompt is cut,
-                          cached or recomputed.
+    fast_prompts:         prompts are computed in the fastest orders of summation instead of decoding's.
     step_timeout_s:       most seconds that the device may take for a step; None = no limit.
     acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
     stages:               for measuring: marks around the stages of steps.
@@ -33,7 +32,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     """
 
     prefill_token_budget: int
-    exact_prefill: bool = False
+    fast_prompts: bool = False
     step_timeout_s: float | None = None
     acceptance_trace: Sequence[int] | None = None
     stages: StageMarks = NO_STAGE_MARKS
