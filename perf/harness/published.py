@@ -202,6 +202,28 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "rope_theta": 10_000.0,
     },
+    "gemma-3-27b": COMMON
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262_208,
+        "hidden_size": 5376,
+        "intermediate_size": 21_504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
     "gpt-oss-120b": GPT_OSS
     | {
         "num_hidden_layers": 36,
