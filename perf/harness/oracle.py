@@ -31,20 +31,20 @@ TURN = tl.constexpr(7)
 
 @kernel
 def _draft_known(
-    row_slot_ptr: Any,  # [R] int32, written for rows that are drafted
-    row_position_ptr: Any,  # [R] int32
-    row_token_ptr: Any,  # [R] int32, written for rows that are drafted
-    slot_seed_ptr: Any,  # [S] int64
-    case_seed_ptr: Any,  # [C] int64
-    tokens_ptr: Any,  # [C, L] int32; -1 behind a sequence's end
-    num_cases: Any,  # C
-    length: Any,  # L
-    vocab_size: Any,
+    row_slot_ptr,  # [R] int32, written for rows that are drafted
+    row_position_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32, written for rows that are drafted
+    slot_seed_ptr,  # [S] int64
+    case_seed_ptr,  # [C] int64
+    tokens_ptr,  # [C, L] int32; -1 behind a sequence's end
+    num_cases,  # C
+    length,  # L
+    vocab_size,
     PADDED_CASES: tl.constexpr,
     ROWS_PER_SLOT: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+):
     """Grid (R / ROWS_PER_SLOT,): a program drafts for a slot. The drafts of unknown requests are token 0."""
     wait_for_producers(PDL)
     start_dependents(PDL)
