@@ -107,6 +107,7 @@ TILES = (
     Tiles(4, 64, 2),
     Tiles(1, 64, 8),
     Tiles(2, 128, 4),
+    Tiles(3, 128, 4),
     Tiles(1, 128, 2),
     Tiles(1, 128, 4),
 )

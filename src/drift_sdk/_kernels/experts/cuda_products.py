@@ -63,6 +63,9 @@ CHUNK = 128
 """Inner indices of a chunk."""
 FEW_ROWS_PER_EXPERT = 5
 """Up to so many rows of an expert on average, few experts have more than the 8 of the smallest tile."""
+SOME_ROWS_PER_EXPERT = 16
+"""Up to so many rows of an expert on average, chunks that are loaded ahead save time. With 64 rows, the
+registers of one chunk instead of four make the products of gpt-oss-120b 6% faster on an H200."""
 
 FILES = ("common/types.cu", "common/dependent_launch.cu", "experts/common.cu")
 """What the programs of experts begin with."""
@@ -116,7 +119,8 @@ def cuda_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> CudaTiles | RingTiles:
     if rows_per_expert <= FEW_ROWS_PER_EXPERT:
         return CudaTiles()
 
-    return CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_depth=4)
+    depth = 4 if rows_per_expert <= SOME_ROWS_PER_EXPERT else 1
+    return CudaTiles(weight_tiles=4, row_tiles=2, num_ctas=1, max_depth=depth)
 
 
 def has_cuda_product(matrix: ExpertMatrix, dtype: torch.dtype, max_scale: int) -> bool:
