@@ -50,15 +50,11 @@ BUDGET, BLOCK_SIZE = 2048, 64
 NUM_WARM_UP, NUM_ROUNDS = 4, 24
 TRACE = (2, 3)
 """Tokens of simulated rounds, in turn."""
-TREES = ("static", "dynamic")
-"""Kinds of trees with branches."""
-
 Paths = tuple[tuple[int, ...], ...]
 
 
 class TreeRun(Run, kw_only=True):
-    """Rounds of a shape with `num_draft_tokens` drafts. `tree` is "static", "dynamic", "chain" for a static
-    tree without branches, or None for a chain.
+    """Rounds of a shape with `num_draft_tokens` drafts. `tree` is "static", "dynamic", or None for a chain.
 
     num_nodes: verified tokens of a sequence. break_even_rate: see the module; None if no rate below 1 is
     enough. tokens: emitted on average, by rate of the draft's best candidate.
@@ -93,7 +89,7 @@ def first_paths(shape: StaticTree, num_drafts: int) -> Paths:
 
 
 def chain_paths(num_drafts: int) -> Paths:
-    """The paths of the tree without branches."""
+    """The paths of a chain."""
     return tuple((0,) * length for length in range(1, num_drafts + 1))
 
 
@@ -119,7 +115,7 @@ def break_even(
 
 class Kind(NamedTuple):
     """Rounds of one shape. tree: as of `TreeRun`, or "plain". numbers: of drafts. depth: most drafts on a
-    path; None: the drafts are chains. paths: of a tree of so many drafts."""
+    path; None: the drafts are chains. paths: of a tree or chain of so many drafts."""
 
     tree: str | None
     numbers: Sequence[int]
@@ -129,55 +125,28 @@ class Kind(NamedTuple):
 
 
 def round_seconds(
-    executors: Sequence[GraphExecutor],
-    depths: Sequence[int | None],
-    batch: int,
-    context: int,
-    num_drafts: int,
-) -> list[float]:
-    """The median seconds of a round of each executor. Their rounds alternate."""
+    executor: GraphExecutor, depth: int | None, batch: int, context: int, num_drafts: int
+) -> float:
+    """The median seconds of a round."""
     most = context + 2 + (NUM_WARM_UP + NUM_ROUNDS) * (max(TRACE) + 1) + MAX_PATH_LENGTH
-    drivers = [ManualDriver(executor, prefill_token_budget=BUDGET) for executor in executors]
-    for driver in drivers:
-        driver.fill(context, [most] * batch)
-    seconds: list[list[float]] = [[] for _ in drivers]
-    for _ in range(NUM_WARM_UP + NUM_ROUNDS):
-        for driver, depth, found in zip(drivers, depths, seconds, strict=True):
-            found.append(driver.round(num_drafts, max_depth=depth).duration_s)
-    return [statistics.median(found[NUM_WARM_UP:]) for found in seconds]
+    driver = ManualDriver(executor, prefill_token_budget=BUDGET)
+    driver.fill(context, [most] * batch)
+    rounds = [driver.round(num_drafts, max_depth=depth) for _ in range(NUM_WARM_UP + NUM_ROUNDS)]
+    return statistics.median(each.duration_s for each in rounds[NUM_WARM_UP:])
 
 
-def kinds_of(draft: DraftDecoder, nodes: Sequence[int]) -> list[list[Kind]]:
-    """Plain decoding, chains, static and dynamic trees. Kinds of a list are measured in alternation."""
+def kinds_of(draft: DraftDecoder, nodes: Sequence[int]) -> list[Kind]:
+    """Plain decoding, chains, static and dynamic trees."""
     drafts = [number - 1 for number in nodes]
     chains = [number for number in drafts if number <= MAX_PATH_LENGTH]
     static = StaticTree(best_tree(max(drafts)))
     dynamic = DynamicTree(top_k=8, depth=MAX_DEPTH, num_draft_tokens=max(drafts))
-    line = StaticTree(chain_paths(max(chains)))
+    factory_of_static = EagleDrafterFactory(draft, drafts, tree=static)
     return [
-        [Kind("plain", [0], None, NO_DRAFTER, chain_paths)],
-        [
-            Kind(None, chains, None, EagleDrafterFactory(draft, chains), chain_paths),
-            Kind("chain", chains, line.depth, EagleDrafterFactory(draft, chains, tree=line), chain_paths),
-        ],
-        [
-            Kind(
-                "static",
-                drafts,
-                static.depth,
-                EagleDrafterFactory(draft, drafts, tree=static),
-                partial(first_paths, static),
-            )
-        ],
-        [
-            Kind(
-                "dynamic",
-                drafts,
-                dynamic.depth,
-                EagleDrafterFactory(draft, drafts, tree=dynamic),
-                best_tree,
-            )
-        ],
+        Kind("plain", [0], None, NO_DRAFTER, chain_paths),
+        Kind(None, chains, None, EagleDrafterFactory(draft, chains), chain_paths),
+        Kind("static", drafts, static.depth, factory_of_static, partial(first_paths, static)),
+        Kind("dynamic", drafts, dynamic.depth, EagleDrafterFactory(draft, drafts, tree=dynamic), best_tree),
     ]
 
 
@@ -188,18 +157,15 @@ def measure(
     target = Decoder.random(model.config, device=device, dtype=torch.bfloat16)
     draft = DraftDecoder.load_random(prepare_draft(model).path, target)
     comparison = Comparison()
-    for kinds in kinds_of(draft, nodes):
-        executors = [open_executor(target, kind.factory, max(batches), context, device) for kind in kinds]
-        for batch, number in itertools.product(batches, kinds[0].numbers):
-            if any(kind.tree in TREES for kind in kinds) and number > max_batch_drafts(batch):
+    for kind in kinds_of(draft, nodes):
+        executor = open_executor(target, kind.factory, max(batches), context, device)
+        for batch, number in itertools.product(batches, kind.numbers):
+            if kind.depth is not None and number > max_batch_drafts(batch):
                 continue
 
-            depths = [kind.depth for kind in kinds]
-            found = round_seconds(executors, depths, batch, context, number)
-            for kind, seconds in zip(kinds, found, strict=True):
-                yield comparison.run(model.name, kind, batch, context, number, seconds)
-        for executor in executors:
-            executor.close()
+            seconds = round_seconds(executor, kind.depth, batch, context, number)
+            yield comparison.run(model.name, kind, batch, context, number, seconds)
+        executor.close()
         free_memory()
 
 
@@ -215,14 +181,13 @@ class Comparison:
         self, model: str, kind: Kind, batch: int, context: int, num_drafts: int, seconds: float
     ) -> TreeRun:
         """The run of rounds that take so many seconds."""
-        is_tree = kind.tree in TREES
         paths = kind.paths(num_drafts)
 
         def tokens(rate: float) -> float:
             return tokens_of_tree(paths, rate)
 
         def others(rate: float) -> float:
-            of_chains = self._chains.get((batch, round(rate * 100)), 0.0) if is_tree else 0.0
+            of_chains = self._chains.get((batch, round(rate * 100)), 0.0) if kind.depth is not None else 0.0
             return max(1 / self._plain[batch], of_chains)
 
         if kind.tree == "plain":
@@ -271,9 +236,7 @@ def table_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
             run["scenario"],
-            {None: "chain", "chain": "tree without branches"}.get(run["tree"], run["tree"])
-            if run["num_draft_tokens"]
-            else "plain",
+            (run["tree"] or "chain") if run["num_draft_tokens"] else "plain",
             str(run["num_nodes"]),
             f"{run['ms_per_round']:.3f}",
             *(
