@@ -172,7 +172,7 @@ async def test_reasoning_that_the_template_begins_is_recognised() -> None:
         completion = await engine.chat([USER], template_args={"thinks": True})
         assert (completion.reasoning, completion.text) == ("Hm.", "Yes.")
         completion = await engine.chat([USER])
-        assert (completion.reasoning, completion.text) == ("", "Hm.\n</think>\n\nYes.")
+        assert (completion.reasoning, completion.text) == ("", "Hm.\nYes.")
         completion = await engine.chat(
             [USER, {"role": "assistant", "content": "<think>\nI"}], continue_final=True
         )
@@ -433,3 +433,17 @@ def test_sync_engine_has_the_same_choices() -> None:
             assert stream.result().usage.prompt_tokens == num_tokens
         assert engine.count_tokens(begun, continue_final=True) == num_tokens
         assert engine.count_tokens([USER], TOOLS, tool_choice="none") == engine.count_tokens([USER])
+
+
+async def test_call_in_reasoning_counts_if_the_model_ends_its_answer_with_it() -> None:
+    raw = f"<think>\nHm.\n{CALL}"
+    async with family_engine("hermes", raw) as engine:
+        for length in (len(raw), 1000):
+            chunks, completion = await read(
+                engine.chat([USER], SamplingParams(max_tokens=length), tools=TOOLS)
+            )
+            is_cut = completion.finish_reason == "length"
+            assert is_cut == (length == len(raw))
+            assert completion.reasoning == (raw.removeprefix("<think>\n") if is_cut else "Hm.")
+            assert len(completion.tool_calls) == len(chunks[-1].tool_calls) == (not is_cut)
+            assert "".join(chunk.reasoning for chunk in chunks) == completion.reasoning

@@ -336,7 +336,7 @@ class Request:
         """The parts that new text brings; at the end of the request with those that were held back."""
         part = splitter.push(text)
         if self.is_done:
-            part += splitter.flush()
+            part += splitter.flush(is_cut=self._finish_reason != "stop")
             if splitter.failure is not None and (self._finish_reason == "stop" or not splitter.is_unfinished):
                 log.warning("%s: a tool call stays in the text: %s", self.request_id, splitter.failure)
         self._answer.append(part)

@@ -119,3 +119,46 @@ def test_no_other_format_is_taken_beside_harmony(name: str) -> None:
         detect_formats(FAMILY.template, **{name: other[name]})
     assert caught.value.field == name
     assert detect_formats(FAMILY.template, **other) == AnswerFormats(tools="hermes", reasoning="think")
+
+
+QWEN = FAMILIES["qwen3_coder"]
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": "<tool_call>\\n<function=add>\\n</function>"}',
+        '{"a": "<function=add></function></tool_call>"}',
+        '{"a": "<tool_call>{\\"name\\": \\"add\\"}"}',
+        '{"a": "b</think>c"}',
+        '"<think>a</think>"',
+    ],
+)
+def test_text_that_a_grammar_describes_stays_whole(text: str, has_tools: bool) -> None:
+    """Markers in its strings are no markers."""
+    splitter = prepare_answer(
+        AnswerFormats(tools="qwen3_coder", reasoning="think"),
+        family_tokenizer(QWEN),
+        template=QWEN.template,
+        prompt="<|im_start|>assistant\n<think>\n",
+        continued=None,
+        tools=ToolSet.of(TOOLS if has_tools else None),
+        tool_choice="auto" if has_tools else "none",
+        grammar=JsonSchema({"type": ["object", "string"]}),
+    ).splitter
+    assert splitter is not None
+    parts = [*map(splitter.push, text), splitter.flush()]
+    assert "".join(part.text for part in parts) == text
+    assert not any(part.tool_calls or part.reasoning for part in parts)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "harmony"])
+def test_calls_beside_a_grammar_are_found(name: str) -> None:
+    family = FAMILIES[name]
+    formats = detect_formats(family.template)
+    for reply in family.replies:
+        if reply.calls and not (reply.text or reply.reasoning):
+            splitter = formats.splitter(ToolSet.of(TOOLS), is_constrained=True)
+            part = splitter.push(reply.raw) + splitter.flush()
+            assert tuple((call.name, call.arguments) for call in part.tool_calls) == reply.calls

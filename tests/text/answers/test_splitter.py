@@ -254,13 +254,15 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.parametrize("is_thinking", [False, True])
 @pytest.mark.parametrize(("name", "unit"), HOSTILE)
-def test_parsing_takes_linear_time(name: str, unit: str) -> None:
+def test_parsing_takes_linear_time(name: str, unit: str, is_thinking: bool) -> None:
     """Counted in calls of Python functions, which do not depend on the machine."""
     import sys
 
     def cost(num_units: int) -> int:
-        splitter = AnswerFormats(tools=name, reasoning=None).splitter(ToolSet.of(TOOLS))
+        formats = AnswerFormats(tools=name, reasoning="think" if is_thinking else None)
+        splitter = formats.splitter(ToolSet.of(TOOLS), is_thinking=is_thinking)
         num_calls = 0
 
         def count(frame: object, event: str, arg: object) -> None:

@@ -81,5 +81,7 @@ def prepare_answer(
     if formats.reasoning is None and not finds_calls and not formats.is_harmony:  # whose text is in messages
         return Answer(splitter=None, marker_ids=frozenset(), grammar=followed)
 
-    splitter = formats.splitter(tools, prompt=prompt, is_thinking=is_thinking)
+    splitter = formats.splitter(
+        tools, prompt=prompt, is_thinking=is_thinking, is_constrained=grammar is not None
+    )
     return Answer(splitter=splitter, marker_ids=tokenizer.special_ids_of(formats.markers), grammar=followed)

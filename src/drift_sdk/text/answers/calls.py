@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from drift_sdk.text.answers.reader import Steps, TextReader
 from drift_sdk.text.answers.values import MAX_DEPTH, decode_json, decode_keywords
-from drift_sdk.text.answers.writer import AnswerWriter
 from drift_sdk.text.tools import ToolSet
 
-__all__ = ["CallReader", "MalformedCall", "UnfinishedCall", "is_name"]
+__all__ = ["CallReader", "CallWriter", "MalformedCall", "UnfinishedCall", "is_name"]
 
 MAX_NAME_CHARS = 256
 
@@ -66,6 +65,19 @@ def is_name(text: str) -> bool:
     return 0 < len(text) <= MAX_NAME_CHARS and NAME.fullmatch(text) is not None
 
 
+class CallWriter(Protocol):
+    """Takes the calls that are found, and the text around them.
+
+    failure: the error of the first call that could not be read; None if there is none.
+    """
+
+    failure: Exception | None
+
+    def write(self, text: str) -> None: ...
+
+    def add_call(self, name: str, arguments: dict[str, Any], call_id: str | None = None) -> None: ...
+
+
 class CallReader:
     """Reads calls and keeps what it takes, so that a call that fails can be given back as text.
 
@@ -74,10 +86,10 @@ class CallReader:
     Its methods raise MalformedCall where the text is not what they expect, and UnfinishedCall at its end.
     """
 
-    def __init__(self, reader: TextReader, writer: AnswerWriter, tools: ToolSet) -> None:
+    def __init__(self, reader: TextReader, writer: CallWriter, tools: ToolSet) -> None:
         self.reader = reader
         self.tools = tools
-        self._writer = writer
+        self.writer = writer
         self._taken: list[str] = []
 
     def begin(self, marker: str = "") -> None:
@@ -86,15 +98,15 @@ class CallReader:
 
     def add(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> None:
         """Add the call that was read; what follows is another one."""
-        self._writer.add_call(name, dict(arguments), call_id)
+        self.writer.add_call(name, dict(arguments), call_id)
         self._taken = []
 
     def give_back(self, error: MalformedCall | None = None) -> None:
         """Write what was taken since the last call as text. error: why it is no call; None if no call was
         meant."""
-        if error is not None and self._writer.failure is None:
-            self._writer.failure = error
-        self._writer.text.write("".join(self._taken))
+        if error is not None and self.writer.failure is None:
+            self.writer.failure = error
+        self.writer.write("".join(self._taken))
         self._taken = []
 
     def take(self, num_chars: int) -> str:

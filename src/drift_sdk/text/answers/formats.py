@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.text.answers import harmony
 from drift_sdk.text.answers.calls import CallReader
 from drift_sdk.text.answers.reader import Steps, TextReader
-from drift_sdk.text.answers.reasoning import REASONING_FORMATS, is_opened, read_reasoning
+from drift_sdk.text.answers.reasoning import REASONING_FORMATS, is_opened, read_around, read_reasoning
 from drift_sdk.text.answers.splitter import AnswerSplitter
+from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.tool_formats import TOOL_FORMATS, read_content
 from drift_sdk.text.answers.writer import AnswerWriter
 from drift_sdk.text.tools import ToolSet
@@ -74,12 +76,16 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
         reasoning = REASONING_FORMATS.get(self.reasoning or "")
         return reasoning is not None and is_opened(prompt, continued, reasoning)
 
-    def splitter(self, tools: ToolSet, *, prompt: str = "", is_thinking: bool = False) -> AnswerSplitter:
+    def splitter(
+        self, tools: ToolSet, *, prompt: str = "", is_thinking: bool = False, is_constrained: bool = False
+    ) -> AnswerSplitter:
         """A splitter for one answer.
 
-        tools:       those that the model was given; if there are none, calls are not looked for.
-        prompt:      as rendered by the template.
-        is_thinking: whether the answer begins with reasoning that the prompt has opened.
+        tools:          those that the model was given; if there are none, calls are not looked for.
+        prompt:         as rendered by the template.
+        is_thinking:    whether the answer begins with reasoning that the prompt has opened.
+        is_constrained: whether the answer is either calls or a text that the request's grammar describes,
+                        without reasoning. In Harmony the grammar describes the body of a message.
         """
         reader, writer = TextReader(), AnswerWriter()
         calls = CallReader(reader, writer, tools)
@@ -93,22 +99,49 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
                 finds_calls=finds_calls,
                 finds_reasoning=self.reasoning is not None,
             )
+        elif is_constrained:
+            steps = read_calls_or_text(self, calls, finds_calls=finds_calls)
         else:
             steps = read_answer(self, calls, writer, is_thinking=is_thinking, finds_calls=finds_calls)
-        next(steps)  # to the place where it waits for text
         return AnswerSplitter(steps, reader, writer)
 
 
 def read_answer(
     formats: AnswerFormats, calls: CallReader, writer: AnswerWriter, *, is_thinking: bool, finds_calls: bool
 ) -> Steps[None]:
-    """Read an answer to its end: reasoning, then text and calls."""
+    """Read an answer to its end: reasoning, then text and calls.
+
+    A tag that closes reasoning which has not begun is left out. What stands before it remains text, for it
+    may have been delivered.
+    """
+    reader = calls.reader
     reasoning = REASONING_FORMATS.get(formats.reasoning or "")
-    dropped: tuple[str, ...] = ()
-    if reasoning is not None:
-        dropped = yield from read_reasoning(calls.reader, writer, reasoning, is_open=is_thinking)
     tool_format = TOOL_FORMATS.get(formats.tools or "") if finds_calls else None
-    yield from read_content(calls, writer.text.write, tool_format, dropped)
+    if reasoning is None:
+        yield from read_content(calls, tool_format)
+        return
+
+    thought = Thought(writer, calls.tools, tool_format)
+    if not (yield from read_reasoning(reader, writer, reasoning, thought, is_open=is_thinking)):
+        tags = (reasoning.openers[0], reasoning.closers[0])
+        tag = yield from read_content(calls, tool_format, ends=tags)
+        if tag == reasoning.openers[0]:  # the text is about the tags
+            calls.writer.write(tag)
+            tag = yield from read_content(calls, tool_format, is_start=False)
+        if tag is None:
+            return
+
+        writer.text.cut()
+    dropped = yield from read_around(reader, reasoning)
+    yield from read_content(calls, tool_format, dropped=dropped)
+
+
+def read_calls_or_text(formats: AnswerFormats, calls: CallReader, *, finds_calls: bool) -> Steps[None]:
+    """Read an answer that is calls alone, or text which may contain anything."""
+    tool_format = TOOL_FORMATS.get(formats.tools or "") if finds_calls else None
+    if tool_format is not None and (yield from calls.reader.begins(*tool_format.openers)) is None:
+        tool_format = replace(tool_format, openers=())
+    yield from read_content(calls, tool_format)
 
 
 def detect_formats(

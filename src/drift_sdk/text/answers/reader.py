@@ -24,15 +24,27 @@ SPACE = re.compile(r"\s*")
 
 
 class TextReader:
-    """The text that has arrived and has not been taken. `is_ended`: whether more may arrive."""
+    """The text that has arrived and has not been taken.
+
+    is_ended: whether no more text arrives.
+    is_cut:   whether the text ended early, before its writer was done.
+    """
 
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
+        self._num_before = 0  # characters taken before those of _text
         self.is_ended = False
+        self.is_cut = False
+
+    @property
+    def num_taken(self) -> int:
+        """Number of characters taken."""
+        return self._num_before + self._position
 
     def push(self, text: str) -> None:
         """Add text."""
+        self._num_before += self._position
         self._text = self._text[self._position :] + text
         self._position = 0
 

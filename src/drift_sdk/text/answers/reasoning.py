@@ -5,9 +5,10 @@ from __future__ import annotations
 from msgspec import Struct
 
 from drift_sdk.text.answers.reader import Steps, TextReader
+from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.writer import AnswerWriter
 
-__all__ = ["REASONING_FORMATS", "ReasoningFormat", "is_opened", "read_reasoning"]
+__all__ = ["REASONING_FORMATS", "ReasoningFormat", "is_opened", "read_around", "read_reasoning"]
 
 GRANITE_OPENERS = ("Here is my thought process:", "Here's my thought process:")
 GRANITE_CLOSERS = ("Here is my response:", "Here's my response:")
@@ -17,7 +18,7 @@ class ReasoningFormat(Struct, frozen=True, kw_only=True):
     """A way to mark reasoning.
 
     openers: markers that begin it, at the start of an answer.
-    closers: markers that end it.
+    closers: markers that end it, the first a tag rather than words.
     around:  markers that begin and end the text directly behind reasoning, if it has them; empty = never.
     """
 
@@ -27,23 +28,41 @@ class ReasoningFormat(Struct, frozen=True, kw_only=True):
 
 
 def read_reasoning(
-    reader: TextReader, writer: AnswerWriter, reasoning_format: ReasoningFormat, *, is_open: bool
-) -> Steps[tuple[str, ...]]:
-    """Read the reasoning with which an answer begins, if it does; returns markers in the text that follows
-    which are no part of it. is_open: the prompt has begun the reasoning."""
+    reader: TextReader,
+    writer: AnswerWriter,
+    reasoning_format: ReasoningFormat,
+    thought: Thought,
+    *,
+    is_open: bool,
+) -> Steps[bool]:
+    """Read the reasoning with which an answer begins; returns whether it does. Calls in it count if the
+    answer ends with the reasoning, closed or not, unless it was cut.
+
+    thought: takes the reasoning.
+    is_open: the prompt has begun the reasoning.
+    """
     space: list[str] = []
     yield from reader.take_space(space.append)
     opener = yield from reader.accept(*reasoning_format.openers)
     if opener is None and not is_open:
         writer.text.write("".join(space))
-        return ()
+        return False
 
-    yield from reader.take_until(reasoning_format.closers, writer.reasoning.write)
+    yield from reader.take_until(reasoning_format.closers, thought.push)
+    thought.end()
     writer.text.cut()
+    yield from reader.take_space(space.append)  # white space here is no part of the text
+    is_last = not (yield from reader.peek())
+    thought.decide(has_calls=is_last and not reader.is_cut)
+    return True
+
+
+def read_around(reader: TextReader, reasoning_format: ReasoningFormat) -> Steps[tuple[str, ...]]:
+    """Read what stands between reasoning and text; returns markers in the text which are no part of it."""
     if not reasoning_format.around:
         return ()
 
-    yield from reader.take_space(space.append)  # white space here is no part of the text
+    yield from reader.take_space(lambda text: None)  # white space here is no part of the text
     has_begun = yield from reader.accept(reasoning_format.around[0])
     return reasoning_format.around[1:] if has_begun else ()
 

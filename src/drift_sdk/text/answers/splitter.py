@@ -12,19 +12,21 @@ __all__ = ["AnswerSplitter"]
 class AnswerSplitter:
     """The parts of one answer, as it arrives.
 
-    read:   parses the answer.
+    read:   parses the answer; it has not begun.
     reader: where it reads.
     writer: where it writes.
 
     Joined over all pushes and the flush, the parts do not depend on how the answer is cut into pieces. A
-    call is returned by the push in which it closes. Text is held back only while it may be the beginning of
-    a marker or white space before one, and inside a call, until it closes or turns out not to be a call.
+    call is returned by the push in which it closes, a call in reasoning by the flush. Text is held back only
+    while it may be the beginning of a marker or white space before one, and inside a call, until it closes or
+    turns out not to be a call; reasoning behind a call, until the reasoning closes.
     """
 
     def __init__(self, read: Steps[None], reader: TextReader, writer: AnswerWriter) -> None:
         self._read = read
         self._reader = reader
         self._writer = writer
+        next(read)  # to the place where it waits for text
 
     def push(self, text: str) -> Split:
         """Add text; returns the parts that it completes."""
@@ -32,9 +34,13 @@ class AnswerSplitter:
         next(self._read)
         return self._writer.take()
 
-    def flush(self) -> Split:
-        """End the answer; returns the parts that were held back. A call that has not closed is text."""
+    def flush(self, *, is_cut: bool = False) -> Split:
+        """End the answer; returns the parts that were held back. A call that has not closed is text.
+
+        is_cut: whether the answer ended early, before the model ended it.
+        """
         self._reader.is_ended = True
+        self._reader.is_cut = is_cut
         next(self._read, None)
         self._writer.end()
         return self._writer.take()

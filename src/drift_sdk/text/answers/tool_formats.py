@@ -22,7 +22,7 @@ from drift_sdk.text.answers.values import decode_json
 from drift_sdk.text.schema_references import is_local, resolve
 from drift_sdk.text.tools import Tool
 
-__all__ = ["TOOL_FORMATS", "ToolFormat", "read_content"]
+__all__ = ["TOOL_FORMATS", "ToolFormat", "read_call", "read_content"]
 
 MAX_ID_CHARS = 64
 
@@ -65,26 +65,41 @@ class ToolFormat(Struct, frozen=True, kw_only=True):
 
 
 def read_content(
-    calls: CallReader, write: Callable[[str], None], tool_format: ToolFormat | None, dropped: tuple[str, ...]
-) -> Steps[None]:
-    """Read an answer without its reasoning to its end.
+    calls: CallReader,
+    tool_format: ToolFormat | None,
+    *,
+    is_start: bool = True,
+    dropped: tuple[str, ...] = (),
+    ends: tuple[str, ...] = (),
+) -> Steps[str | None]:
+    """Read text and calls, to the end of the answer or to a marker that is taken; returns this marker.
 
-    write:       takes its text.
     tool_format: None = everything is text.
+    is_start:    whether calls without a marker may stand here.
     dropped:     markers in the text, which are left out.
+    ends:        markers that end it.
     """
-    openers = tool_format.openers if tool_format is not None else ()
-    if tool_format is not None and tool_format.read_start is not None:
-        yield from tool_format.read_start(calls)
-    while (marker := (yield from calls.reader.take_until(openers + dropped, write))) is not None:
-        if tool_format is None or marker in dropped:
-            continue
+    markers = dropped + ends
+    if tool_format is not None:
+        markers += tool_format.openers
+        if is_start and tool_format.read_start is not None:
+            yield from tool_format.read_start(calls)
+    while True:
+        marker = yield from calls.reader.take_until(markers, calls.writer.write)
+        if marker is None or marker in ends:
+            return marker
 
-        calls.begin(marker)
-        try:
-            yield from tool_format.read(calls, marker)
-        except MalformedCall as error:
-            calls.give_back(error)
+        if tool_format is not None and marker not in dropped:
+            yield from read_call(calls, tool_format, marker)
+
+
+def read_call(calls: CallReader, tool_format: ToolFormat, marker: str) -> Steps[None]:
+    """Read the call behind a marker that was taken, or write it as text."""
+    calls.begin(marker)
+    try:
+        yield from tool_format.read(calls, marker)
+    except MalformedCall as error:
+        calls.give_back(error)
 
 
 def read_tagged(calls: CallReader, marker: str) -> Steps[None]:

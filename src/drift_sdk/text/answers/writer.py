@@ -62,6 +62,10 @@ class AnswerWriter:
         self._calls.append(call)
         self._num_calls += 1
 
+    def write(self, text: str) -> None:
+        """Add text."""
+        self.text.write(text)
+
     def take(self) -> Split:
         """The parts added since the last call."""
         calls, self._calls = self._calls, []
