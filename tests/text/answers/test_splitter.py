@@ -45,7 +45,8 @@ def joined(parts: list[Split]) -> tuple[object, ...]:
 def test_call_that_was_cut_is_unfinished_rather_than_malformed(name: str, reply: Reply) -> None:
     for length in range(len(reply.raw)):
         splitter = new_splitter(FAMILIES[name])
-        split(splitter, [reply.raw[:length]])
+        splitter.push(reply.raw[:length])
+        splitter.flush(is_cut=True)
         assert splitter.failure is None or splitter.is_unfinished, reply.raw[:length]
 
 

@@ -148,6 +148,18 @@ class CallReader:
 
         return found
 
+    def follows(self, *literals: str) -> Steps[bool]:
+        """Whether the text continues with one of the literals, which stays."""
+        if (yield from self.reader.begins(*literals)) is not None:
+            return True
+
+        if literals and self.reader.is_ended:
+            rest = yield from self.reader.peek(max(map(len, literals)))
+            if rest and any(each.startswith(rest) for each in literals):
+                raise UnfinishedCall("the text ends inside a call")
+
+        return False
+
     def wrong(self, reason: str) -> Steps[MalformedCall]:
         """The error for the next character not being what is expected."""
         found = yield from self.reader.peek()
@@ -202,6 +214,24 @@ class CallReader:
             raise MalformedCall("expected a JSON object")
 
         return value
+
+    def arguments(self, *ends: str, may_end: bool = False) -> Steps[dict[str, Any]]:
+        """Take white space and the arguments of a call: a JSON object, or "", null or nothing, which are an
+        empty one.
+
+        ends:    markers that may follow at once.
+        may_end: whether the answer may end at once, which an answer that was cut does not.
+        """
+        yield from self.space()
+        first = yield from self.reader.peek()
+        if first in ("n", '"'):
+            yield from self.expect("null", '""')
+            return {}
+
+        if (yield from self.follows(*ends)) or (may_end and not first and not self.reader.is_cut):
+            return {}
+
+        return (yield from self.object())
 
     def keywords(self) -> Steps[dict[str, Any]]:
         """Take the arguments of a Python call with its round brackets; returns them by name."""

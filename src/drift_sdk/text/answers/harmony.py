@@ -60,7 +60,9 @@ def read_body(
     if finds_calls and recipient is not None:
         is_reasoning = False
         try:
-            calls.add(recipient[1].removeprefix("functions."), (yield from calls.object()))
+            calls.add(
+                recipient[1].removeprefix("functions."), (yield from calls.arguments(*ENDS, may_end=True))
+            )
         except MalformedCall as error:
             calls.give_back(error)
 

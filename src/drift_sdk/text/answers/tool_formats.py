@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk.text.answers.calls import CallReader, MalformedCall
+from drift_sdk.text.answers.calls import CallReader, MalformedCall, is_name
 from drift_sdk.text.answers.reader import Steps
 from drift_sdk.text.answers.values import decode_json
 from drift_sdk.text.schema_references import is_local, resolve
@@ -129,10 +129,11 @@ def read_mistral(calls: CallReader, marker: str) -> Steps[None]:
     name = yield from calls.name()
     call_id = None
     yield from calls.space()
-    has_marker = (yield from calls.reader.peek()) == "["
+    has_marker = (yield from calls.reader.peek()) == "[" and not (yield from calls.follows(marker))
     if has_marker and (yield from calls.expect("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         call_id = (yield from calls.until("[ARGS]")).strip()
-    calls.add(name, (yield from calls.object()), checked_id(call_id))
+    arguments = yield from calls.arguments(marker, may_end=has_marker or name in calls.tools)
+    calls.add(name, arguments, checked_id(call_id))
 
 
 def read_deepseek(calls: CallReader, marker: str) -> Steps[None]:
@@ -143,11 +144,18 @@ def read_deepseek(calls: CallReader, marker: str) -> Steps[None]:
     name = yield from calls.name()
     yield from calls.expect(CALL_SEP)
     yield from calls.space()
-    is_fenced = (yield from calls.reader.peek()) != "{"
-    if is_fenced:
-        name = yield from calls.name()
-        yield from calls.expect("```json")
-    calls.add(name, (yield from calls.object()))
+    first = yield from calls.reader.peek()
+    is_fenced = False
+    if is_name(first):
+        second = yield from calls.name()
+        yield from calls.space()
+        is_fenced = (yield from calls.reader.peek()) == "`"
+        if is_fenced:
+            yield from calls.expect("```json")
+        if is_fenced or second != "null":
+            name = second
+    ends = ("```",) if is_fenced else (CALL_END, CALLS_END)
+    calls.add(name, (yield from calls.arguments(*ends)))
     if is_fenced:
         yield from calls.close("```")
     yield from calls.close(CALL_END)
@@ -279,13 +287,15 @@ def as_call(value: Any) -> tuple[str, dict[str, Any], str | None]:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         raise MalformedCall("expected a JSON object with a name")
 
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), None)
     if isinstance(arguments, str):
         try:
-            arguments = decode_json(arguments)
+            arguments = decode_json(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
             raise MalformedCall(f"arguments are not JSON: {error}") from error
 
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise MalformedCall("expected arguments that are a JSON object")
 
