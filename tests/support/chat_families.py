@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from drift_sdk.testing import byte_alphabet
+from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.tokenizer import Tokenizer
+from drift_sdk.text.tools import ToolSet
 
 
 class Reply(NamedTuple):
@@ -68,6 +70,10 @@ NUMBERS = {"numbers": [1, 2]}
 PARIS_JSON = '{"city": "Paris", "unit": "C"}'
 TRICKY_JSON = '{"city": "a\\"b\\\\ </tool_call>{[", "unit": "C"}'
 NUMBERS_JSON = '{"numbers": [1, 2]}'
+
+
+SIZES = (1, 2, 3, 7, 10**9)
+"""Lengths of the pieces in which answers arrive."""
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -471,3 +477,15 @@ def family_tokenizer(family: Family) -> Tokenizer:
             "tokenizer.ggml.eos_token_id": 256,
         }
     )
+
+
+def calls_of(
+    name: str, raw: str, size: int = 10**9, *, tools: object = TOOLS, is_cut: bool = False
+) -> tuple[str, list[tuple[str, dict[str, Any]]], Exception | None]:
+    """(text, calls, failure) of an answer in a format of tools, in pieces of a size."""
+    formats = AnswerFormats(tools=name, reasoning="harmony" if name == "harmony" else None)
+    splitter = formats.splitter(ToolSet.of(tools), prompt="<|start|>assistant")
+    parts = [splitter.push(raw[start : start + size]) for start in range(0, len(raw), size)]
+    parts.append(splitter.flush(is_cut=is_cut))
+    calls = [(each.name, each.arguments) for part in parts for each in part.tool_calls]
+    return "".join(part.text for part in parts), calls, splitter.failure

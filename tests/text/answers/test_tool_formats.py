@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from chat_families import ADD_CALL, DS, NUMBERS, NUMBERS_JSON, TOOLS, call
+from chat_families import ADD_CALL, DS, NUMBERS, NUMBERS_JSON, SIZES, call, calls_of
 
 from drift_sdk.text.answers.calls import UnfinishedCall
-from drift_sdk.text.answers.formats import AnswerFormats
-from drift_sdk.text.tools import ToolSet
 
-SIZES = (1, 2, 3, 7, 10**9)
 COMMENTARY = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 FENCED = f"{DS[1]}function{DS[2]}add\n```json\n"
-
-
-def calls_of(
-    name: str, raw: str, size: int = 10**9, *, tools: object = TOOLS, is_cut: bool = False
-) -> tuple[str, list[tuple[str, dict[str, Any]]], Exception | None]:
-    """(text, calls, failure) of an answer in a format of tools."""
-    formats = AnswerFormats(tools=name, reasoning="harmony" if name == "harmony" else None)
-    splitter = formats.splitter(ToolSet.of(tools), prompt="<|start|>assistant")
-    parts = [splitter.push(raw[start : start + size]) for start in range(0, len(raw), size)]
-    parts.append(splitter.flush(is_cut=is_cut))
-    calls = [(each.name, each.arguments) for part in parts for each in part.tool_calls]
-    return "".join(part.text for part in parts), calls, splitter.failure
 
 
 @pytest.mark.parametrize(
@@ -39,10 +22,12 @@ def calls_of(
         ("phi4_mini", 'functools[{"name": "add"', "]"),
     ],
 )
-@pytest.mark.parametrize(
-    "written", ["", *(f', "{key}": {value}' for key in ("arguments", "parameters") for value in ('""', '" "', "null", '"null"', "{}", '"{}"'))]
-)  # fmt: skip
-def test_empty_arguments_of_an_object_are_none(name: str, before: str, after: str, written: str) -> None:
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize("value", [None, '""', '" "', "null", '"null"', "{}", '"{}"'])
+def test_empty_arguments_of_an_object_are_none(
+    name: str, before: str, after: str, key: str, value: str | None
+) -> None:
+    written = "" if value is None else f', "{key}": {value}'
     for size in SIZES:
         assert calls_of(name, f"{before}{written}}}{after}", size) == ("", [("add", {})], None)
 

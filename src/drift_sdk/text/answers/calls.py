@@ -178,17 +178,26 @@ class CallReader:
     def name(self) -> Steps[str]:
         """Take white space and a name: letters, digits and _.:/-"""
         yield from self.space()
-        pieces: list[str] = []
-        yield from self.reader.take_run(NAME, pieces.append)
-        name = "".join(pieces)
-        self._taken.append(name)
+        name = yield from self.run(NAME)
         if not is_name(name):
             raise (yield from self.wrong("expected a name"))
 
         return name
 
+    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Take the longest text that a repeated character class matches; returns it."""
+        pieces: list[str] = []
+        yield from self.reader.take_run(pattern, pieces.append)
+        self._taken += pieces
+        return "".join(pieces)
+
     def until(self, *markers: str) -> Steps[str]:
         """Take the text before the next of these markers, and the marker; returns the text."""
+        text, _ = yield from self.until_one(*markers)
+        return text
+
+    def until_one(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Take the text before the next of these markers, and the marker; returns both."""
         pieces: list[str] = []
         marker = yield from self.reader.take_until(markers, pieces.append)
         self._taken += pieces
@@ -196,7 +205,7 @@ class CallReader:
             raise UnfinishedCall("the text ends inside a call")
 
         self._taken.append(marker)
-        return "".join(pieces)
+        return "".join(pieces), marker
 
     def json(self) -> Steps[Any]:
         """Take white space and a JSON object or array; returns its value."""

@@ -14,6 +14,7 @@ from typing import Any
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import JSON_STYLE, Lark
 from drift_sdk.text.answers import tool_formats as marks
+from drift_sdk.text.answers.argument_types import types_of, values_of
 from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.grammar_rules import Rules, quoted
@@ -177,11 +178,11 @@ def written_value(rules: Rules, tool: Tool, name: str) -> str:
     """The value of an argument as Qwen3-Coder writes it, with the end of its parameter: strings without
     quotes. Of what the schema says of strings, lengths and enumerations are followed."""
     end = "\n</parameter>\n"
-    types, schema = marks.types_of(tool, name), argument_schema(tool, name)
+    types, schema = types_of(tool, name), argument_schema(tool, name)
     if types <= {"string"} and not {"enum", "const"} & schema.keys():
         return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
 
-    values = [each for each in marks.values_of(schema) or () if isinstance(each, str)]
+    values = [each for each in values_of(schema) or () if isinstance(each, str)]
     if types == {"string"} and values:
         return f"({' | '.join(map(quoted, values))}) {quoted(end)}"
 
@@ -225,8 +226,8 @@ def keywords(rules: Rules, tool: Tool) -> str:
     first, later = rules.rule('""'), rules.rule('""')  # behind the last argument
     for name in reversed(list(tool.properties)):
         key = plain_key(tool, name, IDENTIFIER, "identifiers")
-        is_open = marks.values_of(argument_schema(tool, name)) is None
-        is_flag = is_open and marks.types_of(tool, name) == {"boolean"}
+        is_open = values_of(argument_schema(tool, name)) is None
+        is_flag = is_open and types_of(tool, name) == {"boolean"}
         value = '("True" | "False")' if is_flag else rules.rule(rules.value(nested(tool, name)))
         written = f"{quoted(key + '=')} {value} {later}"
         if name in tool.required:

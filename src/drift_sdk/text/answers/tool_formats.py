@@ -11,7 +11,7 @@ or with a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -19,8 +19,7 @@ from msgspec import Struct
 from drift_sdk.text.answers.calls import CallReader, MalformedCall, is_name
 from drift_sdk.text.answers.reader import Steps
 from drift_sdk.text.answers.values import decode_json
-from drift_sdk.text.schema_references import is_local, resolve
-from drift_sdk.text.tools import Tool
+from drift_sdk.text.answers.xml_calls import read_function
 
 __all__ = ["TOOL_FORMATS", "ToolFormat", "read_call", "read_content"]
 
@@ -28,25 +27,6 @@ MAX_ID_CHARS = 64
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, CALL_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-
-JSON_TYPES = {
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    str: ("string",),
-    list: ("array",),
-    dict: ("object",),
-    type(None): ("null",),
-}
-IMPLIED_TYPES = {
-    "additionalProperties": "object",
-    "items": "array",
-    "patternProperties": "object",
-    "prefixItems": "array",
-    "properties": "object",
-    "required": "object",
-}
-"""Types of the values that a keyword is about."""
 
 
 class ToolFormat(Struct, frozen=True, kw_only=True):
@@ -163,8 +143,8 @@ def read_deepseek(calls: CallReader, marker: str) -> Steps[None]:
 
 
 def read_xml(calls: CallReader, marker: str) -> Steps[None]:
-    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>. Values are text,
-    or JSON where the tool's schema says that they are not strings."""
+    """<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>, or an object in
+    <tool_call> as above."""
     if marker == "<tool_call>":
         yield from calls.space()
         if (yield from calls.reader.peek()) == "{":
@@ -172,40 +152,8 @@ def read_xml(calls: CallReader, marker: str) -> Steps[None]:
             return
 
         yield from calls.expect("<function=")
-    name = yield from calls.name()
-    yield from calls.expect(">")
-    tool = calls.tools.get(name) or Tool(name, {})
-    arguments: dict[str, Any] = {}
-    following = yield from calls.expect("<parameter=", "</function>")
-    while following == "<parameter=":
-        key = yield from calls.until(">")
-        value, following = yield from read_parameter(calls)
-        if key in arguments:
-            raise MalformedCall("a parameter is given twice")
-
-        arguments[key] = typed(tool, key, value.removeprefix("\n").removesuffix("\n"))
-    calls.add(name, arguments)
+    yield from read_function(calls)
     yield from calls.close("</tool_call>")
-
-
-def read_parameter(calls: CallReader) -> Steps[tuple[str, str]]:
-    """Take a value with its end, and the marker that follows; returns the value and this marker. A value may
-    contain </parameter> where no such marker follows, unless it stands in a line of its own and the call ends
-    there in another way."""
-    pieces: list[str] = []
-    while True:
-        pieces.append((yield from calls.until("</parameter>")))
-        space = yield from calls.space()
-        following = yield from calls.accept("<parameter=", "</function>")
-        if following is not None:
-            return "".join(pieces), following
-
-        # The newline before a value is no part of it.
-        is_line = pieces != ["\n"] and pieces[-1].endswith("\n") and space.startswith("\n")
-        if is_line and (yield from calls.reader.begins("</tool_call>", "<tool_call>", "<function=")):
-            raise MalformedCall("expected <parameter= or </function>")
-
-        pieces += ["</parameter>", space]
 
 
 def read_bare(calls: CallReader) -> Steps[None]:
@@ -305,55 +253,6 @@ def as_call(value: Any) -> tuple[str, dict[str, Any], str | None]:
 def checked_id(call_id: object) -> str | None:
     """An id that the model wrote, if it can be one."""
     return call_id if isinstance(call_id, str) and 0 < len(call_id) <= MAX_ID_CHARS else None
-
-
-def typed(tool: Tool, name: str, text: str) -> Any:
-    """The value of an argument that is written as text, of a type that its schema allows."""
-    types = types_of(tool, name)
-    if types == {"string"} or not types:
-        return text
-
-    try:
-        value = decode_json(text)
-    except (ValueError, RecursionError):
-        words = {"True": True, "False": False, "None": None}
-        return words.get(text, text) if types & {"boolean", "null"} else text
-
-    return value if "string" not in types or types & set(JSON_TYPES[type(value)]) else text
-
-
-def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values that a schema enumerates; None if it does not."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return values if isinstance(values, list) else None
-
-
-def types_of(tool: Tool, name: str) -> set[str]:
-    """The JSON types that the schema of an argument names, with the schemas that it consists of and refers
-    to: else those of the values that one enumerates, else those that its keywords are about. Empty if there
-    is no sign of any."""
-    found: set[str] = set()
-    waiting = [tool.properties.get(name)]
-    references: set[str] = set()
-    while waiting:
-        each = waiting.pop()
-        if not isinstance(each, Mapping):
-            continue
-
-        named = each.get("type")
-        if named is None:
-            named = [JSON_TYPES.get(type(value), ("",))[0] for value in values_of(each) or ()]
-        if named == []:
-            named = [implied for keyword, implied in IMPLIED_TYPES.items() if keyword in each]
-        found |= {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            members = each.get(keyword)
-            waiting += members if isinstance(members, list) else []
-        reference = each.get("$ref")
-        if is_local(reference) and reference not in references:
-            references.add(reference)
-            waiting.append(resolve(tool.parameters, reference))
-    return found
 
 
 TOOL_FORMATS = {

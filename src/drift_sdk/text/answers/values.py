@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["MAX_DEPTH", "decode_json", "decode_keywords"]
+__all__ = ["MAX_DEPTH", "decode_json", "decode_keywords", "decode_literal"]
 
 MAX_DEPTH = 64
 """Most brackets around a value."""
@@ -77,6 +77,14 @@ def decode_keywords(text: str) -> dict[str, Any]:
             break
 
     return found
+
+
+def decode_literal(text: str) -> Any:
+    """The value of a Python literal, of those that `decode_keywords` takes. ValueError for anything else."""
+    tokens = Tokens(text)
+    value = read_value(tokens, 1)
+    tokens.expect("end")
+    return value
 
 
 class Tokens:
