@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -101,12 +101,17 @@ class CallReader:
         self.writer.add_call(name, dict(arguments), call_id)
         self._taken = []
 
-    def give_back(self, error: MalformedCall | None = None) -> None:
-        """Write what was taken since the last call as text. error: why it is no call; None if no call was
-        meant."""
+    def give_back(
+        self, error: MalformedCall | None = None, write: Callable[[str], None] | None = None
+    ) -> None:
+        """Write what was taken since the last call as text.
+
+        error: why it is no call; None if no call was meant.
+        write: takes the text; None = the writer of the calls.
+        """
         if error is not None and self.writer.failure is None:
             self.writer.failure = error
-        self.writer.write("".join(self._taken))
+        (write or self.writer.write)("".join(self._taken))
         self._taken = []
 
     def take(self, num_chars: int) -> str:

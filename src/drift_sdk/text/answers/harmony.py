@@ -7,6 +7,9 @@ which the prompt has. A header names the role, the channel and for a call the re
     assistant<|channel|>final, assistant<|channel|>commentary               text
     assistant<|channel|>commentary to=functions.NAME <|constrain|>json      a call; the body is its arguments
 
+A recipient shows a call on every channel, unless it is a role. A message on the channel analysis that is no
+call after all is reasoning, without its header.
+
 The markers are special tokens of the vocabulary. OpenAI's own package openai-harmony parses token ids of its
 own vocabulary, o200k, a file that it downloads; this parser needs the model's tokenizer alone.
 """
@@ -26,6 +29,8 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 MARKERS = (MESSAGE, CHANNEL, "<|constrain|>", *ENDS)
 
 CHANNEL_OF = re.compile(r"<\|channel\|>\s*(\w+)")
+ROLES = ("all", "assistant", "developer", "system", "tool", "user")
+"""Recipients that are no tools."""
 RECIPIENT_OF = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
 
@@ -56,17 +61,20 @@ def read_body(
 ) -> Steps[None]:
     """Read the body of a message and the marker at its end."""
     channel, recipient = CHANNEL_OF.search(header), RECIPIENT_OF.search(header)
-    is_reasoning = finds_reasoning and channel is not None and channel[1] == "analysis"
-    if finds_calls and recipient is not None:
-        is_reasoning = False
+    is_analysis = channel is not None and channel[1] == "analysis"
+    part = writer.reasoning if is_analysis and finds_reasoning else writer.text
+    if finds_calls and recipient is not None and recipient[1] not in ROLES:
+        if is_analysis:
+            calls.begin()  # without the header
         try:
             calls.add(
                 recipient[1].removeprefix("functions."), (yield from calls.arguments(*ENDS, may_end=True))
             )
         except MalformedCall as error:
-            calls.give_back(error)
+            calls.give_back(error, part.write)
+        else:
+            part = writer.text
 
-    part = writer.reasoning if is_reasoning else writer.text
     yield from calls.reader.take_until(ENDS, part.write)
     writer.reasoning.cut()
     writer.text.cut()
