@@ -50,6 +50,8 @@ def test_missing_end_of_an_argument_of_a_tool_without_a_schema_ends_it(size: int
         "<function=add>\n</function>\n</tool_call>",
         "<function=add>\n<parameter=unit>\n</function></tool_call>",
         "<tool_call>\n</tool_call>\n",
+        'print("</function></tool_call>")',
+        "after </function> </tool_call> comes more",
     ],
 )
 def test_value_may_contain_markers_that_end_nothing(value: str, size: int) -> None:

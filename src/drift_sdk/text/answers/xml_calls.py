@@ -48,15 +48,15 @@ def read_parameter(calls: CallReader, tool: Tool, keys: set[str]) -> Steps[tuple
 
     The value may contain </parameter> where no such marker follows, unless it stands in a line of its own and
     the call ends there in another way. Where </parameter> is missing, the value ends before the next
-    parameter of the tool or the end of the call, unless that ends a function which the value contains.
+    parameter of the tool or the end of the function, unless the value contains the function. Such an end
+    inside of a line must be the end of the answer too, or stand before the next call.
     """
     pieces: list[str] = []
     depth = 0  # functions in the value that are open
     while True:
         text, marker = yield from calls.until_one(PARAMETER_END, PARAMETER, FUNCTION, FUNCTION_END, CALL_END)
         pieces.append(text)
-        # The newline before a value is no part of it.
-        is_line = pieces != ["\n"] and text.endswith("\n")
+        is_line = text.endswith("\n")
         behind = ""
         if marker == PARAMETER_END:
             behind = yield from calls.space()
@@ -64,7 +64,8 @@ def read_parameter(calls: CallReader, tool: Tool, keys: set[str]) -> Steps[tuple
             if following is not None:
                 return "".join(pieces), (yield from calls.until(">")) if following == PARAMETER else None
 
-            if is_line and behind.startswith("\n") and (yield from calls.reader.begins(*AROUND)):
+            is_own_line = is_line and behind.startswith("\n") and pieces != ["\n"]  # which begins the value
+            if is_own_line and (yield from calls.reader.begins(*AROUND)):
                 raise MalformedCall("expected <parameter= or </function>")
         elif marker == FUNCTION:
             depth += 1
@@ -72,14 +73,19 @@ def read_parameter(calls: CallReader, tool: Tool, keys: set[str]) -> Steps[tuple
             depth -= marker == FUNCTION_END
         elif marker == PARAMETER:
             behind = yield from calls.run(KEY)
-            is_next = behind in tool.properties if tool.properties else text.endswith("\n")
+            is_next = behind in tool.properties if tool.properties else is_line
             if is_next and behind not in keys and (yield from calls.reader.begins(">")):
                 calls.take(1)
                 return "".join(pieces), behind
         elif marker == FUNCTION_END:
             behind = yield from calls.space()
+            if is_line and (yield from calls.reader.begins(*AROUND)):
+                return "".join(pieces), None
+
+            if (yield from calls.accept(CALL_END)):
+                behind += CALL_END + (yield from calls.space())
             is_last = not (yield from calls.reader.peek()) and not calls.reader.is_cut
-            if is_last or (yield from calls.reader.begins(*AROUND)):
+            if is_last or (yield from calls.reader.begins(CALL, FUNCTION)):
                 return "".join(pieces), None
         elif is_line:
             behind = yield from calls.space()
