@@ -33,13 +33,19 @@ class JsonSchema(Struct, frozen=True, dict=True):
     properties, or strings and arrays of any length, is not restricted further: close its objects
     (`additionalProperties`) and bound its strings and arrays, or a model may go on until `max_tokens`.
 
+    The formats date, time, date-time, duration, email, hostname, ipv4, ipv6, uri and uuid are enforced, but
+    not on names of properties; other formats are annotations. The least number over an exclusive bound is
+    1e-18 if the bound is 0, and the next one of 15 digits if it is another whole number. The schemas of a
+    `oneOf` must differ by their types, by constants, or by a property that one of them requires. In a type,
+    they need not, and the items of a set need not differ: decoding decides.
+
     A value that is not a schema raises `RequestError`. Keywords that llguidance cannot enforce are found when
     the request is prepared, and its stream raises RequestError. So are numbers that are not exact as doubles
     or reach 2**63 (except `maximum` 2**63 - 1), exclusive bounds over 2**53, bounds with more than 15
     decimals, and schemas of more than 256 KiB, 5,000 parts (objects, properties, alternatives), 100 levels,
-    1,000 properties of one object (100 with minProperties or maxProperties), 10 patternProperties or 8
-    patterns, formats and lengths for one string. In a `pattern`, \\d and \\w are ASCII and \\s is any Unicode
-    space. Each pattern has at most 1,000 repetition operators.
+    1,000 properties of one object (100 with minProperties or maxProperties), 10 propertyNames and
+    patternProperties, or 8 patterns, formats and lengths for one string. In a `pattern`, \\d and \\w are
+    ASCII and \\s is any Unicode space. Each pattern has at most 1,000 repetition operators.
     """
 
     schema: Any
@@ -179,8 +185,8 @@ def _derive(kind: Any) -> dict[str, Any]:
     except Exception as error:  # a model class may run any code
         raise RequestError.of("schema", kind, f"{allowed} ({error})") from error
 
-    closed: dict[str, Any] = _close(schema)
-    return closed
+    written: dict[str, Any] = _close(schema)
+    return written
 
 
 def _is_pydantic(schema: Any) -> TypeGuard[Any]:
@@ -190,7 +196,8 @@ def _is_pydantic(schema: Any) -> TypeGuard[Any]:
 
 
 def _close(schema: Any) -> Any:
-    """The schema of a type with `additionalProperties` false in each object that has properties."""
+    """The schema of a type with `additionalProperties` false in each object that has properties, and without
+    what the type itself makes sure of: that items differ, and which one of several types a value has."""
     if isinstance(schema, list):
         return [_close(item) for item in schema]
 
@@ -200,4 +207,8 @@ def _close(schema: Any) -> Any:
     closed = {key: _close(value) for key, value in schema.items()}
     if schema.get("type") == "object" and "properties" in schema:
         closed.setdefault("additionalProperties", False)
+    if schema.get("uniqueItems") is True:
+        del closed["uniqueItems"]
+    if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
+        closed["anyOf"] = closed.pop("oneOf")
     return closed

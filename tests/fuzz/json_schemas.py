@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drift_sdk import JsonSchema
 
 NAMES = st.sampled_from(["a", "b", "minimum", "é", "\x00", "$ref", "const"])
-COUNTS = st.integers(0, 4) | st.sampled_from([1000, 10**6, 2**32, 2**63, 2**64, 10**20, -1])
+COUNTS = st.integers(0, 4) | st.sampled_from([1.0, 2.5, 1000, 10**6, 2**32, 2**63, 2**64, 10**20, -1])
 NUMBERS = (
     st.integers(-100, 100)
     | st.sampled_from(
@@ -54,6 +54,8 @@ def schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "properties": maps,
         "patternProperties": st.dictionaries(PATTERNS, inner, max_size=3),
         "additionalProperties": inner,
+        "propertyNames": inner,
+        "uniqueItems": st.booleans(),
         "required": st.lists(NAMES, max_size=3),
         "items": inner,
         "prefixItems": lists,

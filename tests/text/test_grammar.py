@@ -270,7 +270,6 @@ def test_json_is_compact_or_indented_without_other_whitespace(model: Model) -> N
         (JsonSchema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (JsonSchema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum .* is greater than maximum"),
         (JsonSchema({"$ref": "#/$defs/missing"}), "missing"),
-        (JsonSchema(set[int]), "uniqueItems"),
     ],
 )
 def test_grammar_that_cannot_be_compiled_is_rejected_with_a_reason(

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import JSON_STYLE, After, AnyGrammar, JsonSchema, Lark, Regex
-from drift_sdk.text.grammar_limits import check_lark, check_regex, check_schema
+from drift_sdk.text.enforceable_schema import enforceable
+from drift_sdk.text.grammar_limits import check_lark, check_regex, check_schema, lark_tokens
 from drift_sdk.text.tokenizer import Tokenizer
 
 try:
@@ -234,8 +235,7 @@ def lark_of(grammar: AnyGrammar) -> str:
     the bounds.
     """
     if isinstance(grammar, Lark):
-        check_lark(grammar.grammar)
-        return grammar.grammar + NO_FORCING
+        return enforceable_lark(grammar.grammar) + NO_FORCING
 
     return f"start: {expression_of(grammar)}{NO_FORCING}"
 
@@ -244,7 +244,7 @@ def expression_of(grammar: AnyGrammar) -> str:
     """A grammar as an expression of llguidance's Lark. Raises as `lark_of` does."""
     if isinstance(grammar, JsonSchema):
         check_schema(grammar.definition)
-        return f"%json {json.dumps({'x-guidance': JSON_STYLE} | grammar.definition)}"
+        return f"%json {json.dumps(enforceable({'x-guidance': JSON_STYLE} | grammar.definition))}"
 
     if isinstance(grammar, Regex):
         check_regex(grammar.pattern)
@@ -253,13 +253,24 @@ def expression_of(grammar: AnyGrammar) -> str:
         return f"/{pattern}/"
 
     if isinstance(grammar, Lark):
-        check_lark(grammar.grammar)
-        return f"%lark {{\n{grammar.grammar}\n}}"
+        return f"%lark {{\n{enforceable_lark(grammar.grammar)}\n}}"
 
     if isinstance(grammar, After):
         return f"({expression_of(grammar.first)}) ({expression_of(grammar.rest)})"
 
     return " | ".join(map(expression_of, grammar.grammars))
+
+
+def enforceable_lark(text: str) -> str:
+    """A Lark grammar with enforceable schemas in place of its own. Raises ValueError for a grammar that
+    exceeds the bounds."""
+    check_lark(text)
+    parts, position = [], 0
+    for match, end, schema in lark_tokens(text):
+        if match["json"] == "json":
+            parts += [text[position : match.end()], " ", json.dumps(enforceable(schema))]
+            position = end
+    return "".join([*parts, text[position:]])
 
 
 def is_allowed(row: NDArray[np.int32], token_id: int) -> bool:

@@ -115,4 +115,10 @@ def reason(matcher: LLMatcher) -> str:
     if message == "NoExtensionBias":  # its name for a grammar without a text
         return "no text matches it"
 
+    if "oneOf constraints are not supported" in message:
+        return (
+            "a value may have several schemas of oneOf, which cannot be excluded: expected anyOf, or schemas "
+            "that differ by their types, by constants, or by a property that one of them requires"
+        )
+
     return re.sub(r"^at 1\(8\): (failed to compile JSON schema: )?", "", message).strip()

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from drift_sdk.text.schema_references import resolve
 
-__all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema"]
+__all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema", "is_number", "lark_tokens"]
 
 STACK_BYTES = 64 << 20
 """Stack of the compiling thread: about twice the measured need of `MAX_PARTS` parts (up to 7 KB each)."""
@@ -71,25 +71,34 @@ def check_regex(pattern: str) -> None:
     _check_repetitions("pattern", pattern)
 
 
-def check_lark(text: str) -> None:
-    """Check a Lark grammar with the schemas in it. Raises ValueError."""
-    _check_size(text)
-    num_parts = num_terminals = num_repetitions = position = 0
+def lark_tokens(text: str) -> Iterator[tuple[re.Match[str], int, Any]]:
+    """The tokens of a Lark grammar that `LARK_TOKEN` matches. Raises ValueError.
+
+    Of each: its match, the position after it and its JSON, and the value of this JSON."""
+    position = 0
     while match := LARK_TOKEN.search(text, position):
-        position = match.end()
+        position, value = match.end(), None
         if (match["text"] and not match["quote"]) or (match["regex"] and not match["slash"]):
             what = "a string" if match["text"] else "a regex"
             raise ValueError(f"{what} that begins at character {match.start()} is not terminated")
 
-        if match["regex"]:
-            num_repetitions += _check_repetitions("a regex", match["regex"])
-        elif match["json"]:
+        if match["json"]:
             try:
                 value, position = decoder.raw_decode(text, JSON_SPACE.match(text, position).end())  # type: ignore[union-attr]
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"%{match['json']} must be followed by JSON ({error})") from error
-            if match["json"] == "json":
-                check_schema(value)
+        yield match, position, value
+
+
+def check_lark(text: str) -> None:
+    """Check a Lark grammar with the schemas in it. Raises ValueError."""
+    _check_size(text)
+    num_parts = num_terminals = num_repetitions = 0
+    for match, _, value in lark_tokens(text):
+        if match["regex"]:
+            num_repetitions += _check_repetitions("a regex", match["regex"])
+        elif match["json"] == "json":
+            check_schema(value)
         else:
             num_terminals += match["terminal"] is not None
             num_parts += match["part"] is not None or match["terminal"] is not None
@@ -114,14 +123,14 @@ def check_schema(schema: Any) -> None:
         if isinstance(value, dict):
             objects.append(value)
             _check_keywords(value)
-            num_patterns += _size_of(value.get("patternProperties"))
+            num_patterns += _size_of(value.get("patternProperties")) + ("propertyNames" in value)
             num_repetitions += sum(_check_repetitions("a pattern", pattern) for pattern in _patterns(value))
-            if _is_number(multiple := value.get("multipleOf")):
+            if is_number(multiple := value.get("multipleOf")):
                 multiple = _decimal("multipleOf", multiple)
                 is_integer = value.get("type") == "integer" and multiples.get(multiple, True)
                 multiples[multiple] = is_integer
 
-    _check_count("patternProperties", num_patterns, MAX_PATTERN_PROPERTIES)
+    _check_count("propertyNames and patternProperties", num_patterns, MAX_PATTERN_PROPERTIES)
     _check_count("repetitions", num_repetitions, MAX_PARTS)
     _check_size(json.dumps(schema, ensure_ascii=False))
     _check_multiples(multiples, is_merged=any("allOf" in each or "$ref" in each for each in objects))
@@ -154,13 +163,13 @@ def _num_parts(value: dict[str, Any] | list[Any]) -> int:
 def _check_keywords(schema: dict[str, Any]) -> None:
     """Check the numbers of one object of a schema, and how many properties it has."""
     for keyword in LOWER_BOUNDS + UPPER_BOUNDS:
-        if _is_number(bound := schema.get(keyword)):
+        if is_number(bound := schema.get(keyword)):
             _check_bound(keyword, bound)
 
     for keyword in ("const", "enum"):
         for value, _ in _walk([schema.get(keyword)]):
             for member in value.values() if isinstance(value, dict) else value:
-                if _is_number(member):
+                if is_number(member):
                     _check_exact(keyword, member)
 
     is_counted = "minProperties" in schema or "maxProperties" in schema
@@ -199,6 +208,12 @@ def _check_exact(keyword: str, number: float) -> None:
             f"double holds it exactly (as `maximum` also {INT64_MAX})"
         )
         raise ValueError(f"{keyword}={number}: expected {allowed}")
+
+    # llguidance divides the digits by a power of ten, each as a double.
+    digits, exponent = _decimal(keyword, number).normalize().as_tuple()[1:]
+    whole = float("".join(map(str, digits)))
+    if int(exponent) < 0 and whole / float(f"1e{-int(exponent)}") != abs(number):
+        raise ValueError(f"{keyword}={number}: expected at most 15 significant digits, and 308 decimals")
 
 
 def _check_multiples(multiples: dict[Decimal, bool], *, is_merged: bool) -> None:
@@ -339,7 +354,7 @@ def _members(schema: dict[str, Any], keyword: str) -> list[Any]:
     return members if isinstance(members, list) else []
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

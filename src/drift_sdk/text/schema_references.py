@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 from urllib.parse import quote, unquote
 
-__all__ = ["DEFINITIONS", "followed", "is_local", "part_of", "resolve"]
+__all__ = ["ANNOTATIONS", "DEFINITIONS", "followed", "is_local", "part_of", "resolve", "schemas_in"]
 
 DEFINITIONS = ("$defs", "definitions")
 """Keywords under which a schema has parts for others to refer to."""
@@ -23,6 +23,7 @@ NAMED = (*DEFINITIONS, "dependentSchemas", "patternProperties", "properties")
 ANNOTATIONS = frozenset(
     (*DEFINITIONS, "$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "title")
 )
+"""Keywords that restrict nothing."""
 
 
 def is_local(reference: object) -> TypeGuard[str]:
