@@ -8,7 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from drift_sdk import Chain, ConfigError, DynamicTree, EngineConfig, NGram, Speculation, StaticTree
+from drift_sdk import (
+    Chain,
+    ConfigError,
+    DynamicTree,
+    EngineConfig,
+    NGram,
+    PartialVerification,
+    RequestError,
+    SamplingParams,
+    Speculation,
+    StaticTree,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +48,23 @@ def test_mapping_is_read_strictly() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             EngineConfig.from_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    "given", [None, 5, "draft", b"{}", ["draft"], [("draft", "ngram")], {"draft"}, object()]
+)
+@pytest.mark.parametrize(
+    ("read", "error", "name"),
+    [
+        (EngineConfig.from_dict, ConfigError, "settings"),
+        (Speculation.from_dict, ConfigError, "settings"),
+        (PartialVerification.from_dict, ConfigError, "settings"),
+        (SamplingParams.from_dict, RequestError, "params"),
+    ],
+)
+def test_what_is_no_mapping_is_rejected(read: Any, error: type[Exception], name: str, given: Any) -> None:
+    with pytest.raises(error, match=f"^{name}=.*: expected a mapping"):
+        read(given)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ class PartialVerification(Struct, frozen=True, kw_only=True):
     def from_dict(cls, settings: Mapping[str, Any]) -> PartialVerification:
         """Make it from plain data. ConfigError for a wrong value, and for an unknown field, with the name of
         the most similar one."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError.of("settings", settings, "a mapping")
+
         check_field_names(ConfigError, cls, settings)
         return cls(**settings)
 

@@ -284,6 +284,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
         of tokens of a `Chain`, or a mapping with the fields of a shape: those of `StaticTree` if it has
         `paths`, of `DynamicTree` if it has `top_k` or `depth`, else of `Chain`. ConfigError for a wrong
         value, and for an unknown field, with the name of the most similar one."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError.of("settings", settings, "a mapping")
+
         check_field_names(ConfigError, cls, settings)
         if "draft" not in settings:
             raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")
