@@ -210,6 +210,25 @@ def test_eos_id_that_is_text_to_the_tokenizer_only_ends_the_text(tokenizer: Toke
     assert think not in next_ids(constraint)
 
 
+def test_tokens_too_long_for_llguidance_are_not_permitted(byte_level_json: str) -> None:
+    raw = tokenizers.Tokenizer.from_str(byte_level_json)
+    texts = ["a" * 1000, "a" * 1001, "é" * 501, "a" * 5000]
+    raw.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts])
+    ends = ["<" + "|" * 2000 + end for end in "ab"]
+    raw.add_special_tokens(ends)
+    long = Tokenizer(raw, bos_token=None, eos_token=ends[0], chat_template=None, adds_bos=None)
+    ids = [long.token_to_id(text) for text in texts]
+    first, second = map(long.token_to_id, ends)
+    options = {"vocab_size": long.vocab_size, "eos_token_ids": (first,)}
+    constraint = constrain(ANYTHING, long, **options)
+    permitted = next_ids(constraint)
+    assert [token_id in permitted for token_id in ids] == [True, False, False, False]
+    assert first in permitted and second not in permitted
+    assert next_ids(constrain(Lark(f"start: <[{second}]>"), long, **options)) == {second}
+    constraint.advance((ids[0],))
+    assert next_ids(constraint) == permitted
+
+
 def test_vocabulary_may_be_smaller_than_the_tokenizer() -> None:
     tokenizer = byte_tokenizer()
     options = {"vocab_size": 100, "eos_token_ids": (99,)}

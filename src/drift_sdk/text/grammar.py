@@ -1,9 +1,9 @@
 """Constrained decoding: computes which tokens may come next under a grammar. llguidance does the parsing.
 
-Masks are exact: a token is allowed if and only if the grammar accepts its bytes. llguidance can also require
-the tokenizer's own spelling of text that has only one continuation ("forcing"). This is switched off, because
-it calls back into Python for each mask, and because it would restrict drafted tokens by a rule that does not
-apply to sampled ones.
+Masks are exact: a token of at most `MAX_TOKEN_BYTES` bytes is allowed if and only if the grammar accepts its
+bytes. llguidance can also require the tokenizer's own spelling of text that has only one continuation
+("forcing"). This is switched off, because it calls back into Python for each mask, and because it would
+restrict drafted tokens by a rule that does not apply to sampled ones.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ __all__ = ["GrammarConstraint", "constrain"]
 NUM_CACHED_GRAMMARS = 64
 SLOW_MASK_S = 0.005
 """CPU time of a mask from which on no masks are computed after drafted tokens, see `GrammarConstraint`."""
+
+MAX_TOKEN_BYTES = 1000
+"""Longest token that a grammar may allow. llguidance panics at a vocabulary with one of more than 1,024."""
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 
@@ -169,8 +172,9 @@ class GrammarConstraint:
 class TokenTable:
     """A vocabulary in the form that llguidance reads.
 
-    Special tokens have a name and no text. Ids after the tokenizer's last one, with which a model's
-    vocabulary may be padded, have neither.
+    Special tokens have a name and no text; names of more than `MAX_TOKEN_BYTES` bytes are replaced. Ids after
+    the tokenizer's last one, with which a model's vocabulary may be padded, have neither, as have tokens that
+    are too long.
     """
 
     is_tokenizer_wrapper = True
@@ -181,9 +185,11 @@ class TokenTable:
         special_token_ids = tokenizer.special_token_ids.union(eos_token_ids)
         self.eos_token_id = eos_token_ids[0]
         self.special_token_ids = sorted(i for i in special_token_ids if i < vocab_size)
-        self.tokens = [token_bytes[token_id] for token_id in range(vocab_size)]
+        texts = (token_bytes[token_id] for token_id in range(vocab_size))
+        self.tokens = [text if len(text) <= MAX_TOKEN_BYTES else b"" for text in texts]
         for token_id in self.special_token_ids:
-            self.tokens[token_id] = tokenizer.decode([token_id], skip_special_tokens=False).encode()
+            name = tokenizer.decode([token_id], skip_special_tokens=False).encode()
+            self.tokens[token_id] = name if len(name) <= MAX_TOKEN_BYTES else b"<[%d]>" % token_id
 
     def __call__(self, text: str | bytes) -> list[int]:
         raise NotImplementedError("llguidance tokenises text only for forcing, which is off")
