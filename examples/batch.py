@@ -105,10 +105,10 @@ def earlier_answers(source: Path, output: Path, num_prompts: int) -> tuple[int, 
 
 def answer_of(result: JobResult) -> tuple[Answer, int]:
     """The answer to a prompt, with its number of tokens."""
-    completion = result.completion
-    if completion is None:
+    if result.error is not None:
         return {"error": str(result.error)}, 0
 
+    completion = result.completion
     answer = {"text": completion.text, "finish_reason": completion.finish_reason}
     return answer, completion.usage.completion_tokens
 

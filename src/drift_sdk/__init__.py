@@ -23,7 +23,7 @@ from drift_sdk.errors import (
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
 from drift_sdk.inspection import inspect
-from drift_sdk.jobs import Job, JobResult
+from drift_sdk.jobs import Job, JobDone, JobFailed, JobResult
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.partial_verification import PartialVerification
 from drift_sdk.pool.engine_pool import EnginePool
@@ -67,6 +67,8 @@ __all__ = [
     "ExecutorError",
     "FinishReason",
     "Job",
+    "JobDone",
+    "JobFailed",
     "JobResult",
     "JsonSchema",
     "Lark",

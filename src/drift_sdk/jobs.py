@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
@@ -24,7 +24,17 @@ from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.stream import TokenStream, updates_of
 
-__all__ = ["Job", "JobMap", "JobResult", "PromptLike", "check_prompts", "completions_of", "results_of"]
+__all__ = [
+    "Job",
+    "JobDone",
+    "JobFailed",
+    "JobMap",
+    "JobResult",
+    "PromptLike",
+    "check_prompts",
+    "completions_of",
+    "results_of",
+]
 
 POLL_S = 0.01
 """Seconds between checks of a queue that the requests of others have filled."""
@@ -74,15 +84,32 @@ class Job(Struct, frozen=True, kw_only=True):
 PromptLike = str | Sequence[int] | Job
 
 
-class JobResult(Struct, frozen=True, kw_only=True):
-    """The outcome of one prompt of `Engine.map`: either a completion or an error; the other field is None.
+class JobDone(Struct, frozen=True, kw_only=True):
+    """The completion of one prompt of `Engine.map` with errors="yield".
 
-    key: the key of its `Job`; for a prompt without a `Job`, its index from 0.
+    key:   the key of its `Job`; for a prompt without a `Job`, its index from 0.
+    error: None; tells it from a `JobFailed`.
     """
 
     key: Any
-    completion: Completion | None = None
-    error: DriftError | None = None
+    completion: Completion
+    error: None = None
+
+
+class JobFailed(Struct, frozen=True, kw_only=True):
+    """The error of one prompt of `Engine.map` with errors="yield".
+
+    key:        the key of its `Job`; for a prompt without a `Job`, its index from 0.
+    completion: None; tells it from a `JobDone`.
+    """
+
+    key: Any
+    error: DriftError
+    completion: None = None
+
+
+JobResult: TypeAlias = JobDone | JobFailed
+"""The outcome of one prompt of `Engine.map`: either a completion or an error; the other field is None."""
 
 
 class Running(NamedTuple):
@@ -207,7 +234,7 @@ class JobMap:
         except RequestError as error:
             if self._yields_errors:
                 self._must_yield = True
-                self._results[index] = JobResult(key=key, error=error)
+                self._results[index] = JobFailed(key=key, error=error)
             else:
                 self.end(with_key(error, key))
         except DriftError as error:
@@ -215,7 +242,7 @@ class JobMap:
         except Exception as error:  # reading a prompt may run any code
             if self._yields_errors:
                 self._must_yield = True
-                self._results[index] = JobResult(key=key, error=unreadable(error))
+                self._results[index] = JobFailed(key=key, error=unreadable(error))
             else:
                 self.end(error)
         else:
@@ -232,8 +259,11 @@ class JobMap:
             assert isinstance(error, DriftError | None)
             if isinstance(error, QueueFull):
                 self._waiting.append((index, prompt))
+            elif error is not None:
+                self._results[index] = JobFailed(key=key, error=error)
             else:
-                self._results[index] = JobResult(key=key, completion=completion, error=error)
+                assert completion is not None
+                self._results[index] = JobDone(key=key, completion=completion)
 
     def _take(self) -> JobResult | None:
         """Remove and return the result that is to be yielded next; None if it is not there. Raises its error
@@ -295,5 +325,5 @@ async def completions_of(job_map: JobMap, prompts: Iterable[PromptLike]) -> Asyn
     """The completions of prompts, where errors are raised."""
     async with aclosing(results_of(job_map, prompts)) as results:
         async for result in results:
-            assert result.completion is not None
+            assert result.error is None
             yield result.completion

@@ -233,7 +233,7 @@ class Serving(ABC):
         max_concurrent: most requests that are submitted and have not ended, at least 1.
         ordered:        yield in the order of the prompts; False = as they end.
         errors:         "raise" yields completions, and the first error ends the iteration. "yield" yields a
-                        `JobResult` with the key and either the completion or the error of each prompt; only
+                        `JobResult`: a `JobDone` or a `JobFailed` with the key of each prompt; only
                         EngineClosed and ExecutorError are raised.
         options:        fields of SamplingParams, which replace those of `params`, or of the defaults.
 

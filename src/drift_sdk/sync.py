@@ -354,5 +354,5 @@ def completions_of(results: Generator[JobResult, None, None]) -> Generator[Compl
     """The completions of results, where errors are raised."""
     with closing(results):
         for result in results:
-            assert result.completion is not None
+            assert result.error is None
             yield result.completion

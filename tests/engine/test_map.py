@@ -18,6 +18,8 @@ from drift_sdk import (
     EngineConfig,
     ExecutorError,
     Job,
+    JobDone,
+    JobFailed,
     JobResult,
     PromptTooLong,
     QueueFull,
@@ -273,8 +275,11 @@ EXPECTED = {
 
 
 def outcome(result: JobResult) -> object:
+    assert isinstance(result, JobResult) and isinstance(
+        result, JobDone if result.error is None else JobFailed
+    )
     assert (result.completion is None) != (result.error is None)
-    return result.completion.text if result.completion is not None else type(result.error)
+    return type(result.error) if result.completion is None else result.completion.text
 
 
 @on_every_loop
