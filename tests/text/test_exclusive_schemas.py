@@ -50,7 +50,7 @@ VALUES += [{"kind": kind} for kind in (None, True, 1, "a", "b")] + [{"x": 1}, {"
     ],
 )
 def test_exclusive_schemas_are_found(schemas: list[Any]) -> None:
-    assert are_exclusive(schemas, ROOT)
+    assert are_exclusive([schemas], ROOT)
     for left, right in itertools.combinations(schemas, 2):
         both = Draft202012Validator({"allOf": [left, right], **ROOT})
         assert not [value for value in VALUES if both.is_valid(value)]
@@ -75,11 +75,14 @@ def test_exclusive_schemas_are_found(schemas: list[Any]) -> None:
     ],
 )
 def test_schemas_that_may_have_a_value_in_common(schemas: Any) -> None:
-    assert not are_exclusive(schemas, ROOT)
+    assert not are_exclusive([schemas], ROOT)
 
 
 def test_comparisons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     schemas = [{"const": number} for number in range(141)]
-    assert are_exclusive(schemas, ROOT)
-    monkeypatch.setattr(exclusive_schemas, "MAX_COMPARISONS", 100)
-    assert not are_exclusive(schemas, ROOT)
+    assert are_exclusive([schemas], ROOT)
+    assert not are_exclusive([schemas] * 2, ROOT)
+    pairs = list(itertools.combinations(schemas[:10], 2))
+    monkeypatch.setattr(exclusive_schemas, "MAX_COMPARISONS", len(pairs))
+    assert are_exclusive(map(list, pairs), ROOT)
+    assert not are_exclusive([*map(list, pairs), schemas[:2]], ROOT)

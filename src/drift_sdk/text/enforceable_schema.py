@@ -51,7 +51,7 @@ def enforceable(schema: Any) -> Any:
 
     choices = [each["oneOf"] for each in schemas_in(schema) if "oneOf" in each]
     options = rewritten.get("x-guidance", {}) if isinstance(rewritten, dict) else None
-    if choices and isinstance(options, dict) and all(are_exclusive(each, schema) for each in choices):
+    if choices and isinstance(options, dict) and are_exclusive(choices, schema):
         rewritten["x-guidance"] = {**options, "coerce_one_of": True}
     return rewritten
 

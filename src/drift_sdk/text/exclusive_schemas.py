@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import combinations
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import combinations, starmap
+from typing import Any, NamedTuple
 
 from drift_sdk.text.schema_references import followed
 
@@ -16,17 +16,32 @@ MAX_DEPTH = 8
 MAX_COMPARISONS = 10_000
 
 
-def are_exclusive(schemas: object, root: Any) -> bool:
-    """Whether each two of these schemas are found to exclude each other: by types, by constants and
-    enumerations, or by a property that one of them requires. Patterns and bounds are not compared.
+def are_exclusive(choices: Iterable[object], root: Any) -> bool:
+    """Whether in each of these lists of schemas, each two are found to exclude each other: by types, by
+    constants and enumerations, or by a property that one of them requires. Patterns and bounds are not
+    compared.
 
     root: the schema that references refer into.
     """
-    if not isinstance(schemas, list) or not isinstance(root, Mapping):
-        return False
+    comparison = Comparison(root if isinstance(root, Mapping) else {})
+    return all(
+        isinstance(schemas, list) and all(starmap(comparison.is_exclusive, combinations(schemas, 2)))
+        for schemas in choices
+    )
 
-    comparison = Comparison(root)
-    return all(comparison.is_exclusive(left, right) for left, right in combinations(schemas, 2))
+
+class Facts(NamedTuple):
+    """What is compared of a schema.
+
+    schema: joined with what it refers to.
+    types:  those that it permits. Integers are numbers.
+    values: those that it enumerates, with their types; None if it does not. Arrays and objects are not told
+            apart.
+    """
+
+    schema: Mapping[str, Any]
+    types: frozenset[str]
+    values: frozenset[tuple[str, object]] | None
 
 
 class Comparison:
@@ -35,6 +50,7 @@ class Comparison:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._num_left = MAX_COMPARISONS
+        self._facts: dict[int, Facts] = {}  # by id() of schemas, which are parts of the root
 
     def is_exclusive(self, left: object, right: object, depth: int = MAX_DEPTH) -> bool:
         """Whether no value has both schemas; also False if that is not found out."""
@@ -48,50 +64,53 @@ class Comparison:
         if not isinstance(left, Mapping) or not isinstance(right, Mapping):
             return False
 
-        left, right = followed(left, self._root), followed(right, self._root)
-        for schema, other in ((left, right), (right, left)):
-            for keyword, every in (("anyOf", all), ("oneOf", all), ("allOf", any)):
-                members = schema.get(keyword)
-                if isinstance(members, list) and members:
-                    if every(self.is_exclusive(member, other, depth - 1) for member in members):
-                        return True
+        first, second = self._facts_of(left), self._facts_of(right)
+        if not first.types & second.types:
+            return True
 
-        return values_differ(left, right) or self._properties_differ(left, right, depth)
+        if first.values is not None and second.values is not None and not first.values & second.values:
+            return True
 
-    def _properties_differ(self, left: Mapping[str, Any], right: Mapping[str, Any], depth: int) -> bool:
-        """Whether the schemas, which describe nothing in common but objects, exclude each other by a property
-        that one of them requires."""
-        if types_of(left) & types_of(right) != {"object"}:
-            return False
+        return (
+            self._alternatives_differ(first.schema, right, depth)
+            or self._alternatives_differ(second.schema, left, depth)
+            or (first.types & second.types == {"object"} and self._properties_differ(first, second, depth))
+        )
 
-        required = {name: None for schema in (left, right) for name in strings_of(schema.get("required"))}
+    def _facts_of(self, schema: Mapping[str, Any]) -> Facts:
+        facts = self._facts.get(id(schema))
+        if facts is None:
+            whole = followed(schema, self._root)
+            stated, values = whole.get("type"), values_of(whole)
+            names = [stated] if isinstance(stated, str) else strings_of(stated)
+            types = frozenset("number" if name == "integer" else name for name in names) if names else TYPES
+            if values is not None:
+                types &= {kind for kind, _ in values}
+            facts = self._facts[id(schema)] = Facts(whole, types, values)
+        return facts
+
+    def _alternatives_differ(self, schema: Mapping[str, Any], other: object, depth: int) -> bool:
+        """Whether a schema and another exclude each other by the schemas that the first is made of."""
+        for keyword, every in (("anyOf", all), ("oneOf", all), ("allOf", any)):
+            members = schema.get(keyword)
+            if isinstance(members, list) and members:
+                if every(self.is_exclusive(member, other, depth - 1) for member in members):
+                    return True
+
+        return False
+
+    def _properties_differ(self, left: Facts, right: Facts, depth: int) -> bool:
+        """Whether schemas that permit only objects in common exclude each other by a property that one of
+        them requires."""
+        required = strings_of(left.schema.get("required")) + strings_of(right.schema.get("required"))
         return any(
-            self.is_exclusive(property_of(left, name), property_of(right, name), depth - 1)
-            for name in required
+            self.is_exclusive(property_of(left.schema, name), property_of(right.schema, name), depth - 1)
+            for name in dict.fromkeys(required)
         )
 
 
-def values_differ(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether two schemas have no type, or no enumerated value, in common."""
-    if not types_of(left) & types_of(right):
-        return True
-
-    left_values, right_values = values_of(left), values_of(right)
-    return left_values is not None and right_values is not None and not left_values & right_values
-
-
-def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema permits. Integers are numbers."""
-    stated = schema.get("type")
-    names = [stated] if isinstance(stated, str) else strings_of(stated)
-    types = frozenset("number" if name == "integer" else name for name in names) if names else TYPES
-    values = values_of(schema)
-    return types if values is None else types & {kind for kind, _ in values}
-
-
 def values_of(schema: Mapping[str, Any]) -> frozenset[tuple[str, object]] | None:
-    """The values that a schema enumerates, with their types; None if it does not. Arrays and objects are not
-    told apart."""
+    """The values that a schema enumerates, as `Facts` has them."""
     if "const" in schema:
         return frozenset([typed(schema["const"])])
 
