@@ -1,16 +1,18 @@
-"""A check that a path is a regular file, to be made before opening it.
+"""Checks of files: that a path is a regular file, to be made before opening it, and that a name from somewhere
+else leads to no place outside a folder.
 
 Opening a FIFO blocks its reader, and reading a device may never end.
 """
 
 from __future__ import annotations
 
+import os
 import stat
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from drift_sdk.errors import ModelLoadError
 
-__all__ = ["has_file"]
+__all__ = ["has_file", "is_inside"]
 
 SPECIAL_KINDS = {
     stat.S_IFDIR: "a directory",
@@ -40,5 +42,26 @@ def has_file(path: Path) -> bool:
     if not stat.S_ISREG(mode):
         kind = SPECIAL_KINDS.get(stat.S_IFMT(mode), "a special file")
         raise ModelLoadError(f"{path}: is {kind}, expected a regular file")
+
+    return True
+
+
+def is_inside(name: str) -> bool:
+    """Whether `name` is a path below the folder that it is joined to, on any system. The file there may be a
+    symbolic link.
+
+    To be asked of each name that files or a hub give, before it becomes a path.
+    """
+    if "\0" in name:
+        return False
+
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if not path.parts or path.anchor or ".." in path.parts:
+            return False
 
     return True

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from io import FileIO
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from drift_sdk._files import has_file
+from drift_sdk._files import has_file, is_inside
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.tensors import check_dtype
 
@@ -227,8 +227,7 @@ def read_index(folder: Path) -> dict[str, str]:
     for file in sorted(set(weight_map.values())):
         # The file may be a symbolic link that leads out of the folder, as in the hub's cache, but not the
         # name.
-        shard = PurePath(file)
-        if not shard.parts or shard.anchor or ".." in shard.parts:
+        if not is_inside(file):
             raise ModelLoadError(f"{path}: shard {short_repr(file)}, expected a path inside the folder")
 
     return weight_map
