@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not marked as public
@@ -23,7 +26,13 @@ FIRST_BYTES = 1 << 23
 MAX_HEADER_BYTES = 1 << 28
 MAX_SETTING_BYTES = 1 << 20
 """The most bytes of a tensor that is a setting: factors of a rotation take some hundreds."""
+MAX_SKIPPED_BYTES = 1 << 28
+"""The most bytes that are read to get to a part of a file, from a hub that sends whole files."""
+READ_BYTES = 1 << 16
 TIMEOUT_S = 30.0
+PARTIAL_CONTENT = 206
+SIZE = re.compile("[0-9]{1,18}")
+CONTENT_RANGE = re.compile("bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
 
 
 def copy_headers(repo_id: str, revision: str | None, names: Iterable[str], folder: Path) -> None:
@@ -61,10 +70,52 @@ def fetch_header(url: str, name: str) -> tuple[bytes, int, GGUFHeader]:
 
 
 def fetch_range(url: str, start: int, num_bytes: int) -> tuple[bytes, int]:
-    """Bytes of a file on the hub, fewer at its end, and the size of the file."""
-    headers = {**build_hf_headers(), "range": f"bytes={start}-{start + num_bytes - 1}"}
-    response = get_session().get(url, headers=headers, timeout=TIMEOUT_S)
-    hf_raise_for_status(response)
-    data: bytes = response.content
-    size = response.headers.get("content-range", "").rpartition("/")[2]
-    return data, int(size) if size.isdigit() else len(data)
+    """Bytes of a file on the hub, fewer at its end, and the size of the file.
+
+    Reads no more than that of a hub that sends the whole file, but what lies before. Raises ModelLoadError if
+    that would be much, or if the hub does not tell the size, and errors of the hub and its network library.
+    """
+    end = start + num_bytes
+    headers = {**build_hf_headers(), "range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}
+    with streamed(url, headers) as (response, parts):
+        hf_raise_for_status(response)
+        offset, size = sent_part(response)
+        if not 0 <= start - offset <= MAX_SKIPPED_BYTES:
+            wrong = f"asked for byte {start}, got byte {offset} first"
+            raise ModelLoadError(f"the hub does not send parts of files: {wrong}")
+
+        data = bytearray()
+        while offset < end and (part := next(parts, None)) is not None:
+            data += part[max(start - offset, 0) : end - offset]
+            offset += len(part)
+
+    if size is None and offset >= end:
+        raise ModelLoadError("the hub does not tell the size of the file")
+
+    return bytes(data), offset if size is None else size
+
+
+@contextmanager
+def streamed(url: str, headers: dict[str, str]) -> Iterator[tuple[Any, Iterator[bytes]]]:
+    """The response to a request, and its contents as they arrive."""
+    session: Any = get_session()
+    if callable(session.stream):  # of httpx
+        with session.stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+            yield response, response.iter_bytes()
+    else:  # of requests, before version 1.0 of the library
+        with session.get(url, headers=headers, timeout=TIMEOUT_S, stream=True) as response:
+            yield response, response.iter_content(READ_BYTES)
+
+
+def sent_part(response: Any) -> tuple[int, int | None]:
+    """The first byte of a file that a response sends, and the size of the file; None if it does not tell."""
+    if response.status_code == PARTIAL_CONTENT:
+        found = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+        if found is None:
+            raise ModelLoadError("the hub sends a part of the file, and does not tell which")
+
+        return int(found[1]), int(found[2])
+
+    length = response.headers.get("content-length", "")
+    is_plain = response.headers.get("content-encoding", "identity") == "identity"
+    return 0, int(length) if is_plain and SIZE.fullmatch(length) else None
