@@ -1,5 +1,5 @@
-"""Checks of files: that a path is a regular file, to be made before opening it, and that a name from somewhere
-else leads to no place outside a folder.
+"""Checks that a path is a regular file, to be made before opening it, and that a name leads to no place
+outside a folder.
 
 Opening a FIFO blocks its reader, and reading a device may never end.
 """
@@ -60,8 +60,8 @@ def is_inside(name: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
 
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
-        if not path.parts or path.anchor or ".." in path.parts:
-            return False
+    if ".." in name.replace("\\", "/").split("/"):
+        return False
 
-    return True
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.anchor and not any(PureWindowsPath(p).anchor for p in path.parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,25 @@ def test_weights_that_another_program_fetched_get_their_tokenizer(hub: HubServer
     assert hub.downloads == []
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("qwen3", "config.json"),
+        ("qwen3", "model.safetensors"),
+        ("sharded", "model-00002-of-00009.safetensors"),
+    ],
+)
+def test_interrupted_download_is_completed(name: str, lost: str, hub: HubServer) -> None:
+    folder = resolve(f"org/{name}").path
+    for file in ((folder / lost).resolve(), folder / lost):
+        file.unlink()
+    hub.downloads.clear()
+    source = resolve(f"org/{name}")
+    assert source.path == folder
+    assert set(source.tensors().names()) == set(resolve(hub.folders[f"org/{name}"]).tensors().names())
+    assert hub.names() == [lost]
+
+
 def test_weights_of_torch_in_the_cache_do_not_stand_for_a_model(hub: HubServer, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(hub.folders["org/qwen3"], tmp_path / "copy"))
     (folder / "pytorch_model.bin").write_bytes(b"x")
@@ -104,8 +124,8 @@ def test_download_reports_files_and_bytes(hub: HubServer) -> None:
     reports: list[tuple[str, float, Download]] = []
 
     def report(stage: str, fraction: float, download: Download | None = None) -> None:
-        assert download is not None
-        reports.append((stage, fraction, download))
+        if download is not None:  # None while the hub lists its files
+            reports.append((stage, fraction, download))
 
     found = find("org/sharded", report=report)
     small = sum((hub.folders["org/sharded"] / name).stat().st_size for name in hub.names())
@@ -168,16 +188,19 @@ def test_random_weights_are_not_fetched(hub: HubServer) -> None:
 def test_closing_ends_a_download(suffix: str, hub: HubServer, tmp_path: Path) -> None:
     """Otherwise Ctrl-C would wait for the last of many gigabytes."""
     engine = Engine("org/sharded", EngineConfig(device="cpu", max_model_len=64, kv_cache_tokens=64))
+    has_closed = threading.Event()
 
     def close(name: str) -> None:
         if name.endswith(suffix):
             engine._life_cycle.driver.close(0.0)
+            has_closed.wait(60)
 
     hub.on_download = close
 
     async def main() -> None:
         with pytest.raises(EngineClosed):
             await engine.start()
+        has_closed.set()
         assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
         hub.on_download = lambda name: None
@@ -237,6 +260,34 @@ def test_file_on_the_hub_that_is_no_gguf_file(hub: HubServer, tmp_path: Path) ->
     hub.folders["org/bad"] = tmp_path / "bad"
     with pytest.raises(ModelLoadError, match="m-Q8_0.gguf: not a whole GGUF file: begins with b'text'"):
         resolve("org/bad:Q8_0")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{tmp}/notes-F32.gguf",
+        "../../notes-F32.gguf",
+        "a/../../notes-F32.gguf",
+        "..\\notes-F32.gguf",
+        "c:notes-F32.gguf",
+        "\\notes-F32.gguf",
+        "a\0-F32.gguf",
+        "..",
+        "",
+    ],
+)
+def test_listing_that_leads_out_of_the_repository(name: str, hub: HubServer, tmp_path: Path) -> None:
+    """Nothing is written: a copy of a header would replace a file of the user."""
+    name = name.format(tmp=tmp_path)
+    notes = tmp_path / "notes-F32.gguf"
+    notes.write_text("mine")
+    hub.others[name] = hub.folders["org/gguf"] / "m-Q8_0.gguf"
+    for model in ("org/gguf:F32", "org/gguf:Q8_0", "org/sharded"):
+        with pytest.raises(ModelLoadError) as caught:
+            find(model)
+        assert f"the hub lists {name!r}, expected a path inside the repository" in str(caught.value)
+    assert notes.read_text() == "mine"
+    assert hub.downloads == []
 
 
 def test_settings_stored_as_a_tensor_are_part_of_the_header(

@@ -26,14 +26,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Hub:
-    """A fake hub, whose files are in a cached and a remote folder, either of which may be absent.
-
-    `problem`: raised by requests without a remote folder.
-    """
+    """A fake hub that does not answer, and its cache. `problem`: raised by requests."""
 
     def __init__(self) -> None:
         self.cached: Path | None = None
-        self.remote: Path | None = None
         self.problem: Exception = ConnectionError("no route")
         self.calls: list[dict[str, Any]] = []
 
@@ -42,14 +38,12 @@ class Hub:
         if local_files_only and self.cached is None:
             raise LocalEntryNotFoundError("nothing cached\nand more")
 
-        return str(self.cached if local_files_only else self.remote)
+        assert local_files_only
+        return str(self.cached)
 
     def model_info(self, *_: Any, **__: Any) -> Any:
-        if self.remote is None:
-            advice = "Got: ...\nPlease check your connection, or pass local_files_only=False"
-            raise LocalEntryNotFoundError(advice) from self.problem
-
-        return Mock(siblings=[Mock(rfilename=file.name, size=1) for file in self.remote.iterdir()])
+        advice = "Got: ...\nPlease check your connection, or pass local_files_only=False"
+        raise LocalEntryNotFoundError(advice) from self.problem
 
 
 @pytest.fixture
@@ -170,22 +164,6 @@ def test_cache_comes_before_the_network(folder: Path, hub: Hub, tmp_path: Path) 
     (call,) = hub.calls
     assert call["local_files_only"] is True
     assert call["revision"] == "v2" and call["cache_dir"] == tmp_path
-
-
-@pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "a shard"])
-def test_interrupted_download_is_completed(lost: str, hub: Hub, tmp_path: Path) -> None:
-    index = 0 if lost == "a shard" else 1
-    make_model(index, tmp_path / "cached")
-    make_model(index, tmp_path / "remote")
-    hub.cached, hub.remote = tmp_path / "cached", tmp_path / "remote"
-    next(hub.cached.glob("model-00002*" if lost == "a shard" else lost)).unlink()
-    assert resolve("org/model").path == hub.remote
-    weights = [f"model-{shard:05}-of-00009.safetensors" for shard in range(1, 10)]
-    assert [(call["local_files_only"], call["allow_patterns"]) for call in hub.calls] == [
-        (True, ["*.json", "*.jinja"]),
-        (False, ["*.json", "*.jinja"]),
-        (False, weights if index == 0 else ["model.safetensors"]),
-    ]
 
 
 def test_wrong_folders_and_files(folder: Path, tmp_path: Path) -> None:

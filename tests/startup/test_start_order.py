@@ -81,7 +81,7 @@ def test_threads_run_while_a_model_is_loaded_and_end_before_the_lock_is_free(
     monkeypatch.setattr(model_startup, "choose_executor", lambda *arguments: ("graph", None))
     monkeypatch.setattr(model_startup, "check_attention_room", lambda *arguments: None)
     monkeypatch.setattr(model_startup, "_check_before_download", lambda *arguments: None)
-    monkeypatch.setattr(model_startup, "opening_locks", lambda devices: noted("lock"))
+    monkeypatch.setattr(model_startup, "opening_locks", lambda devices, check: noted("lock"))
     monkeypatch.setattr(model_startup, "DeviceMemory", lambda place, config: NotedMemory(events, place))
     monkeypatch.setattr(model_startup, "prepared_graphs", prepared)
     monkeypatch.setattr(model_startup, "load_part", load)

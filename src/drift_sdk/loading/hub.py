@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 from huggingface_hub import errors
@@ -23,20 +24,27 @@ from msgspec import Struct
 from drift_sdk._files import has_file
 from drift_sdk.errors import DriftError, ModelLoadError
 from drift_sdk.loading.draft import TORCH_FILE
+from drift_sdk.loading.hub_download import download
 from drift_sdk.loading.hub_files import (
     SMALL_PATTERNS,
     HubFile,
     choose_gguf,
     gguf_quants,
+    hub_file,
     weight_names,
 )
 from drift_sdk.loading.hub_gguf import copy_headers
 from drift_sdk.loading.hub_progress import DownloadCounter
+from drift_sdk.loading.hub_threads import call
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
-from drift_sdk.progress import Report
+from drift_sdk.progress import Report, ignore_progress
 
 __all__ = ["HubModel", "HubRepository", "is_hub_id"]
 
+ResultT = TypeVar("ResultT")
+
+LISTING_TIMEOUT_S = 30.0
+"""Most seconds without a byte of the list of files."""
 # Raised for a snapshot of which some files are cached; older versions of the library have no such class.
 INCOMPLETE_ERRORS: Any = getattr(errors, "IncompleteSnapshotError", ())
 
@@ -70,8 +78,8 @@ class HubRepository:
 
     The hub is asked only if the cache does not hold everything, and never with `local_files_only`.
 
-    report: called on threads of huggingface_hub, with the stage "find" while small files are fetched and with
-            "download" while weights are. A DriftError that it raises ends the download.
+    report: called on the caller's thread while it waits for the hub, with the stage "download" while weights
+            are fetched and with "find" before. What it raises ends the waiting, and the download.
 
     Methods raise ModelLoadError with the state of the cache and the reason why the hub did not help; messages
     do not name the repository.
@@ -99,7 +107,7 @@ class HubRepository:
             return folder
 
         files = self._listed_files(cache_state)
-        return self._download("find", SMALL_PATTERNS, files, cache_state)
+        return self._download("find", small_names(files), files, cache_state)
 
     def folder_model(self, *, is_draft: bool) -> HubModel:
         """The model that a config.json describes, or a draft. Its small files are fetched here."""
@@ -121,13 +129,16 @@ class HubRepository:
                 f"it holds .gguf files and no config.json; name one as {self._repo_id}:QUANT, of {quants}"
             )
 
-        folder = self._download("find", SMALL_PATTERNS, files, cache_state)
+        folder = self._download("find", small_names(files), files, cache_state)
         weights = weight_names(names, folder)
-        return HubModel(
-            path=folder,
-            missing=self._missing(weights, files),
-            fetch=lambda: self._download("download", exactly(weights), files, cache_state),
-        )
+
+        def fetch() -> Path:
+            if not weights:
+                return folder  # whoever reads it says what is missing
+
+            return self._download("download", weights, files, cache_state, revision=folder.name)
+
+        return HubModel(path=folder, missing=self._missing(weights, files), fetch=fetch)
 
     def gguf_model(self, quant: str) -> HubModel:
         """The model in the .gguf file, or split file, whose name ends with `quant`."""
@@ -147,24 +158,26 @@ class HubRepository:
         headers = temporary / self._repo_id  # errors of reading a file name its path
 
         def fetch() -> Path:
-            return self._download("download", exactly(names), files, cache_state) / names[0]
+            return self._download("download", names, files, cache_state) / names[0]
 
         weakref.finalize(fetch, shutil.rmtree, temporary, ignore_errors=True)
         missing = self._missing(names, files)
-        try:
-            copy_headers(self._repo_id, self._revision, names, headers)
-        except ModelLoadError:
-            raise
-        except Exception as error:  # of the network library, which depends on the version
-            raise ModelLoadError(f"{cache_state}, and {hub_problem(error)}") from None
-
+        copy = partial(copy_headers, self._repo_id, self._revision, names, headers)
+        self._ask(copy, cache_state)
         return HubModel(path=headers / names[0], missing=missing, fetch=fetch)
 
     def _cached(self, patterns: Sequence[str]) -> tuple[Path | None, str]:
         """The folder in the cache that holds at least the files that the cache knows and the patterns match,
         None without; and the state of the cache in words."""
         try:
-            return self._snapshot(patterns, is_local=True), "only partly in the cache"
+            folder = huggingface_hub.snapshot_download(
+                self._repo_id,
+                revision=self._revision,
+                cache_dir=self._cache_dir,
+                local_files_only=True,
+                allow_patterns=list(patterns),
+            )
+            return Path(folder), "only partly in the cache"
         except Exception as error:  # besides errors of the library, those of its network library
             return None, cache_state_of(error)
 
@@ -173,14 +186,15 @@ class HubRepository:
         if self._local_files_only:
             raise ModelLoadError(f"{cache_state}, and local_files_only is set")
 
-        try:
-            info = huggingface_hub.HfApi().model_info(
-                self._repo_id, revision=self._revision, files_metadata=True
-            )
-        except Exception as error:
-            raise ModelLoadError(f"{cache_state}, and {hub_problem(error)}") from None
+        ask = partial(huggingface_hub.HfApi().model_info, self._repo_id, revision=self._revision)
+        info = self._ask(partial(ask, timeout=LISTING_TIMEOUT_S, files_metadata=True), cache_state)
+        return [hub_file(file.rfilename, file.size) for file in info.siblings or ()]
 
-        return [HubFile(name=file.rfilename, num_bytes=file.size) for file in info.siblings or ()]
+    def _ask(self, function: Callable[[], ResultT], cache_state: str) -> ResultT:
+        """The result of a function that asks the hub."""
+        report = self._report or ignore_progress
+        with named_problems(cache_state):
+            return call(function, lambda: report("find", 0.0))
 
     def _missing(self, names: Collection[str], files: Sequence[HubFile]) -> tuple[HubFile, ...]:
         return tuple(file for file in files if file.name in names and not self._is_cached(file.name))
@@ -192,42 +206,46 @@ class HubRepository:
         return isinstance(found, str)
 
     def _download(
-        self, stage: str, patterns: Sequence[str], files: Sequence[HubFile], cache_state: str
+        self,
+        stage: str,
+        names: Sequence[str],
+        files: Sequence[HubFile],
+        cache_state: str,
+        *,
+        revision: str | None = None,
     ) -> Path:
-        """Fetch the files that match; returns the repository's folder in the cache."""
-        names = filter_repo_objects([file.name for file in files], allow_patterns=list(patterns))
-        missing = self._missing(list(names), files)
-        counter = DownloadCounter(stage, missing, self._is_cached, self._report)
-        try:
-            return self._snapshot(patterns, is_local=False, bar_class=counter.bar_class())
-        except DriftError:  # the report's: the engine is being closed
-            raise
-        except Exception as error:
-            # The library's own chain of errors is long and ends in advice about its parameters.
-            raise ModelLoadError(f"{cache_state}, and {hub_problem(error)}") from None
+        """Fetch files of a revision (None: the configured one); returns the repository's folder in the
+        cache."""
+        counter = DownloadCounter(stage, self._missing(names, files), self._report)
+        revision = self._revision if revision is None else revision
+        with named_problems(cache_state):
+            return download(self._repo_id, names, counter, revision=revision, cache_dir=self._cache_dir)
 
-    def _snapshot(
-        self, patterns: Sequence[str], *, is_local: bool, bar_class: type[Any] | None = None
-    ) -> Path:
-        folder = huggingface_hub.snapshot_download(
-            self._repo_id,
-            revision=self._revision,
-            cache_dir=self._cache_dir,
-            local_files_only=is_local,
-            allow_patterns=list(patterns),
-            tqdm_class=bar_class,
-        )
-        return Path(folder)
+
+@contextmanager
+def named_problems(cache_state: str) -> Iterator[None]:
+    """Raise errors of the hub's library, and of its network library, as ModelLoadError."""
+    try:
+        yield
+    except DriftError:
+        raise
+    except Exception as error:
+        # The library's own chain of errors is long and ends in advice about its parameters.
+        raise ModelLoadError(f"{cache_state}, and {hub_problem(error)}") from None
+
+
+def small_names(files: Sequence[HubFile]) -> list[str]:
+    """The files that are fetched before the config is judged. Raises ModelLoadError if there are none."""
+    names = list(filter_repo_objects([file.name for file in files], allow_patterns=SMALL_PATTERNS))
+    if not names:
+        raise ModelLoadError(f"it holds none of {', '.join(SMALL_PATTERNS)}")
+
+    return names
 
 
 def whole(path: Path) -> HubModel:
     """A model whose files are all in the cache."""
     return HubModel(path=path, missing=(), fetch=lambda: path)
-
-
-def exactly(names: Collection[str]) -> list[str]:
-    """Patterns that match these names alone."""
-    return [glob.escape(name) for name in names]
 
 
 def cache_state_of(error: Exception) -> str:

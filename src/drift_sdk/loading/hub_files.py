@@ -8,13 +8,21 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from drift_sdk._files import has_file
-from drift_sdk.errors import ModelLoadError
+from drift_sdk._files import has_file, is_inside
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.draft import TORCH_FILE
 from drift_sdk.loading.gguf_names import missing_parts, part_of
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
 
-__all__ = ["SMALL_PATTERNS", "HubFile", "choose_gguf", "gguf_quants", "split_quant", "weight_names"]
+__all__ = [
+    "SMALL_PATTERNS",
+    "HubFile",
+    "choose_gguf",
+    "gguf_quants",
+    "hub_file",
+    "split_quant",
+    "weight_names",
+]
 
 SMALL_PATTERNS = ["*.json", "*.jinja"]
 """Settings, tokenizer and templates: a few megabytes, which are fetched before the config is judged."""
@@ -29,6 +37,17 @@ class HubFile(Struct, frozen=True, kw_only=True):
 
     name: str
     num_bytes: int | None
+
+
+def hub_file(name: object, num_bytes: object) -> HubFile:
+    """A file as the hub lists it; ModelLoadError for a name that leads out of the repository, or no size."""
+    if not isinstance(name, str) or not is_inside(name):
+        raise ModelLoadError(f"the hub lists {short_repr(name)}, expected a path inside the repository")
+
+    if num_bytes is not None and (type(num_bytes) is not int or num_bytes < 0):
+        raise ModelLoadError(f"the hub lists {name} with size {short_repr(num_bytes)}, expected bytes")
+
+    return HubFile(name=name, num_bytes=num_bytes)
 
 
 def split_quant(name: str) -> tuple[str, str | None]:

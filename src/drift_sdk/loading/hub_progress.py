@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # not marked as public
@@ -14,27 +14,25 @@ from drift_sdk.progress import Download, Report
 __all__ = ["DownloadCounter"]
 
 
+class Unwanted(Exception):
+    """Ends a download whose result nobody waits for."""
+
+
 class DownloadCounter:
-    """Reports a stage of starting while its files are fetched, on threads of huggingface_hub. An error that
-    the report raises ends the download.
+    """Counts the files and bytes of a download. `stopped`: set when the result is not wanted any more, which
+    ends the downloads of files whose bars are of `bar_class`.
 
-    stage:   name of the stage.
-    files:   what is fetched.
-    is_done: whether a file, given by its path in the repository, is whole in the cache.
-
-    Versions of huggingface_hub before 1.0 do not count bytes on such bars: nothing is reported with them, and
-    a download goes on to its end.
+    stage: name of the stage of starting that is reported.
+    files: what is fetched.
     """
 
-    def __init__(
-        self, stage: str, files: Sequence[HubFile], is_done: Callable[[str], bool], report: Report | None
-    ) -> None:
+    def __init__(self, stage: str, files: Sequence[HubFile], report: Report | None) -> None:
+        self.stopped = threading.Event()
         self._stage = stage
-        self._files = files
-        self._is_done = is_done
+        self._sizes = {file.name: file.num_bytes or 0 for file in files}
         self._report = report
         self._lock = threading.Lock()  # several files are downloaded at a time, each on a thread
-        self._num_bytes = sum(file.num_bytes or 0 for file in files)
+        self._done: set[str] = set()
         self._num_received = 0.0
 
     def bar_class(self) -> type[Any]:
@@ -47,6 +45,7 @@ class DownloadCounter:
                 is_transfer = str(kwargs.get("name")).endswith(".transfer")
                 self._counts_bytes = kwargs.get("unit") == "B" and not is_transfer
                 super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
+                self.update(kwargs.get("initial"))  # bytes that an interrupted download has left
 
             def update(self, n: float | None = 1) -> None:
                 counter.add((n or 0) if self._counts_bytes else 0)
@@ -54,21 +53,29 @@ class DownloadCounter:
         return SilentBar
 
     def add(self, num_bytes: float) -> None:
-        """Count received bytes, or look which files are whole, and report."""
-        if self._report is None:
-            return
+        """Count received bytes. Raises an exception that ends the download once it is `stopped`."""
+        if self.stopped.is_set():
+            raise Unwanted
 
         with self._lock:
             self._num_received += num_bytes
-            done = [file for file in self._files if self._is_done(file.name)]
-            whole = sum(file.num_bytes or 0 for file in done)
-            received = min(max(int(self._num_received), whole), self._num_bytes)
-            download = Download(
-                num_files=len(self._files),
-                num_files_done=len(done),
-                num_bytes=self._num_bytes,
-                num_bytes_done=received,
-            )
 
-        fraction = received / self._num_bytes if self._num_bytes else len(done) / max(len(self._files), 1)
+    def file_done(self, name: str) -> None:
+        """Count a file that is whole in the cache."""
+        if name in self._sizes:
+            self._done.add(name)
+
+    def report(self) -> None:
+        """Report the state of the download."""
+        if self._report is None:
+            return
+
+        total, num_files = sum(self._sizes.values()), len(self._sizes)
+        done = list(self._done)
+        whole = sum(self._sizes[name] for name in done)
+        received = min(max(int(self._num_received), whole), total)
+        download = Download(
+            num_files=num_files, num_files_done=len(done), num_bytes=total, num_bytes_done=received
+        )
+        fraction = received / total if total else len(done) / max(num_files, 1)
         self._report(self._stage, fraction, download)

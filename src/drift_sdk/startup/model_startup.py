@@ -93,7 +93,7 @@ def open_model(
     report("load tokenizer", 0.0)
     load = partial(load_text, source, config, decoder_config.vocab_size)
     with ExitStack() as stack:
-        stack.enter_context(opening_locks(devices))
+        stack.enter_context(opening_locks(devices, lambda: report("load tokenizer", 0.0)))
         weights = [
             StoredWeights(source, decoder_config, dtype, shard, DeviceMemory(place, config))
             for place, shard in zip(devices, shards_of(config), strict=True)

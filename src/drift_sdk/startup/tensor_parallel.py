@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import permutations
 
@@ -17,6 +17,7 @@ from drift_sdk.startup.weight_form import choose_weight_form
 
 __all__ = ["check_division", "opening_locks", "parallel_devices", "shards_of"]
 
+POLL_S = 0.05
 MOST_SUGGESTED = 64
 """The largest number of GPUs that an error names as possible."""
 
@@ -79,9 +80,16 @@ def parallel_devices(config: EngineConfig, first: torch.device) -> Sequence[torc
 
 
 @contextmanager
-def opening_locks(devices: Sequence[torch.device]) -> Iterator[None]:
-    """The `opening_lock` of all devices, which are in ascending order."""
+def opening_locks(devices: Sequence[torch.device], check: Callable[[], object]) -> Iterator[None]:
+    """The `opening_lock` of all devices, which are in ascending order.
+
+    check: called again and again while it waits for a lock; what it raises ends the waiting. Another engine
+           may have the lock for as long as its draft is downloaded.
+    """
     with ExitStack() as stack:
         for device in devices:
-            stack.enter_context(opening_lock(device))
+            lock = opening_lock(device)
+            while not lock.acquire(timeout=POLL_S):
+                check()
+            stack.callback(lock.release)
         yield
