@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.errors import ConfigError
+from drift_sdk.driver.model_opener import opening_error
+from drift_sdk.errors import ConfigError, DriftError
 from drift_sdk.model_info import ModelInfo
 
 __all__ = ["inspect"]
@@ -23,7 +24,7 @@ def inspect(model: str | Path, config: EngineConfig | None = None) -> ModelInfo:
     `await asyncio.to_thread(inspect, model)`. Imports torch, and initialises CUDA if the device is a GPU.
 
     What keeps an engine from serving the model is in `ModelInfo.reasons`. Raises ModelLoadError if the model
-    cannot be found, and ConfigError for a wrong argument.
+    cannot be found or examined, and ConfigError for a wrong argument.
     """
     if not isinstance(model, str | Path) or not str(model):
         raise ConfigError.of("model", model, "a folder, a .gguf file or a hub id")
@@ -31,7 +32,12 @@ def inspect(model: str | Path, config: EngineConfig | None = None) -> ModelInfo:
     if config is not None and not isinstance(config, EngineConfig):
         raise ConfigError.of("config", config, "an EngineConfig")
 
-    # Imported here, so that `import drift_sdk` loads no torch.
-    from drift_sdk.startup.model_inspection import inspect_model
+    try:
+        # Imported here, so that `import drift_sdk` loads no torch.
+        from drift_sdk.startup.model_inspection import inspect_model
 
-    return inspect_model(model, config if config is not None else EngineConfig())
+        return inspect_model(model, config if config is not None else EngineConfig())
+    except DriftError:
+        raise
+    except Exception as error:
+        raise opening_error(error) from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, overl
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk.config import EngineConfig
+from drift_sdk.driver.life_cycle import starting_error
 from drift_sdk.driver.loaded_model import OpenModel
 from drift_sdk.driver.loop_thread import LoopThread, check_no_loop
 from drift_sdk.engine import Engine, description
@@ -101,7 +102,11 @@ class SyncEngine:
 
     def _open_loop(self) -> LoopThread:
         """A loop that is ended when this object is collected, and also if this is interrupted."""
-        loop = LoopThread()
+        try:
+            loop = LoopThread()
+        except (OSError, RuntimeError) as error:
+            raise starting_error(error) from error
+
         try:
             self._finalizer = weakref.finalize(self, loop.abandon)
             self._finalizer.atexit = False

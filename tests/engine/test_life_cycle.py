@@ -79,7 +79,7 @@ def test_start_without_a_thread_fails_and_can_be_repeated(loop: str) -> None:
         engine = Engine("scripted", on_event=lambda event: None, open_model=ScriptedModel("ok"))
         with pytest.MonkeyPatch.context() as patch:
             refuse_engine_threads(patch)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
+            with pytest.raises(ModelLoadError, match="engine cannot be started: can't start new thread"):
                 await engine.start()
         assert not engine.is_open and engine_threads() == []
         await engine.aclose()
@@ -94,7 +94,7 @@ def test_blocking_start_without_a_thread_fails_and_can_be_repeated() -> None:
     engine = SyncEngine("scripted", open_model=ScriptedModel("ok"))
     with pytest.MonkeyPatch.context() as patch:
         refuse_engine_threads(patch)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(ModelLoadError, match="engine cannot be started: can't start new thread"):
             engine.start()
     assert engine_threads() == []
     with engine:

@@ -11,9 +11,9 @@ from anyio.lowlevel import checkpoint_if_cancelled
 
 from drift_sdk.driver.loop_poster import Latch
 from drift_sdk.driver.process_hooks import life_cycle_lock, num_forks
-from drift_sdk.errors import EngineClosed
+from drift_sdk.errors import EngineClosed, ModelLoadError
 
-__all__ = ["LifeCycle", "Startable"]
+__all__ = ["LifeCycle", "Startable", "starting_error"]
 
 
 class Startable(ABC):
@@ -78,6 +78,11 @@ class Startable(ABC):
             return True
 
 
+def starting_error(error: Exception) -> ModelLoadError:
+    """The error of this package for one of the system, which lacks something that an engine needs."""
+    return ModelLoadError(f"the engine cannot be started: {error}")
+
+
 StartableT = TypeVar("StartableT", bound=Startable)
 
 
@@ -95,6 +100,12 @@ class LifeCycle(Generic[StartableT]):
     async def start(self, make_driver: Callable[[], StartableT]) -> None:
         """Wait until a driver has opened its model. Raises the error of opening, or EngineClosed if it is
         closed meanwhile. If the task is cancelled, the driver is closed unless another task starts it too."""
+        try:
+            await self._start(make_driver)
+        except OSError as error:  # of the first use of an event loop, for which anyio imports a module
+            raise starting_error(error) from error
+
+    async def _start(self, make_driver: Callable[[], StartableT]) -> None:
         driver = await self._share_driver(make_driver)
         try:
             with anyio.CancelScope():  # keeps a pending task, which asyncio reports if the exit destroys it
@@ -142,9 +153,12 @@ class LifeCycle(Generic[StartableT]):
                     driver.add_starter()
                     try:
                         driver.start()
-                    except BaseException:  # such as that of a process that may not have more threads
+                    except BaseException as error:
                         self.driver = None
                         driver.close(0.0)
+                        if isinstance(error, RuntimeError):  # the process may not have more threads
+                            raise starting_error(error) from error
+
                         raise
 
                     return driver

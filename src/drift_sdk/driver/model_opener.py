@@ -10,13 +10,15 @@ import msgspec
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.startup_progress import StageClock
-from drift_sdk.errors import ConfigError, ModelLoadError, error_repr
+from drift_sdk.errors import ConfigError, DriftError, ModelLoadError, error_repr
 from drift_sdk.progress import Download, Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["ModelOpener", "clear_frames"]
+__all__ = ["ModelOpener", "clear_frames", "opening_error"]
 
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "Unable to allocate")
+"""Words of the system, torch, C++ and numpy."""
 INTERRUPTIBLE = ("find", "download", "load tokenizer", "load weights")
 """Stages in which opening may be interrupted: there is no executor yet that would have to be closed."""
 
@@ -70,10 +72,10 @@ class ModelOpener:
         clock = StageClock(report)
         try:
             model = open_model(clock)
-        except Exception:
+        except DriftError:
             raise
-        except BaseException as error:  # of a library, such as pyo3's PanicException
-            raise ModelLoadError(f"the model cannot be opened: {error_repr(error)}") from error
+        except BaseException as error:  # also of a library, such as pyo3's PanicException
+            raise opening_error(error) from error
 
         return msgspec.structs.replace(model, start_seconds=clock.seconds)
 
@@ -99,6 +101,18 @@ def compare(name: str, first: object, found: object) -> None:
     """ModelLoadError if a property differs from that of the first opening."""
     if first != found:
         raise ModelLoadError(f"the model has changed since the start: {name}={found!r}, was {first!r}")
+
+
+def opening_error(error: BaseException) -> ModelLoadError:
+    """The error of this package for any other one that was raised while a model was opened or examined."""
+    found = error_repr(error)
+    if isinstance(error, MemoryError) or any(words in found for words in OUT_OF_MEMORY):
+        advice = (
+            "a smaller kv_cache_tokens, max_model_len or max_num_seqs needs less, and so does a smaller model"
+        )
+        return ModelLoadError(f"there is not enough memory for the model: {found} ({advice})")
+
+    return ModelLoadError(f"the model cannot be opened: {found}")
 
 
 def clear_frames(error: BaseException | None) -> None:

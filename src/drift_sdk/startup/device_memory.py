@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -132,7 +133,7 @@ class DeviceMemory:
 def available_bytes(device: torch.device) -> int:
     """Bytes that can be allocated. On a GPU: the free memory, after torch has returned the memory that it
     only keeps for later, within the limit of `torch.cuda.set_per_process_memory_fraction`. On the CPU: the
-    available memory, within the limits of the process's control groups."""
+    available memory, within the limits of the process and of its control groups."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -140,8 +141,23 @@ def available_bytes(device: torch.device) -> int:
         return max(min(free, permitted - torch.cuda.memory_reserved(device)), 0)
 
     available = int(psutil.virtual_memory().available)
-    limited = _available_to_group()
-    return available if limited is None else min(available, limited)
+    limits = [left for left in (_available_to_group(), _available_to_process()) if left is not None]
+    return min([available, *limits])
+
+
+def _available_to_process() -> int | None:
+    """Bytes left of the limits of the process's address space and data (`ulimit -v`, `ulimit -d`); None
+    without a limit."""
+    if sys.platform == "win32":
+        return None
+
+    import resource
+
+    memory = psutil.Process().memory_info()
+    used = {resource.RLIMIT_AS: memory.vms, resource.RLIMIT_DATA: getattr(memory, "data", 0)}
+    most = {kind: resource.getrlimit(kind)[0] for kind in used}
+    left = [max(most[kind] - used[kind], 0) for kind in used if most[kind] != resource.RLIM_INFINITY]
+    return min(left, default=None)
 
 
 def _available_to_group(folder: Path = CGROUP_FOLDER, groups: Path = OWN_GROUPS) -> int | None:
