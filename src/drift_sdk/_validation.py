@@ -156,13 +156,26 @@ def check_choice(
         raise error.of(field, value, allowed + (" or None" if optional else ""))
 
 
-def check_str(error: ErrorType, field: str, value: object, *, optional: bool = False) -> None:
-    """Check for a string that is not empty; None passes if `optional`."""
+def check_str(
+    error: ErrorType,
+    field: str,
+    value: object,
+    *,
+    max_chars: int | None = None,
+    optional: bool = False,
+) -> None:
+    """Check for a string that is not empty; None passes if `optional`. With `max_chars`, it has at most so
+    many characters and can be encoded as UTF-8."""
     if value is None and optional:
         return
 
-    if not isinstance(value, str) or not value:
-        raise error.of(field, value, f"a non-empty string{' or None' if optional else ''}")
+    allowed = "a non-empty string"
+    is_right = isinstance(value, str) and value != ""
+    if max_chars is not None:
+        allowed += f" of at most {max_chars} characters, no lone surrogates"
+        is_right = isinstance(value, str) and 1 <= len(value) <= max_chars and is_unicode(value)
+    if not is_right:
+        raise error.of(field, value, f"{allowed}{' or None' if optional else ''}")
 
 
 def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: int, max_chars: int) -> None:

@@ -15,6 +15,7 @@ from drift_sdk._validation import (
     check_field_names,
     check_float,
     check_int,
+    check_str,
     check_str_tuple,
     plain_fields,
     plain_scalar,
@@ -32,6 +33,7 @@ MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
 NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
 
 
@@ -59,6 +61,7 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: tuple[int, ...] | list[int] | None
     grammar: Grammar | None
     priority: int
+    cache_salt: str | None
     num_draft_tokens: int | None
 
 
@@ -95,6 +98,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                         the grammar allows it and the model chooses to, or with `ignore_eos` where the grammar
                         allows nothing more.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
+    cache_salt:         the prefix cache is shared with the requests of an equal salt alone, such as those of
+                        one tenant: 1 to 256 characters; None = with requests that have none.
     num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 63; 0 = none, None = as the
                         engine.
 
@@ -124,6 +129,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
     priority: int = 0
+    cache_salt: str | None = None
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -170,6 +176,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             RequestError, "num_draft_tokens", self.num_draft_tokens, ge=0, le=MAX_TREE_DRAFTS, optional=True
         )
         check_int(RequestError, "priority", self.priority, ge=-(2**31), le=2**31 - 1)
+        check_str(RequestError, "cache_salt", self.cache_salt, max_chars=MAX_SALT_CHARS, optional=True)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from drift_sdk.driver.chat_prompt import as_chat_prompt
 from drift_sdk.driver.prompts import TextPrompt, TokenPrompt
 from drift_sdk.pool.prompt_blocks import BLOCK_TOKENS, MAX_BLOCKS, PromptBlocks
@@ -39,6 +41,19 @@ def test_a_longer_conversation_has_the_blocks_of_the_shorter_one() -> None:
     assert len(short.hashes) >= 10
     assert long.hashes[: len(short.hashes)] == short.hashes
     assert PromptBlocks.of(as_chat_prompt(turns[:1], None, {"a": 1})).hashes[0] != short.hashes[0]
+
+
+def test_blocks_of_other_salts_differ() -> None:
+    prompts = (TextPrompt("x" * 3000), TokenPrompt((7,) * 3000))
+    for prompt in prompts:
+        hashes = [PromptBlocks.of(prompt, salt).hashes for salt in (None, "a", "b", "a")]
+        assert hashes[1] == hashes[3] and len({*hashes}) == 3
+        assert all(not {*one} & {*other} for one, other in pairwise(hashes))
+    chats = [
+        PromptBlocks.of(as_chat_prompt([{"role": "user", "content": "x" * 300}], None, None), salt)
+        for salt in (None, "a")
+    ]
+    assert not {*chats[0].hashes} & {*chats[1].hashes}
 
 
 def test_requests_go_to_the_replica_with_the_fewest_live_tokens() -> None:

@@ -12,11 +12,13 @@ from drift_sdk.scheduling.prefix import PrefixNode, PrefixTrie
 BLOCK_SIZE = 2
 TOKENS = st.lists(st.integers(0, 1), max_size=4 * BLOCK_SIZE)
 
-Path = tuple[int, ...]  # the tokens from the root to a block's end
+SALTS = st.sampled_from([None, "a", "b"])
+
+Path = tuple[str | None, tuple[int, ...]]  # the salt, and the tokens from the root to a block's end
 
 
-def paths_of(token_ids: list[int]) -> list[Path]:
-    return [tuple(token_ids[:end]) for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE)]
+def paths_of(token_ids: list[int], salt: str | None) -> list[Path]:
+    return [(salt, tuple(token_ids[:end])) for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE)]
 
 
 class PrefixTrieMachine(RuleBasedStateMachine):
@@ -33,22 +35,23 @@ class PrefixTrieMachine(RuleBasedStateMachine):
         self.references: dict[Path, int] = {}
         self.last_use: dict[Path, int] = {}
         self.holders: list[tuple[list[Path], list[PrefixNode]]] = []
-        self.guesses: list[tuple[list[int], list[PrefixNode]]] = []
+        self.guesses: list[tuple[list[int], str | None, list[PrefixNode]]] = []
         self.num_blocks = 0
         self.clock = 0
 
-    @rule(token_ids=TOKENS)
-    def hold(self, token_ids: list[int]) -> None:
+    @rule(token_ids=TOKENS, salt=SALTS)
+    def hold(self, token_ids: list[int], salt: str | None) -> None:
         nodes: list[PrefixNode] = []
-        paths = paths_of(token_ids)
-        self.trie.extend_match(nodes, token_ids, len(paths))
+        paths = paths_of(token_ids, salt)
+        self.trie.extend_match(nodes, token_ids, len(paths), salt)
         num_cached = len(nodes)
         assert [node.block_id for node in nodes] == [self.blocks[path] for path in paths[:num_cached]]
         assert all(path not in self.blocks for path in paths[num_cached : num_cached + 1])
         self.trie.acquire(nodes)
         for path in paths[num_cached:]:
             parent = nodes[-1] if nodes else self.trie.root
-            nodes.append(self.trie.insert(parent, path[-BLOCK_SIZE:], self.num_blocks))
+            key = self.trie.key(token_ids, len(nodes), salt)
+            nodes.append(self.trie.insert(parent, key, self.num_blocks))
             self.blocks[path] = self.num_blocks
             self.num_blocks += 1
 
@@ -67,18 +70,18 @@ class PrefixTrieMachine(RuleBasedStateMachine):
             self.clock += 1
             self.last_use[path] = self.clock
 
-    @rule(token_ids=TOKENS)
-    def guess(self, token_ids: list[int]) -> None:
-        self.guesses.append((token_ids, []))
+    @rule(token_ids=TOKENS, salt=SALTS)
+    def guess(self, token_ids: list[int], salt: str | None) -> None:
+        self.guesses.append((token_ids, salt, []))
 
     @precondition(lambda self: self.guesses)
     @rule(data=st.data(), max_blocks=st.integers(0, 4))
     def match(self, data: st.DataObject, max_blocks: int) -> None:
-        token_ids, nodes = data.draw(st.sampled_from(self.guesses))
+        token_ids, salt, nodes = data.draw(st.sampled_from(self.guesses))
         known = len(nodes)
-        self.trie.extend_match(nodes, token_ids, max_blocks)
+        self.trie.extend_match(nodes, token_ids, max_blocks, salt)
         wanted: list[int] = []
-        for path in paths_of(token_ids)[: max(max_blocks, known)]:
+        for path in paths_of(token_ids, salt)[: max(max_blocks, known)]:
             if path not in self.blocks:
                 break
 
@@ -87,7 +90,9 @@ class PrefixTrieMachine(RuleBasedStateMachine):
         found = [node.block_id for node in nodes]
         assert found == wanted[: len(found)]
         assert len(found) >= min(len(wanted), max_blocks)
-        unreferenced = [path for path in paths_of(token_ids)[: len(found)] if self.references[path] == 0]
+        unreferenced = [
+            path for path in paths_of(token_ids, salt)[: len(found)] if self.references[path] == 0
+        ]
         assert self.trie.count_unreferenced(nodes) == len(unreferenced)
 
     @precondition(lambda self: self.trie.num_evictable)
@@ -106,7 +111,7 @@ class PrefixTrieMachine(RuleBasedStateMachine):
             parent = nodes[-1].parent
             assert parent is not None
             with pytest.raises(AssertionError, match="cached already"):
-                self.trie.insert(parent, paths[-1][-BLOCK_SIZE:], 999)
+                self.trie.insert(parent, nodes[-1].key, 999)
 
     @invariant()
     def agrees(self) -> None:

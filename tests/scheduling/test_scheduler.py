@@ -36,13 +36,23 @@ class Rig:
         self.device = FakeDevice(self.config)
         self.num_added = 0
 
-    def add(self, prompt: list[int] | int, max_tokens: int = 50, priority: int = 0) -> Sequence:
+    def add(
+        self,
+        prompt: list[int] | int,
+        max_tokens: int = 50,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Sequence:
         """Add a sequence. `prompt`: token ids, or the length of a prompt that shares no block with others."""
         if isinstance(prompt, int):
             prompt = [1000 + self.num_added] * prompt
 
         sequence = self.device.sequence(
-            prompt, max_tokens=max_tokens, arrival=self.num_added, priority=priority
+            prompt,
+            max_tokens=max_tokens,
+            arrival=self.num_added,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         self.num_added += 1
         self.scheduler.add(sequence)
@@ -311,6 +321,28 @@ def test_prefix_hit_is_whole_blocks_and_excludes_the_last_token(length: int, num
     assert spans(plan) == [(0, num_cached, length - num_cached)]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, num_cached)
     rig.drain()
+
+
+@pytest.mark.parametrize(
+    ("salts", "num_cached"),
+    [((None, "a"), 0), (("a", None), 0), (("a", "b"), 0), (("a", "a"), 8), ((None, None), 8)],
+)
+def test_only_equal_salts_share_blocks(salts: tuple[str | None, str | None], num_cached: int) -> None:
+    """Also after a preemption."""
+    rig = Rig(num_blocks=12, num_draft_tokens=2)
+    prompt = list(range(11))
+    first = rig.add(prompt, max_tokens=30, priority=1, cache_salt=salts[0])
+    rig.turn()
+    second = rig.add(prompt, max_tokens=30, priority=1, cache_salt=salts[1])
+    rig.turn()
+    assert second.is_running and second.num_cached_tokens == num_cached
+    other = rig.add(40, max_tokens=5)
+    while other.finish is None:
+        rig.turn()
+    assert rig.scheduler.num_preemptions
+    rig.drain()
+    for sequence in (first, second):
+        assert sequence.token_ids == rig.story(sequence)
 
 
 def test_uncommitted_blocks_are_not_shared() -> None:

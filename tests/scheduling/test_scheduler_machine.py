@@ -80,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         stops=st.one_of(st.just([]), st.lists(TOKENS, max_size=1)),
         wants_logprobs=st.booleans(),
+        cache_salt=st.sampled_from([None, None, "a", "b"]),
     )
     def add(
         self,
@@ -88,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         stops: list[int],
         wants_logprobs: bool,
+        cache_salt: str | None,
     ) -> None:
         # The cache must hold the longest sequence: KV of all tokens but the last, with a draft also of the
         # last.
@@ -103,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             stop_token_ids=tuple(stops),
             num_logprobs=0 if wants_logprobs else None,
+            cache_salt=cache_salt,
         )
         if self.config.view_layout is not None:
             sequence.max_draft_tokens = data.draw(

@@ -2,8 +2,9 @@
 
 The next token is a hash of a sequence's history and seed over a small alphabet. So the whole output of a
 sequence is known in advance (`Story`), and the scheduler's result can be compared with it. KV slots hold
-(token, position, hash of the history up to the token). A row may attend only if all earlier positions hold
-its own story. Rounds over views leave other content, which rows over all keys may not read.
+(token, position, hash of the history up to the token). The history begins with the salt of the cache, so a
+story differs from one with another salt. A row may attend only if all earlier positions hold its own story.
+Rounds over views leave other content, which rows over all keys may not read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from typing import Literal
+from zlib import crc32
 
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.config import SchedulerConfig
@@ -34,12 +36,12 @@ def mix(history: int, value: int) -> int:
 class Story:
     """All tokens of one request, from prompt to end, and the content of its KV at each position."""
 
-    def __init__(self, prompt_ids: list[int], sampling: SlotSampling) -> None:
+    def __init__(self, prompt_ids: list[int], sampling: SlotSampling, cache_salt: str | None) -> None:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.token_ids = list(prompt_ids)
         self.kv: list[tuple[int, int, int]] = []
-        self._history = 0
+        self._history = 0 if cache_salt is None else mix(0, crc32(cache_salt.encode()))
         for token_id in prompt_ids:
             self._remember(token_id)
 
@@ -100,6 +102,7 @@ class FakeDevice:
         priority: int = 0,
         stop_token_ids: tuple[int, ...] = (),
         num_logprobs: int | None = None,
+        cache_salt: str | None = None,
     ) -> Sequence:
         """A new sequence whose story this device knows. `arrival` is its seed."""
         sampling = SlotSampling(
@@ -113,13 +116,14 @@ class FakeDevice:
             max_length=len(prompt_ids) + max_tokens,
             num_logprobs=num_logprobs,
         )
-        self.stories[arrival] = Story(prompt_ids, sampling)
+        self.stories[arrival] = Story(prompt_ids, sampling, cache_salt)
         return Sequence(
             request_id=f"r{arrival}",
             prompt_ids=prompt_ids,
             sampling=sampling,
             priority=priority,
             arrival=arrival,
+            cache_salt=cache_salt,
         )
 
     def launch(self, plan: StepPlan) -> None:

@@ -135,6 +135,7 @@ class Request:
             arrival=self._arrival,
             constraint=self._constraint,
             max_draft_tokens=params.num_draft_tokens,
+            cache_salt=params.cache_salt,
             sampling=slot_sampling(
                 params,
                 model,

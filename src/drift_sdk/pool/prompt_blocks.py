@@ -23,27 +23,28 @@ class PromptBlocks(Struct, frozen=True):
     """The size of a prompt and its beginning.
 
     num_tokens: of the whole prompt; estimated unless it consists of token ids. At least 1.
-    hashes:     one for each full block of 64 tokens, at most 256: of the block and all blocks before it. They
-                are equal within this process alone.
+    hashes:     one for each full block of 64 tokens, at most 256: of the block, all blocks before it and the
+                salt. They are equal within this process alone.
     """
 
     num_tokens: int
     hashes: tuple[int, ...]
 
     @classmethod
-    def of(cls, prompt: Prompt) -> PromptBlocks:
+    def of(cls, prompt: Prompt, salt: str | None = None) -> PromptBlocks:
+        first = 0 if salt is None else hash(salt)
         if isinstance(prompt, TokenPrompt):
-            return cls(max(1, len(prompt.ids)), tuple(rolling_hashes(prompt.ids, BLOCK_TOKENS)))
+            return cls(max(1, len(prompt.ids)), tuple(rolling_hashes(prompt.ids, BLOCK_TOKENS, first)))
 
         text = written(prompt)
         num_tokens = max(1, len(text) // CHARS_PER_TOKEN)
-        return cls(num_tokens, tuple(rolling_hashes(text, BLOCK_TOKENS * CHARS_PER_TOKEN)))
+        return cls(num_tokens, tuple(rolling_hashes(text, BLOCK_TOKENS * CHARS_PER_TOKEN, first)))
 
 
-def rolling_hashes(items: Sequence[Any], block_size: int) -> Iterator[int]:
-    """For each full block, the hash of it and of the hash before. There are none from the first block on
-    with an item that has no hash, which the replica rejects."""
-    found = 0
+def rolling_hashes(items: Sequence[Any], block_size: int, first: int) -> Iterator[int]:
+    """For each full block, the hash of it and of the hash before; that is `first` at the beginning. There are
+    none from the first block on with an item that has no hash, which the replica rejects."""
+    found = first
     for end in range(block_size, min(len(items), block_size * MAX_BLOCKS) + 1, block_size):
         try:
             found = hash((found, items[end - block_size : end]))

@@ -42,7 +42,7 @@ class Traffic:
 
     def submit(self, submissions: Sequence[Submission]) -> list[Callable[[], None]]:
         """Submit requests of one prompt to the best replica that takes them, all or none."""
-        blocks = PromptBlocks.of(submissions[0].prompt)
+        blocks = PromptBlocks.of(submissions[0].prompt, submissions[0].params.cache_salt)
         routes = [Route(submission, blocks, self) for submission in submissions]
         self._add(routes)
         try:

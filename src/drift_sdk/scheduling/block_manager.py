@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from drift_sdk.scheduling.prefix import PrefixTrie
+from drift_sdk.scheduling.prefix import BlockKey, PrefixTrie
 from drift_sdk.scheduling.sequence import Sequence
 
 __all__ = ["BlockManager", "BlockPool"]
@@ -79,7 +79,7 @@ class BlockManager:
         # The last token is always computed, because the next token follows from its logits.
         last = len(sequence.token_ids) - 1
         max_hits = last // self.block_size if sequence.can_share_prefix else 0
-        self.trie.extend_match(sequence.prefix_nodes, sequence.token_ids, max_hits)
+        self.trie.extend_match(sequence.prefix_nodes, sequence.token_ids, max_hits, sequence.cache_salt)
         sequence.num_computed_tokens = len(sequence.prefix_nodes) * self.block_size
 
     def try_admit(self, sequence: Sequence, max_emitted_tokens: int) -> bool:
@@ -206,7 +206,5 @@ class BlockManager:
         num_owned = self.pool.num_free + len(cached) + len(private)
         assert num_owned == self.pool.num_blocks, f"{num_owned} owned of {self.pool.num_blocks} blocks"
 
-    def _key(self, sequence: Sequence, index: int) -> tuple[int, ...]:
-        """The token ids of block `index` of a sequence."""
-        start = index * self.block_size
-        return tuple(sequence.token_ids[start : start + self.block_size])
+    def _key(self, sequence: Sequence, index: int) -> BlockKey:
+        return self.trie.key(sequence.token_ids, index, sequence.cache_salt)

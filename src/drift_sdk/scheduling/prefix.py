@@ -1,33 +1,38 @@
-"""The prefix cache: committed KV blocks in a trie over token ids."""
+"""The prefix cache: committed KV blocks in a trie over token ids, apart for each salt."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
-__all__ = ["PrefixNode", "PrefixTrie"]
+__all__ = ["BlockKey", "PrefixNode", "PrefixTrie"]
+
+BlockKey = tuple[int | str, ...]
+"""The token ids of a block; before those of a prompt's first block its salt, if it has one."""
 
 
 class PrefixNode:
     """A full block of committed KV.
 
-    key:             the token ids of the block. Those before it are the keys on the path from the root.
+    key:             names the block among the children of its parent. The tokens before it, and the salt, are
+                     in the keys on the path from the root.
     block_id:        the KV block; -1 at the root and once the node has been evicted.
     num_references:  running sequences whose tables contain the block.
     """
 
     __slots__ = ("block_id", "children", "key", "num_references", "parent")
 
-    def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], block_id: int) -> None:
+    def __init__(self, parent: PrefixNode | None, key: BlockKey, block_id: int) -> None:
         self.parent = parent
         self.key = key
         self.block_id = block_id
-        self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.children: dict[BlockKey, PrefixNode] = {}
         self.num_references = 0
 
 
 class PrefixTrie:
     """Cached blocks by content. A child is looked up by its token ids themselves, so keys cannot collide.
+    Sequences share blocks only if their salts are equal: no path of one salt is a path of another.
 
     A sequence that references a node references all its ancestors too, so the children of an unreferenced
     node are unreferenced. A path is released from its end to the root, and a node enters the LRU order when
@@ -46,7 +51,15 @@ class PrefixTrie:
         """Nodes without references."""
         return len(self._unreferenced)
 
-    def extend_match(self, nodes: list[PrefixNode], token_ids: Seq[int], max_blocks: int) -> None:
+    def key(self, token_ids: Seq[int], index: int, salt: str | None) -> BlockKey:
+        """The key of block `index` of a sequence. A salt, which is no token id, is a part of the first."""
+        start = index * self.block_size
+        key: BlockKey = tuple(token_ids[start : start + self.block_size])
+        return key if salt is None or index else (salt, *key)
+
+    def extend_match(
+        self, nodes: list[PrefixNode], token_ids: Seq[int], max_blocks: int, salt: str | None
+    ) -> None:
         """Update `nodes`, the path of an earlier match of `token_ids` from the root, in place.
 
         Evicted nodes are removed, and nodes are appended as long as they match, up to `max_blocks` in all. No
@@ -57,9 +70,8 @@ class PrefixTrie:
             nodes.pop()
 
         node = nodes[-1] if nodes else self.root
-        size = self.block_size
         for index in range(len(nodes), max_blocks):
-            child = node.children.get(tuple(token_ids[index * size : (index + 1) * size]))
+            child = node.children.get(self.key(token_ids, index, salt))
             if child is None:
                 break
 
@@ -93,7 +105,7 @@ class PrefixTrie:
             if node.num_references == 0:
                 self._unreferenced[node] = None
 
-    def insert(self, parent: PrefixNode, key: tuple[int, ...], block_id: int) -> PrefixNode:
+    def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode:
         """Add a block below a node that the caller references. The new node has one reference, the
         caller's."""
         assert key not in parent.children, f"the tokens of block {block_id} are cached already"
@@ -131,7 +143,9 @@ class PrefixTrie:
             parent = node.parent
             assert parent is not None and parent.children.get(node.key) is node, "a link is broken"
             assert node.block_id >= 0, "an evicted node is still linked"
-            assert len(node.key) == self.block_size, f"key of {len(node.key)} tokens"
+            is_salted = parent is self.root and isinstance(node.key[0], str)
+            num_tokens = len(node.key) - is_salted
+            assert num_tokens == self.block_size, f"key of {num_tokens} tokens"
             assert (node.num_references == 0) == (node in age), f"block {node.block_id}: LRU membership"
             if parent is not self.root:
                 assert parent.num_references >= node.num_references, "referenced below an unreferenced node"

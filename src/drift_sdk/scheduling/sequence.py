@@ -27,6 +27,7 @@ class Sequence:
         "constraint",
         "finish",
         "awaits_mask",
+        "cache_salt",
         "is_publishing",
         "has_draft_kv",
         "has_views",
@@ -64,6 +65,7 @@ class Sequence:
         arrival: int,
         constraint: TokenConstraint | None = None,
         max_draft_tokens: int | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -73,6 +75,7 @@ class Sequence:
         self.max_length = sampling.max_length
         self.constraint = constraint
         self.max_draft_tokens = max_draft_tokens  # None = as many as the batch drafts
+        self.cache_salt = cache_salt  # cached blocks are shared with sequences of an equal one
         self.has_draft_kv = False  # set by the scheduler
         self.has_wrong_drafts = False  # set when a check has found them wrong: no more are planned
         self.awaits_mask = False  # set while the host computes a constraint's mask: no row is planned
