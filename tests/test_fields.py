@@ -119,7 +119,7 @@ PARAMS = {
         ("777", b"7", {"type": "integer"}, 7, True, (), Regex, (Regex("777"),)),
     ),
     "priority": integer(-(2**31), 2**31 - 1),
-    "cache_salt": text("tenant 1", "\N{SNOWMAN}", "a" * 256, rejected=("a" * 257, "\ud800")),
+    "cache_salt": text("tenant 1", "\N{SNOWMAN}", "a" * 1024, rejected=("a" * 1025, "\ud800")),
     "num_draft_tokens": integer(0, 63, optional=True),
 }
 CONFIG = {

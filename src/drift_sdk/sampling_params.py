@@ -33,7 +33,7 @@ MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
-MAX_SALT_CHARS = 256
+MAX_SALT_CHARS = 1024
 NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
 
 
@@ -99,7 +99,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                         allows nothing more.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with the requests of an equal salt alone, such as those of
-                        one tenant: 1 to 256 characters; None = with requests that have none.
+                        one tenant: 1 to 1,024 characters; None = with requests that have none.
     num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 63; 0 = none, None = as the
                         engine.
 
