@@ -9,8 +9,8 @@ A client that disconnects cancels its request. A request that cannot be served g
 or not: the response begins when the engine has accepted the request. uvicorn handles SIGINT and SIGTERM: it
 waits up to 5 seconds for open responses, then the engine is closed.
 
-http_answers.py has the responses, openai_protocol.py the requests and errors, openai_answers.py the JSON of
-answers.
+http_answers.py has the responses, openai_protocol.py the requests and errors, openai_fields.py their fields,
+openai_answers.py the JSON of answers.
 """
 
 import time
@@ -27,7 +27,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from http_answers import Generation, LimitedBodies, streamed_answer, whole_answer
-from openai_answers import ChatAnswer, TextAnswer
+from openai_answers import ChatAnswer, TextAnswer, usage
 from openai_protocol import ChatBody, CompletionBody, error_body, shaped_error
 from starlette.exceptions import HTTPException
 
@@ -40,10 +40,12 @@ class UnknownModel(Exception):
     """The request names a model that this server does not have."""
 
 
-def make_app(engine: Engine, model: str) -> FastAPI:
+def make_app(engine: Engine, model: str, *, shows_cached_tokens: bool = True) -> FastAPI:
     """The application. It starts the engine when it starts, and closes it at its end.
 
-    model: the name by which clients know the engine's model.
+    model:               the name by which clients know the engine's model.
+    shows_cached_tokens: answers say how many tokens of the prompt were cached. Clients who do not trust each
+                         other should not see it, unless each has its own `cache_salt`.
     """
 
     @asynccontextmanager
@@ -53,7 +55,7 @@ def make_app(engine: Engine, model: str) -> FastAPI:
 
     app = FastAPI(title="drift_sdk", lifespan=lifespan)
     app.add_middleware(LimitedBodies)
-    add_answers(app, engine, model)
+    add_answers(app, engine, model, shows_cached_tokens)
     add_models(app, model)
     add_status(app, engine)
     add_error_handlers(app)
@@ -65,13 +67,14 @@ def check_model(asked: str | None, model: str) -> None:
         raise UnknownModel(f"model {asked!r}: this server has {model!r}")
 
 
-def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
+def add_answers(app: FastAPI, engine: Engine, model: str, shows_cached_tokens: bool) -> None:
     """The endpoints that generate text."""
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         check_model(body.model, model)
-        request_id, params = new_id(ChatAnswer), body.sampling()
+        request.state.error_names = body.error_names()
+        request_id, params = new_id(ChatAnswer, body), body.sampling(engine.default_params)
         submit = partial(
             engine.samples,
             [message.plain() for message in body.messages],
@@ -80,6 +83,7 @@ def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
             body.offered_tools,
             body.template_args,
             tool_choice=body.choice_of_tools,
+            continue_final=body.continue_final_message,
             request_id=request_id,
         )
         choices = [
@@ -90,7 +94,8 @@ def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
     @app.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
         check_model(body.model, model)
-        request_id, params = new_id(TextAnswer), body.sampling()
+        request.state.error_names = body.error_names()
+        request_id, params = new_id(TextAnswer, body), body.sampling(engine.default_params)
         generation = Generation(
             partial(engine.samples, prompt, body.n, params, request_id=f"{request_id}-{place}")
             for place, prompt in enumerate(body.prompt)
@@ -107,12 +112,13 @@ def add_answers(app: FastAPI, engine: Engine, model: str) -> None:
     ) -> Response:
         common = {"id": request_id, "created": int(time.time()), "model": model}
         respond = streamed_answer if body.stream else whole_answer
-        return await respond(request, body, generation, choices, common)
+        count = partial(usage, choices_per_prompt=body.n, shows_cached_tokens=shows_cached_tokens)
+        return await respond(request, body, generation, choices, common, count)
 
 
-def new_id(shape: type[ChatAnswer | TextAnswer]) -> str:
-    """A new request id: of the answer, and of the request in the engine."""
-    return f"{shape.id_prefix}-{uuid.uuid4().hex}"
+def new_id(shape: type[ChatAnswer | TextAnswer], body: ChatBody | CompletionBody) -> str:
+    """A request id: of the answer, and of the request in the engine."""
+    return f"{shape.id_prefix}-{body.request_id or uuid.uuid4().hex}"
 
 
 def add_models(app: FastAPI, model: str) -> None:
@@ -151,7 +157,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(DriftError)
     async def drift_error(request: Request, error: DriftError) -> JSONResponse:
-        status, body = error_body(error, request.url.path)
+        status, body = error_body(error, getattr(request.state, "error_names", {}))
         return JSONResponse(body, status)
 
     @app.exception_handler(RequestValidationError)
@@ -182,11 +188,11 @@ def name_of(model: str) -> str:
     return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
 
 
-async def main(model: str, host: str, port: int, max_queued: int) -> None:
+async def main(model: str, host: str, port: int, max_queued: int, hides_cached_tokens: bool) -> None:
     # Started before the server: if the model cannot be loaded, the program ends with one line.
     async with Engine(model, EngineConfig(max_queued_requests=max_queued)) as engine:
         config = uvicorn.Config(
-            make_app(engine, name_of(model)),
+            make_app(engine, name_of(model), shows_cached_tokens=not hides_cached_tokens),
             host=host,
             port=port,
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
@@ -204,5 +210,17 @@ if __name__ == "__main__":
         default=256,
         help="waiting requests; more get a 429",
     )
+    parser.add_argument(
+        "--hide-cached-tokens",
+        action="store_true",
+        help="do not tell clients how many tokens of a prompt were cached",
+    )
     options = parser.parse_args()
-    command_line.run(main, options.model, options.host, options.port, options.max_queued)
+    command_line.run(
+        main,
+        options.model,
+        options.host,
+        options.port,
+        options.max_queued,
+        options.hide_cached_tokens,
+    )

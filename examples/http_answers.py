@@ -12,15 +12,16 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from openai_answers import ChatAnswer, TextAnswer, usage
+from openai_answers import ChatAnswer, TextAnswer
 from openai_protocol import ChatBody, CompletionBody, error_body
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from drift_sdk import Chunk, Completion, DriftError, Samples
+from drift_sdk import Chunk, Completion, DriftError, Samples, Usage
 
 ResultT = TypeVar("ResultT")
 Found = tuple[int, Chunk]
+Counter = Callable[[Sequence[Usage]], dict[str, Any]]
 CLOSE = {"Connection": "close"}
 CLIENT_CLOSED_REQUEST = 499
 MAX_BODY_BYTES = 2**25
@@ -169,8 +170,10 @@ async def whole_answer(
     generation: Generation,
     choices: Sequence[ChatAnswer | TextAnswer],
     common: dict[str, Any],
+    count: Counter,
 ) -> Response:
-    """All choices in one JSON object. common: fields that every object of the answer has."""
+    """All choices in one JSON object. common: fields that every object of the answer has. count: makes the
+    JSON of all choices' token counts."""
     completions = await while_connected(request, generation, generation.completions())
     if any(completion.finish_reason == "cancelled" for completion in completions):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -179,7 +182,7 @@ async def whole_answer(
         {"index": index, **choice.whole(completion)}
         for index, (choice, completion) in enumerate(zip(choices, completions, strict=True))
     ]
-    counts = usage([completion.usage for completion in completions], body.n)
+    counts = count([completion.usage for completion in completions])
     values = {**common, "object": choices[0].kind, "choices": written, "usage": counts}
     return JSONResponse(values, headers=id_header(common))
 
@@ -190,8 +193,9 @@ async def streamed_answer(
     generation: Generation,
     choices: Sequence[ChatAnswer | TextAnswer],
     common: dict[str, Any],
+    count: Counter,
 ) -> Response:
-    """The chunks of all choices as server-sent events. common: fields that every object of the answer has."""
+    """The chunks of all choices as server-sent events. common, count: as of `whole_answer`."""
     # Nothing is sent before: a request that cannot be served raises here, and gets its status.
     await while_connected(request, generation, generation.accepted())
     common = {**common, "object": choices[0].chunk_kind}
@@ -206,11 +210,11 @@ async def streamed_answer(
 
             completions = await generation.completions()
         except DriftError as error:
-            yield event(error_body(error, request.url.path)[1])
+            yield event(error_body(error, request.state.error_names)[1])
             return
 
         if body.stream_options.include_usage:
-            counts = usage([completion.usage for completion in completions], body.n)
+            counts = count([completion.usage for completion in completions])
             yield event({**common, "choices": [], "usage": counts})
         yield b"data: [DONE]\n\n"
 

@@ -181,15 +181,16 @@ def call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def usage(counts: Sequence[Usage], choices_per_prompt: int) -> dict[str, Any]:
+def usage(counts: Sequence[Usage], *, choices_per_prompt: int, shows_cached_tokens: bool) -> dict[str, Any]:
     """Token counts of all choices together. A prompt with several choices counts once."""
     prompt_tokens = sum(count.prompt_tokens for count in counts[::choices_per_prompt])
     completion_tokens = sum(count.completion_tokens for count in counts)
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(count.cached_tokens for count in counts[::choices_per_prompt])
-        },
     }
+    if shows_cached_tokens:
+        cached_tokens = sum(count.cached_tokens for count in counts[::choices_per_prompt])
+        found["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return found

@@ -1,120 +1,130 @@
 """The bodies of OpenAI's chat and completions requests, their translation for the engine, and error bodies.
 
 There are three kinds of fields:
-- supported: those declared below. null means the default, since clients send null for unset fields.
-- rejected with a 400 that names the field: `REFUSED`, fields without which the answer would be wrong.
-- ignored: all others. They are hints (`service_tier`, `prediction`), bookkeeping (`metadata`, `store`,
-  `user`) or newer than this file. Unknown ones are logged, once each.
+- supported: those declared below. null means the default, since clients send null for unset fields. Sampling
+  fields that are not given have the model's own defaults, as in `Engine.chat`.
+- without effect on the answer: accepted (`openai_fields.IGNORED`).
+- all others: rejected with a 400 that names the field, unless they have the value that is the default
+  (`openai_fields.REFUSED`).
 
 A `response_format` describes the whole answer. A request that also has tools gets either calls or an answer
-in the format; where `tool_choice` forces calls, the format does not apply.
+in the format; where `tool_choice` forces calls, the format does not apply. The same holds for vLLM's
+`structured_outputs`, and for its older names `guided_json`, `guided_regex`, `guided_choice` and
+`guided_grammar`.
 """
 
 import json
-import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from drift_sdk import (
-    DriftError,
-    EngineClosed,
-    JsonSchema,
-    PromptTooLong,
-    QueueFull,
-    RequestError,
-    SamplingParams,
+from openai_fields import (
+    NEVER,
+    REFUSED,
+    Grammar,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+    Wire,
+    check_names,
 )
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from drift_sdk import DriftError, EngineClosed, PromptTooLong, QueueFull, RequestError, SamplingParams
 
 MAX_CHOICES = 128
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "web_search_options": (),
-}
-"""Field -> values that are accepted because they have no effect."""
-IGNORED = {
-    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "service_tier", "store", "user", "verbosity"),
-}
-
-logger = logging.getLogger("openai_protocol")
-reported: set[str] = set()
-MAX_REPORTED_CHARS = 100
-
-
-class Wire(BaseModel):
-    """An object of the protocol. Fields that are null are removed, unknown fields are ignored."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_nulls(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-
-        return {key: value for key, value in values.items() if value is not None}
-
-
-class StreamOptions(Wire):
-    include_usage: bool = False
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class Body(Wire):
-    """Fields of the requests of both endpoints."""
+    """Fields of the requests of both endpoints. Those from `temperature` to `cache_salt` are fields of
+    SamplingParams; 0 and -1 as `top_k` both mean all."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
 
     model: str | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    stop: str | list[str] = []
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
     seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def check_unknown(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-
-        for name, value in values.items():
-            if name in cls.model_fields or name in IGNORED or value is None:
-                continue
-            if name not in REFUSED:
-                report_ignored(name)
-            elif value not in REFUSED[name]:
-                raise RequestError.of(name, value, "null: this server does not support it")
-
+    def check_fields(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            check_names(values, cls.model_fields, cls.refused)
         return values
 
-    def params(self, **more: Any) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            seed=self.seed,
-            **more,
-        )
+    @property
+    def form_fields(self) -> list[str]:
+        """The fields of this request that describe the form of the text."""
+        names = ("response_format", "structured_outputs", *GUIDED)
+        return [name for name in names if getattr(self, name) is not None]
+
+    def grammar(self) -> Grammar | None:
+        """The form of the text. RequestError for several."""
+        found = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        ).grammars()
+        if self.structured_outputs is not None:
+            forms = self.structured_outputs.grammars()
+            if not forms:
+                allowed = "json, regex, choice, grammar or json_object"
+                raise RequestError.of("structured_outputs", None, allowed)
+
+            found += forms
+        response_format = self.response_format.grammar() if self.response_format is not None else None
+        if response_format is not None:
+            found.append(response_format)
+        if len(found) > 1:
+            raise RequestError.of(self.form_fields[-1], len(found), "one form of the text in a request")
+
+        return found[0] if found else None
+
+    def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """The defaults with the fields of this request."""
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        if self.include_stop_str_in_output is not None:
+            given["include_stop"] = self.include_stop_str_in_output
+        return defaults.replace(**given, **more)
+
+    def error_names(self) -> dict[str, str]:
+        """Fields of the engine's errors -> the fields of this request that they are about."""
+        form = next(iter(self.form_fields), "response_format")
+        return {
+            **dict.fromkeys(("schema", "pattern", "grammar"), form),
+            "include_stop": "include_stop_str_in_output",
+        }
 
 
-def report_ignored(name: str) -> None:
-    """Log an unknown field, once for each name."""
-    name = name[:MAX_REPORTED_CHARS]
-    if name not in reported and len(reported) < 1000:
-        reported.add(name)
-        logger.warning("ignored unknown request field %.100r", name)
+SAMPLING_FIELDS = [name for name in Body.model_fields if name in SamplingParams.__struct_fields__]
 
 
 class TextPart(Wire):
@@ -168,28 +178,6 @@ class Message(Wire):
         return plain
 
 
-class JsonSchemaFormat(Wire):
-    name: str = ""
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Wire):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-    def grammar(self) -> JsonSchema | None:
-        if self.type == "text":
-            return None
-
-        if self.type == "json_object":
-            return JsonSchema({"type": "object"})
-
-        if self.json_schema is None:
-            raise RequestError.of("response_format", self.type, "a json_schema in the same object")
-
-        return JsonSchema(self.json_schema.schema_)
-
-
 class Function(Wire):
     """Fields that are not declared here are kept, because a chat template may use them."""
 
@@ -219,17 +207,21 @@ NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class ChatBody(Body):
+    refused = {**REFUSED, "add_special_tokens": NEVER}
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -262,19 +254,35 @@ class ChatBody(Body):
     def template_args(self) -> dict[str, Any]:
         """Variables of the chat template."""
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
-        return {**effort, **self.chat_template_kwargs}
+        documents = {"documents": self.documents} if self.documents is not None else {}
+        return {**effort, **documents, **self.chat_template_kwargs}
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """The engine's parameters. defaults: of the model."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError.of("top_logprobs", self.top_logprobs, "logprobs=true in the same request")
 
-        # A forced call has no text, to which the format would apply.
-        response_format = self.response_format if not self.is_call_forced else None
+        if self.add_generation_prompt not in (None, not self.continue_final_message):
+            allowed = "the contrary of continue_final_message"
+            raise RequestError.of("add_generation_prompt", self.add_generation_prompt, allowed)
+
         return self.params(
+            defaults,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=self.top_logprobs if self.logprobs else None,
-            grammar=response_format.grammar() if response_format is not None else None,
+            # A forced call has no text, to which the format would apply.
+            grammar=self.grammar() if not self.is_call_forced else None,
         )
+
+    def error_names(self) -> dict[str, str]:
+        names = {
+            "prompt": "messages",
+            "template_args": "chat_template_kwargs",
+            "continue_final": "continue_final_message",
+        }
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return {**super().error_names(), **names}
 
 
 def as_prompts(prompt: Any) -> Any:
@@ -284,22 +292,24 @@ def as_prompts(prompt: Any) -> Any:
 
 
 class CompletionBody(Body):
+    refused = {**REFUSED, "add_special_tokens": (True,)}
+
     prompt: Annotated[
         list[str | list[int]], BeforeValidator(as_prompts), Field(min_length=1, max_length=MAX_CHOICES)
     ]
     max_tokens: MaxTokens = 16
     logprobs: NumLogprobs | None = None
 
-    def sampling(self) -> SamplingParams:
-        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """The engine's parameters. defaults: of the model."""
+        return self.params(
+            defaults, max_tokens=self.max_tokens, logprobs=self.logprobs, grammar=self.grammar()
+        )
 
 
-def error_body(error: DriftError, path: str) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body of an error, in OpenAI's form and with its names of parameters."""
+def error_body(error: DriftError, names: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the body of an error, in OpenAI's form. names: as of `Body.error_names`."""
     if isinstance(error, RequestError):
-        names = {"schema": "response_format", "grammar": "response_format"}
-        if path.endswith("/chat/completions"):
-            names["prompt"] = "messages"
         param, message, code = names.get(error.field, error.field), str(error), None
         if isinstance(error, PromptTooLong):
             # Some clients know this error by its code, others by these words.

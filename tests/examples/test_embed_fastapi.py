@@ -9,12 +9,11 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import httpx
 import openai
-import openai_protocol
 import pytest
 import tokenizers
 from embed_fastapi import name_of
@@ -26,7 +25,7 @@ from openai_answers import TokenLog
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import decoders, models
 
-from drift_sdk import Engine, EngineConfig, SamplingParams
+from drift_sdk import Engine, EngineConfig, Regex, SamplingParams
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 from drift_sdk.text.tokenizer import Tokenizer
 
@@ -539,7 +538,7 @@ async def test_several_choices_have_different_seeds(
         (await small[0].chat(QUESTION, SamplingParams(temperature=1.0, seed=seed, max_tokens=12))).text
         for seed in (7, 8)
     ]
-    options = {"model": MODEL, "messages": QUESTION, "n": 2, "seed": 7, "max_tokens": 12}
+    options = {"model": MODEL, "messages": QUESTION, "n": 2, "seed": 7, "max_tokens": 12, "temperature": 1}
     found = await client.chat.completions.create(**options)
     assert [choice.message.content for choice in found.choices] == expected
     streamed = await joined(await client.chat.completions.create(**options, stream=True))
@@ -579,19 +578,89 @@ def test_tokens_without_bytes_of_their_own_are_decoded_for_the_log() -> None:
     assert [log.text_of(token_id) for token_id in (0, 1)] == ["a", tokenizer.decode([1])]
 
 
-async def test_unknown_fields_are_ignored_and_logged_once(
-    echo: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_fields_of_vllm_have_their_effect(
+    small: tuple[Engine, str], client: openai.AsyncOpenAI, is_streamed: bool
 ) -> None:
-    monkeypatch.setattr(openai_protocol, "reported", set())
-    fields = {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": False, "what_is_this": [1]}
-    async with client_of(echo) as client:
-        for _ in range(2):
-            found = await client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body=fields)
-            assert found.choices[0].message.content
-        logged = [record.getMessage() for record in caplog.records if record.name == "openai_protocol"]
-        assert logged == ["ignored unknown request field 'what_is_this'"]
-        await client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body={"x" * 10_000: 1})
-    assert max(map(len, openai_protocol.reported)) == 100
+    async def text(**fields: object) -> str:
+        options = {"model": MODEL, "messages": QUESTION, "max_tokens": 12, "extra_body": fields}
+        if is_streamed:
+            chunks = await client.chat.completions.create(**options, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+        return (await client.chat.completions.create(**options)).choices[0].message.content
+
+    async def expected(**changes: Any) -> str:
+        return (await small[0].chat(QUESTION, max_tokens=12, **changes)).text
+
+    greedy = await text()
+    assert greedy == await expected() == await text(temperature=2, top_k=1)
+    assert await text(repetition_penalty=0.01) == await expected(repetition_penalty=0.01) != greedy
+    allowed = {"allowed_token_ids": [65, 66], "min_tokens": 12}
+    assert await text(**allowed) == await expected(**allowed) != greedy
+    for fields in ({"guided_choice": ["a.b", "c d\n"]}, {"structured_outputs": {"choice": ["a.b", "c d\n"]}}):
+        assert await text(**fields) in ("a.b", "c d\n")
+    assert await text(guided_regex="[0-9]{3}") == await expected(grammar=Regex("[0-9]{3}"))
+    assert await text(structured_outputs={"json": {"const": 7}}) == "7"
+    assert await text(guided_grammar='start: "x" "y"') == "xy"
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("temprature", {"temprature": 0.5}),
+        ("guided_regex", {"guided_regex": "("}),
+        ("structured_outputs", {"structured_outputs": {"grammar": "start: ("}}),
+        ("structured_outputs", {"structured_outputs": {"structural_tag": "{}"}}),
+        ("include_stop_str_in_output", {"include_stop_str_in_output": [1]}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("prompt_logprobs", {"prompt_logprobs": 1}),
+        ("max_completion_tokens", {"max_completion_tokens": 2**40}),
+        ("cache_salt", {"cache_salt": ""}),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_field_that_cannot_be_honoured_is_named(
+    client: openai.AsyncOpenAI, param: str, fields: dict[str, object], is_streamed: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model=MODEL, messages=QUESTION, stream=is_streamed, extra_body=fields
+        )
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+    assert caught.value.body["message"]
+
+
+async def test_final_message_is_continued(small: tuple[Engine, str], client: openai.AsyncOpenAI) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    expected = await small[0].chat(messages, max_tokens=8, continue_final=True)
+    found = await client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=8,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False, "request_id": "mine"},
+    )
+    assert found.choices[0].message.content == expected.text
+    assert found.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert found.id == "chatcmpl-mine"
+
+
+async def test_salts_divide_the_cache_and_cached_tokens_can_be_hidden() -> None:
+    messages = [{"role": "user", "content": "x" * 100}]
+
+    async def cached(client: openai.AsyncOpenAI, salt: str | None) -> int | None:
+        found = await client.chat.completions.create(
+            model=MODEL, messages=messages, extra_body={"cache_salt": salt}
+        )
+        details = found.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+    for shows in (True, False):
+        engine = replying(lambda _: "yes", template=TOOLS_TEMPLATE)
+        with serving(engine, shows_cached_tokens=shows) as url:
+            async with client_of(url) as client:
+                found = [await cached(client, salt) for salt in (None, "a", "b", "b")]
+        assert found == ([0, 0, 0, 96] if shows else [None] * 4)
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome"}}\n</tool_call>'

@@ -28,10 +28,15 @@ STORY = "la " * 20_000
 
 
 @contextmanager
-def serving(engine: Engine, wrap: Wrap = lambda app: app) -> Iterator[str]:
+def serving(
+    engine: Engine, wrap: Wrap = lambda app: app, *, shows_cached_tokens: bool = True
+) -> Iterator[str]:
     """Serve the example's app from another thread with its own event loop; yields the base URL."""
     config = uvicorn.Config(
-        wrap(make_app(engine, MODEL)), log_level="error", ws="none", timeout_graceful_shutdown=2
+        wrap(make_app(engine, MODEL, shows_cached_tokens=shows_cached_tokens)),
+        log_level="error",
+        ws="none",
+        timeout_graceful_shutdown=2,
     )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
