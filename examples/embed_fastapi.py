@@ -6,11 +6,11 @@ curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '
     "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
 
 A client that disconnects cancels its request. A request that cannot be served gets its error status, streamed
-or not: the response begins when the engine has accepted the request. uvicorn handles SIGINT and SIGTERM: it
-waits up to 5 seconds for open responses, then the engine is closed.
+or not: the response begins when the engine has accepted the request. On SIGINT and SIGTERM the server stops
+listening, and open answers have --drain seconds to end.
 
-http_answers.py has the responses, openai_protocol.py the requests and errors, openai_fields.py their fields,
-openai_answers.py the JSON of answers.
+http_server.py has the shutdown, http_answers.py the responses, openai_protocol.py the requests and errors,
+openai_fields.py their fields, openai_answers.py the JSON of answers.
 """
 
 import time
@@ -27,13 +27,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from http_answers import Generation, LimitedBodies, streamed_answer, whole_answer
+from http_server import DrainingServer, LimitedHeads
 from openai_answers import ChatAnswer, TextAnswer, usage
 from openai_protocol import ChatBody, CompletionBody, error_body, shaped_error
 from starlette.exceptions import HTTPException
 
 from drift_sdk import DriftError, Engine, EngineClosed, EngineConfig
 
-SHUTDOWN_TIMEOUT_S = 5  # without a limit, uvicorn would wait for every open stream
+CLOSE_TIMEOUT_S = 5
+"""Seconds that a client has to read the rest of its answer after the engine has been closed."""
 
 
 class UnknownModel(Exception):
@@ -188,16 +190,19 @@ def name_of(model: str) -> str:
     return Path(model).name.removesuffix(".gguf") if Path(model).exists() else model
 
 
-async def main(model: str, host: str, port: int, max_queued: int, hides_cached_tokens: bool) -> None:
+async def main(
+    model: str, host: str, port: int, max_queued: int, drain_s: int, hides_cached_tokens: bool
+) -> None:
     # Started before the server: if the model cannot be loaded, the program ends with one line.
     async with Engine(model, EngineConfig(max_queued_requests=max_queued)) as engine:
         config = uvicorn.Config(
             make_app(engine, name_of(model), shows_cached_tokens=not hides_cached_tokens),
             host=host,
             port=port,
-            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+            http=LimitedHeads,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        await uvicorn.Server(config).serve()
+        await DrainingServer(config, engine, drain_s).serve()
 
 
 if __name__ == "__main__":
@@ -211,6 +216,12 @@ if __name__ == "__main__":
         help="waiting requests; more get a 429",
     )
     parser.add_argument(
+        "--drain",
+        type=command_line.whole(0, 86_400),
+        default=20,
+        help="seconds that open answers have to end after SIGTERM",
+    )
+    parser.add_argument(
         "--hide-cached-tokens",
         action="store_true",
         help="do not tell clients how many tokens of a prompt were cached",
@@ -222,5 +233,6 @@ if __name__ == "__main__":
         options.host,
         options.port,
         options.max_queued,
+        options.drain,
         options.hide_cached_tokens,
     )

@@ -26,6 +26,8 @@ CLOSE = {"Connection": "close"}
 CLIENT_CLOSED_REQUEST = 499
 MAX_BODY_BYTES = 2**25
 """Largest body of a request; a larger one gets a 413. 32 MiB are about eight million tokens of text."""
+BODY_TIMEOUT_S = 60.0
+"""Most seconds until a body has arrived; a slower one gets a 408."""
 
 
 class Generation:
@@ -112,17 +114,25 @@ def next_of(samples: Samples) -> "asyncio.Task[Found | None]":
 
 
 class LimitedBodies:
-    """Middleware that ends requests whose body is larger than `MAX_BODY_BYTES`: it is read into memory."""
+    """Middleware that ends requests whose body is larger than `MAX_BODY_BYTES`, since it is read into memory,
+    or takes longer than `BODY_TIMEOUT_S` to arrive."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
         async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(408, f"the body took over {BODY_TIMEOUT_S} s to arrive", CLOSE) from error
+
+            is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes", CLOSE)

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -943,6 +944,50 @@ async def test_body_that_is_too_large_is_not_read_to_its_end(
         writer.close()
     assert head.startswith(b"HTTP/1.1 413 ") and b"connection: close" in head.lower()
     assert json.loads(answer)["error"]["message"] == "the body is larger than 200 bytes"
+
+
+async def answer_to(url: str, *parts: bytes) -> bytes:
+    """Send bytes of requests over one connection, each part when there is an answer to the one before, and
+    read until the server closes it."""
+    address = httpx.URL(url)
+    with anyio.fail_after(WAIT_S):
+        async with await anyio.connect_tcp(address.host, address.port) as connection:
+            found = b""
+            for part in parts:
+                await connection.send(part)
+                if part is not parts[-1]:
+                    found += await connection.receive()
+            with suppress(anyio.EndOfStream):
+                while True:
+                    found += await connection.receive()
+    return found
+
+
+async def test_slow_senders_are_disconnected(
+    endless: tuple[Engine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that send nothing, a part of a head, first or later, or a part of a body; but no slow answer is
+    cut."""
+    monkeypatch.setattr("http_answers.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("http_server.HEAD_TIMEOUT_S", 0.1)
+    _, url = endless
+    whole, part = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n"
+    assert await answer_to(url, b"") == b""
+    assert await answer_to(url, part) == b""
+    assert (await answer_to(url, whole, part)).startswith(b"HTTP/1.1 200")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+    found = await answer_to(url, head + b"Content-Type: application/json\r\n\r\n{")
+    assert found.startswith(b"HTTP/1.1 408") and b'"invalid_request_error"' in found
+    async with client_of(url) as client:
+        for is_streamed in (False, True):
+            options = {"model": MODEL, "messages": QUESTION, "max_tokens": 150, "stream": is_streamed}
+            found = await client.chat.completions.create(**options)
+            text = (
+                "".join([chunk.choices[0].delta.content or "" async for chunk in found])
+                if is_streamed
+                else found.choices[0].message.content
+            )
+            assert len(text) == 150
 
 
 async def test_body_of_the_largest_size_is_served(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import uvicorn
 from embed_fastapi import make_app
+from http_server import LimitedHeads
 
 from drift_sdk import Engine, EngineConfig
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
@@ -36,6 +37,7 @@ def serving(
         wrap(make_app(engine, MODEL, shows_cached_tokens=shows_cached_tokens)),
         log_level="error",
         ws="none",
+        http=LimitedHeads,
         timeout_graceful_shutdown=2,
     )
     server = uvicorn.Server(config)

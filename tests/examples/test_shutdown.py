@@ -1,0 +1,107 @@
+"""SIGTERM while the FastAPI example streams answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from loops import WAIT_S
+
+PROGRAM = Path(__file__).parents[1] / "support" / "draining_server.py"
+BODY = {"messages": [{"role": "user", "content": "sing"}], "stream": True}
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+
+
+@contextmanager
+def server(drain_s: float, end: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server, and its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        command = [sys.executable, str(PROGRAM), str(listener.fileno()), str(drain_s), str(end)]
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield process, url
+        finally:
+            process.kill()
+
+
+def events_of(lines: Iterator[str]) -> list[Any]:
+    """The rest of a stream of events. A broken connection would raise."""
+    data = [line.removeprefix("data: ") for line in lines if line]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def check_exit(process: subprocess.Popen[str]) -> None:
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == -signal.SIGTERM, err
+    assert "Application shutdown complete" in err
+    assert "Traceback" not in err and "ERROR" not in err
+
+
+def test_open_streams_end_before_the_server_does(tmp_path: Path) -> None:
+    """New requests are refused meanwhile."""
+    end = tmp_path / "end"
+    with (
+        server(WAIT_S, end) as (process, url),
+        httpx.Client(base_url=url, timeout=WAIT_S) as client,
+        httpx.Client(base_url=url, timeout=WAIT_S) as other,
+        client.stream("POST", "/v1/chat/completions", json=BODY) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert other.get("/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        while other.get("/health").status_code != 503:
+            pass
+        refused = other.post("/v1/chat/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+        with pytest.raises(httpx.ConnectError), httpx.Client(base_url=url) as new:
+            new.get("/health")
+        end.touch()
+        *events, last, done = events_of(lines)
+        assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
+        text = "".join(each["choices"][0]["delta"].get("content", "") for each in events)
+        assert "la la" in text
+        check_exit(process)
+
+
+def test_streams_that_take_longer_end_with_an_error(tmp_path: Path) -> None:
+    with (
+        server(0.2, tmp_path / "never") as (process, url),
+        httpx.Client(base_url=url, timeout=WAIT_S) as client,
+        client.stream("POST", "/v1/chat/completions", json=BODY) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        last = events_of(lines)[-1]
+        assert last["error"]["type"] == "server_error" and "closed" in last["error"]["message"]
+        check_exit(process)
+
+
+def test_a_second_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
+    with (
+        server(1e6, tmp_path / "never") as (process, url),
+        httpx.Client(base_url=url, timeout=WAIT_S) as client,
+        httpx.Client(base_url=url, timeout=WAIT_S) as other,
+        client.stream("POST", "/v1/chat/completions", json=BODY) as response,
+    ):
+        next(response.iter_lines())
+        other.get("/health").raise_for_status()
+        process.send_signal(signal.SIGINT)
+        while other.get("/health").status_code != 503:
+            pass
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode != 0
