@@ -11,7 +11,7 @@ from typing import Any
 
 import command_line
 
-from drift_sdk import Engine, PromptTooLong, RequestError, SamplingParams, TokenStream
+from drift_sdk import Engine, PromptTooLong, RequestError, TokenStream
 
 
 async def main(model: str, max_tokens: int) -> None:
@@ -34,8 +34,7 @@ async def main(model: str, max_tokens: int) -> None:
                 return
 
             messages.append({"role": "user", "content": question})
-            params = SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9)
-            stream = engine.chat(messages, params)
+            stream = engine.chat(messages, max_tokens=max_tokens)
             try:
                 async for chunk in stream:
                     print(chunk.reasoning, chunk.text, sep="", end="", flush=True)

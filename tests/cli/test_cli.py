@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,14 +20,26 @@ import torch
 from model_zoo import make_model
 from random_folder import make_random_folder
 
-from drift_sdk import Chain, Download, Engine, EngineConfig, NGram, Progress, Speculation, __version__
+from drift_sdk import (
+    Chain,
+    Download,
+    Engine,
+    EngineConfig,
+    NGram,
+    Progress,
+    SamplingOptions,
+    SamplingParams,
+    Speculation,
+    TokenStream,
+    __version__,
+)
 from drift_sdk.cli import doctor
 from drift_sdk.cli.command_line import main
 from drift_sdk.cli.doctor import Device, examine
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import Warmed, kernel_cache
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine
+from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, ScriptedModel, scripted_engine
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]
 SCRIPTED = """
@@ -196,10 +209,39 @@ def test_chat_answers_every_line_and_ends_with_its_input(
     assert said("hello\n") != once
 
 
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        ([], {}),
+        (["--temperature", "0", "--seed", "5"], {"temperature": 0.0, "seed": 5}),
+        (["--top-p", "0.5", "--max-tokens", "9"], {"top_p": 0.5, "max_tokens": 9}),
+    ],
+)
+def test_chat_samples_as_the_model_recommends(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], changes: SamplingOptions
+) -> None:
+    defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1)
+    used: list[SamplingParams] = []
+
+    submit = ScriptedEngine._submit
+
+    def noting(engine: ScriptedEngine, prompt: Any, params: SamplingParams, *given: Any) -> TokenStream:
+        used.append(params)
+        return submit(engine, prompt, params, *given)
+
+    questions = iter(["hello"])
+    monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine("fine"))
+    monkeypatch.setattr(ScriptedEngine, "default_params", defaults)
+    monkeypatch.setattr(ScriptedEngine, "_submit", noting)
+    monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
+    assert main(["chat", "any", *arguments]) == 0
+    assert used == [defaults.replace(**{"max_tokens": 1024, **changes})]
+
+
 def test_chat_passes_the_draft_options_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[EngineConfig] = []
 
-    async def chat(model: str, config: EngineConfig, params: object, system: object) -> int:
+    async def chat(model: str, config: EngineConfig, options: object, system: object) -> int:
         given.append(config)
         return 0
 

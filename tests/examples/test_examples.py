@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.live import Live
 
 import drift_sdk
-from drift_sdk import Engine, EngineConfig, ModelLoadError, QueueFull, SamplingParams, ToolCall
+from drift_sdk import Engine, EngineConfig, ModelLoadError, QueueFull, SamplingParams, TokenStream, ToolCall
 from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.testing import ScriptedModel, scripted_engine
+from drift_sdk.testing import ScriptedEngine, ScriptedModel, scripted_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUPPORT = {
@@ -337,6 +337,21 @@ def ask(questions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "Engine", lambda model: scripted_engine("fine", config=config))
     monkeypatch.setattr("builtins.input", next_line)
     asyncio.run(chat.main("any", 64))
+
+
+def test_chat_samples_as_the_model_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = SamplingParams(temperature=0.6, top_k=20)
+    used: list[SamplingParams] = []
+    submit = ScriptedEngine._submit
+
+    def noting(engine: ScriptedEngine, prompt: Any, params: SamplingParams, *given: Any) -> TokenStream:
+        used.append(params)
+        return submit(engine, prompt, params, *given)
+
+    monkeypatch.setattr(ScriptedEngine, "default_params", defaults)
+    monkeypatch.setattr(ScriptedEngine, "_submit", noting)
+    ask(["hello"], monkeypatch)
+    assert used == [defaults.replace(max_tokens=64)]
 
 
 def test_chat_continues_after_a_too_long_message(

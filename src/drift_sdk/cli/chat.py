@@ -13,7 +13,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.errors import PromptTooLong, RequestError
 from drift_sdk.results import Completion
-from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.sampling_params import SamplingOptions
 from drift_sdk.stream import TokenStream
 
 __all__ = ["chat"]
@@ -21,15 +21,17 @@ __all__ = ["chat"]
 PROMPT = "> "
 
 
-async def chat(model: str, config: EngineConfig, params: SamplingParams, system: str | None) -> int:
+async def chat(model: str, config: EngineConfig, options: SamplingOptions, system: str | None) -> int:
     """Answer each line of stdin until its end; the exit status, always 0.
 
-    system: the system message; None = none. Ctrl-C stops an answer (not on Windows). Raises what starting the
-    engine raises, RequestError if the model has no chat template, and OSError if stdout cannot be written.
+    options: replace fields of the model's own parameters. system: the system message; None = none.
+
+    Ctrl-C stops an answer (not on Windows). Raises what starting the engine raises, RequestError if the model
+    has no chat template, and OSError if stdout cannot be written.
     """
     async with Engine(model, config, on_progress=show_progress) as engine:
         hide_progress()
-        conversation = Conversation(engine, params, system)
+        conversation = Conversation(engine, options, system)
         await conversation.check()
         # Ctrl-C ends the program while the model is loaded, and stops an answer from here on.
         if sys.platform != "win32":
@@ -43,9 +45,9 @@ async def chat(model: str, config: EngineConfig, params: SamplingParams, system:
 class Conversation:
     """Questions and answers so far, sent again with each question after the system message."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, engine: Engine, options: SamplingOptions, system: str | None) -> None:
         self._engine = engine
-        self._params = params
+        self._options = options
         self._system = [{"role": "system", "content": system}] if system is not None else []
         self._history: list[dict[str, Any]] = []
         self._stream: TokenStream | None = None
@@ -82,7 +84,7 @@ class Conversation:
         print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
 
     async def _print_answer(self, asked: dict[str, str]) -> Completion:
-        self._stream = self._engine.chat([*self._system, *self._history, asked], self._params)
+        self._stream = self._engine.chat([*self._system, *self._history, asked], **self._options)
         is_thinking = False
         async for chunk in self._stream:
             print(chunk.reasoning, end="", flush=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from drift_sdk import (
     Chain,
@@ -20,6 +21,7 @@ from drift_sdk import (
     DriftError,
     EngineConfig,
     NGram,
+    SamplingOptions,
     SamplingParams,
     Speculation,
     __version__,
@@ -170,12 +172,11 @@ def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--max-tokens", type=int, default=1024, help="most tokens of an answer (default: %(default)s)"
     )
-    command.add_argument("--temperature", type=float, default=0.7, help="0 = greedy (default: %(default)s)")
+    command.add_argument("--temperature", type=float, help="0 = greedy (default: the model's own)")
     command.add_argument(
         "--top-p",
         type=float,
-        default=0.95,
-        help="probability that the most likely tokens kept add up to (default: %(default)s)",
+        help="probability that the most likely tokens kept add up to (default: the model's own)",
     )
     command.add_argument("--seed", type=int, help="gives the same answers again")
     command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
@@ -302,14 +303,11 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
         case "acceptance":
             return acceptance_command(options)
 
-    params = SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+    sampling = cast("SamplingOptions", {name: value for name, value in given.items() if value is not None})
+    SamplingParams(**sampling)  # raises before the model is loaded
     config = EngineConfig(device=options.device, speculation=speculation(options))
-    return lambda: asyncio.run(chat(options.model, config, params, options.system))
+    return lambda: asyncio.run(chat(options.model, config, sampling, options.system))
 
 
 def speculation(options: argparse.Namespace) -> Speculation | None:
