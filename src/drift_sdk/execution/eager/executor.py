@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.freed_memory import return_freed_memory
+from drift_sdk.execution.eager.busy_cores import BusyCores
 from drift_sdk.execution.eager.drafters import Drafter, Span
 from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
 from drift_sdk.execution.eager.partial_rounds import PartialRounds
@@ -81,6 +82,7 @@ class EagerExecutor:
         self._partial = partial
         self._slots: dict[int, Slot] = {}
         self._launched: deque[StepPlan] = deque()
+        self._busy_cores = BusyCores(torch.get_num_threads() if decoder.device.type == "cpu" else 1)
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(plan)
@@ -98,6 +100,7 @@ class EagerExecutor:
         prefill = self._prefill(plan.prefill)
         decode = self._decode(plan.decode, plan.verification)
         duration_s = time.perf_counter() - started_at
+        self._busy_cores.look()
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
 
     def close(self) -> None:
