@@ -1,15 +1,17 @@
-"""Short descriptions of objects for people: `__repr__` and the HTML that notebooks show."""
+"""Short descriptions of objects for people: `__repr__`, the HTML that notebooks show, names of models."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 
 from msgspec import Struct
 
 from drift_sdk.errors import short_repr
 
-__all__ = ["html_table", "state_repr", "struct_repr"]
+__all__ = ["html_table", "model_name", "state_repr", "struct_repr"]
 
 MAX_TEXT_CHARS = 2000
 
@@ -26,6 +28,16 @@ def struct_repr(struct: Struct) -> str:
 
         shown.append(f"{name}={short_repr(value)}")
     return f"{type(struct).__name__}({', '.join(shown)})"
+
+
+def model_name(model: str | Path) -> str:
+    """A model's name for those who need not know where its files are: of a path the last part, else the hub
+    id. A relative path as text may be a hub id, unless it begins with a dot."""
+    text = str(model)
+    if isinstance(model, str) and not text.startswith((".", "~")) and not os.path.isabs(text):
+        return text
+
+    return os.path.basename(os.path.abspath(text)) or text
 
 
 def state_repr(name: str, rows: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from drift_sdk._display import html_table, state_repr
+from drift_sdk._display import html_table, model_name, state_repr
 from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
@@ -136,7 +136,7 @@ class Engine(BaseEngine):
     def metrics(self) -> EngineMetrics:
         recorder = self._running_driver().stats_recorder
         return EngineMetrics(
-            model=str(self.model),
+            model=model_name(self.model),
             executor=self.executor,
             stats=recorder.read(),
             histograms=recorder.histograms,

@@ -253,7 +253,7 @@ class Histograms:
 class EngineMetrics(Struct, frozen=True, kw_only=True):
     """The metrics of an engine, for Prometheus.
 
-    model, executor: its model's name, and its executor.
+    model, executor: its model's name, without the folder that it is in, and its executor.
     stats:           a snapshot.
     histograms:      distributions since the start. They go on changing while the engine serves.
     """

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -329,6 +330,28 @@ def test_wrong_arguments_of_a_collector_are_rejected() -> None:
         prometheus.collector([scripted_engine("a")])
     with pytest.raises(ConfigError, match="values that are engines"):
         prometheus.collector({"a": scripted_engine("a"), "b": 5})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("owner/name", "owner/name"),
+        ("owner/name:Q4_K_M", "owner/name:Q4_K_M"),
+        ("/srv/secret/small", "small"),
+        (Path("/srv/secret/small.gguf"), "small.gguf"),
+        ("/srv/secret/small/", "small"),
+        ("./secret/small", "small"),
+        ("../small", "small"),
+        ("~/small", "small"),
+        (".", Path.cwd().name),
+        (Path("models/small"), "small"),
+        ("/", "/"),
+    ],
+)
+async def test_metrics_name_the_model_without_its_folder(model: str | Path, name: str) -> None:
+    async with Engine(model, open_model=ScriptedModel("x")) as engine:
+        assert engine.metrics().model == name
+        assert samples(engine.metrics_text())["drift_engine_info", "scripted", name] == 1
 
 
 async def test_names_that_cannot_be_encoded_are_escaped() -> None:
