@@ -305,7 +305,7 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
 
     given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
     sampling = cast("SamplingOptions", {name: value for name, value in given.items() if value is not None})
-    SamplingParams(**sampling)  # raises before the model is loaded
+    SamplingParams().replace(**sampling)  # raises before the model is loaded
     config = EngineConfig(device=options.device, speculation=speculation(options))
     return lambda: asyncio.run(chat(options.model, config, sampling, options.system))
 
