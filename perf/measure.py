@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -58,12 +59,12 @@ class Measurement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def needs_vllm(self) -> bool:
-        return "--peer" in self.arguments.split()
+        return "--peer" in shlex.split(self.arguments)
 
     def line(self, folder: Path) -> tuple[str, ...]:
         """The command line that writes the result into `folder`."""
         ends = ("--out", str(folder / f"{self.topic}.json"))
-        return tuple(module_command(self.module, *self.arguments.split(), *ends))
+        return tuple(module_command(self.module, *shlex.split(self.arguments), *ends))
 
 
 class File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
