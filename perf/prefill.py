@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments_parser.error(
             "--peer: expected no --kv-dtype, and --weights fp8 or none, as the peer has them"
         )
+    if given.fast_prompts and (not given.device.startswith("cuda") or given.executor == "eager"):
+        arguments_parser.error("--fast-prompts: expected the graph executor: the eager one has one way")
     options = PrefillOptions(
         device=given.device,
         dtype=given.dtype,

@@ -2,7 +2,7 @@
 
 python -m perf.serving --peer vllm --devices 0 1 --swap --repeats 2 --cases closed-64 prefix open-20
 python -m perf.serving --peer vllm --draft
-python -m perf.serving --cases closed-64 --compare-set "" --compare-set "max_num_seqs=256 block_size=32"
+python -m perf.serving --cases closed-64 --compare-set "" --compare-set "block_size=32"
 python -m perf.serving --devices 0 1 --replicas 2 --cases closed-128 --compare-set "" --compare-set replicas=1
 
 Cases: closed-N and sampled-N (N clients, greedy or sampled), open-R (R requests a second), prefix and

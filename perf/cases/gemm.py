@@ -10,6 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from perf.cases.case import Case, Prepared, num_copies
 from perf.harness.shapes import Model
@@ -59,10 +60,14 @@ def weight_roles(model: Model) -> dict[str, WeightShape]:
 
 
 def gemm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
-    """Yield each weight and number of rows with the engine's kernel, then with cuBLAS; in bfloat16."""
+    """Yield each weight and number of rows as the engine multiplies, then with cuBLAS where that is something
+    else; in bfloat16."""
     for weight in weight_shapes(model):
         for num_rows in row_counts:
-            for kernel, prepare in (("gemm", prepare_ours), ("cublas", prepare_cublas)):
+            kernels = [("gemm", prepare_ours), ("cublas", prepare_cublas)]
+            if config_of(weight, num_rows, table).is_library:
+                kernels.pop()
+            for kernel, prepare in kernels:
                 yield Case(
                     kernel=kernel,
                     shape=str(weight),
@@ -73,9 +78,13 @@ def gemm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
                 )
 
 
+def config_of(weight: WeightShape, num_rows: int, table: TunedTable) -> GemmConfig:
+    return table.gemm(weight.num_columns, weight.inner, is_gated=weight.is_gated).config(num_rows)
+
+
 def prepare_ours(weight: WeightShape, num_rows: int, table: TunedTable, device: str) -> Prepared:
     """Make the inputs of the engine's kernel, in the configuration that the table names."""
-    config = table.gemm(weight.num_columns, weight.inner, is_gated=weight.is_gated).config(num_rows)
+    config = config_of(weight, num_rows, table)
     if weight.is_gated:
         out = torch.empty(num_rows, weight.num_columns // 2, dtype=torch.bfloat16, device=device)
         gate_up = torch.empty(num_rows, weight.num_columns, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Partial verification on the graph executor: bits where nothing is left out, and what later requests see."""
+"""Partial verification on the graph executor: sequences shorter than a view, and what later requests see."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prompt_of(seed: int) -> list[int]:
 
 
 @pytest.mark.anyio
-async def test_tokens_are_those_without_it_where_views_would_have_all_blocks(
+async def test_sequences_shorter_than_a_view_are_verified_whole(
     folders: tuple[Path, Path],
 ) -> None:
     found = []

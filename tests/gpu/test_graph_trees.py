@@ -308,7 +308,7 @@ def test_trees_with_grammars_and_caps_do_not_change_the_output(folders: tuple[Pa
         assert capped is not None and 0 < capped.num_drafted <= 4 * capped.num_rounds
 
 
-def test_tree_without_branches_is_the_chain_round_for_round(folders: tuple[Path, Path]) -> None:
+def test_tree_without_branches_runs_as_the_chain(folders: tuple[Path, Path]) -> None:
     shapes = [
         Chain(3),
         StaticTree([[0], [0, 0], [0, 0, 0]]),

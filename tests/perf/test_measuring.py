@@ -21,12 +21,9 @@ from perf import decode, models, startup
 from perf.decode import measure, measure_one
 from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.host import LoopLag, percentile, thread_seconds
-from perf.harness.record import read
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare
 from perf.harness.startup_process import Job, Startup
-from perf.harness.table import prefill_table
-from perf.prefill import first_token_seconds
 from perf.prefill import main as prefill_main
 
 SHORT = (2, 66)
@@ -224,25 +221,16 @@ def test_prefill_writes_a_result_file(tmp_path: Path) -> None:
         assert run["seconds_min"] <= run["seconds"] <= run["seconds_max"]
 
 
-def test_fast_prompts_are_measured_beside_the_others(tmp_path: Path) -> None:
-    out = tmp_path / "prefill.json"
-    arguments = ["--model", "tiny", "--device", "cpu", "--tokens", "64", "--repeats", "1", "--fast-prompts"]
-    prefill_main([*arguments, "--out", str(out)])
-    runs = read(out).runs
-    assert [run.get("config") for run in runs] == [None, "fast_prompts=true"]
-    assert [row[1] for row in prefill_table(read(out))[2]] == [
-        "drift eager",
-        "drift eager fast_prompts=true",
-    ]
+def test_fast_prompts_need_the_graph_executor(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        prefill_main(["--model", "tiny", "--device", "cpu", "--fast-prompts"])
+    assert "--fast-prompts: expected the graph executor" in capsys.readouterr().err
+
+
+def test_strict_prefill_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    arguments = ["--model", "tiny", "--device", "cpu", "--tokens", "64", "--strict-performance"]
     with pytest.raises(ConfigError, match="strict_performance"):
-        prefill_main([*arguments, "--strict-performance", "--out", str(out)])
-
-
-async def test_cached_prompt_raises_an_error() -> None:
-    async with scripted_engine() as engine:
-        await first_token_seconds(engine, [70] * 64)
-        with pytest.raises(RuntimeError, match="cached"):
-            await first_token_seconds(engine, [70] * 64)
+        prefill_main([*arguments, "--out", str(tmp_path / "prefill.json")])
 
 
 def test_startup_measures_a_cold_and_a_warm_run(tiny: Model) -> None:
