@@ -316,6 +316,77 @@ def test_affix_that_is_too_long_is_rejected(path: Path) -> None:
         Tokenizer.from_file(path)
 
 
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
+LOADS_AND_FREES = """
+import sys, threading
+from pathlib import Path
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.text.tokenizer import Tokenizer
+
+def load():
+    try:
+        print(Tokenizer.from_file(Path(sys.argv[1])).vocab_size)
+    except ModelLoadError as error:
+        print(error)
+
+threading.stack_size(2**20)
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+"""
+
+
+def load_and_free(path: Path, *parts: tuple[str, Any]) -> str:
+    """What a process prints that loads a tokenizer.json with these parts on a thread with a stack of 1 MiB, and
+    frees it there."""
+    path.write_text("{%s}" % ", ".join(f'"{name}": {json.dumps(part)}' for name, part in parts))
+    child = subprocess.run(
+        [sys.executable, "-c", LOADS_AND_FREES, str(path)], capture_output=True, text=True, check=True
+    )
+    return child.stdout.strip()
+
+
+def test_tokens_that_overflow_the_stack_of_the_library_are_rejected(tmp_path: Path) -> None:
+    """It frees a trie by a recursion as deep as the longest token. A part that occurs twice is built twice."""
+    path, longest = tmp_path / "tokenizer.json", tokenizer_limits.MAX_TOKEN_CHARS
+    model, allowed, deep = (
+        UNIGRAM | {"vocab": [*UNIGRAM["vocab"], [token, -2.0]]}
+        for token in ("b", "\U0001f389" * longest, "é" * 160_000)
+    )
+    assert load_and_free(path, ("model", allowed)) == "3"
+    message = f"{path}: not a usable tokenizer.json: a token of 160000 characters, expected at most {longest}"
+    assert load_and_free(path, ("model", deep)) == message
+    assert load_and_free(path, ("model", deep), ("model", model)) == "3"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "BPE", "vocab": {"a": 0, "x" * 2049: 1}, "merges": []},
+        {"type": "WordPiece", "vocab": {"a": 0, "x" * 2049: 1}, "unk_token": "a"},
+        {"vocab": [["<unk>", 0.0], ["x" * 2049, -1.0]], "unk_id": 0},
+        None,
+    ],
+)
+def test_tokens_that_are_too_long_are_rejected_in_all_vocabularies(path: Path, model: Any) -> None:
+    file = json.loads(path.read_text(encoding="utf-8"))
+    if model is None:
+        file["added_tokens"][0]["content"] = "x" * 2049
+    else:
+        file["model"] = model
+    path.write_text(json.dumps(file))
+    with pytest.raises(ModelLoadError, match="a token of 2049 characters, expected at most 2048"):
+        Tokenizer.from_file(path)
+
+
+def test_vocabularies_of_too_many_characters_are_rejected(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_limits, "MAX_VOCAB_CHARS", 100)
+    with pytest.raises(ModelLoadError, match=r"tokens of \d+ characters together, expected at most 100"):
+        Tokenizer.from_file(path)
+
+
 SPLIT = pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}"), "isolated")
 PLAIN_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 UNDERSCORE = "\u2581"

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.text.tokenizer_limits import check_tokens
 
 __all__ = ["adds_bos", "build_gguf_tokenizer", "special_token"]
 
@@ -46,7 +47,6 @@ SPLITS = {
 
 METASPACE = "\u2581"
 TOKENS = "tokenizer.ggml.tokens"
-MAX_TOKEN_CHARS = 1024
 TYPE_NAMES = {str: "a string", int: "an integer", float: "a number"}
 
 
@@ -91,6 +91,11 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 def _read_tokens(metadata: Mapping[str, Any], model: str) -> tuple[list[str], Sequence[int]]:
     """The vocabulary and the `TokenType` of each token."""
     tokens: list[str] = _list(metadata, TOKENS, str)
+    try:
+        check_tokens(tokens)
+    except ValueError as error:
+        raise ModelLoadError(f"{TOKENS}: {error}") from error
+
     types: Sequence[int] = [TokenType.NORMAL] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
         types = _list(metadata, "tokenizer.ggml.token_type", int, length=len(tokens))
@@ -222,10 +227,6 @@ def _merges_by_score(
     mergeable = {
         token for token, t in zip(vocab, types, strict=True) if t in (TokenType.NORMAL, TokenType.UNUSED)
     }
-    longest = max(map(len, mergeable), default=0)
-    if longest > MAX_TOKEN_CHARS:
-        raise ModelLoadError(f"{TOKENS}: a token of {longest} characters, expected at most {MAX_TOKEN_CHARS}")
-
     merges = []
     for token in sorted(mergeable, key=lambda token: (-scores[vocab[token]], vocab[token])):
         for cut in range(len(token) - 1, 0, -1):

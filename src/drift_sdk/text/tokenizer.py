@@ -19,7 +19,7 @@ from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, specia
 from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes, joins_words
 from drift_sdk.text.token_floor import TokenFloor
 from drift_sdk.text.token_texts import TokenTexts
-from drift_sdk.text.tokenizer_limits import check_tokenizer
+from drift_sdk.text.tokenizer_limits import checked_file
 
 __all__ = ["Tokenizer", "default_template", "named_templates"]
 
@@ -87,8 +87,8 @@ class Tokenizer:
     def from_file(cls, path: Path, tokenizer_config: Mapping[str, Any] | None = None) -> Tokenizer:
         """Load a tokenizer.json. tokenizer_config: contents of the tokenizer_config.json in the same folder.
 
-        Raises `ModelLoadError` if the file is missing, is not a tokenizer, or makes text more than 100
-        times as long (see `tokenizer_limits`).
+        Raises `ModelLoadError` if the file is missing, is not a tokenizer, makes text more than 100
+        times as long, or has tokens that are too long (see `tokenizer_limits`).
         """
         if not has_file(path):
             raise ModelLoadError(f"{path}: is missing")
@@ -103,8 +103,7 @@ class Tokenizer:
         bos_token, eos_token = (_token_text(config, f"{name}_token", config_file) for name in ("bos", "eos"))
         chat_template = default_template(config.get("chat_template"), config_file)
         with _no_panic(path):
-            content = path.read_bytes()
-            check_tokenizer(content)
+            content = checked_file(path.read_bytes())
             tokenizer = cls(
                 tokenizers.Tokenizer.from_buffer(content),
                 bos_token=bos_token,

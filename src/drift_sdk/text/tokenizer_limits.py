@@ -2,22 +2,23 @@
 
 Normalizers, pre-tokenizers, decoders and post-processors come with downloaded models, and each of them may
 make text longer. If several multiply its length, the result exceeds the memory, and the library aborts the
-process. It normalizes added tokens while it loads a file, so the check comes first. A `ValueError` names the
-part that exceeds its bound, or whose growth is not known.
+process. It normalizes added tokens while it loads a file, so the check comes first. Lengths of tokens are
+checked too. A `ValueError` names the part that
+exceeds its bound, or whose growth is not known.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from drift_sdk.errors import short_repr
 
-__all__ = ["MAX_GROWTH", "check_tokenizer"]
+__all__ = ["MAX_GROWTH", "MAX_TOKEN_CHARS", "check_tokens", "checked_file"]
 
 MAX_GROWTH = 100
 """Most characters that the parts may make of one character; for a post-processor, tokens of one token."""
@@ -27,6 +28,15 @@ MAX_ADDED_TOKENS = 1024
 
 MAX_AFFIX_CHARS = 64
 """Most characters of the prefix and suffix that a BPE model adds to pieces of a text."""
+
+MAX_TOKEN_CHARS = 2048
+"""Most characters of a token. The library frees the trie of a Unigram vocabulary by a recursion that takes about
+60 bytes of the thread's stack for each byte of the longest token, so at most 500 KB. The longest tokens of usual
+vocabularies are runs of some hundred spaces."""
+
+MAX_VOCAB_CHARS = 2**24
+"""Most characters of all tokens, several times what the largest vocabularies have. In a trie each takes about 350
+bytes."""
 
 # The largest number of characters that one character becomes: 4 by canonical decomposition, 18 by
 # compatibility decomposition (U+FDFA), 2 in lower case, 4 as bytes; a pre-tokenizer may add a space.
@@ -60,25 +70,38 @@ Spec = Mapping[str, Any]
 
 
 class Model(msgspec.Struct):
-    """The parts of a tokenizer.json's model that have bounds."""
+    """The parts of a tokenizer.json's model that have bounds. Others are not read."""
 
+    vocab: Any = None
     continuing_subword_prefix: Any = None
     end_of_word_suffix: Any = None
 
 
-class File(msgspec.Struct):
-    """The parts of a tokenizer.json that have bounds. Others are not read."""
+class File(msgspec.Struct, omit_defaults=True):
+    """The parts of a tokenizer.json that this package uses."""
 
-    model: Model
+    model: msgspec.Raw
+    version: Any = None
+    added_tokens: Any = None
     normalizer: Any = None
     pre_tokenizer: Any = None
     post_processor: Any = None
     decoder: Any = None
 
 
-def check_tokenizer(data: bytes) -> None:
-    """Check the contents of a tokenizer.json. Raises ValueError."""
+def checked_file(data: bytes) -> bytes:
+    """A tokenizer.json with the parts that this package uses, after checks. Raises ValueError.
+
+    Each part occurs once: the library builds all parts of a name that occurs twice, and keeps the last.
+    """
     file = msgspec.json.decode(data, type=File)
+    model = msgspec.json.decode(file.model, type=Model)
+    check_tokens([*_tokens(model.vocab), *_tokens(file.added_tokens)])
+    for affix in (model.continuing_subword_prefix, model.end_of_word_suffix):
+        if isinstance(affix, str) and len(affix) > MAX_AFFIX_CHARS:
+            found = f"a prefix or suffix of {len(affix)} characters"
+            raise ValueError(f"model: {found}, expected at most {MAX_AFFIX_CHARS}")
+
     of_text = growth(file.normalizer, "normalizers", of_normalizer)
     _check_growth("normalizer", of_text)
     of_pieces = growth(file.pre_tokenizer, "pretokenizers", of_pre_tokenizer)
@@ -89,10 +112,25 @@ def check_tokenizer(data: bytes) -> None:
     if num_added > MAX_ADDED_TOKENS:
         raise ValueError(f"post_processor: adds {num_added} tokens, expected at most {MAX_ADDED_TOKENS}")
 
-    for affix in (file.model.continuing_subword_prefix, file.model.end_of_word_suffix):
-        if isinstance(affix, str) and len(affix) > MAX_AFFIX_CHARS:
-            found = f"a prefix or suffix of {len(affix)} characters"
-            raise ValueError(f"model: {found}, expected at most {MAX_AFFIX_CHARS}")
+    return msgspec.json.encode(file)
+
+
+def check_tokens(tokens: Collection[str]) -> None:
+    """Check the lengths of tokens. Raises ValueError."""
+    longest, total = max(map(len, tokens), default=0), sum(map(len, tokens))
+    if longest > MAX_TOKEN_CHARS:
+        raise ValueError(f"a token of {longest} characters, expected at most {MAX_TOKEN_CHARS}")
+
+    if total > MAX_VOCAB_CHARS:
+        raise ValueError(f"tokens of {total} characters together, expected at most {MAX_VOCAB_CHARS}")
+
+
+def _tokens(entries: Any) -> Iterator[str]:
+    """The tokens of a vocabulary or a list of added tokens. The library refuses entries of other forms."""
+    for entry in entries if isinstance(entries, list | dict) else ():
+        match entry:
+            case str(token) | [str(token), *_] | {"content": str(token)}:
+                yield token
 
 
 def _check_growth(part: str, factor: int) -> None:
