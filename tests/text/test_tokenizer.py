@@ -264,9 +264,14 @@ TEMPLATE = {
 }
 
 
-def charsmap(*replacements: str) -> str:
+def charsmap(*replacements: str, num_bytes: int = 4) -> str:
+    """A charsmap whose table has 4 bytes, and states `num_bytes`."""
     data = b"".join(each.encode() + b"\0" for each in replacements)
-    return base64.b64encode((4).to_bytes(4, "little") + bytes(4) + data).decode()
+    return base64.b64encode(num_bytes.to_bytes(4, "little") + bytes(4) + data).decode()
+
+
+def precompiled(num_bytes: int) -> dict[str, Any]:
+    return {"type": "Precompiled", "precompiled_charsmap": charsmap("a", num_bytes=num_bytes)}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +287,14 @@ def charsmap(*replacements: str) -> str:
         ("normalizer", {"type": "Sequence", "normalizers": [EMPTY, EMPTY]}, "makes up to 121 of one"),
         ("normalizer", {"type": "Prepend", "prepend": "x" * 100}, "makes up to 101 of one"),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": charsmap("a", X * 20)}, "up to 200"),
+        ("normalizer", precompiled(2**32 - 4), "a table of 4294967292 bytes among 10, expected a multiple of 4"),
+        (
+            "normalizer",
+            {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [precompiled(8)]}]},
+            "a table of 8 bytes among 10, expected a multiple of 4 up to 6",
+        ),
+        ("normalizer", precompiled(3), "a table of 3 bytes"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAA="}, "a table of 0 bytes among 2"),
         ("normalizer", {"normalizers": [REGEX]}, "it is not known how much longer"),
         ("normalizer", {"prepend": "x" * 1000}, "it is not known how much longer"),
         ("normalizer", {"type": "Sequence", "normalizers": [{"type": "new"}]}, "it is not known how much"),
@@ -297,7 +310,7 @@ def charsmap(*replacements: str) -> str:
         ("post_processor", {"type": "new"}, "post_processor: .* is not known"),
     ],
 )
-def test_parts_that_make_text_much_longer_are_rejected_before_they_are_built(
+def test_parts_that_need_too_much_memory_are_rejected_before_they_are_built(
     path: Path, part: str, spec: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizers, "Tokenizer", None)

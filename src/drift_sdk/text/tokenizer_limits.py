@@ -2,9 +2,9 @@
 
 Normalizers, pre-tokenizers, decoders and post-processors come with downloaded models, and each of them may
 make text longer. If several multiply its length, the result exceeds the memory, and the library aborts the
-process. It normalizes added tokens while it loads a file, so the check comes first. Lengths of tokens are
-checked too. A `ValueError` names the part that
-exceeds its bound, or whose growth is not known.
+process. It normalizes added tokens while it loads a file, so the check comes first. Sizes for which it aborts
+are checked too: the lengths of tokens, and tables of normalizers. A `ValueError` names the part that exceeds its
+bound, or whose growth is not known.
 """
 
 from __future__ import annotations
@@ -197,12 +197,20 @@ def _of_replacement(step: Spec) -> int | None:
 
 
 def _longest_replacement(charsmap: str) -> int:
-    """Characters of the longest replacement in a charsmap.
+    """Characters of the longest replacement in a charsmap. Raises ValueError for one that is not whole.
 
-    A charsmap consists of the size of a trie, the trie, and replacements that end with a zero byte.
+    A charsmap consists of the size of a trie in bytes, the trie of four bytes an entry, and replacements that
+    end with a zero byte. The library reserves memory for the trie before it reads it.
     """
-    data = base64.b64decode(charsmap)
-    replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+    data = base64.b64decode(charsmap, validate=True)
+    num_bytes, rest = int.from_bytes(data[:4], "little"), data[4:]
+    if len(data) < 4 or num_bytes % 4 or num_bytes > len(rest):
+        raise ValueError(
+            f"precompiled_charsmap: a table of {num_bytes} bytes among {len(data)}, expected a multiple of 4 "
+            f"up to {len(data) - 4}"
+        )
+
+    replacements = rest[num_bytes:].split(b"\0")
     return max(1, *(len(each.decode(errors="replace")) for each in replacements))
 
 
