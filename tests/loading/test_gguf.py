@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +267,8 @@ HEADERS = {
     "2^60 keys": (_header(num_keys=2**60), "truncated"),
     "2^60 tensors": (_header(num_tensors=2**60), "truncated"),
     "all zeros": (_header(b"\0" * 10**6, num_keys=2**60), "'' occurs twice"),
-    "long string": (_header(struct.pack("<Q", 2**60), num_keys=1), "a string ends at"),
+    "long string": (_header(struct.pack("<Q", 2**60), num_keys=1), "a string of 1152921504606846976 bytes"),
+    "string behind the end": (_header(struct.pack("<Q", 2**20), num_keys=1), "a string ends at"),
     "2^60 strings": (
         _header(_key(b"k", ARRAY, struct.pack("<IQ", STRING, 2**60)), num_keys=1),
         "an array ends at",
@@ -386,6 +389,37 @@ def test_file_truncated_after_opening_is_named(tmp_path: Path) -> None:
         stored.truncate(64)
     with pytest.raises(ModelLoadError, match=r"m\.gguf: cannot be read: the file has become shorter"):
         tensors.get("model.norm.weight")
+
+
+CUTS_WHILE_READING = """
+import os, sys
+from pathlib import Path
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading import gguf_header
+from drift_sdk.loading.gguf_parts import GGUFParts
+
+layout = gguf_header._layout
+
+def cut(kind):
+    os.truncate(sys.argv[1], 8192)
+    return layout(kind)
+
+gguf_header._layout = cut
+try:
+    GGUFParts(Path(sys.argv[1]))
+except ModelLoadError as error:
+    print(error)
+"""
+
+
+def test_file_truncated_while_its_header_is_read_kills_nothing(tmp_path: Path) -> None:
+    """A mapping would, where a page is no longer in the file."""
+    file, many = tmp_path / "m.gguf", 2**22
+    file.write_bytes(_header(_key(b"k", ARRAY, struct.pack("<IQ", 0, many) + bytes(many)), num_keys=1))
+    child = subprocess.run(
+        [sys.executable, "-c", CUTS_WHILE_READING, str(file)], capture_output=True, text=True, check=True
+    )
+    assert child.stdout.startswith(f"{file}: not a whole GGUF file: truncated at byte ")
 
 
 def test_files_are_closed_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

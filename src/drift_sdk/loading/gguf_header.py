@@ -8,10 +8,11 @@ vocabulary of 49K; this one takes less than 0.1 s.
 
 from __future__ import annotations
 
+import io
 import math
-import mmap
+import os
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from msgspec import Struct, structs
@@ -26,6 +27,8 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_ITEMS = 2**22
 """Most items of all arrays, such as the vocabulary: three times what the largest ones need."""
+MAX_STRING_BYTES = 2**24
+"""Most bytes of a string. The longest ones are chat templates, of some hundred thousand."""
 SCALARS = {
     GGUFValueType.UINT8: struct.Struct("<B"),
     GGUFValueType.INT8: struct.Struct("<b"),
@@ -65,17 +68,18 @@ class GGUFHeader(Struct, frozen=True, kw_only=True):
     tensors: dict[str, GGUFTensor]
 
 
-def read_header(data: mmap.mmap | bytes, *, num_bytes: int | None = None) -> GGUFHeader:
-    """The header of a GGUF file's contents. Raises ValueError with the reason if they are invalid or
-    truncated.
+def read_header(data: bytes | BinaryIO, *, num_bytes: int | None = None) -> GGUFHeader:
+    """The header of a GGUF file. Raises ValueError with the reason if it is invalid or truncated.
 
-    num_bytes: the size of the file if `data` is only its beginning; None = that of `data`.
+    data:      the contents of the file, or the file, open for reading. It is not mapped: the process would be
+               killed where the file has become shorter.
+    num_bytes: the size of the file if `data` is only its beginning; None = the size of `data`.
     """
-    cursor = _Cursor(data)
-    if data[:4] != b"GGUF":
-        raise ValueError(f"begins with {data[:4]!r}, expected b'GGUF'")
+    cursor = _Cursor(io.BytesIO(data) if isinstance(data, bytes) else data)
+    magic = cursor.read(4, "the magic number")
+    if magic != b"GGUF":
+        raise ValueError(f"begins with {magic!r}, expected b'GGUF'")
 
-    cursor.offset = 4
     version = cursor.scalar(UINT32)
     if version not in VERSIONS:
         raise ValueError(f"version {version}, expected one of {VERSIONS} (little-endian)")
@@ -103,7 +107,7 @@ def read_header(data: mmap.mmap | bytes, *, num_bytes: int | None = None) -> GGU
 
     first_byte = -(-cursor.offset // alignment) * alignment
     tensors = {n: structs.replace(t, offset=first_byte + t.offset) for n, t in tensors.items()}
-    _check_places(tensors, len(data) if num_bytes is None else num_bytes)
+    _check_places(tensors, cursor.num_bytes if num_bytes is None else num_bytes)
     return GGUFHeader(metadata=metadata, tensors=tensors)
 
 
@@ -149,33 +153,38 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, GGUFTensor]:
 
 
 class _Cursor:
-    """Reads values one after another; ValueError at the end of the data."""
+    """Reads values of a file one after another; ValueError at its end."""
 
-    def __init__(self, data: mmap.mmap | bytes) -> None:
-        self._data = data
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._num_items = 0  # of arrays
-        self.offset = 0
+        self.num_bytes = file.seek(0, os.SEEK_END)
+        self.offset = file.seek(0)
+
+    def read(self, num_bytes: int, what: str = "a value") -> bytes:
+        """The next bytes. what: their meaning, for the message."""
+        end = self.offset + num_bytes
+        if end <= self.num_bytes:
+            data = self._file.read(num_bytes)
+            if len(data) == num_bytes:
+                self.offset = end
+                return data
+
+            self.num_bytes = self.offset + len(data)  # the file has become shorter
+
+        raise ValueError(f"truncated at byte {self.num_bytes}: {what} ends at {end}")
 
     def scalar(self, layout: struct.Struct) -> Any:
         """The next number or boolean of this layout."""
-        try:
-            (value,) = layout.unpack_from(self._data, self.offset)
-        except struct.error as error:
-            raise ValueError(f"truncated at byte {len(self._data)}") from error
-
-        self.offset += layout.size
-        return value
+        return layout.unpack(self.read(layout.size))[0]
 
     def string(self) -> str:
         """The next string: its length in bytes, then UTF-8."""
         num_bytes = self.scalar(UINT64)
-        end = self.offset + num_bytes
-        if end > len(self._data):
-            raise ValueError(f"truncated at byte {len(self._data)}: a string ends at {end}")
+        if num_bytes > MAX_STRING_BYTES:
+            raise ValueError(f"a string of {num_bytes} bytes, expected at most {MAX_STRING_BYTES}")
 
-        text = self._data[self.offset : end].decode()
-        self.offset = end
-        return text
+        return self.read(num_bytes, "a string").decode()
 
     def value(self, kind: int) -> Any:
         """The next value of a GGUFValueType: a scalar, a string, or a list of either."""
@@ -193,8 +202,8 @@ class _Cursor:
         # A string takes at least its length.
         layout = UINT64 if is_strings else _layout(item_kind)
         end = self.offset + num_items * layout.size
-        if end > len(self._data):
-            raise ValueError(f"truncated at byte {len(self._data)}: an array ends at {end}")
+        if end > self.num_bytes:
+            raise ValueError(f"truncated at byte {self.num_bytes}: an array ends at {end}")
 
         self._num_items += num_items
         if self._num_items > MAX_ITEMS:
@@ -203,9 +212,7 @@ class _Cursor:
         if is_strings:
             return [self.string() for _ in range(num_items)]
 
-        items = [item for (item,) in layout.iter_unpack(self._data[self.offset : end])]
-        self.offset = end
-        return items
+        return [item for (item,) in layout.iter_unpack(self.read(num_items * layout.size, "an array"))]
 
 
 def _layout(kind: int) -> struct.Struct:

@@ -5,7 +5,6 @@ Each part has a header for its own tensors; the first has the model's metadata.
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from pathlib import Path
@@ -21,6 +20,9 @@ from drift_sdk.loading.gguf_header import GGUFHeader, GGUFTensor, read_header
 from drift_sdk.loading.gguf_names import part_of
 
 __all__ = ["GGUFParts"]
+
+BUFFER_BYTES = 1 << 20
+"""Bytes of a header that are read at a time."""
 
 
 class GGUFParts:
@@ -77,8 +79,8 @@ class GGUFParts:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, descriptor)
-            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-                return descriptor, read_header(data)
+            with open(descriptor, "rb", buffering=BUFFER_BYTES, closefd=False) as file:
+                return descriptor, read_header(file)
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error
 
