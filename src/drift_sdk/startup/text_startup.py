@@ -19,6 +19,7 @@ from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_re
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
 from drift_sdk.progress import Download, Report, ignore_progress
 from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.startup.completion_ends import completion_ends
 from drift_sdk.startup.model_config import hub_settings
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate, configured_template
@@ -46,11 +47,13 @@ class Text(Struct, frozen=True, kw_only=True):
 def load_text(source: Source, config: EngineConfig, vocab_size: int, report: Report) -> Text:
     """All of a model that concerns text. Raises ModelLoadError naming the file."""
     tokenizer, templates = _tokenizer(source, config, report)
+    chat_template = _chat_template(source, config, tokenizer, templates)
+    named_ids = eos_token_ids(source, vocab_size)
     return Text(
         tokenizer=tokenizer,
-        chat_template=_chat_template(source, config, tokenizer, templates),
+        chat_template=chat_template,
         default_params=_default_params(source),
-        eos_token_ids=eos_token_ids(source, vocab_size),
+        eos_token_ids=completion_ends(named_ids, tokenizer, chat_template, vocab_size),
     )
 
 

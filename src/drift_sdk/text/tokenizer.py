@@ -233,6 +233,11 @@ class Tokenizer:
         ids = {self._raw.token_to_id(text) for text in texts}
         return frozenset(token_id for token_id in ids if token_id in self.special_token_ids)
 
+    def leading_added_token(self, text: str) -> str | None:
+        """The longest added token that a text begins with; None if it begins with none."""
+        added = (token.content for token in self._raw.get_added_tokens_decoder().values())
+        return max((token for token in added if token and text.startswith(token)), key=len, default=None)
+
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None if it is not in the vocabulary."""
         return self._raw.token_to_id(token)
