@@ -203,7 +203,7 @@ def test_sentencepiece_bos_can_be_disabled(sentencepiece_metadata: dict[str, Any
         ("tokenizer.ggml.model", ["gpt2"], r"tokenizer.ggml.model=\['gpt2'\]"),
         ("tokenizer.ggml.pre", ["gpt-2"], r"tokenizer.ggml.pre=\['gpt-2'\]"),
         ("tokenizer.ggml.tokens", 7, "tokenizer.ggml.tokens: found int"),
-        ("tokenizer.ggml.tokens", ["a" * 2049], "tokenizer.ggml.tokens: a token of 2049 characters, expected"),
+        ("tokenizer.ggml.tokens", ["a" * 2049], "ggml.tokens: a token of 2049 characters, expected"),
         ("tokenizer.ggml.token_type", ["1"] * 424, "token_type: found '1', expected each to be an integer"),
         ("tokenizer.ggml.add_bos_token", "no", "tokenizer.ggml.add_bos_token='no'"),
         ("tokenizer.ggml.eos_token_id", True, "tokenizer.ggml.eos_token_id=True"),

@@ -3,8 +3,8 @@
 Normalizers, pre-tokenizers, decoders and post-processors come with downloaded models, and each of them may
 make text longer. If several multiply its length, the result exceeds the memory, and the library aborts the
 process. It normalizes added tokens while it loads a file, so the check comes first. Sizes for which it aborts
-are checked too: the lengths of tokens, and tables of normalizers. A `ValueError` names the part that exceeds its
-bound, or whose growth is not known.
+are checked too: the lengths of tokens, and tables of normalizers. A `ValueError` names the part that exceeds
+its bound, or whose growth is not known.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_AFFIX_CHARS = 64
 """Most characters of the prefix and suffix that a BPE model adds to pieces of a text."""
 
 MAX_TOKEN_CHARS = 2048
-"""Most characters of a token. The library frees the trie of a Unigram vocabulary by a recursion that takes about
-60 bytes of the thread's stack for each byte of the longest token, so at most 500 KB. The longest tokens of usual
-vocabularies are runs of some hundred spaces."""
+"""Most characters of a token. The library frees the trie of a Unigram vocabulary by a recursion that takes
+about 60 bytes of the thread's stack for each byte of the longest token: at most 500 KB. The longest tokens of
+usual vocabularies are runs of some hundred spaces."""
 
 MAX_VOCAB_CHARS = 2**24
-"""Most characters of all tokens, several times what the largest vocabularies have. In a trie each takes about 350
-bytes."""
+"""Most characters of all tokens, several times what the largest vocabularies have. In a trie each takes about
+350 bytes."""
 
 # The largest number of characters that one character becomes: 4 by canonical decomposition, 18 by
 # compatibility decomposition (U+FDFA), 2 in lower case, 4 as bytes; a pre-tokenizer may add a space.
