@@ -52,24 +52,44 @@ def test_fields_are_read_from_the_metadata(byte_level_metadata: dict[str, Any]) 
     assert tokenizer.chat_template == "{{ messages[0].content }}"
 
 
-@pytest.mark.parametrize(
-    ("pre", "expected"),
-    [
-        ("gpt-2", ["don", "'t", " pay", " 1234½", "!?", "\n\n  ", " OK"]),
-        ("default", ["don", "'t", " pay", " 1234½", "!?", "\n\n  ", " OK"]),
-        ("smollm", ["don", "'t", " pay", " ", "1", "2", "3", "4", "½", "!?", "\n\n  ", " OK"]),
-        ("llama-bpe", ["don", "'t", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
-        ("smaug-bpe", ["don", "'t", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
-        ("dbrx", ["don", "'t", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
-        ("gpt-4o", ["don't", " pay", " ", "123", "4½", "!?\n\n", "  ", " OK"]),
-        ("qwen2", ["don", "'t", " pay", " ", "1", "2", "3", "4", "½", "!?\n\n", "  ", " OK"]),
-    ],
-)
-def test_pre_tokenizer_splits_text_as_named(
-    byte_level_metadata: dict[str, Any], pre: str, expected: list[str]
-) -> None:
+# The parts of "don't pay 1234½!?\n\n   OK" and of "aB/नमस्ते 中かな한`x`\n", separated by "|".
+GPT2_PARTS = ("don|'t| pay| 1234½|!?|\n\n  | OK", "aB|/|नमस|्|त|े| 中かな한|`|x|`|\n")
+DIGIT_PARTS = ("don|'t| pay| |1|2|3|4|½|!?|\n\n  | OK", GPT2_PARTS[1])
+LLAMA3_PARTS = ("don|'t| pay| |123|4½|!?\n\n|  | OK", "aB|/नमस|्त|े| 中かな한|`x|`\n")
+QWEN2_PARTS = ("don|'t| pay| |1|2|3|4|½|!?\n\n|  | OK", LLAMA3_PARTS[1])
+GPT4O_PARTS = ("don't| pay| |123|4½|!?\n\n|  | OK", "a|B|/नमस्ते| 中かな한|`x|`\n")
+BLOOM_PARTS = ("don't| pay| 1234½|!?\n\n  | OK", "aB/नमस्ते| 中かな한`x`|\n")
+PARTS = {
+    **dict.fromkeys(["gpt-2", "default", "olmo", "jais", "trillion", "exaone4"], GPT2_PARTS),
+    **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "exaone", "minerva-7b"], DIGIT_PARTS),
+    **dict.fromkeys(["llama-bpe", "pixtral", "smaug-bpe", "dbrx", "chatglm-bpe"], LLAMA3_PARTS),
+    **dict.fromkeys(["minicpm5", "jais-2"], LLAMA3_PARTS),
+    **dict.fromkeys(["qwen2", "megrez", "stablelm2", "hunyuan", "grok-2", "bailingmoe"], QWEN2_PARTS),
+    **dict.fromkeys(["gpt-4o", "llama4"], GPT4O_PARTS),
+    **dict.fromkeys(["bloom", "poro-chat", "gpt3-finnish"], BLOOM_PARTS),
+    "viking": ("don't| pay| |1|2|3|4|½|!?\n\n  | OK", BLOOM_PARTS[1]),
+    "qwen35": (QWEN2_PARTS[0], "aB|/नमस्ते| 中かな한|`x|`\n"),
+    "tekken": ("don|'t| pay| |1|2|3|4|½|!?\n\n|  | OK", GPT4O_PARTS[1]),
+    "kimi-k2": (GPT4O_PARTS[0], "a|B|/नमस्ते| |中|かな한|`x|`\n"),
+    **dict.fromkeys(["deepseek-v3", "hunyuan-dense"], (LLAMA3_PARTS[0], "aB|/|नमस्ते| |中かな|한|`x|`\n")),
+    "deepseek-llm": ("don|'|t| pay| |1234½|!?|\n|\n|  | OK", "aB|/|नमस्ते| |中かな한|`|x|`|\n"),
+    "deepseek-coder": ("don|'|t| pay| |1|2|3|4|½|!?|\n|\n|  | OK", "aB|/|नमस|्|त|े| |中かな한|`|x|`|\n"),
+    "seed-coder": ("don|'t| pay| |1|2|3|4|½|!?|\n\n|  | OK", "aB|/नमस|्त|े| 中かな한|`x|`|\n"),
+    "ufakzeka": QWEN2_PARTS,
+    "laguna": ("don|'t| pay| |1|2|3|4|½|!?|\n\n|  | OK", "aB|/नमस|्त|े| 中かな한|`x|`|\n"),
+    "exaone-moe": ("don|'t| pay| |1|2|3|4|½|!?\n|\n|  | OK", "aB|/नमस्ते 中かな한|`x|`\n"),
+    "falcon": ("don|'|t| pay| |123|4½|!?|\n\n  | OK", GPT2_PARTS[1]),
+    "chameleon": ("don|'|t| pay| |1|2|3|4|½|!|?|\n|\n|  | OK", "aB|/|नमस|्|त|े| 中かな한|`|x|`|\n"),
+}
+
+
+@pytest.mark.parametrize("pre", PARTS)
+def test_pre_tokenizer_splits_text_as_named(byte_level_metadata: dict[str, Any], pre: str) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": pre})
-    assert words(tokenizer, "don't pay 1234½!?\n\n   OK") == expected
+    for text, expected in zip(
+        ("don't pay 1234½!?\n\n   OK", "aB/नमस्ते 中かな한`x`\n"), PARTS[pre], strict=True
+    ):
+        assert words(tokenizer, text) == expected.split("|")
 
 
 def test_gpt_4o_splits_words_at_capitals(byte_level_metadata: dict[str, Any]) -> None:
@@ -83,8 +103,10 @@ def test_file_without_pre_tokenizer_splits_as_gpt2(byte_level_metadata: dict[str
     assert words(Tokenizer.from_gguf(metadata), "don't 12") == ["don", "'t", " 12"]
 
 
-@pytest.mark.parametrize(("pre", "num_tokens"), [("gpt-2", 2), ("llama-bpe", 1)])
-def test_llama3_uses_whole_words_without_a_merge(
+@pytest.mark.parametrize(
+    ("pre", "num_tokens"), [("gpt-2", 2), ("llama-bpe", 1), ("pixtral", 1), ("tekken", 1), ("qwen2", 2)]
+)
+def test_some_use_whole_words_without_a_merge(
     byte_level_metadata: dict[str, Any], pre: str, num_tokens: int
 ) -> None:
     tokens = [*byte_level_metadata["tokenizer.ggml.tokens"], "Zq"]
@@ -94,14 +116,22 @@ def test_llama3_uses_whole_words_without_a_merge(
     assert len(tokenizer.encode("Zq", add_special_tokens=False)) == num_tokens
 
 
-def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
-    tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": "qwen2"})
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "command-r"])
+def test_some_compose_characters(byte_level_metadata: dict[str, Any], pre: str) -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": pre})
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
 
 
 @pytest.mark.parametrize(
     ("pre", "add_bos_token", "is_added"),
-    [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False)],
+    [
+        ("gpt-2", None, False),
+        ("gpt-2", True, True),
+        ("llama-bpe", None, True),
+        ("llama-bpe", False, False),
+        ("tekken", None, True),
+        ("deepseek-llm", None, False),
+    ],
 )
 def test_byte_level_bos_follows_metadata_and_pre_tokenizer(
     byte_level_metadata: dict[str, Any], pre: str, add_bos_token: bool | None, is_added: bool

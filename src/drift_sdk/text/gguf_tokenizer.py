@@ -14,36 +14,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.text.gguf_splits import ADDS_BOS, COMPOSES, IGNORES_MERGES, SPLITS
 from drift_sdk.text.tokenizer_limits import check_tokens
 
 __all__ = ["adds_bos", "build_gguf_tokenizer", "special_token"]
-
-# Ways to split text before merging with a "gpt2" vocabulary, by the names that files use for them.
-GPT2_NAMES = frozenset({"gpt-2", "default", "phi-2", "mpt", "olmo", "roberta-bpe"})
-SINGLE_DIGIT_NAMES = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
-LLAMA3_NAMES = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"})
-LLAMA3_SPLIT_NAMES = frozenset({"smaug-bpe", "dbrx"})  # SmolLM3; Phi-4
-QWEN2_NAMES = frozenset({"qwen2", "deepseek-r1-qwen"})
-O200K_NAMES = frozenset({"gpt-4o"})  # Phi-4-mini
-
-# The split of cl100k, with runs of up to three digits (Llama 3) or with single digits (Qwen 2).
-CL100K_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_SPLIT = CL100K_SPLIT % r"\p{N}{1,3}"
-QWEN2_SPLIT = CL100K_SPLIT % r"\p{N}"
-UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-O200K_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {
-    **dict.fromkeys(LLAMA3_NAMES | LLAMA3_SPLIT_NAMES, LLAMA3_SPLIT),
-    **dict.fromkeys(QWEN2_NAMES, QWEN2_SPLIT),
-    **dict.fromkeys(O200K_NAMES, O200K_SPLIT),
-}
 
 METASPACE = "\u2581"
 TOKENS = "tokenizer.ggml.tokens"
@@ -135,8 +109,8 @@ def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether an encoded text begins with the beginning-of-sequence token."""
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    is_llama3 = isinstance(pre, str) and pre in LLAMA3_NAMES
-    return _flag(metadata, "tokenizer.ggml.add_bos_token", default=model == "llama" or is_llama3)
+    is_usual = model == "llama" or (isinstance(pre, str) and pre in ADDS_BOS)
+    return _flag(metadata, "tokenizer.ggml.add_bos_token", default=is_usual)
 
 
 def _byte_level(
@@ -147,28 +121,19 @@ def _byte_level(
     if not isinstance(pre, str):
         raise ModelLoadError(f"tokenizer.ggml.pre={short_repr(pre)}: expected a string")
 
-    byte_level: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre in GPT2_NAMES:
-        pre_tokenizer = byte_level
-    elif pre in SINGLE_DIGIT_NAMES:
-        pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    elif pre in SPLITS:
-        pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    else:
-        known = sorted(GPT2_NAMES | SINGLE_DIGIT_NAMES | SPLITS.keys())
-        raise ModelLoadError(f"tokenizer.ggml.pre={short_repr(pre)}: expected one of {', '.join(known)}")
+    splits = SPLITS.get(pre)
+    if splits is None:
+        known = ", ".join(sorted(SPLITS))
+        raise ModelLoadError(f"tokenizer.ggml.pre={short_repr(pre)}: expected one of {known}")
 
     merges = _read_merges(metadata, vocab)
-    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3_NAMES))
-    raw.pre_tokenizer = pre_tokenizer
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in IGNORES_MERGES))
+    steps = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     raw.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        # The file does not say so, but the model was trained with it.
+    if pre in COMPOSES:
         raw.normalizer = normalizers.NFC()
 
     return raw
