@@ -179,7 +179,7 @@ REJECTED: dict[str, dict[str, Any]] = {
     "architectures": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},
     "quantization_config": {"quantization_config": {"quant_method": "bitsandbytes"}},
     "desc_act": {"quantization_config": {"quant_method": "gptq", "bits": 4, "desc_act": True}},
-    "rope_type": {"rope_scaling": {"rope_type": "dynamic"}},
+    "rope_type": {"rope_scaling": {"rope_type": "xpos"}},
     "partial_rotary_factor": {"partial_rotary_factor": 0.5},
     "final_logit_softcapping": {"final_logit_softcapping": 30.0},
 }

@@ -121,8 +121,8 @@ def test_missing_tensor_is_rejected(folder: Path) -> None:
 
 
 def test_tensor_that_the_model_lacks_is_rejected(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(3, 4)}))
-    opening_fails(folder, str(folder / "model.safetensors"), "model.layers.9.extra", "[3, 4]")
+    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.0.extra": torch.zeros(3, 4)}))
+    opening_fails(folder, str(folder / "model.safetensors"), "model.layers.0.extra", "[3, 4]")
 
 
 def test_tensor_of_the_wrong_shape_is_rejected(folder: Path) -> None:

@@ -145,7 +145,7 @@ def test_rope_settings_are_the_drafts() -> None:
         ({"eagle_aux_hidden_state_layer_ids": [-1, 5, 36]}, r"\[-1, 5, 36\] as boundary ids.*0 to 36"),
         ({"eagle_aux_hidden_state_layer_ids": 5}, "=5: expected a list"),
         ({"eagle_aux_hidden_state_layer_ids": [True]}, "expected a list of integers"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "xpos"}}, "rope_type='xpos'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"sliding_window": 64}, "sliding_window is in use: only full attention"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_tanh': only 'silu'"),

@@ -120,8 +120,9 @@ def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
         (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not implemented"),
         (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not implemented"),
         (LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method='bitsandbytes'"),
-        (LLAMA | {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
-        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "xpos", "factor": 4.0}}, "rope_type='xpos'"),
+        (LLAMA | {"rope_scaling": {"type": "xpos", "factor": 2.0}}, "rope_type='xpos'"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic"}}, "factor=None in the rope settings"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor=None"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": -1}}, "factor=-1"),
         (

@@ -30,6 +30,9 @@ OTHER_PARTS = (
     "multi_modal_projector.",
     "vision_tower.",
 )
+MODEL_PREFIX, HEAD_PREFIX = "model.", "lm_head."
+FIRST_TENSOR = "embed_tokens.weight"
+"""A tensor of a model that was saved without its head; of others, "model." is before this name."""
 LENGTH_BYTES = 8
 """A file begins with the length of its JSON header, in bytes, as a little-endian integer of so many bytes."""
 NUM_READERS = 8
@@ -70,13 +73,16 @@ class SafetensorsFolder:
     Of a model that reads images as well, it has the tensors of the text part alone, under the names that they
     have in a model of text.
 
+    is_decoder: the folder is that of a model. If it was saved without its head, its tensors are named without
+                "model." in the files, and with it here.
+
     Opening reads only the headers. Raises ModelLoadError naming a file that is missing, truncated, corrupt or
     outside the folder.
     """
 
     num_readers = NUM_READERS
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_decoder: bool = False) -> None:
         self.location = str(folder)
         if has_file(folder / SINGLE_FILE):
             handle = _open(folder / SINGLE_FILE)
@@ -92,6 +98,10 @@ class SafetensorsFolder:
         self._entries = {file: _entries(folder / file) for file in self._handles}
         self._check_places(files)
         self._stored_names = _text_names(files, folder)
+        if is_decoder and FIRST_TENSOR in files:
+            self._stored_names = {
+                name if name.startswith(HEAD_PREFIX) else f"{MODEL_PREFIX}{name}": name for name in files
+            }
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
 
     def _check_places(self, files: dict[str, str]) -> None:

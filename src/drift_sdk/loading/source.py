@@ -9,13 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from drift_sdk._files import has_file
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
 from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
+from drift_sdk.loading.json_object import read_object
 from drift_sdk.loading.kv_scale_tensors import ScaledTensors, has_kv_scales
 from drift_sdk.loading.quantised_tensors import QuantisedTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
@@ -142,7 +142,7 @@ class Source:
         if self._gguf is not None:
             return self._gguf.tensors()
 
-        folder = SafetensorsFolder(self.path)
+        folder = SafetensorsFolder(self.path, is_decoder=True)
         settings = self._settings
         if is_original(settings):
             return OriginalTensors(folder)
@@ -208,13 +208,7 @@ class Source:
     def _json(self, file: str) -> dict[str, Any]:
         """The contents of a JSON file in the folder; empty if it is missing, and for a GGUF file."""
         path = self.path / file
-        if self._gguf is not None or not has_file(path):
-            return {}
-
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError) as error:
-            raise ModelLoadError(f"{path}: not a JSON object: {error}") from error
+        return {} if self._gguf is not None or not has_file(path) else read_object(path)
 
 
 class Found(Struct, frozen=True, kw_only=True):

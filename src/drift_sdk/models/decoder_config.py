@@ -34,6 +34,8 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+BASES = {"gemma3_text": "Gemma3TextModel"}
+"""Names of models without a head, where they differ from the architecture's with "Model" at the end."""
 # Defaults of settings that files may lack, where they differ from those of the other families.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
@@ -97,7 +99,16 @@ FUSED_PROJECTIONS = "has_fused_projections"
 """A setting that loading adds for files with query, key and value projections as one tensor."""
 
 Activation = Literal["silu", "gelu_tanh"]
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+}
+"""Functions by transformers' names for them, of which several mean the same one."""
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 MULTIPLIERS = (1e-6, 1e6)
 MAX_EPS = 1.0
@@ -239,7 +250,9 @@ def _family(config: Mapping[str, Any]) -> str:
     known = ", ".join(ARCHITECTURES.values())
     architectures = config.get("architectures") or [ARCHITECTURES.get(str(config.get("model_type")))]
     for family, architecture in ARCHITECTURES.items():
-        if architectures == [architecture] and config.get("model_type", family) == family:
+        # A model that was saved without its head has another name; whether a head is missing, files tell.
+        names = (architecture, BASES.get(family, architecture.replace("ForCausalLM", "Model")))
+        if architectures in ([name] for name in names) and config.get("model_type", family) == family:
             return family
 
     found = ", ".join(f"{name}={short_repr(config.get(name))}" for name in ("architectures", "model_type"))

@@ -76,7 +76,7 @@ def experts_from_hf(config: Mapping[str, Any], family: str, num_layers: int) -> 
         return None
 
     activation = config.get("hidden_act", "silu")
-    if activation != "silu":
+    if activation not in ("silu", "swish"):
         raise ModelLoadError(f"config: hidden_act={short_repr(activation)}: expected 'silu' for experts")
 
     # transformers writes the number under either name.

@@ -144,6 +144,11 @@ def _scaling(
     if rope_type in (None, "default"):
         return None
 
+    if rope_type == "dynamic":
+        # It changes frequencies with the length of a sequence, but not up to the context of the config.
+        _factor(settings, "factor")
+        return None
+
     if rope_type == "linear":
         return LinearScaling(factor=_factor(settings, "factor"))
 
@@ -156,9 +161,8 @@ def _scaling(
     if rope_type == "factors":
         return FrequencyFactors(factors=_factors(settings, "factors", rotary_dim // 2))
 
-    raise ModelLoadError(
-        f"config: rope_type={short_repr(rope_type)}: expected default, linear, llama3, longrope or yarn"
-    )
+    known = "default, dynamic, linear, llama3, longrope or yarn"
+    raise ModelLoadError(f"config: rope_type={short_repr(rope_type)}: expected {known}")
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

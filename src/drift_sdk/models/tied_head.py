@@ -1,39 +1,53 @@
-"""A head that files store although it is the embedding."""
+"""A head that files store although the config says that it is the embedding."""
 
 from __future__ import annotations
 
-import torch
+import logging
 
-from drift_sdk.errors import ModelLoadError
+import torch
+from msgspec import structs
+
 from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.filling import read_tensor
 from drift_sdk.quantised.weight import Matrix, dequantised, take_rows
 
-__all__ = ["EMBEDDING", "HEAD", "check_tied_head"]
+__all__ = ["EMBEDDING", "HEAD", "with_stored_head"]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096
 """Rows of both that are compared at a time."""
 
+log = logging.getLogger("drift_sdk")
 
-def check_tied_head(config: DecoderConfig, tensors: TensorSource) -> None:
-    """Raise ModelLoadError if a stored head differs from the embedding although the config ties them.
+
+def with_stored_head(config: DecoderConfig, tensors: TensorSource) -> DecoderConfig:
+    """The config, with a head that is not tied to the embedding if files store one that differs from it: the
+    files count, as in transformers. A warning says so.
 
     tensors: known to be those of the config. Embedding and head are read as they are stored.
     """
-    if not config.is_head_tied or HEAD not in tensors.names():
-        return
+    if not config.is_head_tied or HEAD not in tensors.names() or _are_same(config, tensors):
+        return config
 
+    log.warning(
+        "%s: tensor %s differs from %s, so it is the head, although the config says tie_word_embeddings",
+        tensors.file(HEAD),
+        HEAD,
+        EMBEDDING,
+    )
+    return structs.replace(config, is_head_tied=False)
+
+
+def _are_same(config: DecoderConfig, tensors: TensorSource) -> bool:
     head, embedding = _stored_matrix(tensors, HEAD), _stored_matrix(tensors, EMBEDDING)
     for index in torch.arange(config.vocab_size, device="cpu").split(COMPARED_ROWS):
         parts = (dequantised(take_rows(matrix, index), torch.float32) for matrix in (head, embedding))
         if not torch.equal(*parts):
-            raise ModelLoadError(
-                f"{tensors.file(HEAD)}: tensor {HEAD} differs from {EMBEDDING}, expected the same: "
-                "the config says tie_word_embeddings"
-            )
+            return False
+
+    return True
 
 
 def _stored_matrix(tensors: TensorSource, name: str) -> Matrix:

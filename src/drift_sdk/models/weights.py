@@ -18,8 +18,9 @@ from drift_sdk.models.filling import fill_places
 from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScales, KVScaleSource, load_kv_scales
 from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, MatrixReader, WeightForm, quantised_bytes
-from drift_sdk.models.tied_head import EMBEDDING, HEAD, check_tied_head
-from drift_sdk.models.zero_biases import zero_biases
+from drift_sdk.models.spare_tensors import later_layers, zero_biases
+from drift_sdk.models.tied_head import EMBEDDING, HEAD, with_stored_head
+from drift_sdk.models.weight_memory import memory_named
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
@@ -170,9 +171,31 @@ def load_weights(
             "their numbers"
         )
 
-    if check_bytes is not None:
-        check_bytes(weight_bytes(config, dtype, form, tensors))
+    check_room = check_bytes or _is_enough
+    check_room(weight_bytes(config, dtype, form, tensors))
+    with memory_named(tensors.location, device, lambda: weight_bytes(config, dtype, form, tensors)):
+        stored = with_stored_head(config, tensors)
+        if stored != config:
+            config = stored
+            check_room(weight_bytes(config, dtype, form, tensors))
+        weights = _filled(config, tensors, device, dtype, form, on_tensor)
 
+    if kv_form is None:
+        return weights
+
+    kv_scales = load_kv_scales(tensors, kv_form, config.num_layers, config.num_kv_heads, device)
+    return replace(weights, kv_scales=kv_scales)
+
+
+def _filled(
+    config: DecoderConfig,
+    tensors: TensorSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    form: WeightForm,
+    on_tensor: Callable[[int, int], None] | None,
+) -> DecoderWeights:
+    """Weights with all tensors read, and known to be finite."""
     num_tensors, num_loaded = len(tensor_shapes(config)), 0
 
     def count() -> None:
@@ -183,37 +206,21 @@ def load_weights(
 
     reader = MatrixReader(tensors, form, device=device, dtype=dtype, on_read=count)
     finite, scales = reader.finite, ScaleCheck(tensors)
-    try:
-        check_tied_head(config, tensors)
-        weights, places = _allocate(config, device, dtype, reader.read)
-        for name, place in fill_places(places, tensors):
-            if place.dtype != torch.uint8:
-                finite.add(name, place)
-            elif name.endswith("_scales"):
-                scales.add(name, place)
-            count()
+    weights, places = _allocate(config, device, dtype, reader.read)
+    for name, place in fill_places(places, tensors):
+        if place.dtype != torch.uint8:
+            finite.add(name, place)
+        elif name.endswith("_scales"):
+            scales.add(name, place)
+        count()
 
-        finite.finish()
-        scales.finish()
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-
-        size = f"{weight_bytes(config, dtype, form, tensors) / 2**30:.1f} GiB"
-        raise ModelLoadError(
-            f"{tensors.location}: not enough memory on {device} for {size} of weights: {error}"
-        ) from error
-
-    if kv_form is None:
-        return weights
-
-    kv_scales = load_kv_scales(tensors, kv_form, config.num_layers, config.num_kv_heads, device)
-    return replace(weights, kv_scales=kv_scales)
+    finite.finish()
+    scales.finish()
+    return weights
 
 
-def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether an error says that memory is short. On the CPU, torch says so with a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error)
+def _is_enough(num_bytes: int) -> None:
+    """Any number of bytes is enough."""
 
 
 def check_tensors(config: DecoderConfig, tensors: TensorSource, kv_form: KVForm | None = None) -> None:
@@ -232,8 +239,8 @@ def check_tensors(config: DecoderConfig, tensors: TensorSource, kv_form: KVForm 
         extra.remove(HEAD)
         places[HEAD] = places[EMBEDDING]
 
-    biases = zero_biases(config, tensors, places, extra)
-    extra = [name for name in extra if name not in biases]
+    spare = zero_biases(config, tensors, places, extra) | later_layers(config, tensors, extra)
+    extra = [name for name in extra if name not in spare]
     if extra:
         found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this model"
         hint = _hint(config, extra[0], names)

@@ -15,7 +15,7 @@ from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, shard_obstacles
-from drift_sdk.models.tied_head import check_tied_head
+from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
 from drift_sdk.startup.device_memory import DeviceMemory
@@ -73,7 +73,8 @@ class Inspection:
             self._try(lambda: parallel_devices(self._config, device))
         if shapes is not None and executor is not None:
             self._try(lambda: check_division(self._config, shapes, executor))
-        part = None if shapes is None else self._part(shapes)
+        stored = None if shapes is None else self._as_stored(shapes)
+        part = None if stored is None else self._part(stored)
         held = None if part is None or dtype is None else self._try(lambda: self._held(part, dtype))
         kv_form = self._config.kv_dtype
         kv_bytes = None if part is None or dtype is None else kv_bytes_per_token(part, dtype, kv_form)
@@ -81,14 +82,12 @@ class Inspection:
         if device is not None and held is not None and kv_bytes is not None and part is not None:
             size = self._try(lambda: self._kv_size(device, part, held, kv_bytes, executor or "eager"))
 
-        if shapes is not None and has_weights and not self._reasons:  # reads numbers, which takes long
-            self._try(lambda: check_tied_head(shapes, self._found.source.tensors()))
         block_size = self._block_size(executor or "eager")
         return ModelInfo(
             model=str(self._model),
             reasons=tuple(self._reasons),
             architecture=self._architecture(),
-            num_parameters=None if shapes is None else sum(map(math.prod, tensor_shapes(shapes).values())),
+            num_parameters=None if stored is None else sum(map(math.prod, tensor_shapes(stored).values())),
             stored_bytes=self._try(self._found.stored_bytes) if self._config.load == "auto" else None,
             weight_bytes=held,
             kv_bytes_per_token=kv_bytes,
@@ -113,6 +112,15 @@ class Inspection:
             if str(error) not in self._reasons:
                 self._reasons.append(str(error))
             return None
+
+    def _as_stored(self, shapes: DecoderConfig) -> DecoderConfig:
+        """The shapes with the head that files have, if the files are there and nothing is wrong with them:
+        numbers are read, which takes long."""
+        if self._reasons or self._config.load != "auto" or self._found.missing:
+            return shapes
+
+        found = self._try(lambda: with_stored_head(shapes, self._found.source.tensors()))
+        return shapes if found is None else found
 
     def _part(self, shapes: DecoderConfig) -> DecoderConfig | None:
         """The shapes of what a GPU has; None if the model cannot be divided between so many."""

@@ -1,0 +1,59 @@
+"""Tensors that files have beside those of a model, and that have no effect on it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.filling import read_tensor
+
+__all__ = ["later_layers", "zero_biases"]
+
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+log = logging.getLogger("drift_sdk")
+
+
+def zero_biases(
+    config: DecoderConfig,
+    tensors: TensorSource,
+    places: Mapping[str, torch.Tensor],
+    extra: Collection[str],
+) -> set[str]:
+    """Those of the `extra` tensors that are biases of zeros of a GPTQ model's matrices, as older tools wrote
+    them beside all of these.
+
+    places: the model's own tensors, by name.
+    """
+    if config.quantisation is None or "gptq" not in config.quantisation.storages:
+        return set()
+
+    matrices = {name: places.get(name.removesuffix("bias") + "weight") for name in extra}
+    return {
+        name
+        for name, matrix in matrices.items()
+        if name.endswith(".bias")
+        and matrix is not None
+        and tensors.shape(name) == tuple(matrix.shape[:1])
+        and not read_tensor(tensors, name).any()
+    }
+
+
+def later_layers(config: DecoderConfig, tensors: TensorSource, extra: Collection[str]) -> set[str]:
+    """Those of the `extra` tensors that are of layers after the config's last one: as in transformers, the
+    config counts. A warning says so."""
+    layers = {name: int(found[1]) for name in extra if (found := LAYER.match(name))}
+    later = {name for name, layer in layers.items() if layer >= config.num_layers}
+    if later:
+        log.warning(
+            "%s: tensors of layer %d and later are left out: the config says num_hidden_layers=%d",
+            tensors.location,
+            min(layers[name] for name in later),
+            config.num_layers,
+        )
+    return later
