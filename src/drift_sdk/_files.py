@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from drift_sdk.errors import ModelLoadError
 
-__all__ = ["has_file", "is_inside"]
+__all__ = ["has_file", "is_inside", "unreadable"]
 
 SPECIAL_KINDS = {
     stat.S_IFDIR: "a directory",
@@ -65,3 +65,8 @@ def is_inside(name: str) -> bool:
 
     path = PurePosixPath(name)
     return bool(path.parts) and not path.anchor and not any(PureWindowsPath(p).anchor for p in path.parts)
+
+
+def unreadable(path: Path, error: OSError) -> ModelLoadError:
+    """The error for a file that cannot be opened or read, such as one without permission."""
+    return ModelLoadError(f"{path}: cannot be read: {error.strerror or error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import assert_near, bound
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.draft import TorchFile
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -311,6 +313,42 @@ def test_file_without_named_tensors_is_rejected(
         DraftDecoder.load(tmp_path, target)
 
     assert capsys.readouterr().out == ""
+
+
+def _marks(file: Path, form: str) -> None:
+    """A file whose pickle has 200,000 marks: of torch before 1.6, broken or not, or a zip archive."""
+    marks = b"\x80\x02" + b"(" * 200_000 + b"."
+    if form == "zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", marks)
+            archive.writestr("archive/version", "3\n")
+    elif form == "old":
+        torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+        before = file.read_bytes()
+        file.write_bytes(before[: before.index(b"ctorch")] + marks[2:])
+    else:
+        file.write_bytes(marks)
+
+
+@pytest.mark.parametrize("form", ["zip", "old", "broken"])
+def test_pickles_of_many_operations_are_rejected_before_they_run(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch runs a million in several seconds."""
+    file = tmp_path / "pytorch_model.bin"
+    _marks(file, form)
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(ModelLoadError, match=f"{file}: .*: a pickle of more than 100000 operations"):
+        TorchFile(file)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_files_of_all_versions_of_torch_are_read(is_zip: bool, tmp_path: Path) -> None:
+    tensors = {f"t{index}": torch.full((2,), float(index)) for index in range(500)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    found = TorchFile(tmp_path / "pytorch_model.bin")
+    assert found.names() == tensors.keys()
+    assert all(torch.equal(found.get(name), tensor) for name, tensor in tensors.items())
 
 
 def test_folder_without_a_draft(target: Decoder, tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import pickletools
+from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import ZipFile
 
 import torch
 
-from drift_sdk._files import has_file
+from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
@@ -19,6 +23,10 @@ TORCH_FILE = "pytorch_model.bin"
 # draft can propose.
 OFFSETS, PROPOSABLE = "d2t", "t2d"
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+MAX_PICKLE_OPS = 100_000
+"""Most operations of the pickles in a file: torch runs them in Python. A tensor takes some twenty."""
+NUM_PICKLES = 5
+"""Pickles before the numbers in files of torch before 1.6: magic number, version, system, tensors, keys."""
 FIRST_LAYER, SINGLE_LAYER = "layers.0.", "midlayer."
 
 
@@ -32,6 +40,8 @@ class TorchFile:
         self.location = str(path)
         try:
             contents = _load(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
         except Exception as error:  # the unpickler raises errors of many types for a corrupt file
             reason = str(error).strip().partition("\n")[0]
             raise ModelLoadError(f"{path}: not a whole file of torch tensors: {reason}") from error
@@ -176,6 +186,28 @@ def _is_plain(value: object) -> bool:
 def _load(path: Path) -> object:
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
+        file.seek(0)
+        _check_pickles(file, is_zip=is_zip)
 
     # Files written by torch before 1.6 are no zip archives, and only those can be mapped.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+def _check_pickles(file: BinaryIO, *, is_zip: bool) -> None:
+    """Raise ValueError for a file whose pickles are broken, or have more operations than any draft's."""
+    num_ops = sum(1 for _ in islice(_operations(file, is_zip=is_zip), MAX_PICKLE_OPS + 1))
+    if num_ops > MAX_PICKLE_OPS:
+        raise ValueError(f"a pickle of more than {MAX_PICKLE_OPS} operations")
+
+
+def _operations(file: BinaryIO, *, is_zip: bool) -> Iterator[Any]:
+    if not is_zip:
+        for _ in range(NUM_PICKLES):
+            yield from pickletools.genops(file)
+        return
+
+    with ZipFile(file) as archive:
+        for name in archive.namelist():
+            if name.rpartition("/")[2] == "data.pkl":
+                with archive.open(name) as pickled:
+                    yield from pickletools.genops(pickled)
