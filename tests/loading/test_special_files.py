@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import socket
@@ -130,3 +132,34 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     tensors = source.tensors()
     assert {name: tensors.shape(name) for name in tensors.names()} == {"a": (1,), "b": (2,)}
     assert tensors.get("b").tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [*READERS, "m.gguf"])
+def test_file_without_permission_is_rejected(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is the system's. Opening fails by a patch, as the superuser may open every file."""
+    for other in ("config.json", "tokenizer.json"):
+        (tmp_path / other).write_text("{}")
+    if name == "shard.safetensors":
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+    path = tmp_path / name
+    path.write_text("{}")
+
+    def refusing(open_file: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, *args: Any, **options: Any) -> Any:
+            if file == path:
+                raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+            return open_file(file, *args, **options)
+
+        return opened
+
+    monkeypatch.setattr(io, "open", refusing(io.open))
+    monkeypatch.setattr(os, "open", refusing(os.open))
+    with pytest.raises(ModelLoadError) as caught:
+        if name == "m.gguf":
+            _ = resolve(path).config
+        else:
+            READERS[name](tmp_path)
+    assert str(caught.value) == f"{path}: cannot be read: Permission denied"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from drift_sdk._files import has_file
+from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf_header import GGUFHeader, GGUFTensor, read_header
 from drift_sdk.loading.gguf_names import part_of
@@ -81,7 +81,9 @@ class GGUFParts:
             weakref.finalize(self, os.close, descriptor)
             with open(descriptor, "rb", buffering=BUFFER_BYTES, closefd=False) as file:
                 return descriptor, read_header(file)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except ValueError as error:
             raise ModelLoadError(f"{path}: not a whole GGUF file: {error}") from error
 
     def _check_split(self, index: int, metadata: dict[str, Any]) -> None:

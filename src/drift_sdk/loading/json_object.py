@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from drift_sdk._files import unreadable
 from drift_sdk.errors import ModelLoadError
 
 __all__ = ["read_object"]
@@ -18,7 +19,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         return _decoded(path.read_bytes())
     except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+        raise unreadable(path, error) from error
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not a JSON object: {error}") from error
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from drift_sdk._files import has_file, is_inside
+from drift_sdk._files import has_file, is_inside, unreadable
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.tensors import check_dtype
 
@@ -231,7 +231,9 @@ def read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
     try:
         weight_map = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not an index of shards: {error}") from error
 
     for file in sorted(set(weight_map.values())):
@@ -288,6 +290,11 @@ def _open(path: Path) -> Any:
     """An open safetensors file; ModelLoadError naming it if it is missing, truncated or corrupt."""
     if not has_file(path):
         raise ModelLoadError(f"{path}: missing, {INDEX_FILE} names it")
+
+    try:
+        path.open("rb").close()  # safetensors has one error for all files that it cannot open
+    except OSError as error:
+        raise unreadable(path, error) from error
 
     try:
         return safe_open(path, framework="pt", device="cpu")

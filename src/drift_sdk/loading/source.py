@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
-from drift_sdk._files import has_file
+from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
 from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
@@ -202,7 +202,9 @@ class Source:
     def _text(self, file: str) -> str:
         try:
             return (self.path / file).read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError) as error:
+        except OSError as error:
+            raise unreadable(self.path / file, error) from error
+        except UnicodeDecodeError as error:
             raise ModelLoadError(f"{self.path / file}: cannot be read: {error}") from error
 
     def _json(self, file: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from drift_sdk._files import has_file
+from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import DriftError, ModelLoadError, RequestError, short_repr
 from drift_sdk.text.detokenizer import BytesDetokenizer, ContextDetokenizer, Detokenizer
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
@@ -102,8 +102,13 @@ class Tokenizer:
 
         bos_token, eos_token = (_token_text(config, f"{name}_token", config_file) for name in ("bos", "eos"))
         chat_template = default_template(config.get("chat_template"), config_file)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise unreadable(path, error) from error
+
         with _no_panic(path):
-            content = checked_file(path.read_bytes())
+            content = checked_file(content)
             tokenizer = cls(
                 tokenizers.Tokenizer.from_buffer(content),
                 bos_token=bos_token,
