@@ -350,7 +350,7 @@ def test_wrong_prompts_are_rejected(prompt: Any) -> None:
     anyio.run(main)
 
 
-@pytest.mark.parametrize("prompt", [None, 7, b"abc", {1: 2}, {1}, iter([1]), np.array([1, 2])])
+@pytest.mark.parametrize("prompt", [None, 7, b"abc", {1: 2}, {1}, iter([1]), np.int64(5)])
 def test_value_that_is_no_prompt_is_rejected_at_the_call(prompt: Any) -> None:
     async def main() -> None:
         async with scripted_engine("Hello!") as engine:
@@ -360,11 +360,37 @@ def test_value_that_is_no_prompt_is_rejected_at_the_call(prompt: Any) -> None:
     anyio.run(main)
 
 
-def test_numpy_integers_are_rejected_as_parameters() -> None:
-    for field in ("max_tokens", "seed", "top_k"):
-        with pytest.raises(RequestError, match=field):
-            SamplingParams(**{field: np.int64(5)})
-    assert SamplingParams(temperature=np.float64(0.5)).temperature == 0.5
+@pytest.mark.parametrize("number", [np.int64(5), np.uint8(5), np.array(5), torch.tensor(5)])
+def test_integers_of_other_libraries_are_taken(number: Any) -> None:
+    bias = {number: number} if not isinstance(number, np.ndarray) else {}  # an array has no hash
+    ids = {"stop_token_ids": [number], "allowed_token_ids": (number, 6), "logit_bias": bias}
+    params = SamplingParams(max_tokens=number, seed=number, top_k=number, min_tokens=number, **ids)
+    for name in ("max_tokens", "seed", "top_k", "min_tokens"):
+        assert type(getattr(params, name)) is int and getattr(params, name) == 5
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((5,), (5, 6))
+    assert all(type(each) is int for each in (*params.stop_token_ids, *params.allowed_token_ids))
+    assert params.logit_bias in ({5: 5.0}, {})
+    assert EngineConfig(max_num_seqs=number, block_size=None) == EngineConfig(max_num_seqs=5)
+    assert Speculation(draft=NGram(min_length=number), shape=Chain(number)).shape.num_draft_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [np.bool_(True), np.array(True), np.float32(5.0), np.array([5]), torch.tensor(True), torch.tensor([5])],
+)
+def test_values_of_other_libraries_that_are_no_integers_are_rejected(wrong: Any) -> None:
+    with pytest.raises(RequestError, match="^max_tokens=.*: expected an integer"):
+        SamplingParams(max_tokens=wrong)
+    with pytest.raises(ConfigError, match="^max_num_seqs=.*: expected an integer"):
+        EngineConfig(max_num_seqs=wrong)
+    with pytest.raises(RequestError, match="^stop_token_ids="):
+        SamplingParams(stop_token_ids=[wrong])
+
+
+def test_floats_of_numpy_are_taken() -> None:
+    for number in (np.float64(0.5), np.float32(0.5), np.float16(0.5)):
+        params = SamplingParams(temperature=number, logit_bias={7: number})
+        assert type(params.temperature) is float and params.temperature == params.logit_bias[7] == 0.5
 
 
 def test_max_tokens_bounds_min_tokens() -> None:

@@ -1,103 +1,197 @@
-"""Deep copies of a caller's data as plain dicts, lists and scalars."""
+"""Bounded deep copies of a caller's data as plain dicts, lists and scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+from uuid import UUID
 
 import msgspec
+from msgspec import Struct
 
+from drift_sdk._validation import PLAIN_TYPES, is_integer_dtype
 from drift_sdk.errors import RequestError
 
-__all__ = ["MAX_DEPTH", "MAX_ITEMS", "check_depth", "to_plain"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_ITEMS",
+    "MAX_JSON_CHARS",
+    "first_items",
+    "first_pairs",
+    "ids_of_array",
+    "to_json",
+    "to_plain",
+]
 
 MAX_DEPTH = 500
 """Most levels of nested data. Recursive functions fail on more, at a depth that depends on the version of
 Python."""
+MAX_ITEMS = 100_000
+"""Most items of nested data, over all its levels. They are read on the caller's event loop, which that holds
+up for some tens of milliseconds. A megabyte of JSON has fewer, unless it is made of short numbers alone."""
 MAX_INTEGER_BITS = 14_000
-"""Python writes no integer of more than 4,300 digits as JSON, which is a little more."""
-MAX_ITEMS = 2**20
-"""Most items of a sequence that is no list or tuple: it may compute them, as a range does, without end."""
+"""Python writes no integer of more than 4,300 digits, which is a little more."""
+MAX_JSON_CHARS = 2**19
+"""Most characters of data that is written as JSON, or read from it, on the caller's event loop."""
 BINARY_TYPES = (bytes, bytearray, memoryview)
 """Types of data that is no text. msgspec would write it as text, in base64."""
+OTHER_SCALARS = (datetime, date, time, timedelta, UUID, Decimal)
+"""Types that msgspec would write as text, and json.dumps rejects."""
+TEXT_TYPES = (str, *BINARY_TYPES)
+
+ValueT = TypeVar("ValueT")
 
 
-def to_plain(field: str, value: object, *, is_json: bool = False) -> Any:
-    """A deep copy of `value` that shares nothing mutable with it; RequestError naming `field` if it is not
-    plain data, or with `is_json` has integers that cannot be written as JSON."""
+def to_plain(field: str, value: object) -> Any:
+    """A deep copy of `value` that shares nothing mutable with it. RequestError naming `field` if it is not
+    plain data, or has more than MAX_ITEMS items, MAX_DEPTH levels, or MAX_INTEGER_BITS bits in an integer."""
     try:
-        plain = msgspec.to_builtins(value, enc_hook=to_builtin, builtin_types=BINARY_TYPES)
-        check_depth(plain)
-        check_types(plain)
-        if is_json:
-            check_integers(plain)
-        return plain
-    except Exception as error:
+        check_nested(value)
+        return msgspec.to_builtins(value, enc_hook=to_builtin, builtin_types=BINARY_TYPES)
+    except Exception as error:  # a class of the caller may run any code
         allowed = f"plain data: mappings, sequences and scalars ({error})"
         raise RequestError.of(field, value, allowed) from error
 
 
-def check_depth(value: object) -> None:
-    """Raise ValueError for dicts, lists and tuples that are nested deeper than MAX_DEPTH levels."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        containers = [each for each in level if isinstance(each, dict | list | tuple)]
-        if not containers:
-            return
-
-        insides = (each.values() if isinstance(each, dict) else each for each in containers)
-        level = [inner for inside in insides for inner in inside]
-    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+def to_json(field: str, value: object) -> str:
+    """`value` as JSON text. RequestError naming `field` for what `to_plain` rejects, for what JSON does not
+    have, and for more than MAX_JSON_CHARS characters in strings and integers together."""
+    try:
+        check_nested(value, is_json=True)
+        plain = msgspec.to_builtins(value, enc_hook=to_builtin, builtin_types=BINARY_TYPES + OTHER_SCALARS)
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    except Exception as error:
+        raise RequestError.of(field, value, f"plain JSON values ({error})") from error
 
 
-def scalars_of(value: object) -> Iterator[object]:
-    """The keys and values of nested data that are no containers."""
-    found = [value]
-    while found:
-        each = found.pop()
-        if isinstance(each, dict):
-            found += each
-            found += each.values()
-        elif isinstance(each, list | tuple):
-            found += each
-        else:
-            yield each
+def first_items(items: Iterable[Any], most: int) -> list[Any]:
+    """The items of a sequence; ValueError if there are more than `most`. What a class of the caller says
+    about its length may be wrong, and it may have no end."""
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(items, kind):  # a subclass may iterate in its own way
+            items = kind.__iter__(items)
+    found = list(islice(items, most + 1))
+    if len(found) > most:
+        raise ValueError(f"more than {most} items")
+
+    return found
 
 
-def check_types(value: object) -> None:
-    """Raise TypeError for data with bytes."""
-    for each in scalars_of(value):
-        if isinstance(each, BINARY_TYPES):
-            raise no_plain_data(each)
+def first_pairs(mapping: Mapping[Any, Any], most: int) -> dict[Any, Any]:
+    """The items of a mapping as a dict; ValueError if there are more than `most`."""
+    if isinstance(mapping, dict):
+        if dict.__len__(mapping) > most:
+            raise ValueError(f"more than {most} items")
+
+        return dict.copy(mapping)
+
+    return {key: mapping[key] for key in first_items(mapping, most)}
 
 
-def check_integers(value: object) -> None:
-    """Raise ValueError for data with an integer of more than MAX_INTEGER_BITS bits."""
-    for each in scalars_of(value):
-        if isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS:
-            raise ValueError(f"an integer of {each.bit_length()} bits: expected at most {MAX_INTEGER_BITS}")
+def ids_of_array(field: str, value: ValueT, most: int) -> ValueT | tuple[int, ...]:
+    """The token ids in an array of numpy, torch or a library like them; other values as they are.
+    RequestError for an array of other numbers or dimensions, or of more than `most` items."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or not isinstance(shape, tuple):
+        return value
+
+    if len(shape) != 1 or not is_integer_dtype(dtype):
+        found = f"not {dtype} of the shape {tuple(shape)}"
+        raise RequestError.of(field, value, f"a one-dimensional array of integers, {found}")
+
+    if shape[0] > most:
+        raise RequestError.of(field, value, f"at most {most} items, not {shape[0]}")
+
+    array: Any = value
+    return tuple(array.tolist())
+
+
+def check_nested(value: object, *, is_json: bool = False) -> None:
+    """Raise ValueError or TypeError for more than MAX_ITEMS items or MAX_DEPTH levels, and for scalars that
+    are no plain data; with `is_json` also for sets, and for more than MAX_JSON_CHARS characters in strings
+    and integers together."""
+    level, num_levels, num_items, num_chars = [value], 0, 0, 0
+    while level:
+        inner: list[Any] = []
+        for each in level:
+            kind = type(each)
+            if kind is str:
+                num_chars += len(each)
+            elif kind is int:
+                check_integer(each)
+                num_chars += each.bit_length() // 3
+            elif kind not in PLAIN_TYPES:
+                inside = each if kind is list or kind is dict else inside_of(each)
+                if inside is None:
+                    check_scalar(each)
+                    continue
+
+                if is_json and isinstance(each, set | frozenset):
+                    raise no_plain_data(each)
+
+                num_items += len(inside)
+                if num_items > MAX_ITEMS:
+                    raise ValueError(f"more than {MAX_ITEMS} items")
+
+                if num_levels == MAX_DEPTH:
+                    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+                inner += inside
+                if isinstance(inside, dict):
+                    inner += inside.values()
+        level = inner
+        num_levels += 1
+    if is_json and num_chars > MAX_JSON_CHARS:
+        raise ValueError(f"more than {MAX_JSON_CHARS} characters")
+
+
+def inside_of(value: object) -> list[Any] | dict[Any, Any] | None:
+    """The items of a container, at most MAX_ITEMS; None for a scalar."""
+    if isinstance(value, dict | Mapping):
+        return first_pairs(value, MAX_ITEMS)
+
+    if isinstance(value, list | set | frozenset | Sequence) and not isinstance(value, TEXT_TYPES):
+        return first_items(value, MAX_ITEMS)
+
+    if isinstance(value, Enum):
+        return [value.value]
+
+    # What msgspec takes besides: its own Structs, dataclasses, and classes of attrs.
+    kind = type(value)
+    names = kind.__struct_fields__ if isinstance(value, Struct) else getattr(kind, "__dataclass_fields__", ())
+    names = names or [attribute.name for attribute in getattr(kind, "__attrs_attrs__", ())]
+    return [getattr(value, name, None) for name in names] if names else None
+
+
+def check_scalar(value: object) -> None:
+    """Raise TypeError for bytes, and ValueError for a long integer of a class of the caller."""
+    if isinstance(value, BINARY_TYPES):
+        raise no_plain_data(value)
+
+    if isinstance(value, int):
+        check_integer(value)
+
+
+def check_integer(value: int) -> None:
+    if value.bit_length() > MAX_INTEGER_BITS:
+        raise ValueError(f"an integer of {value.bit_length()} bits: expected at most {MAX_INTEGER_BITS}")
 
 
 def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:
     """The dict, list or str that stands for a value of a type that msgspec does not know."""
     if isinstance(value, Mapping):
-        return dict(value)
+        return first_pairs(value, MAX_ITEMS)
 
     if isinstance(value, str):
         return str.__str__(value)
 
     if isinstance(value, Sequence) and not isinstance(value, BINARY_TYPES):
-        if len(value) > MAX_ITEMS:
-            raise TypeError(
-                f"found {type(value).__name__} of {len(value)} items: expected at most {MAX_ITEMS}"
-            )
-
-        items = list(islice(value, MAX_ITEMS + 1))  # it may be longer than it says
-        if len(items) > MAX_ITEMS:
-            raise TypeError(f"found {type(value).__name__} of more than {MAX_ITEMS} items")
-
-        return items
+        return first_items(value, MAX_ITEMS)
 
     raise no_plain_data(value)
 

@@ -6,6 +6,9 @@ Each check raises the error class that it is given, naming field, value and rang
 from __future__ import annotations
 
 import math
+import numbers
+import operator
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -15,6 +18,7 @@ from msgspec import Struct
 from drift_sdk.errors import FieldError, short_repr
 
 __all__ = [
+    "PLAIN_TYPES",
     "check_bool",
     "check_choice",
     "check_field_names",
@@ -22,8 +26,10 @@ __all__ = [
     "check_int",
     "check_str",
     "check_str_tuple",
+    "is_integer_dtype",
     "is_unicode",
     "plain_fields",
+    "plain_int",
     "plain_scalar",
     "replace_fields",
 ]
@@ -50,15 +56,20 @@ def plain_fields(struct: Struct) -> None:
         if type(value) in PLAIN_TYPES:
             continue
 
-        is_tuple = isinstance(value, tuple)  # also of a subclass, which may iterate in its own way
-        plain = tuple(map(plain_scalar, tuple.__iter__(value))) if is_tuple else plain_scalar(value)
+        if isinstance(value, tuple):
+            items = tuple.__iter__(value)  # also of a subclass, which may iterate in its own way
+            has_plain_items = set(map(type, tuple.__iter__(value))) <= PLAIN_TYPES
+            plain: object = tuple(items) if has_plain_items else tuple(map(plain_scalar, items))
+        else:
+            plain = plain_scalar(value)
         if plain is not value:
             msgspec.structs.force_setattr(struct, name, plain)
 
 
 def plain_scalar(value: ValueT) -> ValueT:
-    """The plain int, float or str of a value of a subclass, such as an enum's member; other values as they
-    are. A subclass may compare or hash in its own way, and that may fail on the engine's thread."""
+    """The plain int, float or str of a value of another class, such as an enum's member or a number of numpy;
+    other values as they are. Other classes may compare or hash in their own way, and that may fail on the
+    engine's thread."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         return value
@@ -66,25 +77,53 @@ def plain_scalar(value: ValueT) -> ValueT:
     plain: Any = value
     if issubclass(kind, str):
         plain = str.__str__(cast("str", value))
-    elif issubclass(kind, int):
-        plain = int.__index__(cast("int", value))
     elif issubclass(kind, float):
         plain = float.__float__(cast("float", value))
+    elif issubclass(kind, numbers.Real) and not hasattr(kind, "__index__"):
+        plain = float(cast("float", value))
+    elif hasattr(kind, "__index__"):
+        plain = plain_int(value)
     return cast("ValueT", plain)
+
+
+def plain_int(value: object) -> Any:
+    """The int that a value is, of any class but bool: an IntEnum, an integer of numpy or a tensor without
+    dimensions, say. Other values as they are."""
+    if isinstance(value, bool):
+        return value
+
+    try:
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None and (getattr(value, "shape", ()) != () or not is_integer_dtype(dtype)):
+            return value  # a tensor of bools, or with dimensions, may have an index too
+
+        return operator.index(value)  # type: ignore[call-overload]  # what has no __index__ raises TypeError
+    except Exception:  # it may run any code
+        return value
+
+
+def is_integer_dtype(dtype: object) -> bool:
+    """Whether a dtype of numpy, torch or a library like them is one of integers."""
+    return re.fullmatch(r"(\w+\.)?u?int(8|16|32|64)", str(dtype)) is not None
 
 
 def check_field_names(error: ErrorType, struct: type[Struct], values: Mapping[Any, object]) -> None:
     """Raise for the first name in `values` that is not a field of the Struct: the message names the nearest
-    field and all fields."""
+    field and all fields. Also for more values than fields: a mapping of the caller may have no end."""
     known = set(struct.__struct_fields__)
-    for name, value in values.items():
-        if name not in known:
-            allowed = ", ".join(sorted(known))
-            is_short = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and name.isprintable()
-            shown = name if is_short else short_repr(name)
-            hint = nearest_name(name, known) if is_short else ""
-            message = f"{shown}={short_repr(value)}: unknown field{hint}, expected one of {allowed}"
-            raise error(message, field=name, value=value, allowed=allowed)
+    for number, name in enumerate(values):
+        if name not in known or number == len(known):
+            raise unknown_field(error, name, values[name], known)
+
+
+def unknown_field(error: ErrorType, name: Any, value: object, known: Iterable[str]) -> FieldError:
+    """The error for a value of a field that there is not."""
+    allowed = ", ".join(sorted(known))
+    is_short = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and name.isprintable()
+    shown = str(name) if is_short else short_repr(name)
+    hint = nearest_name(str(name), known) if is_short else ""
+    message = f"{shown}={short_repr(value)}: unknown field{hint}, expected one of {allowed}"
+    return error(message, field=name, value=value, allowed=allowed)
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -14,6 +14,9 @@ DriftError
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping, Sequence, Set
+from itertools import islice
+from typing import Any
 
 __all__ = [
     "ConfigError",
@@ -64,7 +67,36 @@ def _shorten(text: str, max_chars: int) -> str:
     return f"{text[:kept]}...{text[-kept:]}"
 
 
-_repr = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    """Shows the first items of a container. Those of reprlib are sorted first, which takes seconds for
+    millions; and other mappings and sequences are written whole."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+    def repr_set(self, x: set[Any], level: int) -> str:
+        return super().repr_set(set(islice(x, self.maxset + 1)), level)
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return super().repr_frozenset(frozenset(islice(x, self.maxfrozenset + 1)), level)
+
+    def repr_instance(self, x: object, level: int) -> str:
+        if isinstance(x, bytes | bytearray):
+            return super().repr_instance(x[: self.maxother], level)
+
+        shown: object = None
+        if isinstance(x, Mapping):
+            shown = {key: x[key] for key in islice(x, self.maxdict + 1)}
+        elif isinstance(x, Sequence | Set) and not isinstance(x, str | range | memoryview):
+            shown = list(islice(x, self.maxlist + 1))
+        return (
+            super().repr_instance(x, level)
+            if shown is None
+            else f"{type(x).__name__}({self.repr1(shown, level)})"
+        )
+
+
+_repr = _Repr()
 _repr.maxlevel = 4
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozenset = _repr.maxdeque = 16
 _repr.maxstring = _repr.maxlong = _repr.maxother = MAX_REPR_CHARS

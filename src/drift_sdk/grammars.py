@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._plain_data import check_depth
+from drift_sdk._plain_data import MAX_JSON_CHARS, to_json
 from drift_sdk._validation import check_str, plain_fields
 from drift_sdk.errors import RequestError
 
@@ -39,7 +39,8 @@ class JsonSchema(Struct, frozen=True, dict=True):
     `oneOf` must differ by their types, by constants, or by a property that one of them requires. In a type,
     they need not, and the items of a set need not differ: decoding decides.
 
-    A value that is not a schema raises `RequestError`. Keywords that llguidance cannot enforce are found when
+    A value that is not a schema raises `RequestError`, and so does a dict of more than 100,000 items over all
+    levels, or a text of more than 524,288 characters. Keywords that llguidance cannot enforce are found when
     the request is prepared, and its stream raises RequestError. So are numbers that are not exact as doubles
     or reach 2**63 (except `maximum` 2**63 - 1), exclusive bounds over 2**53, bounds with more than 15
     decimals, and schemas of more than 256 KiB, 5,000 parts (objects, properties, alternatives), 100 levels,
@@ -53,7 +54,10 @@ class JsonSchema(Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         plain_fields(self)
         if isinstance(self.schema, dict):
-            msgspec.structs.force_setattr(self, "schema", _dump(self.schema))
+            msgspec.structs.force_setattr(self, "schema", to_json("schema", self.schema))
+        elif isinstance(self.schema, str) and len(self.schema) > MAX_JSON_CHARS:
+            raise RequestError.of("schema", self.schema, f"at most {MAX_JSON_CHARS} characters")
+
         _ = self.definition  # raises RequestError for what is not a schema
 
     @cached_property
@@ -150,15 +154,6 @@ def _check_text(field: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError.of(field, text, "text without lone surrogates") from error
-
-
-def _dump(schema: dict[str, Any]) -> str:
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        check_depth(schema)  # of what contains itself, there is no text
-        return text
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError.of("schema", schema, f"plain JSON values ({error})") from error
 
 
 def _parse(text: str) -> dict[str, Any]:

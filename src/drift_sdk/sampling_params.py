@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+from collections.abc import Collection, Mapping
+from typing import Any, TypedDict, Unpack, cast
 
 import msgspec
 from msgspec import Struct
 
 from drift_sdk._frozen_mapping import FrozenMapping
+from drift_sdk._plain_data import MAX_ITEMS, first_pairs, ids_of_array
 from drift_sdk._validation import (
     check_bool,
     check_field_names,
@@ -34,6 +35,8 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 1024
+MAX_ALLOWED_IDS = 2**19
+"""More than any vocabulary has."""
 NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
 
 
@@ -92,8 +95,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     frequency_penalty:  subtracted for each time that a token is in the output, -2 to 2.
     repetition_penalty: divides positive logits of tokens in prompt or output and multiplies negative ones,
                         0.01 to 2; 1 = off, above 1 discourages.
-    logit_bias:         token id -> number added to its logit, -100 to 100.
-    allowed_token_ids:  ids of the only tokens that may be generated; None = all.
+    logit_bias:         token id -> number added to its logit, -100 to 100; at most 100,000 ids.
+    allowed_token_ids:  ids of the only tokens that may be generated, at most 524,288; None = all.
     grammar:            form of the text, a `JsonSchema`, `Regex` or `Lark`; None = any. The text ends where
                         the grammar allows it and the model chooses to, or with `ignore_eos` where the grammar
                         allows nothing more.
@@ -106,8 +109,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
     grammar, temperature, top_k, top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens
     is ignored. Where both leave no token that the grammar permits, both are ignored: a text that the grammar
-    ends may have fewer tokens than min_tokens. Ids outside the model's vocabulary are found when the request
-    is prepared; its stream then raises RequestError."""
+    ends may have fewer tokens than min_tokens. Numbers may be those of numpy, and ids one-dimensional arrays
+    of integers of numpy, torch or a library like them. Ids outside the model's vocabulary are found when the
+    request is prepared; its stream then raises RequestError."""
 
     max_tokens: int | None = 256
     min_tokens: int = 0
@@ -133,15 +137,13 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        # The Struct is frozen, so it is normalised here: a single stop string and lists become tuples, and
-        # values of subclasses become values of int, float and str.
+        # The Struct is frozen, so it is normalised here: a single stop string, lists and arrays become
+        # tuples, and values of other classes become values of int, float and str.
         if isinstance(self.stop, str) and self.stop:
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        elif isinstance(self.stop, list):
-            msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if isinstance(getattr(self, name), list):
-                msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
+        self._make_tuple("stop", MAX_STOPS)
+        self._make_tuple("stop_token_ids", MAX_STOPS)
+        self._make_tuple("allowed_token_ids", MAX_ALLOWED_IDS)
         plain_fields(self)
 
         check_int(RequestError, "max_tokens", self.max_tokens, ge=1, le=MAX_TOKENS, optional=True)
@@ -168,7 +170,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_float(RequestError, "repetition_penalty", self.repetition_penalty, ge=0.01, le=2.0)
         msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
-            _check_token_ids("allowed_token_ids", self.allowed_token_ids, least=1, most=MAX_TOKENS)
+            _check_token_ids("allowed_token_ids", self.allowed_token_ids, least=1, most=MAX_ALLOWED_IDS)
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError.of("grammar", self.grammar, "a JsonSchema, a Regex, a Lark or None")
 
@@ -177,6 +179,18 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
         check_int(RequestError, "priority", self.priority, ge=-(2**31), le=2**31 - 1)
         check_str(RequestError, "cache_salt", self.cache_salt, max_chars=MAX_SALT_CHARS, optional=True)
+
+    def _make_tuple(self, name: str, most: int) -> None:
+        """Make a tuple of a list or an array of ids. RequestError for one of more than `most` items."""
+        value: object = getattr(self, name)
+        if name != "stop":
+            value = ids_of_array(name, value, most)
+        if isinstance(value, list | tuple):
+            if len(value) > most:
+                raise RequestError.of(name, value, f"at most {most} items")
+
+            value = tuple(list.__iter__(value)) if isinstance(value, list) else value
+        msgspec.structs.force_setattr(self, name, value)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -213,7 +227,7 @@ def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:
     """The mapping with its keys as integers where they are decimal token ids; other keys are kept, for the
     check of the field to reject."""
     read: dict[Any, Any] = {}
-    for key, addend in bias.items():
+    for key, addend in _plain_bias(bias).items():
         token_id = int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key) else key
         if token_id in read:
             raise RequestError.of("logit_bias", {key: addend}, "each token id once")
@@ -224,15 +238,22 @@ def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _check_token_ids(field: str, ids: object, *, least: int, most: int) -> None:
-    allowed = f"{'token ids' if least == 0 else 'one or more token ids'} from 0 to {MAX_TOKENS}"
-    if most < MAX_TOKENS:
-        allowed = f"at most {most} {allowed}"
+    allowed = f"{'at most' if least == 0 else '1 to'} {most} token ids from 0 to {MAX_TOKENS}"
     if not isinstance(ids, tuple) or not least <= len(ids) <= most:
         raise RequestError.of(field, ids, allowed)
 
-    for token_id in ids:
-        if not _is_token_id(token_id):
-            raise RequestError.of(field, token_id, allowed)
+    if not _are_token_ids(ids):
+        wrong = next(token_id for token_id in ids if not _are_token_ids((token_id,)))
+        raise RequestError.of(field, wrong, allowed)
+
+
+def _plain_bias(bias: Mapping[Any, Any]) -> dict[Any, Any]:
+    try:
+        return first_pairs(bias, MAX_ITEMS)
+    except Exception as error:  # a class of the caller may run any code
+        raise RequestError.of(
+            "logit_bias", bias, f"a mapping of at most {MAX_ITEMS} items ({error})"
+        ) from error
 
 
 def _checked_bias(bias: object) -> FrozenMapping[int, float]:
@@ -240,14 +261,32 @@ def _checked_bias(bias: object) -> FrozenMapping[int, float]:
     if not isinstance(bias, Mapping):
         raise RequestError.of("logit_bias", bias, f"a mapping of {allowed}")
 
-    plain = [(plain_scalar(token_id), plain_scalar(addend)) for token_id, addend in bias.items()]
-    for token_id, addend in plain:
-        is_number = isinstance(addend, int | float) and not isinstance(addend, bool)
-        if not _is_token_id(token_id) or not is_number or not -MAX_BIAS <= addend <= MAX_BIAS:
-            raise RequestError.of("logit_bias", {token_id: addend}, allowed)
+    plain = _plain_bias(bias)
+    if not set(map(type, plain)) | set(map(type, plain.values())) <= {int, float}:
+        plain = {plain_scalar(token_id): plain_scalar(addend) for token_id, addend in plain.items()}
+    if not _are_token_ids(plain) or not _are_addends(plain.values()):
+        wrong = next(
+            {token_id: addend}
+            for token_id, addend in plain.items()
+            if not _are_token_ids((token_id,)) or not _are_addends((addend,))
+        )
+        raise RequestError.of("logit_bias", wrong, allowed)
 
-    return FrozenMapping({token_id: float(addend) for token_id, addend in plain})
+    return FrozenMapping(dict(zip(plain, map(float, plain.values()), strict=True)))
 
 
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS
+def _are_token_ids(values: Collection[object]) -> bool:
+    """Whether all are ints from 0 to MAX_TOKENS: there may be a hundred thousand."""
+    if not set(map(type, values)) <= {int}:
+        return False
+
+    ids = cast("Collection[int]", values)
+    return not ids or (min(ids) >= 0 and max(ids) <= MAX_TOKENS)
+
+
+def _are_addends(values: Collection[object]) -> bool:
+    """Whether all are numbers from -MAX_BIAS to MAX_BIAS."""
+    if not set(map(type, values)) <= {int, float}:
+        return False
+
+    return all(-MAX_BIAS <= addend <= MAX_BIAS for addend in cast("Collection[float]", values))

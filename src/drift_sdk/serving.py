@@ -80,7 +80,8 @@ class Serving(ABC):
         """Submit a prompt and return its stream at once. Must be called from a coroutine: the stream belongs
         to the running event loop (RuntimeError if there is none).
 
-        prompt:     a text, or token ids of the model, at least one.
+        prompt:     a text, or token ids of the model, at least one: a sequence, or a one-dimensional array
+                    of integers of numpy, torch or a library like them.
         params:     None = the model's own defaults, `default_params`.
         request_id: names the request in its completion, in the log and for `cancel`: 1 to 128 printable
                     characters, not those of another live request, nor "req-" and a number, the names
@@ -123,8 +124,9 @@ class Serving(ABC):
         params, request_id, options: as of `generate`.
 
         Messages, tools and template_args are copied at the call and must be plain data (mappings, sequences
-        and scalars). Raises what `generate` raises. The stream raises RequestError if the model has no
-        template or the template rejects the messages."""
+        and scalars), each of at most 100,000 items over all levels, and 500 levels. Raises what `generate`
+        raises. The stream raises RequestError if the model has no template or the template rejects the
+        messages."""
         prompt = as_chat_prompt(
             messages, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
         )
@@ -157,6 +159,7 @@ class Serving(ABC):
         first token, and find the prompt in the prefix cache, but for the tokens after the last full block.
 
         Raises what `generate` raises."""
+        n = plain_scalar(n)
         check_int(RequestError, "n", n, ge=1, le=MAX_SAMPLES)
         any_prompt = as_any_prompt(
             prompt, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
@@ -298,6 +301,7 @@ class Serving(ABC):
         options: SamplingOptions,
     ) -> JobMap:
         """The state of a call of `map`. RequestError for a wrong argument."""
+        max_concurrent = plain_scalar(max_concurrent)
         check_int(RequestError, "max_concurrent", max_concurrent, ge=1)
         check_bool(RequestError, "ordered", ordered)
         check_choice(RequestError, "errors", errors, ("raise", "yield"))

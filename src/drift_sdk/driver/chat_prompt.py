@@ -161,15 +161,12 @@ def as_chat_prompt(
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
 
-    is_named = isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
-    if template_args is not None and not is_named:
-        raise RequestError.of("template_args", template_args, "a mapping of names to values")
-
+    check_named(template_args)
     check_bool(RequestError, "continue_final", continue_final)
     check_contents(messages)
     prompt = ChatPrompt(
         messages=to_plain("messages", messages),
-        tools=to_plain("tools", tools, is_json=True),
+        tools=to_plain("tools", tools),
         template_args=to_plain("template_args", template_args),
         tool_choice=plain_scalar(tool_choice),
         continue_final=continue_final,
@@ -177,6 +174,17 @@ def as_chat_prompt(
     check_tools(prompt.tools)
     check_tool_choice(prompt)
     return prompt
+
+
+def check_named(template_args: object) -> None:
+    """RequestError for what is no mapping of names."""
+    if template_args is None:
+        return
+
+    is_mapping = isinstance(template_args, Mapping)
+    # With more they are no plain data.
+    if not is_mapping or not all(isinstance(name, str) for name in islice(template_args, MAX_ITEMS)):
+        raise RequestError.of("template_args", template_args, "a mapping of names to values")
 
 
 def check_contents(messages: Sequence[Mapping[str, Any]]) -> None:

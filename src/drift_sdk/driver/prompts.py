@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from drift_sdk._validation import plain_scalar
+from drift_sdk._plain_data import ids_of_array
+from drift_sdk._validation import plain_int, plain_scalar
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ __all__ = [
     "encode",
 ]
 
-MAX_PROMPT_TOKENS = 2**24
+MAX_PROMPT_TOKENS = 2**22
 """More than any model's context. A prompt is copied at the call, before the model's own limit is checked."""
 MAX_COUNTED_CHARS = 2**22
 """Most characters of a text whose tokens are counted: tokenising takes about 200 bytes of memory for each."""
@@ -141,6 +141,7 @@ class SharedPrompt:
 def as_prompt(prompt: str | Sequence[int]) -> Prompt:
     """The prompt as a value. RequestError for what is neither a text nor a sequence of ids."""
     allowed = "a string or a sequence of token ids"
+    prompt = ids_of_array("prompt", prompt, MAX_PROMPT_TOKENS)
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
         raise RequestError.of("prompt", prompt, allowed)
 
@@ -152,7 +153,7 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
         raise too_many_ids(num_ids)
 
     # One more than there may be: a sequence may be longer than it says, or have no end.
-    ids = tuple(islice(prompt, MAX_PROMPT_TOKENS + 1))
+    ids = tuple(prompt) if type(prompt) in (list, tuple) else tuple(islice(prompt, MAX_PROMPT_TOKENS + 1))
     if ids and isinstance(ids[0], Mapping):
         raise RequestError.of("prompt", prompt, f"{allowed}; chat() and Job(messages=...) take messages")
 
@@ -165,18 +166,6 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
     if not set(map(type, ids)) <= {int}:
         ids = tuple(map(plain_int, ids))
     return TokenPrompt(ids)
-
-
-def plain_int(value: object) -> Any:
-    """The int that a value is, of any class but bool: an IntEnum or an integer of numpy, say. Other values as
-    they are."""
-    if isinstance(value, bool):
-        return value
-
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ raises TypeError
-    except Exception:  # it may run any code
-        return value
 
 
 def length_of(sequence: Sequence[object]) -> int:
