@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import anyio
 import pytest
@@ -23,6 +24,7 @@ from drift_sdk import (
 )
 from drift_sdk.driver import text_worker
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, TextPrompt
+from drift_sdk.driver.text_worker import TextWorker
 from drift_sdk.testing import ScriptedEngine, scripted_engine
 
 
@@ -264,6 +266,73 @@ def test_any_exception_on_a_text_thread_fails_only_its_request(
                 assert caught.value.__cause__ is failure
             assert (await engine.generate("good")).text == "ok"
             assert engine.stats().num_failed == 5
+
+    run("asyncio", main)
+
+
+class FailingOnce:
+    """Makes a method of the worker raise MemoryError: at its first call on a text thread, or at all of them
+    while `is_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, *, always: bool = False) -> None:
+        self.num_failed = 0
+        self.is_on = True
+        original = getattr(TextWorker, method)
+
+        def failing(worker: TextWorker, *arguments: object) -> object:
+            if self.is_on and threading.current_thread().name == "drift-text":
+                self.is_on = always
+                self.num_failed += 1
+                raise MemoryError
+            return original(worker, *arguments)
+
+        monkeypatch.setattr(TextWorker, method, failing)
+
+
+FAILURES = ["_abandon_overdue", "_first_with_place", "_keep_one_idle", "_answer", "_next_job"]
+
+
+@pytest.mark.parametrize("method", FAILURES)
+def test_a_text_thread_that_fails_outside_of_a_job_is_replaced(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its job fails, or the next one; no request hangs, neither then nor later."""
+
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            failing = FailingOnce(monkeypatch, method)
+            with anyio.fail_after(120):
+                with suppress(DriftError):  # the thread may have failed before there was a job
+                    await engine.generate("hi")
+                await until(lambda: failing.num_failed == 1)
+                for _ in range(text_worker.NUM_PARALLEL + 1):
+                    assert (await engine.generate("hi")).text == "ok"
+                    assert await engine.count_tokens("hi") == 2
+            assert engine.is_open
+        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == [
+            "a text thread failed"
+        ]
+
+    run("asyncio", main)
+
+
+@pytest.mark.parametrize("method", ["_abandon_overdue", "_first_with_place", "_next_job"])
+def test_text_threads_that_always_fail_leave_no_request_waiting(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with scripted_engine("ok") as engine:
+            failing = FailingOnce(monkeypatch, method, always=True)
+            with anyio.fail_after(120):
+                streams = [engine.generate("hi") for _ in range(5)]
+                for stream in streams:
+                    with pytest.raises(DriftError):
+                        await stream
+                with pytest.raises(DriftError):
+                    await engine.count_tokens("hi")
+                failing.is_on = False
+                assert (await engine.generate("hi")).text == "ok"
+            assert not engine._driver._text_worker._waiting
 
     run("asyncio", main)
 

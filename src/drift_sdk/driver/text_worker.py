@@ -91,6 +91,9 @@ class TextWorker:
     If no thread can be started, the existing threads do the jobs, and overdue jobs are answered when one of
     these is idle. If there is no thread, the request fails with a RequestError.
 
+    A thread that fails outside of the work of a job, for want of memory say, ends: the job that it had, or the
+    next one that waits, fails with a DriftError, and another thread takes its place.
+
     `prepare`, `advance`, `count_tokens` and `abandon` may be called from any thread.
     """
 
@@ -100,8 +103,7 @@ class TextWorker:
         self._waiting: deque[TextJob] = deque()
         self._in_progress: list[TextJob] = []
         self._abandoned: list[TextJob] = []
-        self._threads: set[threading.Thread] = set()
-        self._num_idle = 0
+        self._threads: dict[threading.Thread, TextJob | None] = {}  # and what each does; None = it is idle
         self._is_closed = False
 
     def prepare(self, request: Request, model_text: ModelText) -> None:
@@ -188,45 +190,77 @@ class TextWorker:
 
     def _keep_one_idle(self) -> bool:
         """Start a thread if none is idle; False if the process cannot start one."""
-        if not self._num_idle:
-            thread = threading.Thread(target=self._run, name="drift-text", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                return False
+        if None in self._threads.values():
+            return True
 
-            self._threads.add(thread)
-            self._num_idle += 1
+        thread = threading.Thread(target=self._run, name="drift-text", daemon=True)
+        self._threads[thread] = None
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            del self._threads[thread]
+            return False
 
         return True
 
     def _run(self) -> None:
-        """A thread's function. The thread begins idle and does one job after another."""
-        while (job := self._next_job()) is not None:
+        """A thread's function."""
+        failure: BaseException | None = None
+        try:
+            self._work(threading.current_thread())
+        except BaseException as error:
+            failure = error
+        finally:
+            with self._changed:
+                self._leave(threading.current_thread(), failure)
+        if failure is not None:
+            log.error("a text thread failed", exc_info=failure)
+
+    def _work(self, thread: threading.Thread) -> None:
+        """Do one job after another, from idleness on, until the worker is closed or a job was abandoned."""
+        while (job := self._next_job(thread)) is not None:
             error = None if job.client.is_done else attempt(job)
             with self._changed:
                 self._answer(job, error)
                 if job in self._abandoned:
-                    self._abandoned.remove(job)
-                    self._changed.notify()
-                    break
+                    return
 
                 self._in_progress.remove(job)
-                self._num_idle += 1
+                self._threads[thread] = None
 
-        with self._changed:
-            self._threads.discard(threading.current_thread())
+    def _leave(self, thread: threading.Thread, failure: BaseException | None) -> None:
+        """Called when a thread ends. If it has failed, so does its job, or the next one: were none to fail,
+        threads that always fail would replace each other without end."""
+        job = self._threads.pop(thread)
+        if failure is not None and job is None and self._waiting:
+            job = self._waiting[0]
+        for jobs in (self._waiting, self._in_progress, self._abandoned):
+            if job in jobs:
+                jobs.remove(job)
+        self._changed.notify()  # an abandoned job may have ended, and another may be abandoned
+        if failure is None:
+            return
 
-    def _next_job(self) -> TextJob | None:
+        needs_thread = bool(self._waiting or self._in_progress)
+        stranded: list[TextJob] = []
+        if needs_thread and not self._keep_one_idle() and not self._in_progress:
+            stranded = list(self._waiting)
+            self._waiting.clear()
+        if job is not None:
+            self._answer(job, failed(job, failure))
+        for job in stranded:
+            self._answer(job, out_of_threads(job.client.text_field))
+
+    def _next_job(self, thread: threading.Thread) -> TextJob | None:
         """Block until there is a job that may begin; None when the worker is closed."""
         with self._changed:
             while not self._is_closed:
                 self._abandon_overdue()
                 if (job := self._first_with_place()) is not None:
+                    self._threads[thread] = job
                     self._waiting.remove(job)
                     job.deadline = time.monotonic() + JOB_TIMEOUT_S
                     self._in_progress.append(job)
-                    self._num_idle -= 1
                     self._keep_one_idle()
                     return job
 
@@ -236,7 +270,6 @@ class TextWorker:
                 left = min(deadlines) - time.monotonic() if deadlines else JOB_TIMEOUT_S
                 self._changed.wait(min(left, JOB_TIMEOUT_S))
 
-            self._num_idle -= 1
             return None
 
     def _first_with_place(self) -> TextJob | None:
@@ -281,11 +314,16 @@ def attempt(job: TextJob) -> DriftError | None:
     except DriftError as error:
         return error
     except BaseException as cause:  # such as SystemExit and pyo3's PanicException: the thread goes on
-        failure = DriftError(f"request {job.client.request_id} could not be prepared: {error_repr(cause)}")
-        failure.__cause__ = cause
-        return failure
+        return failed(job, cause)
 
     return None
+
+
+def failed(job: TextJob, cause: BaseException) -> DriftError:
+    """The error for a request whose job, or the thread of it, has failed in an unexpected way."""
+    failure = DriftError(f"request {job.client.request_id} could not be prepared: {error_repr(cause)}")
+    failure.__cause__ = cause
+    return failure
 
 
 def overdue(field: str) -> RequestError:
