@@ -72,7 +72,9 @@ class SyncEngine:
             self._loop, self._lock = None, threading.Lock()
         try:
             with self._lock:
-                loop = self._loop or self._open_loop()
+                loop = self._loop if self._loop is not None else self._open_loop()
+                if loop.has_failed:
+                    loop = self._open_loop()
             loop.call(self._engine.start)
         except BaseException:
             self.close()
@@ -85,6 +87,9 @@ class SyncEngine:
         if loop is None or loop.is_from_parent:
             return
 
+        if loop.has_failed:
+            with self._lock:
+                loop = self._open_loop()
         try:
             loop.call(self._engine.aclose, drain)
         except EngineClosed:  # another thread has closed it
@@ -279,7 +284,8 @@ class SyncEngine:
     @property
     def is_open(self) -> bool:
         """Whether requests are admitted."""
-        return self._engine.is_open
+        loop = self._loop
+        return self._engine.is_open and loop is not None and not loop.has_failed
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -146,6 +146,31 @@ def test_error_of_a_call_is_raised_and_the_loop_goes_on(thread: LoopThread, erro
     assert not thread._calls
 
 
+def test_failure_of_the_loop_itself_ends_its_calls(caplog: pytest.LogCaptureFixture) -> None:
+    thread = LoopThread("failing")
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(thread.call, anyio.sleep_forever) for _ in range(2)]
+        while len(thread._tasks) < 2:
+            time.sleep(0.001)
+        failure = SystemExit(3)
+        thread.post(lambda: raising(failure))
+        for call in calls:
+            with pytest.raises(EngineClosed):
+                call.result(WAIT_S)
+    thread._thread.join(WAIT_S)
+    assert thread.has_failed
+    with pytest.raises(EngineClosed) as caught:
+        thread.call(nothing)
+    assert caught.value.__cause__ is failure
+    (record,) = [record for record in caplog.records if record.name == "drift_sdk"]
+    assert record.getMessage() == "an event loop of the engine failed"
+    thread.stop()
+
+
+def raising(error: BaseException) -> None:
+    raise error
+
+
 def test_calls_from_trio_run_on_asyncio(thread: LoopThread) -> None:
     async def sleep() -> bool:
         await anyio.lowlevel.checkpoint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from typing import Any
@@ -22,6 +23,7 @@ from drift_sdk import (
     SyncEngine,
 )
 from drift_sdk.driver import event_sender
+from drift_sdk.driver.event_sender import EventSender
 from drift_sdk.events import (
     EngineFailed,
     EngineStarted,
@@ -200,6 +202,30 @@ def test_function_that_raises_is_called_on_and_logged_once(caplog: pytest.LogCap
     (record,) = caplog.records
     assert "on_event raised an exception" in record.message
     assert record.exc_info is not None and "a fault of the host" in str(record.exc_info[1])
+
+
+def test_events_are_sent_after_a_failure_of_their_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Waiting(queue.SimpleQueue[Any]):
+        """Has no memory for the first event that is taken."""
+
+        has_failed = False
+
+        def get(self, *arguments: Any, **options: Any) -> Any:
+            if not self.has_failed:
+                self.has_failed = True
+                raise MemoryError
+            return super().get(*arguments, **options)
+
+    found: list[Any] = []
+    sender = EventSender(found.append)
+    sender._waiting = Waiting()
+    sender.open()
+    sender.stopped()
+    sender.close()
+    assert [type(event) for event in found] == [EngineStopped]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
 def test_events_that_nobody_takes_are_bounded(

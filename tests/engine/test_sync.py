@@ -282,6 +282,21 @@ def test_closing_ends_waits_of_other_threads() -> None:
                 wait.result(timeout=WAIT_S)
 
 
+def test_engine_whose_event_loop_has_failed_can_be_closed_and_started() -> None:
+    for reopen in (SyncEngine.start, SyncEngine.close):
+        with sync_engine() as engine:
+            loop = engine._loop
+            loop.post(sys.exit)
+            loop._thread.join(WAIT_S)
+            assert not engine.is_open
+            with pytest.raises(EngineClosed):
+                engine.generate("x")
+            reopen(engine)
+            engine.start()
+            assert engine.is_open and engine.generate("x").result().text == TEXT
+        assert not engine.is_open and not engine._engine.is_open
+
+
 def test_failed_start_leaves_no_thread() -> None:
     def missing(report, limits=None) -> LoadedModel:
         raise ModelLoadError("no such model")

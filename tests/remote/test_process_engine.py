@@ -264,6 +264,16 @@ def test_child_ends_if_its_parent_has_ended_before_its_program_began() -> None:
         )
 
 
+def test_a_loop_that_has_failed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_loops, "_shared", {})
+    failed = calls_loops.calls_loop()
+    failed.post(sys.exit)
+    failed._thread.join(WAIT_S)
+    loop = calls_loops.calls_loop()
+    assert loop is not failed and calls_loops.calls_loop() is loop
+    loop.stop()
+
+
 def test_forked_child_gets_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread of the parent may have held the lock when it forked."""
     ours = calls_loops.calls_loop()

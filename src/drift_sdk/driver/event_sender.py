@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from drift_sdk.driver.startup_progress import is_coroutine_function
 from drift_sdk.errors import ConfigError
@@ -137,13 +138,19 @@ class EventSender:
 
     def _run(self) -> None:
         assert self._on_event is not None
-        while (event := self._waiting.get()) is not None:
+        while True:
             try:
+                if (event := self._waiting.get()) is None:
+                    return
+
                 self._on_event(event)
-            except BaseException:
+            except (
+                BaseException
+            ) as error:  # also of this loop itself, for want of memory: later events are sent
                 if not self._has_failed:
                     self._has_failed = True
-                    log.exception("on_event raised an exception; further ones are not logged")
+                    with suppress(Exception):
+                        log.error("on_event raised an exception; further ones are not logged", exc_info=error)
 
 
 NO_EVENTS = EventSender(None)

@@ -38,6 +38,7 @@ class LoopThread:
         self._num_forks = num_forks()
         self._lock = threading.Lock()
         self._is_over = False
+        self._failure: BaseException | None = None
         self._calls: set[Future[Any]] = set()  # those that have not ended
         self._tasks: set[asyncio.Task[None]] = set()  # of calls; used on the loop only
         self._stopped = asyncio.Event()  # used on the loop only
@@ -54,6 +55,11 @@ class LoopThread:
     def is_from_parent(self) -> bool:
         """Whether it was made by a process that this one is a fork of: its thread does not exist here."""
         return self._num_forks != num_forks()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the loop has ended by an exception: its calls have ended with EngineClosed."""
+        return self._failure is not None
 
     def call(self, function: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT:
         """Run a coroutine function on the loop and wait for its result; EngineClosed if the loop has been
@@ -112,23 +118,25 @@ class LoopThread:
         try:
             asyncio.run(main())
         except BaseException as error:
-            if started.done():
-                raise
-
-            started.set_exception(error)
+            self._failure = error
         finally:
             with self._lock:
                 self._is_over = True
                 calls, self._calls = self._calls, set()
             for future in calls:  # posted when the loop was ending
-                end_call(future, closed())
+                end_call(future, self._closed())
+        if self._failure is not None:
+            if started.done():
+                log.error("an event loop of the engine failed", exc_info=self._failure)
+            else:
+                started.set_exception(self._failure)
 
     def _post_call(
         self, future: Future[Any], function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]
     ) -> None:
         with self._lock:
             if self._is_over:
-                raise closed()
+                raise self._closed()
 
             self._calls.add(future)
         with suppress(LoopClosed):  # the thread is ending, and ends the call
@@ -139,7 +147,7 @@ class LoopThread:
     ) -> None:
         """Begin a call, in a task; called on the loop."""
         if self._stopped.is_set():
-            self._end(future, closed())
+            self._end(future, self._closed())
             return
 
         # Not in the caller's context, which may name another kind of event loop as the one that is running.
@@ -160,8 +168,12 @@ class LoopThread:
                 future.add_done_callback(lambda done: self.post(scope.cancel) if done.cancelled() else None)
                 result = await function(*arguments)
         except anyio.get_cancelled_exc_class():
-            future.cancel()
-            self._end(future, None)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() and not future.cancelled():  # by a loop that has failed
+                self._end(future, self._closed())
+            else:
+                future.cancel()
+                self._end(future, None)
             raise
         except BaseException as error:
             self._end(future, error)
@@ -172,6 +184,12 @@ class LoopThread:
         with self._lock:
             self._calls.discard(future)
         end_call(future, error, result)
+
+    def _closed(self) -> EngineClosed:
+        """The error of a call that the loop does not end."""
+        error = closed()
+        error.__cause__ = self._failure
+        return error
 
     def _end_soon(self) -> None:
         self.post(self._stopped.set)

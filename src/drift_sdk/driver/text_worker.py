@@ -91,8 +91,8 @@ class TextWorker:
     If no thread can be started, the existing threads do the jobs, and overdue jobs are answered when one of
     these is idle. If there is no thread, the request fails with a RequestError.
 
-    A thread that fails outside of the work of a job, for want of memory say, ends: the job that it had, or the
-    next one that waits, fails with a DriftError, and another thread takes its place.
+    A thread that fails outside of the work of a job, for want of memory say, ends: the job that it had, or
+    the next one that waits, fails with a DriftError, and another thread takes its place.
 
     `prepare`, `advance`, `count_tokens` and `abandon` may be called from any thread.
     """

@@ -23,9 +23,9 @@ _shared: dict[int, Shared] = {}
 
 
 def calls_loop() -> LoopThread:
-    """The loop. In a forked child it is a new one."""
+    """The loop. In a forked child it is a new one, and after it has failed."""
     shared = _shared.setdefault(num_forks(), Shared())
     with shared.lock:
-        if shared.loop is None:
+        if shared.loop is None or shared.loop.has_failed:
             shared.loop = LoopThread("remote-calls")
         return shared.loop
