@@ -77,8 +77,8 @@ class Serving(ABC):
         request_id: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> TokenStream:
-        """Submit a prompt and return its stream at once. Must be called from a coroutine: the stream belongs
-        to the running event loop (RuntimeError if there is none).
+        """Submit a prompt and return its stream at once. Must be called on an event loop, in a coroutine or
+        in a callback: the stream belongs to the running event loop (RuntimeError if there is none).
 
         prompt:     a text, or token ids of the model, at least one: a sequence, or a one-dimensional array
                     of integers of numpy, torch or a library like them.

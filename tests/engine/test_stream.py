@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import itertools
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import Context
+from typing import Any
 
 import anyio
 import pytest
@@ -26,6 +29,7 @@ from drift_sdk import (
     SamplingParams,
     TokenStream,
 )
+from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.request import ModelText, Request
 from drift_sdk.stream import updates_of
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
@@ -497,6 +501,32 @@ def test_chat_rejects_arguments_that_are_not_plain_data() -> None:
             assert (await engine.chat([message])).text == "fine"
 
     run("asyncio", main)
+
+
+@on_every_loop
+def test_requests_may_be_submitted_in_a_callback_of_the_loop(loop: str) -> None:
+    """A callback belongs to no task."""
+
+    async def main() -> None:
+        async with scripted_engine("fine") as engine:
+            found: list[Any] = []
+            poster = LoopPoster.current()
+
+            def submit() -> None:
+                found.append(engine.generate("a"))
+                found.append(engine.chat([{"role": "user", "content": "a"}]))
+                found.extend(engine.samples("a", 2))
+
+            if loop == "trio":
+                poster.post(submit)
+            else:
+                # The context of a thread without a loop, as that of a protocol may be.
+                Context().run(asyncio.get_running_loop().call_later, 0, submit)
+            await until(lambda: len(found) == 4)
+            for stream in found:
+                assert (await stream).text == "fine"
+
+    run(loop, main)
 
 
 class Content(bytes):

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 
 import pytest
 from interrupts import one_interrupt
-from loops import WAIT_S, run
+from loops import WAIT_S, on_every_loop, run
+from loops import until as until_on_loop
 
 from drift_sdk import (
     EngineClosed,
@@ -28,6 +30,7 @@ from drift_sdk import (
     SyncEngine,
 )
 from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.progress import Progress
 from drift_sdk.sync_stream import SyncStream
 from drift_sdk.testing import NextToken, ScriptedModel
@@ -280,6 +283,29 @@ def test_closing_ends_waits_of_other_threads() -> None:
         for wait in (*waits, mapped):
             with pytest.raises(EngineClosed):
                 wait.result(timeout=WAIT_S)
+
+
+@on_every_loop
+def test_callbacks_of_an_event_loop_are_not_blocked(engine: SyncEngine, loop: str) -> None:
+    stream = engine.generate("x", max_tokens=1)
+
+    async def main() -> None:
+        errors: list[Exception] = []
+
+        def block() -> None:
+            for call in (engine.start, engine.close, stream.result, partial(engine.generate, "x")):
+                try:
+                    call()
+                except Exception as error:
+                    errors.append(error)
+
+        LoopPoster.current().post(block)
+        await until_on_loop(lambda: len(errors) == 4)
+        assert {type(error) for error in errors} == {RuntimeError}
+        assert all("would block the event loop" in str(error) for error in errors)
+
+    run(loop, main)
+    assert engine.is_open
 
 
 def test_engine_whose_event_loop_has_failed_can_be_closed_and_started() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,21 +31,24 @@ class LoopPoster:
 
     @classmethod
     def current(cls) -> LoopPoster:
-        """A poster to the running loop; RuntimeError outside an event loop."""
-        try:
-            return cls(current_token().native_token)
-        except (anyio.NoEventLoopError, RuntimeError):
-            raise RuntimeError("call this from a coroutine: no event loop is running here") from None
+        """A poster to the loop that runs in this thread; RuntimeError if there is none."""
+        loop = running_loop()
+        if loop is None:
+            raise RuntimeError(
+                "no event loop is running here: call this from a coroutine, or from a callback of a loop"
+            )
+
+        return cls(loop)
 
     @property
     def is_current(self) -> bool:
         """Whether the caller runs on this loop. Cheap on asyncio: it is asked for every chunk."""
-        try:
-            if self._is_asyncio:
-                return asyncio.get_running_loop() is self.loop
+        if not self._is_asyncio:
+            return running_loop() is self.loop
 
-            return current_token().native_token is self.loop
-        except (anyio.NoEventLoopError, RuntimeError):
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
             return False
 
     def event(self) -> asyncio.Event | anyio.Event:
@@ -62,6 +66,21 @@ class LoopPoster:
     def post_here(self, function: Callable[..., object], *args: object) -> None:
         """The same on the loop's own thread, which need not be woken up."""
         self._post_here(function, *args)
+
+
+def running_loop() -> Any:
+    """The event loop that runs in this thread, of asyncio or uvloop, or a trio token; None without one."""
+    try:
+        return current_token().native_token
+    except (anyio.NoEventLoopError, RuntimeError):
+        pass  # anyio finds the loop of a task, and not that of a callback, or of a line in asyncio's REPL
+
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        trio: Any = sys.modules.get("trio")
+        is_running = trio is not None and trio.lowlevel.in_trio_run()
+        return trio.lowlevel.current_trio_token() if is_running else None
 
 
 class Latch:
