@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import drift_sdk
 from drift_sdk import (
     Chain,
     ConfigError,
@@ -20,16 +24,20 @@ from drift_sdk import (
     DynamicTree,
     Engine,
     EngineConfig,
+    Job,
     JsonSchema,
     Lark,
     NGram,
     PartialVerification,
+    ProcessEngine,
     Regex,
     RequestError,
     Routing,
     SamplingParams,
     Speculation,
+    SyncEngine,
 )
+from drift_sdk._other_names import OTHER_NAMES
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -475,7 +483,7 @@ def test_from_dict_names_an_unknown_field(name: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("Stop", "stop"), ("n", None), ("", None)],
+    [("temprature", "temperature"), ("max_token", "max_tokens"), ("Stop", "stop"), ("x", None), ("", None)],
 )
 def test_unknown_field_names_the_nearest_one(name: str, nearest: str | None) -> None:
     hint = f" (did you mean {nearest}?)" if nearest is not None else ""
@@ -489,6 +497,72 @@ def test_unknown_field_names_the_nearest_one(name: str, nearest: str | None) -> 
             f"{name}=0.5: unknown field{hint}, expected one of allowed_token_ids,"
         )
         assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "name", "said"),
+    [
+        (
+            EngineConfig,
+            ConfigError,
+            "max_num_seq",
+            r"unknown field \(did you mean max_num_seqs\?\), expected one",
+        ),
+        (EngineConfig, ConfigError, "gpu_memory_utilization", r"\(here: EngineConfig\.gpu_memory_fraction, "),
+        (EngineConfig, ConfigError, "max_num_batched_tokens", r"\(here: EngineConfig\.prefill_token_budget"),
+        (EngineConfig, ConfigError, "kv_cache_dtype", r"\(here: EngineConfig\.kv_dtype\)"),
+        (EngineConfig, ConfigError, "tensor_parallel_size", r"\(here: EngineConfig\.tensor_parallel\)"),
+        (EngineConfig, ConfigError, "enforce_eager", r"\(here: EngineConfig\.executor"),
+        (SamplingParams, RequestError, "n", r"\(here: samples\(prompt, n\)"),
+        (SamplingParams, RequestError, "best_of", r"\(here: samples\(prompt, n\)"),
+        (SamplingParams, RequestError, "max_new_tokens", r"\(here: SamplingParams\.max_tokens\)"),
+        (SamplingParams, RequestError, "guided_json", r"\(here: SamplingParams\.grammar, a JsonSchema"),
+        (SamplingParams, RequestError, "temprature", r"\(did you mean temperature\?\)"),
+        (partial(Speculation, draft="x"), ConfigError, "ngram", r"\(did you mean ngrams\?\)"),
+        (Chain, ConfigError, "num_draft_token", r"\(did you mean num_draft_tokens\?\)"),
+        (PartialVerification, ConfigError, "sinks", "expected one of refresh_tokens, "),
+        (Routing, ConfigError, "unknown", "unknown field, expected one of"),
+        (partial(Job, key=1, prompt="a"), RequestError, "param", r"\(did you mean params\?\)"),
+        (
+            partial(Engine, "m"),
+            ConfigError,
+            "max_model_len",
+            r"unknown argument \(here: EngineConfig\.max_model_len\)",
+        ),
+        (partial(Engine, "m"), ConfigError, "conf", r"\(did you mean config\?\), expected one of config, "),
+        (
+            partial(SyncEngine, "m"),
+            ConfigError,
+            "gpu_memory_utilization",
+            r"\(here: EngineConfig\.gpu_memory",
+        ),
+        (partial(ProcessEngine, "m"), ConfigError, "dtype", r"\(here: EngineConfig\.dtype\)"),
+    ],
+)
+def test_unknown_keyword_is_named_with_what_is_written_here(
+    make: Any, error: type[Exception], name: str, said: str
+) -> None:
+    with pytest.raises(error, match=f"^{name}=5: .*{said}") as caught:
+        make(**{name: 5})
+    assert (caught.value.field, caught.value.value) == (name, 5)
+    assert isinstance(caught.value, TypeError)  # which Python raises for it
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert str(copied) == str(caught.value)
+
+
+def test_names_of_other_libraries_are_no_fields_and_what_they_name_exists() -> None:
+    for name, here in OTHER_NAMES.items():
+        assert name not in EngineConfig.__struct_fields__ and name not in SamplingParams.__struct_fields__
+        for struct, field in re.findall(r"(EngineConfig|SamplingParams)\.(\w+)", here):
+            assert field in getattr(drift_sdk, struct).__struct_fields__
+
+
+def test_signatures_of_constructors_are_kept() -> None:
+    assert list(inspect.signature(EngineConfig).parameters) == list(EngineConfig.__struct_fields__)
+    assert list(inspect.signature(Engine).parameters)[:2] == ["model", "config"]
+    assert not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(Engine).parameters.values()
+    )
 
 
 def test_replace_checks_what_it_changes() -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from msgspec import Struct
 
+from drift_sdk._other_names import OTHER_NAMES
 from drift_sdk.errors import FieldError, short_repr
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "plain_int",
     "plain_scalar",
     "replace_fields",
+    "unknown_name",
 ]
 
 MAX_NAME_CHARS = 64
@@ -113,16 +115,28 @@ def check_field_names(error: ErrorType, struct: type[Struct], values: Mapping[An
     known = set(struct.__struct_fields__)
     for number, name in enumerate(values):
         if name not in known or number == len(known):
-            raise unknown_field(error, name, values[name], known)
+            raise unknown_name(error, name, values[name], known)
 
 
-def unknown_field(error: ErrorType, name: Any, value: object, known: Iterable[str]) -> FieldError:
-    """The error for a value of a field that there is not."""
+def unknown_name(
+    error: ErrorType,
+    name: Any,
+    value: object,
+    known: Iterable[str],
+    *,
+    kind: str = "field",
+    here: str | None = None,
+) -> FieldError:
+    """The error for a value of a field, or another kind of name, that there is not. here: what is written in
+    place of it; None = as OTHER_NAMES says, or nothing."""
     allowed = ", ".join(sorted(known))
     is_short = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and name.isprintable()
-    shown = str(name) if is_short else short_repr(name)
-    hint = nearest_name(str(name), known) if is_short else ""
-    message = f"{shown}={short_repr(value)}: unknown field{hint}, expected one of {allowed}"
+    shown = name if is_short else short_repr(name)
+    hint = ""
+    if is_short:
+        here = here or OTHER_NAMES.get(name)
+        hint = f" (here: {here})" if here is not None else nearest_name(name, known)
+    message = f"{shown}={short_repr(value)}: unknown {kind}{hint}, expected one of {allowed}"
     return error(message, field=name, value=value, allowed=allowed)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from msgspec import Struct
 
 from drift_sdk._environment import read_environment
+from drift_sdk._keywords import ConfigFields
 from drift_sdk._validation import (
     check_bool,
     check_choice,
@@ -81,7 +82,7 @@ class EngineOptions(TypedDict, total=False):
     speculation: Speculation | None
 
 
-class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=ConfigFields):
     """Settings of an engine. The fields are checked when it is made: a wrong value raises `ConfigError`,
     which names field, value and range.
 

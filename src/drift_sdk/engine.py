@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from drift_sdk._display import html_table, model_name, state_repr
+from drift_sdk._keywords import with_config
 from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
@@ -57,6 +58,7 @@ class Engine(BaseEngine):
     torch is imported, and on a GPU has worker processes compile kernels.
     """
 
+    @with_config(EngineConfig)
     def __init__(
         self,
         model: str | Path,

@@ -20,6 +20,7 @@ from typing import Any
 
 __all__ = [
     "ConfigError",
+    "ConfigKeywordError",
     "DriftError",
     "EngineClosed",
     "ExecutorError",
@@ -28,6 +29,7 @@ __all__ = [
     "QueueFull",
     "ReplicaFailed",
     "RequestError",
+    "RequestKeywordError",
     "error_repr",
     "short_repr",
 ]
@@ -129,12 +131,20 @@ class ConfigError(FieldError):
     serve."""
 
 
+class ConfigKeywordError(ConfigError, TypeError):
+    """A `ConfigError` for a keyword argument that there is not, which Python calls a TypeError."""
+
+
 class ModelLoadError(DriftError):
     """A model's files cannot be loaded; the message names file, tensor, found and expected shape."""
 
 
 class RequestError(FieldError):
     """A request has a wrong prompt, wrong messages or wrong parameters; other requests are not affected."""
+
+
+class RequestKeywordError(RequestError, TypeError):
+    """A `RequestError` for a keyword argument that there is not, which Python calls a TypeError."""
 
 
 class PromptTooLong(RequestError):

@@ -10,6 +10,7 @@ import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from msgspec import Struct
 
+from drift_sdk._keywords import RequestFields
 from drift_sdk.driver.stream_updates import Signal
 from drift_sdk.errors import (
     DriftError,
@@ -46,7 +47,7 @@ MAX_AHEAD_UNORDERED = 2
 """The same if results are yielded as they come."""
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class Job(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
     """A prompt of `Engine.map`, with a key for its result.
 
     key:      names the result; any value.

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from drift_sdk._keywords import ConfigFields
 from drift_sdk._validation import check_field_names, check_int, plain_fields
 from drift_sdk.errors import ConfigError
 
@@ -23,7 +24,7 @@ MAX_QUERY_ROWS = 64
 """Most rows of a sequence, times query heads of a group, for which a program of attention has registers."""
 
 
-class PartialVerification(Struct, frozen=True, kw_only=True):
+class PartialVerification(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """Lossy verification of drafts in long sequences over a part of their keys and values (SpecPV, arXiv
     2512.02337): the first tokens of a sequence, the last ones, and in each layer the blocks between them that
     get most attention. Tokens may differ from those without it. At intervals a round verifies over all keys

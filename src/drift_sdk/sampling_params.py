@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk._frozen_mapping import FrozenMapping
+from drift_sdk._keywords import RequestFields
 from drift_sdk._plain_data import MAX_ITEMS, first_pairs, ids_of_array
 from drift_sdk._validation import (
     check_bool,
@@ -68,7 +69,7 @@ class SamplingOptions(TypedDict, total=False):
     num_draft_tokens: int | None
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=RequestFields):
     """Settings of a request: how its tokens are chosen and when they end. The fields are checked when it is
     made: a wrong value raises `RequestError`, which names field, value and range.
 

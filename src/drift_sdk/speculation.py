@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from drift_sdk._keywords import ConfigFields
 from drift_sdk._validation import check_bool, check_choice, check_field_names, check_int, plain_fields
 from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import PartialVerification
@@ -25,7 +26,7 @@ NGRAM_NAMES = ("ngram", "n-gram", "n_gram")
 """Strings that are taken for n-gram drafts by mistake; a folder of such a name is given as a Path."""
 
 
-class Chain(Struct, frozen=True):
+class Chain(Struct, frozen=True, metaclass=ConfigFields):
     """Drafts of one token after another.
 
     num_draft_tokens: most tokens drafted in a round, 1 to 16. Where attention on a GPU has room for fewer,
@@ -48,7 +49,7 @@ class Chain(Struct, frozen=True):
         return (*shorter, self.num_draft_tokens)
 
 
-class StaticTree(Struct, frozen=True):
+class StaticTree(Struct, frozen=True, metaclass=ConfigFields):
     """Drafts in the form of a tree that is the same in every round.
 
     paths: the paths of all nodes but the root. A path lists, from the root on, the rank of each token among
@@ -92,7 +93,7 @@ class StaticTree(Struct, frozen=True):
         return (*(number for number in TREE_CHOICES if number < self.num_draft_tokens), self.num_draft_tokens)
 
 
-class DynamicTree(Struct, frozen=True, kw_only=True):
+class DynamicTree(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """Drafts in the form of a tree that each round builds from the tokens that the draft considers most
     likely (EAGLE-2, arXiv 2406.16858).
 
@@ -161,7 +162,7 @@ def make_shape(settings: Mapping[str, Any], struct: type[ShapeT]) -> ShapeT:
     return struct(**settings)
 
 
-class NGram(Struct, frozen=True, kw_only=True):
+class NGram(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """Drafts without a draft model: the newest tokens of a sequence are looked up in its prompt and output,
     and the tokens that followed their last earlier occurrence are the draft.
 
@@ -181,7 +182,7 @@ class NGram(Struct, frozen=True, kw_only=True):
         check_int(ConfigError, "max_length", self.max_length, ge=self.min_length, le=MAX_NGRAM)
 
 
-class Speculation(Struct, frozen=True, kw_only=True):
+class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """Speculative decoding: several tokens are drafted, and the model verifies them in one step. A draft is
     accepted only if it is the token that the model chooses there. On the graph executor,
     tokens are the same as without drafts, to the last bit of the logits, unless

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, overload
 
 from drift_sdk._display import html_table, state_repr
+from drift_sdk._keywords import with_config
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import starting_error
 from drift_sdk.driver.loaded_model import OpenModel
@@ -48,6 +49,7 @@ class SyncEngine:
     `with` block closes the engine.
     """
 
+    @with_config(EngineConfig)
     def __init__(
         self,
         model: str | Path,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from drift_sdk._keywords import ConfigFields
 from drift_sdk._validation import check_bool, check_float
 from drift_sdk.errors import ConfigError
 
 __all__ = ["Routing"]
 
 
-class Routing(Struct, frozen=True, kw_only=True):
+class Routing(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """Settings of an `EnginePool`. The fields are checked when it is made: a wrong value raises ConfigError.
 
     affinity: a request goes to the replica that has computed the longest beginning of its prompt, while the

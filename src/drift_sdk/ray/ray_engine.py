@@ -12,6 +12,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 import ray
+from drift_sdk._keywords import with_config
 from drift_sdk._validation import check_int, check_str
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import OpenModel
@@ -49,6 +50,7 @@ class RayEngine(RemoteEngine):
     cluster, and ModelLoadError if no node takes the actor in time.
     """
 
+    @with_config(EngineConfig)
     def __init__(
         self,
         model: str | Path,

@@ -19,6 +19,7 @@ from typing import Any
 
 import anyio
 
+from drift_sdk._keywords import with_config
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loaded_model import OpenModel
@@ -58,6 +59,7 @@ class ProcessEngine(RemoteEngine):
     standard output and error. It ignores SIGINT and SIGTERM, and ends with `aclose` and with this process.
     """
 
+    @with_config(EngineConfig)
     def __init__(
         self, model: str | Path, config: EngineConfig | None = None, *, open_model: OpenModel | None = None
     ) -> None:

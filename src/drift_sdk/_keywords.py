@@ -1,0 +1,70 @@
+"""Keyword arguments that there are not: errors that name the nearest one.
+
+Python and msgspec raise a bare TypeError for them. The errors here are a TypeError too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import msgspec
+
+from drift_sdk._validation import unknown_name
+from drift_sdk.errors import ConfigKeywordError, FieldError, RequestKeywordError
+
+__all__ = ["ConfigFields", "RequestFields", "with_config"]
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+if TYPE_CHECKING:
+    ConfigFields = RequestFields = msgspec.StructMeta  # checkers read the fields of its classes as parameters
+else:
+
+    class CheckedFields(msgspec.StructMeta):
+        """The class of Structs whose constructors check the names of their arguments."""
+
+        error: type[FieldError]
+
+        def __call__(cls, *values: Any, **fields: Any) -> Any:
+            known = cls.__struct_fields__
+            for name, value in fields.items():
+                if name not in known:
+                    raise unknown_name(type(cls).error, name, value, known)
+
+            return super().__call__(*values, **fields)
+
+    class ConfigFields(CheckedFields):
+        """The class of settings."""
+
+        error = ConfigKeywordError
+
+    class RequestFields(CheckedFields):
+        """The class of what a request is given."""
+
+        error = RequestKeywordError
+
+
+def with_config(config: type[msgspec.Struct]) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """A decorator of functions with a parameter that is a `config`: ConfigError for keyword arguments that
+    they do not have. Its message says so of those that are fields of the config."""
+    fields = config.__struct_fields__
+
+    def decorate(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*arguments: P.args, **keywords: P.kwargs) -> ResultT:
+            for name, value in keywords.items():
+                if name not in known:
+                    here = f"{config.__name__}.{name}" if name in fields else None
+                    raise unknown_name(ConfigKeywordError, name, value, known, kind="argument", here=here)
+
+            return function(*arguments, **keywords)
+
+        return checked
+
+    return decorate
