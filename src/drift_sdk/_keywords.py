@@ -20,14 +20,13 @@ __all__ = ["ConfigFields", "RequestFields", "with_config"]
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
-if TYPE_CHECKING:
-    ConfigFields = RequestFields = msgspec.StructMeta  # checkers read the fields of its classes as parameters
-else:
 
-    class CheckedFields(msgspec.StructMeta):
-        """The class of Structs whose constructors check the names of their arguments."""
+class CheckedFields(msgspec.StructMeta):
+    """The class of Structs whose constructors check the names of their arguments."""
 
-        error: type[FieldError]
+    error: type[FieldError]
+
+    if not TYPE_CHECKING:  # type checkers read the parameters of a constructor from the fields
 
         def __call__(cls, *values: Any, **fields: Any) -> Any:
             known = cls.__struct_fields__
@@ -37,15 +36,17 @@ else:
 
             return super().__call__(*values, **fields)
 
-    class ConfigFields(CheckedFields):
-        """The class of settings."""
 
-        error = ConfigKeywordError
+class ConfigFields(CheckedFields):
+    """The class of settings."""
 
-    class RequestFields(CheckedFields):
-        """The class of what a request is given."""
+    error = ConfigKeywordError
 
-        error = RequestKeywordError
+
+class RequestFields(CheckedFields):
+    """The class of what a request is given."""
+
+    error = RequestKeywordError
 
 
 def with_config(config: type[msgspec.Struct]) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:

@@ -115,7 +115,8 @@ def check_nested(value: object, *, is_json: bool = False) -> None:
     """Raise ValueError or TypeError for more than MAX_ITEMS items or MAX_DEPTH levels, and for scalars that
     are no plain data; with `is_json` also for sets, and for more than MAX_JSON_CHARS characters in strings
     and integers together."""
-    level, num_levels, num_items, num_chars = [value], 0, 0, 0
+    level: list[Any] = [value]
+    num_levels = num_items = num_chars = 0
     while level:
         inner: list[Any] = []
         for each in level:
@@ -163,7 +164,9 @@ def inside_of(value: object) -> list[Any] | dict[Any, Any] | None:
 
     # What msgspec takes besides: its own Structs, dataclasses, and classes of attrs.
     kind = type(value)
-    names = kind.__struct_fields__ if isinstance(value, Struct) else getattr(kind, "__dataclass_fields__", ())
+    names = (
+        value.__struct_fields__ if isinstance(value, Struct) else getattr(kind, "__dataclass_fields__", ())
+    )
     names = names or [attribute.name for attribute in getattr(kind, "__attrs_attrs__", ())]
     return [getattr(value, name, None) for name in names] if names else None
 

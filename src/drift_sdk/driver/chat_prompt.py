@@ -181,9 +181,8 @@ def check_named(template_args: object) -> None:
     if template_args is None:
         return
 
-    is_mapping = isinstance(template_args, Mapping)
-    # With more they are no plain data.
-    if not is_mapping or not all(isinstance(name, str) for name in islice(template_args, MAX_ITEMS)):
+    names = islice(template_args, MAX_ITEMS) if isinstance(template_args, Mapping) else (None,)
+    if not all(isinstance(name, str) for name in names):  # with more they are no plain data
         raise RequestError.of("template_args", template_args, "a mapping of names to values")
 
 
