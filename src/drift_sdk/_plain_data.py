@@ -72,7 +72,8 @@ def to_json(field: str, value: object) -> str:
 def first_items(items: Iterable[Any], most: int) -> list[Any]:
     """The items of a sequence; ValueError if there are more than `most`. What a class of the caller says
     about its length may be wrong, and it may have no end."""
-    for kind in (list, tuple, set, frozenset):
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
+    for kind in kinds:
         if isinstance(items, kind):  # a subclass may iterate in its own way
             items = kind.__iter__(items)
     found = list(islice(items, most + 1))

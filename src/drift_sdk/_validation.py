@@ -10,7 +10,7 @@ import numbers
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -99,7 +99,7 @@ def plain_int(value: object) -> Any:
         if dtype is not None and (getattr(value, "shape", ()) != () or not is_integer_dtype(dtype)):
             return value  # a tensor of bools, or with dimensions, may have an index too
 
-        return operator.index(value)  # type: ignore[call-overload]  # what has no __index__ raises TypeError
+        return operator.index(cast("SupportsIndex", value))  # what has no __index__ raises TypeError
     except Exception:  # it may run any code
         return value
 

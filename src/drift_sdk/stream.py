@@ -28,11 +28,13 @@ class TokenStream(AsyncIterator[Chunk]):
       reference to an unfinished stream is dropped, with a ResourceWarning.
 
     Unread tokens are joined into one pending chunk, so a slow reader delays neither the engine nor other
-    streams. A stream that nobody reads keeps what its completion will have: `max_tokens` bounds it, at some 170
-    bytes a token, with log-probabilities 300, and 130 more for each of the most likely tokens. The error of a failed request is raised by the next `__anext__` or `await`. A stream is read on
-    the event loop that it was made on: on another one, awaiting it and iterating over it raise RuntimeError,
-    as does iterating over it in two tasks at once. After a fork, reading an unfinished stream in the child
-    raises EngineClosed.
+    streams. A stream that nobody reads keeps what its completion will have: `max_tokens` bounds it, at some
+    170 bytes a token, with log-probabilities 300, and 130 more for each of the most likely tokens.
+
+    The error of a failed request is raised by the next `__anext__` or `await`. A stream is read on the event
+    loop that it was made on: on another one, awaiting it and iterating over it raise RuntimeError, as does
+    iterating over it in two tasks at once. After a fork, reading an unfinished stream in the child raises
+    EngineClosed.
 
     `request_id`: the name of the request in its completion and in the log.
     """

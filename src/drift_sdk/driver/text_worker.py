@@ -235,7 +235,7 @@ class TextWorker:
         if failure is not None and job is None and self._waiting:
             job = self._waiting[0]
         for jobs in (self._waiting, self._in_progress, self._abandoned):
-            if job in jobs:
+            if job is not None and job in jobs:
                 jobs.remove(job)
         self._changed.notify()  # an abandoned job may have ended, and another may be abandoned
         if failure is None:
