@@ -47,11 +47,12 @@ TEXT_TYPES = (str, *BINARY_TYPES)
 ValueT = TypeVar("ValueT")
 
 
-def to_plain(field: str, value: object) -> Any:
+def to_plain(field: str, value: object, *, is_json: bool = False) -> Any:
     """A deep copy of `value` that shares nothing mutable with it. RequestError naming `field` if it is not
-    plain data, or has more than MAX_ITEMS items, MAX_DEPTH levels, or MAX_INTEGER_BITS bits in an integer."""
+    plain data, has more than MAX_ITEMS items or MAX_DEPTH levels, or with `is_json` has integers that cannot
+    be written as JSON."""
     try:
-        check_nested(value)
+        check_nested(value, max_bits=MAX_INTEGER_BITS if is_json else None)
         return msgspec.to_builtins(value, enc_hook=to_builtin, builtin_types=BINARY_TYPES)
     except Exception as error:  # a class of the caller may run any code
         allowed = f"plain data: mappings, sequences and scalars ({error})"
@@ -62,7 +63,7 @@ def to_json(field: str, value: object) -> str:
     """`value` as JSON text. RequestError naming `field` for what `to_plain` rejects, for what JSON does not
     have, and for more than MAX_JSON_CHARS characters in strings and integers together."""
     try:
-        check_nested(value, is_json=True)
+        check_nested(value, max_bits=MAX_INTEGER_BITS, is_text=True)
         plain = msgspec.to_builtins(value, enc_hook=to_builtin, builtin_types=BINARY_TYPES + OTHER_SCALARS)
         return json.dumps(plain, ensure_ascii=False, allow_nan=False)
     except Exception as error:
@@ -112,10 +113,13 @@ def ids_of_array(field: str, value: ValueT, most: int) -> ValueT | tuple[int, ..
     return tuple(array.tolist())
 
 
-def check_nested(value: object, *, is_json: bool = False) -> None:
-    """Raise ValueError or TypeError for more than MAX_ITEMS items or MAX_DEPTH levels, and for scalars that
-    are no plain data; with `is_json` also for sets, and for more than MAX_JSON_CHARS characters in strings
-    and integers together."""
+def check_nested(value: object, *, max_bits: int | None, is_text: bool = False) -> None:
+    """Raise ValueError or TypeError for more than MAX_ITEMS items or MAX_DEPTH levels, for bytes, and for an
+    integer of more than `max_bits` bits (None = no limit).
+
+    is_text: the data is written as JSON text: the same for sets, and for more than MAX_JSON_CHARS characters
+             in strings and integers together.
+    """
     level: list[Any] = [value]
     num_levels = num_items = num_chars = 0
     while level:
@@ -125,15 +129,21 @@ def check_nested(value: object, *, is_json: bool = False) -> None:
             if kind is str:
                 num_chars += len(each)
             elif kind is int:
-                check_integer(each)
-                num_chars += each.bit_length() // 3
+                num_bits = each.bit_length()
+                num_chars += num_bits // 3
+                if max_bits is not None and num_bits > max_bits:
+                    raise ValueError(f"an integer of {num_bits} bits: expected at most {max_bits}")
             elif kind not in PLAIN_TYPES:
                 inside = each if kind is list or kind is dict else inside_of(each)
                 if inside is None:
-                    check_scalar(each)
+                    if isinstance(each, BINARY_TYPES):
+                        raise no_plain_data(each)
+
+                    if isinstance(each, int):  # of a class of the caller
+                        inner.append(int.__index__(each))
                     continue
 
-                if is_json and isinstance(each, set | frozenset):
+                if is_text and isinstance(each, set | frozenset):
                     raise no_plain_data(each)
 
                 num_items += len(inside)
@@ -148,7 +158,7 @@ def check_nested(value: object, *, is_json: bool = False) -> None:
                     inner += inside.values()
         level = inner
         num_levels += 1
-    if is_json and num_chars > MAX_JSON_CHARS:
+    if is_text and num_chars > MAX_JSON_CHARS:
         raise ValueError(f"more than {MAX_JSON_CHARS} characters")
 
 
@@ -170,20 +180,6 @@ def inside_of(value: object) -> list[Any] | dict[Any, Any] | None:
     )
     names = names or [attribute.name for attribute in getattr(kind, "__attrs_attrs__", ())]
     return [getattr(value, name, None) for name in names] if names else None
-
-
-def check_scalar(value: object) -> None:
-    """Raise TypeError for bytes, and ValueError for a long integer of a class of the caller."""
-    if isinstance(value, BINARY_TYPES):
-        raise no_plain_data(value)
-
-    if isinstance(value, int):
-        check_integer(value)
-
-
-def check_integer(value: int) -> None:
-    if value.bit_length() > MAX_INTEGER_BITS:
-        raise ValueError(f"an integer of {value.bit_length()} bits: expected at most {MAX_INTEGER_BITS}")
 
 
 def to_builtin(value: object) -> dict[Any, Any] | list[Any] | str:

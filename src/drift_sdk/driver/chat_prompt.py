@@ -166,7 +166,7 @@ def as_chat_prompt(
     check_contents(messages)
     prompt = ChatPrompt(
         messages=to_plain("messages", messages),
-        tools=to_plain("tools", tools),
+        tools=to_plain("tools", tools, is_json=True),
         template_args=to_plain("template_args", template_args),
         tool_choice=plain_scalar(tool_choice),
         continue_final=continue_final,
