@@ -557,6 +557,21 @@ def test_names_of_other_libraries_are_no_fields_and_what_they_name_exists() -> N
             assert field in getattr(drift_sdk, struct).__struct_fields__
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_removed_field_names_what_took_its_place(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = {"exact_prefill": is_exact}
+    monkeypatch.setenv("DRIFT_EXACT_PREFILL", str(is_exact))
+    ways = (
+        lambda: EngineConfig(**fields),
+        lambda: EngineConfig.from_dict(fields),
+        lambda: EngineConfig().replace(**fields),
+        EngineConfig.from_env,
+    )
+    for way in ways:
+        with pytest.raises(ConfigError, match="prompts are exact unless EngineConfig.fast_prompts"):
+            way()
+
+
 def test_signatures_of_constructors_are_kept() -> None:
     assert list(inspect.signature(EngineConfig).parameters) == list(EngineConfig.__struct_fields__)
     assert list(inspect.signature(Engine).parameters)[:2] == ["model", "config"]

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Struct
 
+from drift_sdk._other_names import OTHER_NAMES
 from drift_sdk._validation import nearest_name
 from drift_sdk.errors import FieldError, short_repr
 
@@ -36,7 +37,8 @@ def read_environment(
         if variable in fields and text:
             values[fields[variable]] = _read(error, variable, text, hints[fields[variable]])
         elif variable.startswith(prefix) and variable not in fields:
-            hint = nearest_name(variable, fields)
+            here = OTHER_NAMES.get(variable.removeprefix(prefix).lower())
+            hint = nearest_name(variable, fields) if here is None else f" (here: {here})"
             allowed = ", ".join(sorted(fields))
             message = f"{variable}={short_repr(text)}: unknown variable{hint}, expected one of {allowed}"
             raise error(message, field=variable, value=text, allowed=allowed)

@@ -1,4 +1,5 @@
-"""Names that other libraries give to what this one has under another name, or does not have, for errors."""
+"""Names that other libraries, or earlier versions of this one, give to what it has under another name or does
+not have, for errors."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ GRAMMAR = "SamplingParams.grammar, a JsonSchema, Regex or Lark"
 SAMPLES = "samples(prompt, n) gives several completions of a prompt"
 
 OTHER_NAMES = {
+    # Fields that earlier versions had.
+    "exact_prefill": "prompts are exact unless EngineConfig.fast_prompts",
     # Arguments of LLM and EngineArgs in vLLM, and of Llama in llama-cpp-python.
     "data_parallel_size": "EnginePool",
     "download_dir": "EngineConfig.cache_dir",
