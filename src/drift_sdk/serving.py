@@ -36,7 +36,7 @@ class Serving(ABC):
 
     def __init__(self) -> None:
         self._submitter = Submitter()
-        self._has_warned_of_tools = False
+        self._warnings: set[str] = set()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be copied or pickled: make one in each process")
@@ -109,11 +109,13 @@ class Serving(ABC):
         `generate` does. The answer comes in parts: text, reasoning and tool calls.
 
         messages:       mappings with at least a string "role" and "content"; the template decides about a
-                        message without content. Content is a string; a list of parts works only with
-                        templates that take one.
+                        message without content. Content is a string, or a list of text parts
+                        ({"type": "text", "text": ...}), which are joined to lines for a template that takes
+                        no list. Arguments of calls are mappings, or JSON objects as text.
         tools:          descriptions of functions for the template. Tool calls are then looked for in the
-                        answer. If the model's template ignores tools, the model does not see them, and that
-                        is logged as a warning, once per engine.
+                        answer. A warning is logged, once per engine, if the model's template ignores tools,
+                        if it leaves the calls of earlier messages out, or if it writes calls in an unknown
+                        format.
         template_args:  further variables of the template, by name.
         tool_choice:    "auto" (the model calls tools or not), "none" (the tools are left out), "required"
                         (the answer consists of calls, at least one) or the name of a tool (of one call of
@@ -266,7 +268,7 @@ class Serving(ABC):
         request_id = plain_scalar(request_id)
         self._check(prompt, params, request_id)
         stream = self._submitter.submit(self._enter, prompt, params, request_id=request_id)
-        self._warn_if_tools_are_ignored(prompt)
+        self._warn_of_template(prompt)
         return stream
 
     def _submit_samples(
@@ -277,7 +279,7 @@ class Serving(ABC):
         samples = self._submitter.submit_samples(
             self._enter, prompt, params, num_samples=num_samples, request_id=request_id
         )
-        self._warn_if_tools_are_ignored(prompt)
+        self._warn_of_template(prompt)
         return samples
 
     def _check(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> None:
@@ -333,8 +335,9 @@ class Serving(ABC):
         assert job.prompt is not None
         return self.generate(job.prompt, own)
 
-    def _warn_if_tools_are_ignored(self, prompt: Prompt) -> None:
-        if not isinstance(prompt, ChatPrompt) or not prompt.offered_tools:
+    def _warn_of_template(self, prompt: Prompt) -> None:
+        """Warn of what the chat template leaves out or nothing can read, each once."""
+        if not isinstance(prompt, ChatPrompt) or not (prompt.offered_tools or prompt.has_calls):
             return
 
         try:
@@ -342,6 +345,18 @@ class Serving(ABC):
         except EngineClosed:  # meanwhile
             return
 
-        if template is not None and not template.uses_tools and not self._has_warned_of_tools:
-            self._has_warned_of_tools = True
-            log.warning("the chat template of %s ignores tools: the model does not see them", self.model)
+        if template is None:
+            return
+
+        used = template.for_tools(prompt.offered_tools)
+        if prompt.offered_tools and not template.uses_tools:
+            self._warn_once("ignores tools: the model does not see them")
+        elif prompt.has_calls and not used.shows_calls:
+            self._warn_once("leaves tool calls out: the model does not see those of earlier messages")
+        if prompt.offered_tools and prompt.tool_choice == "auto" and not used.reads_calls:
+            self._warn_once("writes tool calls in an unknown format: they stay in the text")
+
+    def _warn_once(self, finding: str) -> None:
+        if finding not in self._warnings:
+            self._warnings.add(finding)
+            log.warning("the chat template of %s %s", self.model, finding)

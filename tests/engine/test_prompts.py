@@ -178,36 +178,78 @@ async def test_chat_does_not_warn_where_the_template_reads_tools(
     assert caplog.records == []
 
 
-async def test_content_of_parts_is_rejected_where_the_template_takes_strings() -> None:
-    parts = [{"type": "text", "text": "hi"}]
+@pytest.mark.parametrize(
+    "shown",
+    ["{{ m['content'] + '' }}", "{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}"],
+)
+async def test_text_parts_become_text(shown: str) -> None:
+    parts = [{"type": "text", "text": "it's"}, {"type": "text", "text": "fine"}]
+    config = EngineConfig(chat_template=f"{{% for m in messages %}}{shown}{{% endfor %}}")
+    async with scripted_engine(lambda prompt: prompt, config=config) as engine:
+        assert (await engine.chat([{"role": "user", "content": parts}])).text == "it's\nfine"
+        assert await engine.count_tokens([{"role": "user", "content": parts}]) == len("it's\nfine")
+
+
+async def test_parts_that_are_no_text_are_rejected() -> None:
+    parts = [{"type": "text", "text": "it's"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    shown = "{% for part in m.content if part.text is defined %}{{ part.text }}{% endfor %}"
+    config = EngineConfig(chat_template=f"{{% for m in messages %}}{shown}{{% endfor %}}")
+    async with scripted_engine("fine", config=config) as engine:
+        for ask in (engine.chat, engine.count_tokens):
+            with pytest.raises(RequestError, match="images are not supported by this model") as caught:
+                await ask([USER, {"role": "user", "content": parts}])
+            assert (caught.value.field, caught.value.value) == ("messages[1].content[1]", parts[1])
+        with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[0\]='hi': expected"):
+            await engine.chat([{"role": "user", "content": ["hi"]}])
+
+
+async def test_template_decides_about_other_data() -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     async with scripted_engine("fine", config=EngineConfig(chat_template=template)) as engine:
-        with pytest.raises(RequestError) as caught:
-            await engine.chat([USER, {"role": "user", "content": parts}])
-        assert (caught.value.field, caught.value.value) == ("messages[1].content", parts)
-        assert "expected a string: the model's chat template does not take a list of parts" in str(
-            caught.value
-        )
         with pytest.raises(RequestError, match="the chat template rejected them") as caught:
             await engine.chat([{"role": "tool", "content": 7}])
         assert caught.value.field == "messages"
 
 
-async def test_content_of_parts_is_rejected_where_the_template_prints_the_list() -> None:
-    parts = [{"type": "text", "text": "it's"}, {"type": "image_url", "image_url": {"url": "data:"}}]
-    shown = "{% for part in m.content if part.text is defined %}{{ part.text }}{% endfor %}"
-    for template, is_taken in (("{{ m.content }}", False), ("{{ m.content | trim }}", False), (shown, True)):
-        config = EngineConfig(chat_template=f"{{% for m in messages %}}{template}{{% endfor %}}")
-        async with scripted_engine("fine", config=config) as engine:
-            messages = [{"role": "user", "content": parts}]
-            if is_taken:
-                assert await engine.count_tokens(messages) == len("it's")
-                continue
-            for ask in (engine.chat, engine.count_tokens):
-                with pytest.raises(RequestError, match=r"template does not take .* \(it prints the list\)"):
-                    await ask(messages)
-            with pytest.raises(RequestError, match=r"\(it prints the list\)"):
-                await engine.chat([{"role": "user", "content": ["hi"]}])
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 7}'}}]}
+SHOWN_TOOLS = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}"
+SHOWN_CALLS = "{% for call in m.tool_calls %}<|call|>{{ call.function | tojson }}{% endfor %}"
+UNKNOWN_CALLS = "{% for call in m.tool_calls %}<|call|>{{ call.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "warning"),
+    [
+        (
+            SHOWN_TOOLS,
+            [USER, CALL],
+            None,
+            "leaves tool calls out: the model does not see those of earlier messages",
+        ),
+        (SHOWN_TOOLS, [USER], TOOLS, None),
+        (
+            SHOWN_TOOLS + UNKNOWN_CALLS,
+            [USER],
+            TOOLS,
+            "writes tool calls in an unknown format: they stay in the text",
+        ),
+        (SHOWN_TOOLS + UNKNOWN_CALLS, [USER, CALL], None, None),
+        (SHOWN_TOOLS + "<tool_call>" + SHOWN_CALLS, [USER, CALL], None, None),
+    ],
+)
+async def test_chat_warns_once_of_what_the_template_leaves_out(
+    template: str,
+    messages: list[dict[str, object]],
+    tools: list[dict[str, object]] | None,
+    warning: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = EngineConfig(chat_template=template + "{% endfor %}")
+    async with scripted_engine("fine", config=config) as engine:
+        for _ in range(2):
+            assert (await engine.chat(messages, tools=tools)).text == "fine"
+    found = [record.getMessage() for record in caplog.records]
+    assert found == ([f"the chat template of scripted {warning}"] if warning else [])
 
 
 @pytest.mark.parametrize(

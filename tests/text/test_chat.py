@@ -334,9 +334,9 @@ def test_deeply_nested_messages_are_rejected() -> None:
 
 def test_depth_of_messages_does_not_depend_on_the_version_of_python() -> None:
     place = 2  # of the content: in a message, in a list
-    assert render("x", [{"role": "user", "content": nested(MAX_DEPTH - place)}]) == "x"
+    assert render("x", [{"role": "tool", "content": nested(MAX_DEPTH - place)}]) == "x"
     with pytest.raises(RequestError, match=f"nested deeper than {MAX_DEPTH} levels"):
-        render("x", [{"role": "user", "content": nested(MAX_DEPTH - place + 1)}])
+        render("x", [{"role": "tool", "content": nested(MAX_DEPTH - place + 1)}])
 
 
 def test_sequences_computed_without_end_are_rejected() -> None:

@@ -18,9 +18,10 @@ from drift_sdk.driver.prompts import (
     check_countable,
     encode,
 )
-from drift_sdk.errors import FieldError, RequestError
+from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar
 from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.text.template_form import TEXT_ROLES
 from drift_sdk.text.tools import ToolSet
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
@@ -28,10 +29,6 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
     from drift_sdk.text.chat import ChatTemplate
 
 __all__ = ["ChatPrompt", "as_any_prompt", "as_chat_prompt", "check_forced_calls"]
-
-
-TEXT_ROLES = ("system", "developer", "user", "assistant")
-"""Roles whose messages have text. Templates differ in what they take from tools."""
 
 
 class ChatPrompt(Struct, frozen=True, kw_only=True):
@@ -69,6 +66,11 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         """The tools that the template and the model see."""
         return self.tools if self.tool_choice != "none" else None
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a message has tool calls."""
+        return any(isinstance(each, Mapping) and each.get("tool_calls") for each in self.messages)
+
     def _template(self, model: ModelText) -> ChatTemplate:
         if model.chat_template is None:
             allowed = "a model with a chat template; use generate()"
@@ -79,8 +81,9 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
     def _answer(self, model: ModelText, template: ChatTemplate, text: str, grammar: Grammar | None) -> Answer:
         from drift_sdk.text.answers.answer import prepare_answer
 
+        is_forced = self.tool_choice not in ("auto", "none")
         return prepare_answer(
-            template.formats,
+            template.forced_formats if is_forced else template.formats,
             model.tokenizer,
             template=template.source,
             prompt=text,
@@ -91,31 +94,12 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         )
 
     def _render(self, template: ChatTemplate) -> str:
-        """The text of the conversation. Many templates take strings only: for a list of parts they print it
-        as Python does, or what they raise does not say so."""
-        of_parts = [index for index, message in enumerate(self.messages) if is_list_of_parts(message)]
-        try:
-            text = template.render(
-                self.messages,
-                tools=self.offered_tools,
-                template_args=self.template_args,
-                continue_final=self.continue_final,
-            )
-        except RequestError as error:
-            if error.field != "messages" or not of_parts:
-                raise
-
-            raise self._parts_error(of_parts[0], f"({error.__cause__ or error})") from error
-
-        for index in of_parts:
-            if str(self.messages[index]["content"]) in text:
-                raise self._parts_error(index, "(it prints the list)")
-
-        return text
-
-    def _parts_error(self, index: int, reason: str) -> FieldError:
-        allowed = f"a string: the model's chat template does not take a list of parts {reason}"
-        return RequestError.of(f"messages[{index}].content", self.messages[index]["content"], allowed)
+        return template.render(
+            self.messages,
+            tools=self.offered_tools,
+            template_args=self.template_args,
+            continue_final=self.continue_final,
+        )
 
 
 def as_any_prompt(
@@ -235,13 +219,3 @@ def check_forced_calls(prompt: Prompt, params: SamplingParams, *, needs_no_host:
     if needs_no_host and params.num_draft_tokens != 0:
         allowed = '"auto" or "none", or num_draft_tokens=0, with strict_performance and speculation'
         raise RequestError.of("tool_choice", prompt.tool_choice, allowed)
-
-
-def is_list_of_parts(message: object) -> bool:
-    """Whether a message's content has the form [{"type": "text", "text": ...}, ...], or is meant to have it.
-    From tools, other lists are data."""
-    if not isinstance(message, Mapping) or not isinstance(content := message.get("content"), list):
-        return False
-
-    is_meant = message.get("role") in TEXT_ROLES or all(isinstance(part, dict) for part in content)
-    return bool(content) and is_meant

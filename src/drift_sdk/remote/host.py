@@ -168,7 +168,7 @@ class EngineHost:
             for receiver in receivers:
                 receiver.deliver(Update(stream_updates=receiver, error=cause))
         else:
-            self._engine._warn_if_tools_are_ignored(command.prompt)
+            self._engine._warn_of_template(command.prompt)
             self._cancels.update(
                 (request.number, cancel) for request, cancel in zip(command.requests, cancels, strict=True)
             )

@@ -7,17 +7,20 @@ import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import msgspec
 
 from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
-from drift_sdk.text.answers.formats import detect_formats
+from drift_sdk.text.answers.formats import UNKNOWN_TOOLS, detect_formats
 from drift_sdk.text.template_budget import BudgetedEnvironment, budget
+from drift_sdk.text.template_probe import Probe
 
 __all__ = ["ChatTemplate", "configured_template"]
 
@@ -25,9 +28,6 @@ RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
 MAX_INDENT = 16
 MAX_SEPARATOR_CHARS = 16
 MAX_FORMAT_CHARS = 256
-
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names that messages and templates have for reasoning."""
 
 
 class ChatTemplate:
@@ -45,8 +45,11 @@ class ChatTemplate:
                                     template shows.
     with_tools:                     the template that takes the place of this one for messages with tools;
                                     None = the same.
-    uses_tools:                     whether the template for messages with tools reads the variable `tools`.
+    uses_tools:                     whether the template for messages with tools shows tools.
+    shows_calls:                    whether it shows the calls of earlier messages.
+    reads_calls:                    False if it writes calls in none of the known formats: they are text.
     formats:                        of the answers to its prompts.
+    forced_formats:                 of answers that a grammar of calls forces: it can force a known format.
 
     Raises `ModelLoadError` if the template cannot be compiled.
     """
@@ -74,12 +77,20 @@ class ChatTemplate:
 
         self.source = source
         self._with_tools = with_tools
-        self._takes_no_content = _takes_no_content(tree)
-        self.formats = detect_formats(source, tool_format=tool_format, reasoning_format=reasoning_format)
         names = tree.find_all(jinja2.nodes.Name)
-        self.uses_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
-        if with_tools is not None:
-            self.uses_tools = with_tools.uses_tools
+        reads_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
+        with budget():  # one for all conversations that are tried
+            probe = Probe(self._render, asks_none=_asks_none(tree), reads_tools=reads_tools)
+        self._form = probe.form
+        self.shows_calls = probe.form.shows_calls
+        self.uses_tools = (probe.form if with_tools is None else with_tools._form).tools is not None
+        self.formats = detect_formats(
+            source, probe.call, probe.thought, tool_format=tool_format, reasoning_format=reasoning_format
+        )
+        self.reads_calls = tool_format is None or self.formats.tools is not None
+        self.forced_formats = self.formats
+        if not self.reads_calls:
+            self.forced_formats = msgspec.structs.replace(self.formats, tools=UNKNOWN_TOOLS)
 
     def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:
         """The template for messages with these tools, or with none."""
@@ -103,10 +114,10 @@ class ChatTemplate:
         continue_final:         the prompt ends inside of the last message, after its content; there is no
                                 generation prompt then.
 
-        What templates differ in is passed in the form that this one takes: `reasoning_content` of messages is
-        also their `thinking`, the content of an assistant's message without text is empty, or None if it has
-        calls and the template asks for None, and arguments of calls become JSON text if the template rejects
-        them as mappings.
+        What templates differ in is passed in the form that this one takes (`TemplateForm`): text parts are
+        joined to lines where it takes no list of them, arguments of calls are mappings or JSON text,
+        `reasoning_content` of messages is also their `thinking`, the content of an assistant's message
+        without text is empty or None, and tools are also a field of the system message.
 
         Raises `RequestError` if messages, tools or arguments have another form, if the template rejects them,
         or if the last message cannot be continued.
@@ -123,14 +134,16 @@ class ChatTemplate:
             if name in args:
                 raise RequestError.of("template_args", name, f"other names than {', '.join(RESERVED_ARGS)}")
 
-        plain = _with_aliases(to_plain("messages", messages), self._takes_no_content)
+        plain = to_plain("messages", messages)
         mark = _mark_continuation(plain) if continue_final else ""
-        variables = self._special_tokens | args
-        variables["tools"] = to_plain("tools", tools)
-        variables["documents"] = None
-        variables["add_generation_prompt"] = add_generation_prompt and not continue_final
+        plain_tools = to_plain("tools", tools)
+        is_begun = add_generation_prompt and not continue_final
         try:
-            prompt = self._render(variables, plain)
+            arranged = self._form.arranged(plain, plain_tools)
+            with budget():
+                prompt = self._render(arranged, plain_tools, is_begun, args)
+        except RequestError:
+            raise
         except Exception as error:
             # The template is the model's code, run on the caller's data: any error concerns this request.
             raise RequestError(
@@ -142,17 +155,21 @@ class ChatTemplate:
 
         return _cut_continuation(prompt, mark, messages) if continue_final else prompt
 
-    def _render(self, variables: dict[str, Any], messages: list[dict[str, Any]]) -> str:
-        try:
-            with budget():
-                return self._template.render(variables, messages=messages)
-        except Exception:
-            # Some templates join arguments to text and so take them as JSON text only.
-            if not _dump_arguments(messages):
-                raise
-
-            with budget():
-                return self._template.render(variables, messages=messages)
+    def _render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        args: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        variables = {
+            **self._special_tokens,
+            **args,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._template.render(variables, messages=messages)
 
 
 def configured_template(source: str, **settings: Any) -> ChatTemplate:
@@ -163,7 +180,7 @@ def configured_template(source: str, **settings: Any) -> ChatTemplate:
         raise ConfigError.of("chat_template", source, f"a Jinja template: {error}") from error
 
 
-def _takes_no_content(tree: jinja2.nodes.Template) -> bool:
+def _asks_none(tree: jinja2.nodes.Template) -> bool:
     """Whether a template asks if a message's content is None."""
     tested = [test.node for test in tree.find_all(jinja2.nodes.Test) if test.name == "none"]
     return any(
@@ -174,34 +191,6 @@ def _takes_no_content(tree: jinja2.nodes.Template) -> bool:
         and node.arg.value == "content"
         for node in tested
     )
-
-
-def _with_aliases(messages: list[dict[str, Any]], takes_no_content: bool) -> list[dict[str, Any]]:
-    """The messages with reasoning under each name that templates have for it, and without content as this
-    template takes it where there are calls instead."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
-        if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        if message["role"] == "assistant" and message.get("content", "") in (None, ""):
-            is_none = message.get("tool_calls") and takes_no_content
-            message = message | {"content": None if is_none else ""}
-        found.append(message)
-    return found
-
-
-def _dump_arguments(messages: list[dict[str, Any]]) -> bool:
-    """Replace the arguments of calls by JSON text; returns whether there were any that are mappings."""
-    has_changed = False
-    for message in messages:
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function = call.get("function", call) if isinstance(call, dict) else None
-            if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-                has_changed = True
-    return has_changed
 
 
 def _mark_continuation(messages: list[dict[str, Any]]) -> str:

@@ -13,10 +13,11 @@ from drift_sdk.text.answers.reasoning import REASONING_FORMATS, is_opened, read_
 from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.tool_formats import TOOL_FORMATS, read_content
-from drift_sdk.text.answers.writer import AnswerWriter
+from drift_sdk.text.answers.writer import AnswerWriter, Split
+from drift_sdk.text.template_probe import ARGUMENTS, TEXT, THOUGHT, TOOL_NAME, TOOLS, Written
 from drift_sdk.text.tools import ToolSet
 
-__all__ = ["AnswerFormats", "detect_formats"]
+__all__ = ["UNKNOWN_TOOLS", "AnswerFormats", "detect_formats"]
 
 # Markers in chat templates, the more special first. All of a row's markers must be there.
 TOOL_MARKERS = (
@@ -145,17 +146,27 @@ def read_calls_or_text(formats: AnswerFormats, calls: CallReader, *, finds_calls
 
 
 def detect_formats(
-    source: str, *, tool_format: str | None = "auto", reasoning_format: str | None = "auto"
+    source: str,
+    call: Written | None = None,
+    thought: Written | None = None,
+    *,
+    tool_format: str | None = "auto",
+    reasoning_format: str | None = "auto",
 ) -> AnswerFormats:
     """The formats of a model with this chat template. A name other than "auto" is taken as it is. ConfigError
-    for one beside Harmony, in which neither calls nor reasoning have another format."""
+    for one beside Harmony, in which neither calls nor reasoning have another format.
+
+    call, thought: a call and an answer with reasoning as the template writes them. A format is that by which
+                   they are read; calls that no format reads have none. Where the template writes none, its
+                   markers tell the format.
+    """
     if "harmony" in (tool_format, reasoning_format):
         return AnswerFormats(tools="harmony", reasoning="harmony")
 
-    if tool_format == "auto":
-        tool_format = matching(source, TOOL_MARKERS) or UNKNOWN_TOOLS
     if reasoning_format == "auto":
-        reasoning_format = matching(source, REASONING_MARKERS)
+        reasoning_format = reasoning_of(source, thought)
+    if tool_format == "auto":
+        tool_format = tools_of(source, call, reasoning_format)
     for name, own, other in (
         ("tool_format", tool_format, reasoning_format),
         ("reasoning_format", reasoning_format, tool_format),
@@ -166,6 +177,43 @@ def detect_formats(
     return AnswerFormats(tools=tool_format, reasoning=reasoning_format)
 
 
-def matching(source: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
-    """The name of the first row all of whose markers a text contains."""
-    return next((name for name, markers in rows if all(marker in source for marker in markers)), None)
+def reasoning_of(source: str, thought: Written | None) -> str | None:
+    """The format in which a template writes reasoning."""
+    marked = matching(source, REASONING_MARKERS)
+    if thought is None or "harmony" in marked:
+        return next(iter(marked), None)
+
+    for name in REASONING_FORMATS:
+        parts = split(AnswerFormats(tools=None, reasoning=name), thought)
+        text = "".join(part.text for part in parts).strip()
+        if "".join(part.reasoning for part in parts).strip() == THOUGHT and text.startswith(TEXT):
+            return name
+
+    return next(iter(marked), None)
+
+
+def tools_of(source: str, call: Written | None, reasoning: str | None) -> str | None:
+    """The format in which a template writes calls."""
+    marked = matching(source, TOOL_MARKERS)
+    if call is None:
+        return next(iter(marked), UNKNOWN_TOOLS)
+
+    for name in dict.fromkeys((*marked, UNKNOWN_TOOLS, *TOOL_FORMATS)):
+        parts = split(AnswerFormats(tools=name, reasoning=reasoning), call)
+        found = [(each.name, each.arguments) for part in parts for each in part.tool_calls]
+        if found == [(TOOL_NAME, ARGUMENTS)]:
+            return name
+
+    return None
+
+
+def split(formats: AnswerFormats, written: Written) -> tuple[Split, Split]:
+    """The parts of an answer that a template has written."""
+    is_thinking = formats.is_thinking(written.prompt, None)
+    splitter = formats.splitter(ToolSet.of(TOOLS), prompt=written.prompt, is_thinking=is_thinking)
+    return splitter.push(written.answer), splitter.flush()
+
+
+def matching(source: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> list[str]:
+    """The names of the rows all of whose markers a text contains."""
+    return [name for name, markers in rows if all(marker in source for marker in markers)]
