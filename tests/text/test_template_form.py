@@ -259,6 +259,13 @@ def test_tools_are_given_where_the_template_reads_them(shown: str, expected: str
     assert ("weather" in found.render([own, USER], tools=TOOLS)) == (expected == "<weather>")
 
 
+def test_tool_format_is_known_by_the_markers_of_tools() -> None:
+    shown = "{% if m.tools %}{{ '<|tool|>' + m.tools + '<|/tool|>' }}{% endif %}{{ m.content }}"
+    found = template(each_message(shown))
+    assert found.uses_tools and not found.shows_calls
+    assert found.formats.tools == found.forced_formats.tools == "phi4_mini"
+
+
 def test_tools_of_the_variable_are_not_given_twice() -> None:
     source = "{{ tools | length if tools }}" + each_message("{{ m.tools }}{{ m.content }}")
     assert (

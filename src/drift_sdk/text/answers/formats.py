@@ -28,6 +28,7 @@ TOOL_MARKERS = (
     ("deepseek", ("<｜tool▁calls▁begin｜>",)),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("phi4_mini", ("<|tool_call|>",)),
+    ("phi4_mini", ("<|tool|>", "<|/tool|>")),  # around tools: the template itself writes no calls
     ("pythonic", ("[func_name1(",)),
     ("pythonic", ("<|python_start|>",)),
     ("llama3_json", ("<|python_tag|>",)),
