@@ -4,6 +4,8 @@
 # make check                 lint and check types only
 # make ray-test              install Ray Serve, and run the tests of Ray and of its examples
 # make client-test           install the clients of OpenAI's protocol, and test the server example with them
+# make template-test         download packages with chat templates of published models, and compare the templates
+#                            with transformers
 # make oldest-triton         compile the kernels of a model with the oldest Triton that the package allows
 # make fuzz SECONDS=120      run each fuzz target for this time
 # make gpu-test OUT=folder   run the tests for an NVIDIA GPU with PYTHON; reports are written to the folder
@@ -21,7 +23,7 @@ GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchma
 # The tests start many processes, which need not compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit ray-test client-test check oldest-triton fuzz gpu-test gpu-perf clean
+.PHONY: demo test unit ray-test client-test template-test check oldest-triton fuzz gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -51,6 +53,12 @@ ray-test:
 	@$(RAY)/bin/python -m pip install -q -e .[test] "ray[serve]"
 	@$(RAY)/bin/python -m pytest -q -W default -p no:benchmark tests/ray tests/examples/test_ray_cluster.py \
 		tests/examples/test_ray_serve.py
+
+# The templates stay in .cache: none becomes a part of this repository.
+template-test:
+	@PYTHON=$(PYTHON) .ci/setup test
+	@$(BIN)/python .ci/templates.py
+	@$(BIN)/python -m pytest -q -p no:benchmark tests/text/test_real_templates.py
 
 check:
 	@$(BIN)/ruff check .
