@@ -216,8 +216,8 @@ TYPES = ["sliding_attention", "full_attention"] * 2
         (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "expected one set for each of"),
         (
             GEMMA3,
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}},
-            "rope_type='dynamic'",
+            {"rope_parameters": {"full_attention": {"rope_type": "xpos"}, "sliding_attention": {}}},
+            "rope_type='xpos'",
         ),
         (GEMMA3, {"rope_local_base_freq": 0}, "rope_theta=0"),
         (QWEN2, {"layer_types": TYPES, "sliding_window": 64}, "sliding_window=64 is not in use"),
