@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from html.parser import HTMLParser
 
+import anyio
 import pytest
 
 from drift_sdk import (
@@ -135,8 +138,22 @@ def test_stats_show_what_is_not_zero() -> None:
 
 
 async def test_engine_is_described_in_every_state() -> None:
-    model = ScriptedModel("a" * 3000)
+    may_go_on = threading.Event()  # until then the model computes no more than a first token
     states: list[str] = []
+
+    def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        assert not output_ids or may_go_on.wait(60.0)
+        return ord("a")
+
+    async def ahead_of_tokens(command: Callable[[], Awaitable[None]]) -> None:
+        """Give the engine a command before the model goes on, which ends the reply at its longest."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(command)
+            await anyio.wait_all_tasks_blocked()
+            may_go_on.set()
+        may_go_on.clear()
+
+    model = ScriptedModel(next_token)
 
     def open_model(report, limits=None):
         states.append(repr(engine))
@@ -152,11 +169,11 @@ async def test_engine_is_described_in_every_state() -> None:
         await stream.__anext__()
         assert "running=1, waiting=0" in repr(engine)
         assert "executor|scripted|running|1|waiting|0|KV|" in shown(engine)
-        await engine.pause()
+        await ahead_of_tokens(engine.pause)
         assert "state=paused" in repr(engine)
         await engine.resume()
         assert "state=open" in repr(engine)
-        await engine.sleep()
+        await ahead_of_tokens(engine.sleep)
         assert "state=asleep" in repr(engine)
     assert states == ["<Engine model='tiny', state=starting>"]
     assert repr(engine) == "<Engine model='tiny', state=closed>"
