@@ -13,7 +13,6 @@ in the format; where `tool_choice` forces calls, the format does not apply. The 
 `guided_grammar`.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -143,15 +142,6 @@ class Call(Wire):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def plain(self) -> dict[str, Any]:
-        """The form that chat templates take: arguments as an object instead of JSON text."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
 
 ROLES = {"developer": "system", "function": "tool"}
 """Roles that chat templates know by another name."""
@@ -171,7 +161,7 @@ class Message(Wire):
             content = "".join(part.text or part.refusal for part in content)
         plain: dict[str, Any] = {"role": ROLES.get(self.role, self.role), "content": content}
         if self.tool_calls:
-            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name) is not None:
                 plain[name] = getattr(self, name)

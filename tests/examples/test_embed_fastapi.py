@@ -606,6 +606,12 @@ async def test_fields_of_vllm_have_their_effect(
     assert await text(guided_grammar='start: "x" "y"') == "xy"
 
 
+UNFINISHED_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Ro'}}],
+}
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
@@ -618,6 +624,7 @@ async def test_fields_of_vllm_have_their_effect(
         ("prompt_logprobs", {"prompt_logprobs": 1}),
         ("max_completion_tokens", {"max_completion_tokens": 2**40}),
         ("cache_salt", {"cache_salt": ""}),
+        ("messages[1].tool_calls[0].function.arguments", {"messages": [*QUESTION, UNFINISHED_CALL]}),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
