@@ -55,15 +55,11 @@ def plain_fields(struct: Struct) -> None:
     """Apply `plain_scalar` to the fields of a new Struct, and to the items of tuples among them."""
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
-        if type(value) in PLAIN_TYPES:
+        if type(value) in PLAIN_TYPES or (type(value) is tuple and set(map(type, value)) <= PLAIN_TYPES):
             continue
 
-        if isinstance(value, tuple):
-            items = tuple.__iter__(value)  # also of a subclass, which may iterate in its own way
-            has_plain_items = set(map(type, tuple.__iter__(value))) <= PLAIN_TYPES
-            plain: object = tuple(items) if has_plain_items else tuple(map(plain_scalar, items))
-        else:
-            plain = plain_scalar(value)
+        is_tuple = isinstance(value, tuple)  # also of a subclass, which may iterate in its own way
+        plain = tuple(map(plain_scalar, tuple.__iter__(value))) if is_tuple else plain_scalar(value)
         if plain is not value:
             msgspec.structs.force_setattr(struct, name, plain)
 
@@ -81,10 +77,10 @@ def plain_scalar(value: ValueT) -> ValueT:
         plain = str.__str__(cast("str", value))
     elif issubclass(kind, float):
         plain = float.__float__(cast("float", value))
-    elif issubclass(kind, numbers.Real) and not hasattr(kind, "__index__"):
-        plain = float(cast("float", value))
     elif hasattr(kind, "__index__"):
         plain = plain_int(value)
+    elif issubclass(kind, numbers.Real):
+        plain = float(cast("float", value))
     return cast("ValueT", plain)
 
 

@@ -258,6 +258,9 @@ def _plain_bias(bias: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _checked_bias(bias: object) -> FrozenMapping[int, float]:
+    if bias is NO_BIAS:  # as of most requests
+        return NO_BIAS
+
     allowed = f"token ids from 0 to {MAX_TOKENS}, each with a finite number from {-MAX_BIAS} to {MAX_BIAS}"
     if not isinstance(bias, Mapping):
         raise RequestError.of("logit_bias", bias, f"a mapping of {allowed}")
