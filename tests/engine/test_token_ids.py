@@ -90,6 +90,18 @@ def test_model_without_a_tokenizer_serves_token_ids(
     anyio.run(main)
 
 
+def test_chat_template_without_a_tokenizer_is_of_no_use(folder: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+
+    async def main() -> None:
+        async with Engine(folder, CONFIG.replace(chat_template=template)) as engine:
+            assert (await engine.generate(PROMPT, max_tokens=2)).token_ids
+            with pytest.raises(RequestError, match="expected token ids: .* has no tokenizer"):
+                await engine.chat([{"role": "user", "content": "x"}])
+
+    anyio.run(main)
+
+
 def test_tokenizer_of_the_config_is_required(folder: Path) -> None:
     async def main() -> None:
         with pytest.raises(Exception, match=r"tokenizer: .*tokenizer\.json: is missing"):

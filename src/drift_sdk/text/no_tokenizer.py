@@ -55,5 +55,8 @@ class NoTokenizer(Tokenizer):
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         return frozenset()
 
+    def leading_added_token(self, text: str) -> str | None:
+        return None
+
     def token_to_id(self, token: str) -> int | None:
         return None
