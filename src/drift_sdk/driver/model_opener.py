@@ -45,8 +45,8 @@ class ModelOpener:
 
     def open_again(self) -> LoadedModel:
         """Open the model with the limits of the first opening. Raises ModelLoadError if requests that began
-        with the first one could not continue with it; other weights, another chat template and other default
-        parameters are allowed."""
+        with the first one could not continue with it; other weights and default parameters are allowed, and
+        another chat template with the same end of messages."""
         limits = self._limits
         try:
             model = self._open(lambda report: self._open_model(report, limits))
@@ -104,7 +104,7 @@ def compare(name: str, first: object, found: object) -> None:
 
 
 def opening_error(error: BaseException) -> ModelLoadError:
-    """The error of this package for any other one that was raised while a model was opened or examined."""
+    """The ModelLoadError for an error of a library, raised while a model was opened or examined."""
     found = error_repr(error)
     if isinstance(error, MemoryError) or any(words in found for words in OUT_OF_MEMORY):
         advice = (
