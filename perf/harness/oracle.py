@@ -26,7 +26,8 @@ from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
 __all__ = ["KnownAnswers", "OracleRoundDrafter", "oracle_drafts"]
 
 TURN = tl.constexpr(7)
-"""Positions of a request are this far from those of the next one in the order of numbers of right drafts."""
+"""At the same position, two consecutive requests have numbers of right drafts that differ by this, modulo
+K + 1."""
 
 
 @kernel

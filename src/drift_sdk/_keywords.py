@@ -1,6 +1,6 @@
-"""Keyword arguments that there are not: errors that name the nearest one.
+"""Errors for unknown keyword arguments, which name the nearest known one.
 
-Python and msgspec raise a bare TypeError for them. The errors here are a TypeError too.
+Python and msgspec raise a bare TypeError. The errors here are a TypeError too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 
 
 class CheckedFields(msgspec.StructMeta):
-    """The class of Structs whose constructors check the names of their arguments."""
+    """A metaclass of Structs whose constructors check the names of their arguments."""
 
     error: type[FieldError]
 
@@ -38,20 +38,20 @@ class CheckedFields(msgspec.StructMeta):
 
 
 class ConfigFields(CheckedFields):
-    """The class of settings."""
+    """The metaclass of settings."""
 
     error = ConfigKeywordError
 
 
 class RequestFields(CheckedFields):
-    """The class of what a request is given."""
+    """The metaclass of prompts and parameters of requests."""
 
     error = RequestKeywordError
 
 
 def with_config(config: type[msgspec.Struct]) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
-    """A decorator of functions with a parameter that is a `config`: ConfigError for keyword arguments that
-    they do not have. Its message says so of those that are fields of the config."""
+    """A decorator of functions that take a `config`: ConfigError for unknown keyword arguments. Its message
+    says if one is a field of the config."""
     fields = config.__struct_fields__
 
     def decorate(function: Callable[P, ResultT]) -> Callable[P, ResultT]:

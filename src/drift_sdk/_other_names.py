@@ -1,5 +1,5 @@
-"""Names that other libraries, or earlier versions of this one, give to what it has under another name or does
-not have, for errors."""
+"""Names of other libraries, and of earlier versions of this one, with what takes their place here, for
+errors."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ OTHER_NAMES = {
     "structured_outputs": GRAMMAR,
     "top_logprobs": "SamplingParams.logprobs",
 }
-"""What is written here in place of a name."""
+"""Name there -> what to write here."""

@@ -32,8 +32,8 @@ MAX_DEPTH = 500
 """Most levels of nested data. Recursive functions fail on more, at a depth that depends on the version of
 Python."""
 MAX_ITEMS = 100_000
-"""Most items of nested data, over all its levels. They are read on the caller's event loop, which that holds
-up for some tens of milliseconds. A megabyte of JSON has fewer, unless it is made of short numbers alone."""
+"""Most items of nested data, over all its levels. Reading so many holds up the caller's event loop for some
+tens of milliseconds. A megabyte of JSON has fewer, unless it is made of short numbers alone."""
 MAX_INTEGER_BITS = 14_000
 """Python writes no integer of more than 4,300 digits, which is a little more."""
 MAX_JSON_CHARS = 2**19
@@ -117,7 +117,7 @@ def check_nested(value: object, *, max_bits: int | None, is_text: bool = False) 
     """Raise ValueError or TypeError for more than MAX_ITEMS items or MAX_DEPTH levels, for bytes, and for an
     integer of more than `max_bits` bits (None = no limit).
 
-    is_text: the data is written as JSON text: the same for sets, and for more than MAX_JSON_CHARS characters
+    is_text: the data is to become JSON text: raise also for sets, and for more than MAX_JSON_CHARS characters
              in strings and integers together.
     """
     level: list[Any] = [value]

@@ -123,8 +123,11 @@ def unknown_name(
     kind: str = "field",
     here: str | None = None,
 ) -> FieldError:
-    """The error for a value of a field, or another kind of name, that there is not. here: what is written in
-    place of it; None = as OTHER_NAMES says, or nothing."""
+    """The error for a value under an unknown name.
+
+    kind: of the name, for the message.
+    here: what to write instead; None = as OTHER_NAMES says, or nothing.
+    """
     allowed = ", ".join(sorted(known))
     is_short = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and name.isprintable()
     shown = name if is_short else short_repr(name)

@@ -70,8 +70,8 @@ def _shorten(text: str, max_chars: int) -> str:
 
 
 class _Repr(reprlib.Repr):
-    """Shows the first items of a container. Those of reprlib are sorted first, which takes seconds for
-    millions; and other mappings and sequences are written whole."""
+    """Shows the first items of a container. reprlib itself sorts all items of dicts and sets, which takes
+    seconds for millions, and writes other mappings and sequences whole."""
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
@@ -132,7 +132,7 @@ class ConfigError(FieldError):
 
 
 class ConfigKeywordError(ConfigError, TypeError):
-    """A `ConfigError` for a keyword argument that there is not, which Python calls a TypeError."""
+    """A `ConfigError` for an unknown keyword argument, which Python calls a TypeError."""
 
 
 class ModelLoadError(DriftError):
@@ -144,7 +144,7 @@ class RequestError(FieldError):
 
 
 class RequestKeywordError(RequestError, TypeError):
-    """A `RequestError` for a keyword argument that there is not, which Python calls a TypeError."""
+    """A `RequestError` for an unknown keyword argument, which Python calls a TypeError."""
 
 
 class PromptTooLong(RequestError):

@@ -36,8 +36,8 @@ class JsonSchema(Struct, frozen=True, dict=True):
     The formats date, time, date-time, duration, email, hostname, ipv4, ipv6, uri and uuid are enforced, but
     not on names of properties; other formats are annotations. The least number over an exclusive bound is
     1e-18 if the bound is 0, and the next one of 15 digits if it is another whole number. The schemas of a
-    `oneOf` must differ by their types, by constants, or by a property that one of them requires. In a type,
-    they need not, and the items of a set need not differ: decoding decides.
+    `oneOf` must differ by their types, by constants, or by a property that one of them requires. Alternatives
+    of a type need not, and items of its sets may be equal: decoding the text shows it.
 
     A value that is not a schema raises `RequestError`, and so does a dict of more than 100,000 items over all
     levels, or a text of more than 524,288 characters. Keywords that llguidance cannot enforce are found when

@@ -110,9 +110,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
     grammar, temperature, top_k, top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens
     is ignored. Where both leave no token that the grammar permits, both are ignored: a text that the grammar
-    ends may have fewer tokens than min_tokens. Numbers may be those of numpy, and ids one-dimensional arrays
-    of integers of numpy, torch or a library like them. Ids outside the model's vocabulary are found when the
-    request is prepared; its stream then raises RequestError."""
+    ends may have fewer tokens than min_tokens. Numbers may have types of numpy, and ids may be
+    one-dimensional arrays of integers of numpy, torch or a library like them. Ids outside the model's
+    vocabulary are found when the request is prepared; its stream then raises RequestError."""
 
     max_tokens: int | None = 256
     min_tokens: int = 0

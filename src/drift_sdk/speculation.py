@@ -184,9 +184,9 @@ class NGram(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
 
 class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """Speculative decoding: several tokens are drafted, and the model verifies them in one step. A draft is
-    accepted only if it is the token that the model chooses there. On the graph executor,
-    tokens are the same as without drafts, to the last bit of the logits, unless
-    `EngineConfig(fast_prompts=True)`; on the eager executor near ties may resolve differently.
+    accepted only if it is the token that the model chooses there. On the graph executor, tokens
+    are the same as without drafts, to the last bit of the logits, unless `EngineConfig(fast_prompts=True)`;
+    on the eager executor near ties may resolve differently.
 
     draft:                folder or hub id of an EAGLE-3 head; or folder, .gguf file or hub id of a model with
                           the same vocabulary, smaller than the engine's; or `NGram()`.

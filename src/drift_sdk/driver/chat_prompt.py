@@ -171,8 +171,8 @@ def check_named(template_args: object) -> None:
 
 
 def check_contents(messages: Sequence[Mapping[str, Any]]) -> None:
-    """RequestError for a content that no template takes. That of a tool's answer may also be other plain
-    data, and the assistant's may be None."""
+    """RequestError for a content that no template takes. A tool's answer may also be other plain data, and
+    the assistant's content None."""
     for index, message in enumerate(islice(messages, MAX_ITEMS)):  # with more they are no plain data
         if not isinstance(message, Mapping) or "content" not in message:
             continue  # the template has its own rules

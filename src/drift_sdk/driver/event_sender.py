@@ -144,9 +144,8 @@ class EventSender:
                     return
 
                 self._on_event(event)
-            except (
-                BaseException
-            ) as error:  # also of this loop itself, for want of memory: later events are sent
+            except BaseException as error:
+                # Later events are sent, also if it is this loop that has failed, for want of memory.
                 if not self._has_failed:
                     self._has_failed = True
                     with suppress(Exception):

@@ -79,7 +79,7 @@ class Startable(ABC):
 
 
 def starting_error(error: Exception) -> ModelLoadError:
-    """The error of this package for one of the system, which lacks something that an engine needs."""
+    """The ModelLoadError for an error of the system, which lacks something that an engine needs."""
     return ModelLoadError(f"the engine cannot be started: {error}")
 
 

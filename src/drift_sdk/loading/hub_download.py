@@ -19,7 +19,7 @@ __all__ = ["download"]
 
 COMMIT = re.compile("[0-9a-f]{40}")
 LAST_FILE = "tokenizer.json"
-"""Fetched when the other files are there, which look-ups in the cache conclude from it."""
+"""Fetched last: a look-up in the cache takes it as a sign that the other files are there."""
 
 
 def download(

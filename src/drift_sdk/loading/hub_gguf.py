@@ -72,8 +72,9 @@ def fetch_header(url: str, name: str) -> tuple[bytes, int, GGUFHeader]:
 def fetch_range(url: str, start: int, num_bytes: int) -> tuple[bytes, int]:
     """Bytes of a file on the hub, fewer at its end, and the size of the file.
 
-    Reads no more than that of a hub that sends the whole file, but what lies before. Raises ModelLoadError if
-    that would be much, or if the hub does not tell the size, and errors of the hub and its network library.
+    Of a hub that sends the whole file, no more is read than these bytes and those before them. Raises
+    ModelLoadError if many lie before them, or if the hub does not tell the size, and errors of the hub and
+    its network library.
     """
     end = start + num_bytes
     headers = {**build_hf_headers(), "range": f"bytes={start}-{end - 1}", "accept-encoding": "identity"}

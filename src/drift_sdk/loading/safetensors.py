@@ -73,8 +73,8 @@ class SafetensorsFolder:
     Of a model that reads images as well, it has the tensors of the text part alone, under the names that they
     have in a model of text.
 
-    is_decoder: the folder is that of a model. If it was saved without its head, its tensors are named without
-                "model." in the files, and with it here.
+    is_decoder: the folder has a model, no draft. If it was saved without its head, its tensors are named
+                without "model." in the files, and with it here.
 
     Opening reads only the headers. Raises ModelLoadError naming a file that is missing, truncated, corrupt or
     outside the folder.

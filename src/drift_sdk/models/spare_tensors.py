@@ -25,8 +25,8 @@ def zero_biases(
     places: Mapping[str, torch.Tensor],
     extra: Collection[str],
 ) -> set[str]:
-    """Those of the `extra` tensors that are biases of zeros of a GPTQ model's matrices, as older tools wrote
-    them beside all of these.
+    """The `extra` tensors that are biases of zeros, which older tools wrote beside all matrices of a GPTQ
+    model.
 
     places: the model's own tensors, by name.
     """
@@ -45,8 +45,8 @@ def zero_biases(
 
 
 def later_layers(config: DecoderConfig, tensors: TensorSource, extra: Collection[str]) -> set[str]:
-    """Those of the `extra` tensors that are of layers after the config's last one: as in transformers, the
-    config counts. A warning says so."""
+    """The `extra` tensors of layers after the config's last one: as in transformers, the config counts. A
+    warning says so."""
     layers = {name: int(found[1]) for name in extra if (found := LAYER.match(name))}
     later = {name for name, layer in layers.items() if layer >= config.num_layers}
     if later:

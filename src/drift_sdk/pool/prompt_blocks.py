@@ -42,8 +42,8 @@ class PromptBlocks(Struct, frozen=True):
 
 
 def rolling_hashes(items: Sequence[Any], block_size: int, first: int) -> Iterator[int]:
-    """For each full block, the hash of it and of the hash before; that is `first` at the beginning. There are
-    none from the first block on with an item that has no hash, which the replica rejects."""
+    """For each full block, a hash of the block and the hash before it, which is `first` for the first block.
+    They end before a block with an item that has no hash, which the replica rejects."""
     found = first
     for end in range(block_size, min(len(items), block_size * MAX_BLOCKS) + 1, block_size):
         try:

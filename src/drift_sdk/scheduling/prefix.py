@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 __all__ = ["BlockKey", "PrefixNode", "PrefixTrie"]
 
 BlockKey = tuple[int | str, ...]
-"""The token ids of a block; before those of a prompt's first block its salt, if it has one."""
+"""The token ids of a block; in a prompt's first block the salt stands before them, if there is one."""
 
 
 class PrefixNode:

@@ -114,8 +114,8 @@ class ChatTemplate:
         continue_final:         the prompt ends inside of the last message, after its content; there is no
                                 generation prompt then.
 
-        What templates differ in is passed in the form that this one takes (`TemplateForm`): text parts are
-        joined to lines where it takes no list of them, arguments of calls are mappings or JSON text,
+        Templates differ, and this one gets the form that it takes (`TemplateForm`): text parts are joined
+        to lines where it takes no list of them, arguments of calls are mappings or JSON text,
         `reasoning_content` of messages is also their `thinking`, the content of an assistant's message
         without text is empty or None, and tools are also a field of the system message.
 

@@ -63,7 +63,7 @@ CONVERSATIONS = (
 """Conversations with calls, longest first: templates differ in what they require around a call."""
 
 MAX_PROMPT_CHARS = 1 << 18
-"""Most characters of a prompt that is looked at: that of a small conversation is shorter."""
+"""Most characters of a prompt that is looked at. Prompts of small conversations are shorter."""
 ARGUMENT_FORMS: tuple[Literal["mapping", "text"], ...] = ("mapping", "text")
 
 
@@ -89,7 +89,7 @@ class Written(Struct, frozen=True):
 class Probe:
     """The findings about a template.
 
-    render:      renders with the template. Its errors mean that the template rejects what it is given.
+    render:      renders with the template. An error means that the template rejects the conversation.
     asks_none:   whether the template asks if the content of a message is None.
     reads_tools: whether it reads the variable `tools`.
 
@@ -185,7 +185,7 @@ class Probe:
                     return
 
                 taken.append(form)
-        # What is rejected everywhere is left to the template, whose error then says why.
+        # Where every form is rejected, the template's own error says why, once there is a request.
         form = taken[0] if taken else msgspec.structs.replace(self.form, empty_content=empty_contents[0])
         self.form = msgspec.structs.replace(form, shows_calls=not taken)
 

@@ -78,9 +78,9 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def types_of(tool: Tool, name: str) -> set[str]:
-    """The JSON types that the schema of an argument names, with the schemas that it consists of and refers
-    to: else those of the values that one enumerates, else those that its keywords are about. Empty if there
-    is no sign of any."""
+    """The JSON types of an argument: the types that its schema names, and the schemas that it consists of or
+    refers to. One that names none has the types of the values that it enumerates, or else the types that its
+    keywords are about. Empty if there is no sign of any."""
     found: set[str] = set()
     waiting = [tool.properties.get(name)]
     references: set[str] = set()

@@ -157,9 +157,9 @@ def detect_formats(
     """The formats of a model with this chat template. A name other than "auto" is taken as it is. ConfigError
     for one beside Harmony, in which neither calls nor reasoning have another format.
 
-    call, thought: a call and an answer with reasoning as the template writes them. A format is that by which
-                   they are read; calls that no format reads have none. Where the template writes none, its
-                   markers tell the format.
+    call, thought: a call and an answer with reasoning as the template writes them, which the format reads.
+                   Calls that no format reads have none. Where the template writes none, its markers tell the
+                   format.
     """
     if "harmony" in (tool_format, reasoning_format):
         return AnswerFormats(tools="harmony", reasoning="harmony")

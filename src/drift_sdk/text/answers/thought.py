@@ -48,7 +48,7 @@ class Thought:
         next(self._steps)
 
     def end(self) -> None:
-        """End the reasoning; whether its calls count is still open."""
+        """End the reasoning. `decide` says whether its calls count."""
         self._reader.is_ended = True
         if self._steps is not None:
             next(self._steps, None)
