@@ -6,8 +6,9 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,8 @@ import pytest
 import tokenizers
 from embed_fastapi import name_of
 from example_server import MODEL, replying, serving
+from http_answers import LimitedBodies
+from http_server import LimitedHeads
 from loops import WAIT_S, until
 from model_zoo import make_model
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
@@ -953,17 +956,18 @@ async def test_body_that_is_too_large_is_not_read_to_its_end(
     assert json.loads(answer)["error"]["message"] == "the body is larger than 200 bytes"
 
 
-async def answer_to(url: str, *parts: bytes) -> bytes:
+async def answer_to(url: str, *parts: bytes, before_last: Callable[[], None] = lambda: None) -> bytes:
     """Send bytes of requests over one connection, each part when there is an answer to the one before, and
     read until the server closes it."""
     address = httpx.URL(url)
     with anyio.fail_after(WAIT_S):
         async with await anyio.connect_tcp(address.host, address.port) as connection:
             found = b""
-            for part in parts:
+            for part in parts[:-1]:
                 await connection.send(part)
-                if part is not parts[-1]:
-                    found += await connection.receive()
+                found += await connection.receive()
+            before_last()
+            await connection.send(parts[-1])
             with suppress(anyio.EndOfStream):
                 while True:
                     found += await connection.receive()
@@ -973,28 +977,62 @@ async def answer_to(url: str, *parts: bytes) -> bytes:
 async def test_slow_senders_are_disconnected(
     endless: tuple[Engine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that send nothing, a part of a head, first or later, or a part of a body; but no slow answer is
-    cut."""
-    monkeypatch.setattr("http_answers.BODY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("http_server.HEAD_TIMEOUT_S", 0.1)
+    """Those that send nothing, a part of a head, first or later, or a part of a body."""
+
+    def limit(name: str, seconds: float) -> None:
+        monkeypatch.setattr(name, seconds)
+
     _, url = endless
     whole, part = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n"
+    limit_heads = partial(limit, "http_server.HEAD_TIMEOUT_S")
+    limit_heads(0.1)
     assert await answer_to(url, b"") == b""
     assert await answer_to(url, part) == b""
-    assert (await answer_to(url, whole, part)).startswith(b"HTTP/1.1 200")
+    limit_heads(WAIT_S)
+    found = await answer_to(url, whole, part, before_last=partial(limit_heads, 0.1))
+    assert found.startswith(b"HTTP/1.1 200") and found.count(b"HTTP/1.1") == 1
+    limit_heads(WAIT_S)
+    limit("http_answers.BODY_TIMEOUT_S", 0.1)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
     found = await answer_to(url, head + b"Content-Type: application/json\r\n\r\n{")
     assert found.startswith(b"HTTP/1.1 408") and b'"invalid_request_error"' in found
-    async with client_of(url) as client:
-        for is_streamed in (False, True):
-            options = {"model": MODEL, "messages": QUESTION, "max_tokens": 150, "stream": is_streamed}
-            found = await client.chat.completions.create(**options)
-            text = (
-                "".join([chunk.choices[0].delta.content or "" async for chunk in found])
-                if is_streamed
-                else found.choices[0].message.content
-            )
-            assert len(text) == 150
+
+
+async def test_answers_may_take_longer_than_heads(
+    endless: tuple[Engine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections: list[LimitedHeads] = []
+    begin = LimitedHeads.connection_made
+
+    def noting(connection: LimitedHeads, transport: asyncio.Transport) -> None:
+        connections.append(connection)
+        begin(connection, transport)
+
+    monkeypatch.setattr(LimitedHeads, "connection_made", noting)
+    async with client_of(endless[1]) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=QUESTION, stream=True)
+        await anext(aiter(stream))
+        (connection,) = connections
+        assert connection._timeout is None
+        await stream.close()
+
+
+async def test_answers_may_take_longer_than_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The application waits for the client to leave while it answers."""
+    monkeypatch.setattr("http_answers.BODY_TIMEOUT_S", 0.0)
+    messages = [{"type": "http.request", "body": b"a", "more_body": False}, {"type": "http.disconnect"}]
+    waiting, received = [*messages], []
+
+    async def receive() -> Any:
+        if len(waiting) == 1:
+            await anyio.sleep(0.01)
+        return waiting.pop(0)
+
+    async def application(scope: Any, receive: Callable[[], Any], send: Any) -> None:
+        received.extend([await receive() for _ in messages])
+
+    await LimitedBodies(application)({"type": "http"}, receive, None)  # type: ignore[arg-type]
+    assert received == messages
 
 
 async def test_body_of_the_largest_size_is_served(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
