@@ -24,6 +24,7 @@ from drift_sdk import (
     DynamicTree,
     Engine,
     EngineConfig,
+    EnginePool,
     Job,
     JsonSchema,
     Lark,
@@ -537,6 +538,13 @@ def test_unknown_field_names_the_nearest_one(name: str, nearest: str | None) -> 
             r"\(here: EngineConfig\.gpu_memory",
         ),
         (partial(ProcessEngine, "m"), ConfigError, "dtype", r"\(here: EngineConfig\.dtype\)"),
+        (
+            partial(EnginePool.on_devices, "m", devices=["cpu"]),
+            ConfigError,
+            "dtype",
+            r"\(here: EngineConfig\.dtype\), expected one of config, devices, ",
+        ),
+        (partial(drift_sdk.inspect, "m"), ConfigError, "dtype", r"\(here: EngineConfig\.dtype\)"),
     ],
 )
 def test_unknown_keyword_is_named_with_what_is_written_here(

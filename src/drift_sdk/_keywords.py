@@ -55,7 +55,7 @@ def with_config(config: type[msgspec.Struct]) -> Callable[[Callable[P, ResultT]]
     fields = config.__struct_fields__
 
     def decorate(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
 
         @functools.wraps(function)
         def checked(*arguments: P.args, **keywords: P.kwargs) -> ResultT:

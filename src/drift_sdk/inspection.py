@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from drift_sdk._keywords import with_config
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.model_opener import opening_error
 from drift_sdk.errors import ConfigError, DriftError
@@ -12,6 +13,7 @@ from drift_sdk.model_info import ModelInfo
 __all__ = ["inspect"]
 
 
+@with_config(EngineConfig)
 def inspect(model: str | Path, config: EngineConfig | None = None) -> ModelInfo:
     """Find out whether an engine can serve a model with a config on this machine, and what that takes,
     without loading or downloading weights.

@@ -12,6 +12,7 @@ import anyio
 from msgspec.structs import replace
 
 from drift_sdk._display import html_table, state_repr
+from drift_sdk._keywords import with_config
 from drift_sdk._validation import check_bool, check_float, check_int
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
@@ -68,6 +69,7 @@ class EnginePool(BaseEngine):
         self._last_state = PoolState(self.engines, self.routing)
 
     @classmethod
+    @with_config(EngineConfig)
     def on_devices(
         cls,
         model: str | Path,

@@ -107,6 +107,7 @@ class RayEngine(RemoteEngine):
         return channel
 
 
+@with_config(EngineConfig)
 def ray_pool(
     model: str | Path,
     config: EngineConfig | None = None,
