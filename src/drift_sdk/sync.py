@@ -74,9 +74,7 @@ class SyncEngine:
             self._loop, self._lock = None, threading.Lock()
         try:
             with self._lock:
-                loop = self._loop if self._loop is not None else self._open_loop()
-                if loop.has_failed:
-                    loop = self._open_loop()
+                loop = self._working_loop()
             loop.call(self._engine.start)
         except BaseException:
             self.close()
@@ -91,7 +89,7 @@ class SyncEngine:
 
         if loop.has_failed:
             with self._lock:
-                loop = self._open_loop()
+                loop = self._working_loop()
         try:
             loop.call(self._engine.aclose, drain)
         except EngineClosed:  # another thread has closed it
@@ -106,6 +104,11 @@ class SyncEngine:
             assert self._finalizer is not None
             self._finalizer.detach()
         loop.stop()
+
+    def _working_loop(self) -> LoopThread:
+        """The loop, or a new one if there is none or it has failed. Used with the lock held."""
+        loop = self._loop
+        return loop if loop is not None and not loop.has_failed else self._open_loop()
 
     def _open_loop(self) -> LoopThread:
         """A loop that is ended when this object is collected, and also if this is interrupted."""
