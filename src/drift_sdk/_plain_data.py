@@ -90,7 +90,7 @@ def first_pairs(mapping: Mapping[Any, Any], most: int) -> dict[Any, Any]:
         if dict.__len__(mapping) > most:
             raise ValueError(f"more than {most} items")
 
-        return dict.copy(mapping)
+        return dict(dict.items(mapping))  # a subclass may iterate in its own way, which dict.copy would do
 
     return {key: mapping[key] for key in first_items(mapping, most)}
 
