@@ -42,6 +42,12 @@ class Unending(Mapping[Any, Any]):
 
 
 class UnendingDict(dict[Any, Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.count()
+
+    def keys(self) -> Any:
+        return itertools.count()
+
     def items(self) -> Any:
         return ((key, 1) for key in itertools.count())
 
@@ -244,6 +250,29 @@ class Counted(Sequence[int]):
     def __getitem__(self, index: Any) -> int:
         self.num_read += 1
         return 7
+
+
+class Deep(Mapping[Any, Any]):
+    """A mapping without an end, whose values are such mappings. Counts how many are made."""
+
+    num_made = 0
+
+    def __init__(self) -> None:
+        Deep.num_made += 1
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.count()
+
+    def __getitem__(self, key: Any) -> Any:
+        return Deep()
+
+
+def test_short_repr_of_wide_nested_data_reads_few_items() -> None:
+    """Sixteen items at each of four levels would be 65,536."""
+    assert len(short_repr(Deep())) <= 200 and Deep.num_made < 5_000
 
 
 def test_short_repr_of_a_large_sequence_is_short() -> None:

@@ -48,7 +48,7 @@ class DriftError(Exception):
 def short_repr(value: object) -> str:
     """The repr of a value of any type and size, cut to 200 characters. Never raises."""
     try:
-        return _shorten(_repr.repr(value), MAX_REPR_CHARS)
+        return _shorten(_Repr().repr(value), MAX_REPR_CHARS)
     except Exception:  # for an integer of too many digits, or from a __repr__
         return f"<{type(value).__name__}>"
 
@@ -70,8 +70,21 @@ def _shorten(text: str, max_chars: int) -> str:
 
 
 class _Repr(reprlib.Repr):
-    """Shows the first items of a container. reprlib itself sorts all items of dicts and sets, which takes
-    seconds for millions, and writes other mappings and sequences whole."""
+    """Shows the first items of a container, and MAX_REPR_CHARS values at most over all levels. reprlib itself
+    sorts all items of dicts and sets, which takes seconds for millions, and writes other mappings and
+    sequences whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        for kind in ("list", "tuple", "dict", "set", "frozenset", "deque"):
+            setattr(self, f"max{kind}", 16)
+        self.maxstring = self.maxlong = self.maxother = MAX_REPR_CHARS
+        self._num_left = MAX_REPR_CHARS
+
+    def repr1(self, x: object, level: int) -> str:
+        self._num_left -= 1
+        return super().repr1(x, level) if self._num_left >= 0 else "..."
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
@@ -96,12 +109,6 @@ class _Repr(reprlib.Repr):
             if shown is None
             else f"{type(x).__name__}({self.repr1(shown, level)})"
         )
-
-
-_repr = _Repr()
-_repr.maxlevel = 4
-_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = _repr.maxfrozenset = _repr.maxdeque = 16
-_repr.maxstring = _repr.maxlong = _repr.maxother = MAX_REPR_CHARS
 
 
 class FieldError(DriftError):
