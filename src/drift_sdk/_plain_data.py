@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -24,6 +25,7 @@ __all__ = [
     "first_items",
     "first_pairs",
     "ids_of_array",
+    "reading",
     "to_json",
     "to_plain",
 ]
@@ -70,6 +72,17 @@ def to_json(field: str, value: object) -> str:
         raise RequestError.of(field, value, f"plain JSON values ({error})") from error
 
 
+@contextmanager
+def reading(field: str, value: object, allowed: str) -> Iterator[None]:
+    """Raise RequestError for errors of reading `value`: a class of the caller may run any code."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError.of(field, value, f"{allowed} ({error})") from error
+
+
 def first_items(items: Iterable[Any], most: int) -> list[Any]:
     """The items of a sequence; ValueError if there are more than `most`. What a class of the caller says
     about its length may be wrong, and it may have no end."""
@@ -97,20 +110,21 @@ def first_pairs(mapping: Mapping[Any, Any], most: int) -> dict[Any, Any]:
 
 def ids_of_array(field: str, value: ValueT, most: int) -> ValueT | tuple[int, ...]:
     """The token ids in an array of numpy, torch or a library like them; other values as they are.
-    RequestError for an array of other numbers or dimensions, or of more than `most` items."""
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if dtype is None or not isinstance(shape, tuple):
-        return value
+    RequestError for an array of other numbers or dimensions, without data, or of more than `most` items."""
+    allowed = "a one-dimensional array of integers"
+    with reading(field, value, allowed):
+        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        if dtype is None or not isinstance(shape, tuple):
+            return value
 
-    if len(shape) != 1 or not is_integer_dtype(dtype):
-        found = f"not {dtype} of the shape {tuple(shape)}"
-        raise RequestError.of(field, value, f"a one-dimensional array of integers, {found}")
+        if len(shape) != 1 or not is_integer_dtype(dtype):
+            raise RequestError.of(field, value, f"{allowed}, not {dtype} of the shape {tuple(shape)}")
 
-    if shape[0] > most:
-        raise RequestError.of(field, value, f"at most {most} items, not {shape[0]}")
+        if shape[0] > most:
+            raise RequestError.of(field, value, f"at most {most} items, not {shape[0]}")
 
-    array: Any = value
-    return tuple(array.tolist())
+        array: Any = value
+        return tuple(array.tolist())
 
 
 def check_nested(value: object, *, max_bits: int | None, is_text: bool = False) -> None:

@@ -7,7 +7,8 @@ import logging
 import re
 import threading
 from array import array
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import UserDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -429,3 +430,52 @@ async def test_queue_full_of_the_prompts_themselves_ends_a_map() -> None:
         assert (await anext(found)).text == "fine"
         with pytest.raises(QueueFull, match="of another engine"):
             await anext(found)
+
+
+class Failing(Sequence[Any]):
+    """A sequence that cannot be read, and no array."""
+
+    def __len__(self) -> int:
+        raise OSError("no length")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise OSError("no item")
+
+
+class FailingArray:
+    """An array that has no data, like a tensor of torch on the device "meta"."""
+
+    dtype = "int64"
+    shape = (2,)
+
+    def tolist(self) -> list[int]:
+        raise NotImplementedError("no data")
+
+
+class FailingText(str):
+    def __eq__(self, other: object) -> bool:
+        raise OSError("not comparable")
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize(
+    ("field", "ask"),
+    [
+        ("prompt", lambda engine: engine.generate(Failing())),
+        ("prompt", lambda engine: engine.generate(FailingArray())),
+        ("prompt", lambda engine: engine.samples(Failing(), 2)),
+        ("messages", lambda engine: engine.chat(Failing())),
+        ("messages", lambda engine: engine.chat([{"role": FailingText("user"), "content": "x"}])),
+        ("template_args", lambda engine: engine.chat([USER], template_args=UserDict(Failing=Failing()))),
+        ("stop_token_ids", lambda engine: engine.generate("x", stop_token_ids=FailingArray())),
+        ("allowed_token_ids", lambda engine: engine.generate("x", allowed_token_ids=FailingArray())),
+    ],
+)
+async def test_values_that_cannot_be_read_are_rejected(field: str, ask: Callable[[Any], Any]) -> None:
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match=f"^{field}=.*: expected .*no") as caught:
+            await ask(engine)
+        assert caught.value.field == field
+        with pytest.raises(RequestError, match="^prompt="):
+            await engine.count_tokens(Failing())

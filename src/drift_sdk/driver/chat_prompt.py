@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
-from drift_sdk._plain_data import MAX_ITEMS, to_plain
+from drift_sdk._plain_data import MAX_ITEMS, reading, to_plain
 from drift_sdk._validation import check_bool, plain_scalar
 from drift_sdk.driver.prompts import (
     ModelText,
@@ -114,7 +114,9 @@ def as_any_prompt(
     of messages without them."""
     # As `as_prompt` reads it: a range may have no length, and the class of a caller no items by their index.
     is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
-    if is_sequence and isinstance(next(iter(prompt), None), Mapping):
+    with reading("prompt", prompt, "a string, or a sequence of token ids or messages"):
+        is_conversation = is_sequence and isinstance(next(iter(prompt), None), Mapping)
+    if is_conversation:
         messages = cast("Sequence[Mapping[str, Any]]", prompt)
         return as_chat_prompt(
             messages, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
@@ -145,9 +147,11 @@ def as_chat_prompt(
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
 
-    check_named(template_args)
+    with reading("template_args", template_args, "a mapping of names to values"):
+        check_named(template_args)
     check_bool(RequestError, "continue_final", continue_final)
-    check_contents(messages)
+    with reading("messages", messages, "a sequence of mappings with role and content"):
+        check_contents(messages)
     prompt = ChatPrompt(
         messages=to_plain("messages", messages),
         tools=to_plain("tools", tools, is_json=True),

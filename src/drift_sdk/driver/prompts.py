@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from drift_sdk._plain_data import ids_of_array
+from drift_sdk._plain_data import ids_of_array, reading
 from drift_sdk._validation import plain_int, plain_scalar
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.grammars import Grammar
@@ -148,12 +148,15 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
     if isinstance(prompt, str):
         return TextPrompt(plain_scalar(prompt))
 
-    num_ids = length_of(prompt)
-    if num_ids > MAX_PROMPT_TOKENS:
-        raise too_many_ids(num_ids)
+    with reading("prompt", prompt, allowed):
+        num_ids = length_of(prompt)
+        if num_ids > MAX_PROMPT_TOKENS:
+            raise too_many_ids(num_ids)
 
-    # One more than there may be: a sequence may be longer than it says, or have no end.
-    ids = tuple(prompt) if type(prompt) in (list, tuple) else tuple(islice(prompt, MAX_PROMPT_TOKENS + 1))
+        # One more than there may be: a sequence may be longer than it says, or have no end.
+        ids = (
+            tuple(prompt) if type(prompt) in (list, tuple) else tuple(islice(prompt, MAX_PROMPT_TOKENS + 1))
+        )
     if ids and isinstance(ids[0], Mapping):
         raise RequestError.of("prompt", prompt, f"{allowed}; chat() and Job(messages=...) take messages")
 
