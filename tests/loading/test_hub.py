@@ -290,6 +290,20 @@ def test_listing_that_leads_out_of_the_repository(name: str, hub: HubServer, tmp
     assert hub.downloads == []
 
 
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+@pytest.mark.parametrize("form", ["{}", '"{}"', 'W/"{}"', 'W/WW"{}"'])
+@pytest.mark.parametrize("place", ["absolute", "above"])
+def test_headers_that_lead_out_of_the_cache(
+    header: str, form: str, place: str, hub: HubServer, tmp_path: Path
+) -> None:
+    """The hub's library names files in its cache by them."""
+    name = str(tmp_path / "written") if place == "absolute" else "../../../written"
+    hub.headers = {header: form.format(name)}
+    with pytest.raises(ModelLoadError, match=f"the hub sends {header.lower()} .*written.*, expected"):
+        resolve("org/qwen3")
+    assert not [path for path in tmp_path.rglob("*written*")]
+
+
 def test_settings_stored_as_a_tensor_are_part_of_the_header(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

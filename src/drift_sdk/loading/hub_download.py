@@ -10,14 +10,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub.utils import get_session
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk._files import is_inside
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.hub_progress import DownloadCounter
 from drift_sdk.loading.hub_threads import call_each
 
 __all__ = ["download"]
 
 COMMIT = re.compile("[0-9a-f]{40}")
+NAMING_HEADERS = ("etag", "x-linked-etag", "x-repo-commit")
+"""Headers of the hub from which its library makes paths in the cache, without a check."""
 LAST_FILE = "tokenizer.json"
 """Fetched last: a look-up in the cache takes it as a sign that the other files are there."""
 
@@ -43,6 +47,7 @@ def download(
         options["tqdm_class"] = counter.bar_class()
 
     def fetch(revision: str | None, name: str) -> Path:
+        check_responses()
         path = huggingface_hub.hf_hub_download(repo_id, name, revision=revision, **options)
         counter.file_done(name)
         return Path(path).parents[len(PurePosixPath(name).parts) - 1]
@@ -65,3 +70,24 @@ def download(
         counter.stopped.set()
     counter.report()
     return folder
+
+
+def check_responses() -> None:
+    """Have the library's session, on this thread, raise ModelLoadError for headers that name a path outside
+    of the cache: the library would write there."""
+    session: Any = get_session()
+    hooks = session.event_hooks if hasattr(session, "event_hooks") else session.hooks  # httpx, requests
+    if check_names not in hooks["response"]:
+        hooks["response"].append(check_names)
+
+
+def check_names(response: Any, *_: object, **__: object) -> None:
+    """Raise ModelLoadError for a response that names a path outside of the cache."""
+    for header in NAMING_HEADERS:
+        value = response.headers.get(header)
+        # The library takes all leading W and / from a tag, and older versions none.
+        names = (value.lstrip("W/").strip('"'), value.strip('"')) if value else ()
+        if not all(map(is_inside, names)):
+            raise ModelLoadError(
+                f"the hub sends {header} {short_repr(value)}, expected the name of a file in the cache"
+            )
