@@ -187,6 +187,17 @@ def test_too_large_schemas_are_rejected(schema: Any, said: str) -> None:
     assert caught.value.field == "schema" and len(str(caught.value)) < 400
 
 
+def test_collections_are_not_searched_for_types() -> None:
+    """A list of thirty levels has a billion items."""
+    nested: list[Any] = [int]
+    for _ in range(30):
+        nested = [nested, nested]
+    for value in (nested, tuple(nested), UserList(nested), frozenset([int])):
+        with pytest.raises(RequestError, match=r"^schema=.*: expected a JSON schema") as caught:
+            JsonSchema(value)
+        assert caught.value.field == "schema"
+
+
 def test_schema_of_a_dict_class_is_read_by_its_own_items() -> None:
     assert JsonSchema(UnendingDict(type="integer")).definition == {"type": "integer"}
 

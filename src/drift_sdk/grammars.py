@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -172,7 +173,8 @@ def _parse(text: str) -> dict[str, Any]:
 def _derive(kind: Any) -> dict[str, Any]:
     """The schema of a type."""
     allowed = "a JSON schema (dict or JSON text) or a type that has one"
-    if kind is None:  # msgspec takes None for a type
+    # msgspec takes None for a type, and looks for types in nested lists, however large.
+    if kind is None or (isinstance(kind, Collection) and not isinstance(kind, type)):
         raise RequestError.of("schema", kind, allowed)
 
     try:

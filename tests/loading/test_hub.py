@@ -301,7 +301,7 @@ def test_headers_that_lead_out_of_the_cache(
     hub.headers = {header: form.format(name)}
     with pytest.raises(ModelLoadError, match=f"the hub sends {header.lower()} .*written.*, expected"):
         resolve("org/qwen3")
-    assert not [path for path in tmp_path.rglob("*written*")]
+    assert not list(tmp_path.rglob("*written*"))
 
 
 def test_settings_stored_as_a_tensor_are_part_of_the_header(

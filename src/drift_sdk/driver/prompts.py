@@ -154,9 +154,7 @@ def as_prompt(prompt: str | Sequence[int]) -> Prompt:
             raise too_many_ids(num_ids)
 
         # One more than there may be: a sequence may be longer than it says, or have no end.
-        ids = (
-            tuple(prompt) if type(prompt) in (list, tuple) else tuple(islice(prompt, MAX_PROMPT_TOKENS + 1))
-        )
+        ids = tuple(prompt) if type(prompt) in (list, tuple) else tuple(islice(prompt, MAX_PROMPT_TOKENS + 1))
     if ids and isinstance(ids[0], Mapping):
         raise RequestError.of("prompt", prompt, f"{allowed}; chat() and Job(messages=...) take messages")
 
