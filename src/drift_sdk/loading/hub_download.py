@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import get_session  # type: ignore[attr-defined]  # not marked as public
 
 from drift_sdk._files import is_inside
 from drift_sdk.errors import ModelLoadError, short_repr
