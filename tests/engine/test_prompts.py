@@ -479,3 +479,18 @@ async def test_values_that_cannot_be_read_are_rejected(field: str, ask: Callable
         assert caught.value.field == field
         with pytest.raises(RequestError, match="^prompt="):
             await engine.count_tokens(Failing())
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("tools", {"tools": "a" * 100}),
+        ("tools", {"tools": {"type": "function"}}),
+        ("tool_choice", {"tools": [{"name": "f"}], "tool_choice": np.array([1, 2])}),
+    ],
+)
+async def test_tools_of_other_kinds_are_rejected_at_the_call(field: str, options: dict[str, Any]) -> None:
+    async with scripted_engine("fine") as engine:
+        with pytest.raises(RequestError, match=f"^{field}=.*: expected ") as caught:
+            engine.chat([USER], **options)
+        assert caught.value.field == field

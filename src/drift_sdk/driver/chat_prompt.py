@@ -147,6 +147,9 @@ def as_chat_prompt(
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise RequestError.of("messages", messages, "a sequence of mappings with role and content")
 
+    if tools is not None and (isinstance(tools, str | bytes) or not isinstance(tools, Sequence)):
+        raise RequestError.of("tools", tools, "a sequence of mappings")
+
     with reading("template_args", template_args, "a mapping of names to values"):
         check_named(template_args)
     check_bool(RequestError, "continue_final", continue_final)
@@ -201,8 +204,8 @@ def check_tools(tools: object) -> None:
 def check_tool_choice(prompt: ChatPrompt) -> None:
     """RequestError for a choice of tools that the prompt does not have."""
     names, choice = ToolSet.of(prompt.tools), prompt.tool_choice
-    is_known = isinstance(choice, str) and (choice in ("auto", "none", *names))
-    if not is_known and not (names and choice == "required"):
+    choices = ("auto", "none", *names, *(["required"] if names else []))
+    if not (isinstance(choice, str) and choice in choices):
         allowed = ", ".join(['"auto"', '"none"', *(['"required"'] if names else []), *map(repr, names)])
         kind = "tools with a name" if prompt.tools else "tools"
         reason = "" if names else f", as there are no {kind}"
