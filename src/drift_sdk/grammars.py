@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -20,12 +22,17 @@ __all__ = ["JSON_STYLE", "After", "AnyGrammar", "AnyOf", "Grammar", "JsonSchema"
 # models might generate it without end.
 JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 
+PYDANTIC_SCHEMAS = ("__pydantic_core_schema__", "__get_pydantic_core_schema__")
+PYDANTIC_BOUNDS = ("pydantic", "annotated_types")
+"""Packages of the annotations that pydantic reads."""
+
 
 class JsonSchema(Struct, frozen=True, dict=True):
     """The text is JSON that a schema describes.
 
     schema: a JSON schema, as a dict or as JSON text, or a type to decode into: a msgspec Struct, a dataclass,
-            a TypedDict, a builtin generic such as `list[int]`, or a pydantic model class.
+            a TypedDict, a builtin generic such as `list[int]`, a pydantic model class or TypeAdapter.
+            pydantic also reads types that have its models, types or Fields as parts, such as `list[Model]`.
 
     Wherever JSON permits white space, the model may write one blank, or a newline and up to 32 blanks or
     tabs: parse the text, and do not compare it.
@@ -64,7 +71,33 @@ class JsonSchema(Struct, frozen=True, dict=True):
     @cached_property
     def definition(self) -> dict[str, Any]:
         """The JSON schema as a dict."""
-        return _parse(self.schema) if isinstance(self.schema, str) else _derive(self.schema)
+        return _parse(self.schema) if isinstance(self.schema, str) else self._derived()
+
+    @cached_property
+    def _adapter(self) -> Any:
+        """pydantic's TypeAdapter for the type, or None if msgspec reads it. pydantic is not imported to find
+        out, which would slow down programs that do not use it."""
+        adapter = getattr(sys.modules.get("pydantic"), "TypeAdapter", None)  # pydantic 1 has none
+        if adapter is None or isinstance(self.schema, adapter):
+            return self.schema if adapter else None
+
+        return adapter(self.schema) if _has_pydantic_parts(self.schema) else None
+
+    def _derived(self) -> dict[str, Any]:
+        """The schema of a type."""
+        allowed = "a JSON schema (dict or JSON text) or a type that has one"
+        kind = self.schema
+        # msgspec takes None for a type, and looks for types in nested lists, however large.
+        if kind is None or (isinstance(kind, Collection) and not isinstance(kind, type)):
+            raise RequestError.of("schema", self.schema, allowed)
+
+        try:
+            schema = self._adapter.json_schema() if self._adapter else msgspec.json.schema(self.schema)
+        except Exception as error:  # a model class may run any code
+            raise RequestError.of("schema", self.schema, f"{allowed} ({error})") from error
+
+        written: dict[str, Any] = _close(schema)
+        return written
 
     def decode(self, text: str) -> Any:
         """The value of a completion's text: of the schema's type, or plain JSON. A number beyond the largest
@@ -77,8 +110,8 @@ class JsonSchema(Struct, frozen=True, dict=True):
             except ValueError as error:
                 raise msgspec.ValidationError(str(error)) from error
 
-        if _is_pydantic(self.schema):
-            return self.schema.model_validate_json(text)
+        if self._adapter:
+            return self._adapter.validate_json(text)
 
         try:
             return msgspec.json.decode(text, type=self.schema)
@@ -170,26 +203,33 @@ def _parse(text: str) -> dict[str, Any]:
     return schema
 
 
-def _derive(kind: Any) -> dict[str, Any]:
-    """The schema of a type."""
-    allowed = "a JSON schema (dict or JSON text) or a type that has one"
-    # msgspec takes None for a type, and looks for types in nested lists, however large.
-    if kind is None or (isinstance(kind, Collection) and not isinstance(kind, type)):
-        raise RequestError.of("schema", kind, allowed)
+def _has_pydantic_parts(kind: Any) -> bool:
+    """Whether pydantic describes a type, or one of its arguments, fields and annotations. msgspec refuses
+    pydantic's models, and passes over bounds that pydantic reads."""
+    seen: set[type] = set()
+    parts = [kind]
+    while parts:
+        part = parts.pop()
+        package = type(part).__module__.partition(".")[0]
+        if package in PYDANTIC_BOUNDS or any(hasattr(part, name) for name in PYDANTIC_SCHEMAS):
+            return True
 
-    try:
-        schema = kind.model_json_schema() if _is_pydantic(kind) else msgspec.json.schema(kind)
-    except Exception as error:  # a model class may run any code
-        raise RequestError.of("schema", kind, f"{allowed} ({error})") from error
+        parts += get_args(part)
+        origin = get_origin(part) or part
+        if isinstance(origin, type) and origin not in seen:
+            seen.add(origin)
+            parts += _types_of_fields(origin)
+    return False
 
-    written: dict[str, Any] = _close(schema)
-    return written
 
+def _types_of_fields(kind: type) -> list[Any]:
+    """The types of a dataclass, a TypedDict or a NamedTuple, with their annotations."""
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    is_typed_dict = issubclass(kind, dict) and hasattr(kind, "__total__")  # of typing or typing_extensions
+    if not (dataclasses.is_dataclass(kind) or is_typed_dict or is_named_tuple):
+        return []
 
-def _is_pydantic(schema: Any) -> TypeGuard[Any]:
-    """Whether it is a pydantic model class, judged by its methods: importing pydantic to find out would slow
-    down programs that do not use it."""
-    return isinstance(schema, type) and hasattr(schema, "model_json_schema")
+    return list(get_type_hints(kind, include_extras=True).values())
 
 
 def _close(schema: Any) -> Any:

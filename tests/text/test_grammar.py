@@ -14,13 +14,14 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 import numpy as np
 import pydantic
 import pytest
 import tokenizers
+import typing_extensions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -683,6 +684,59 @@ class Model_(pydantic.BaseModel):
         if size % 2:
             raise ValueError("odd")
         return size
+
+
+class Pet(pydantic.BaseModel):
+    name: str
+
+
+@pydantic.dataclasses.dataclass
+class Owner:
+    age: Annotated[int, pydantic.Field(ge=18)]
+    pets: list[Pet] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Household:
+    owners: list[Owner]
+    next: Household | None = None
+
+
+class TypedPets(typing_extensions.TypedDict):  # pydantic takes no other before Python 3.12
+    count: Annotated[int, pydantic.Field(ge=0)]
+
+
+class NamedPet(NamedTuple):
+    pet: Pet
+
+
+OF_PYDANTIC: list[tuple[Any, str, Any, str]] = [
+    (list[Pet], '[{"name": "a"}]', [Pet(name="a")], '[{"name": 1}]'),
+    (Pet | None, "null", None, "1"),
+    (Pet | Literal["none"], '{"name": "a"}', Pet(name="a"), '"some"'),
+    (dict[str, tuple[Pet, int]], '{"a": [{"name": "b"}, 1]}', {"a": (Pet(name="b"), 1)}, '{"a": [{}, 1]}'),
+    (Owner, '{"age": 18}', Owner(18), '{"age": 17}'),
+    (Household, '{"owners": [{"age": 18}]}', Household([Owner(18)]), '{"owners": [{"age": 17}]}'),
+    (TypedPets, '{"count": 0}', {"count": 0}, '{"count": -1}'),
+    (NamedPet, '[{"name": "a"}]', NamedPet(Pet(name="a")), "[{}]"),
+    (Annotated[int, pydantic.Field(le=3)], "3", 3, "4"),
+    (list[pydantic.PositiveInt], "[1]", [1], "[0]"),
+    (list[pydantic.Base64Str], '["YQ=="]', ["a"], "[1]"),
+    (pydantic.TypeAdapter(list[Pet]), '[{"name": "a"}]', [Pet(name="a")], "[{}]"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value", "other"), OF_PYDANTIC)
+def test_type_with_parts_of_pydantic_is_enforced_and_read_as_pydantic_does(
+    model: Model, schema: Any, text: str, value: Any, other: str
+) -> None:
+    grammar = JsonSchema(schema)
+    assert grammar.decode(text) == value
+    assert type(grammar.decode(text)) is type(value)
+    assert accepts(model, grammar, text)
+    assert not accepts(model, grammar, other)
+    with pytest.raises(pydantic.ValidationError):
+        grammar.decode(other)
 
 
 @pytest.mark.parametrize(
