@@ -233,8 +233,8 @@ def _types_of_fields(kind: type) -> list[Any]:
 
 
 def _close(schema: Any) -> Any:
-    """The schema of a type with `additionalProperties` false in each object that has properties, and without
-    what the type itself makes sure of: that items differ, and which one of several types a value has."""
+    """The schema of a type with `additionalProperties` false in each object that names its properties, and
+    without what the type itself makes sure of: that items differ, and which of several types a value has."""
     if isinstance(schema, list):
         return [_close(item) for item in schema]
 
@@ -242,7 +242,7 @@ def _close(schema: Any) -> Any:
         return schema
 
     closed = {key: _close(value) for key, value in schema.items()}
-    if schema.get("type") == "object" and "properties" in schema:
+    if schema.get("type") == "object" and ("properties" in schema or "patternProperties" in schema):
         closed.setdefault("additionalProperties", False)
     if schema.get("uniqueItems") is True:
         del closed["uniqueItems"]

@@ -722,6 +722,7 @@ OF_PYDANTIC: list[tuple[Any, str, Any, str]] = [
     (Annotated[int, pydantic.Field(le=3)], "3", 3, "4"),
     (list[pydantic.PositiveInt], "[1]", [1], "[0]"),
     (list[pydantic.Base64Str], '["YQ=="]', ["a"], "[1]"),
+    (dict[Annotated[str, pydantic.Field(pattern="^[a-z]$")], int], '{"a": 1}', {"a": 1}, '{"A": 1}'),
     (pydantic.TypeAdapter(list[Pet]), '[{"name": "a"}]', [Pet(name="a")], "[{}]"),
 ]
 
