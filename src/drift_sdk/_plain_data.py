@@ -9,7 +9,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -19,6 +19,7 @@ from drift_sdk._validation import PLAIN_TYPES, is_integer_dtype
 from drift_sdk.errors import RequestError
 
 __all__ = [
+    "IdArray",
     "MAX_DEPTH",
     "MAX_ITEMS",
     "MAX_JSON_CHARS",
@@ -106,6 +107,18 @@ def first_pairs(mapping: Mapping[Any, Any], most: int) -> dict[Any, Any]:
         return dict(dict.items(mapping))  # a subclass may iterate in its own way, which dict.copy would do
 
     return {key: mapping[key] for key in first_items(mapping, most)}
+
+
+class IdArray(Protocol):
+    """A one-dimensional array of integers of numpy, torch or a library like them."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def tolist(self) -> Any: ...
 
 
 def ids_of_array(field: str, value: ValueT, most: int) -> ValueT | tuple[int, ...]:

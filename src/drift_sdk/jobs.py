@@ -11,6 +11,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from msgspec import Struct
 
 from drift_sdk._keywords import RequestFields
+from drift_sdk._plain_data import IdArray
 from drift_sdk.driver.stream_updates import Signal
 from drift_sdk.errors import (
     DriftError,
@@ -61,7 +62,7 @@ class Job(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
     """
 
     key: Any
-    prompt: str | Sequence[int] | None = None
+    prompt: str | Sequence[int] | IdArray | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -82,7 +83,7 @@ class Job(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
                 raise RequestError.of(name, value, f"{default!r} without messages")
 
 
-PromptLike = str | Sequence[int] | Job
+PromptLike = str | Sequence[int] | IdArray | Job
 
 
 class JobDone(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from drift_sdk._frozen_mapping import FrozenMapping
 from drift_sdk._keywords import RequestFields
-from drift_sdk._plain_data import MAX_ITEMS, first_pairs, ids_of_array
+from drift_sdk._plain_data import MAX_ITEMS, IdArray, first_pairs, ids_of_array
 from drift_sdk._validation import (
     check_bool,
     check_field_names,
@@ -53,7 +53,7 @@ class SamplingOptions(TypedDict, total=False):
     min_p: float
     seed: int | None
     stop: str | tuple[str, ...] | list[str]
-    stop_token_ids: tuple[int, ...] | list[int]
+    stop_token_ids: tuple[int, ...] | list[int] | IdArray
     ignore_eos: bool
     include_stop: bool
     logprobs: int | None
@@ -62,7 +62,7 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
-    allowed_token_ids: tuple[int, ...] | list[int] | None
+    allowed_token_ids: tuple[int, ...] | list[int] | IdArray | None
     grammar: Grammar | None
     priority: int
     cache_salt: str | None

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Unpack, overload
 
+from drift_sdk._plain_data import IdArray
 from drift_sdk._validation import check_bool, check_choice, check_int, plain_scalar
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
@@ -71,7 +72,7 @@ class Serving(ABC):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | IdArray,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -136,7 +137,7 @@ class Serving(ABC):
 
     def samples(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
         n: int,
         params: SamplingParams | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -170,7 +171,7 @@ class Serving(ABC):
 
     async def count_tokens(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,

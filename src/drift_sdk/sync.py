@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, overl
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._keywords import with_config
+from drift_sdk._plain_data import IdArray
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import starting_error
 from drift_sdk.driver.loaded_model import OpenModel
@@ -157,7 +158,7 @@ class SyncEngine:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | IdArray,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -195,7 +196,7 @@ class SyncEngine:
 
     def samples(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
         n: int,
         params: SamplingParams | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -269,7 +270,7 @@ class SyncEngine:
 
     def count_tokens(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,

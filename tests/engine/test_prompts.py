@@ -18,7 +18,7 @@ import pytest
 import torch
 from loops import WAIT_S
 
-from drift_sdk import EngineConfig, QueueFull, RequestError, SamplingParams
+from drift_sdk import EngineConfig, Job, QueueFull, RequestError, SamplingParams
 from drift_sdk.testing import scripted_engine
 
 USER = {"role": "user", "content": "hi"}
@@ -92,6 +92,17 @@ async def test_token_ids_may_be_an_array(ids: Any) -> None:
         (sample,) = await engine.samples(ids, np.int64(1))
         assert sample.text == "xi"
         assert [each.text async for each in engine.map([ids])] == ["xi"]
+
+
+async def test_type_checkers_take_arrays_for_token_ids() -> None:
+    of_numpy, of_torch = np.array([104]), torch.tensor([104])
+    async with scripted_engine(lambda prompt: prompt) as engine:
+        stream = engine.generate(of_numpy, stop_token_ids=of_torch[:0], allowed_token_ids=np.arange(257))
+        assert (await stream).text == (await engine.generate(of_torch)).text == "h"
+        assert await engine.count_tokens(of_torch) == 1
+        assert [sample.text for sample in await engine.samples(of_numpy, 1)] == ["h"]
+        jobs = [Job(key="array", prompt=of_torch), of_numpy]
+        assert [each.text async for each in engine.map(jobs)] == ["h", "h"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from drift_sdk import (
     SamplingParams,
     TokenLogprobs,
 )
+from drift_sdk._plain_data import IdArray
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.prompts import ModelText, TextPrompt
 from drift_sdk.steps import SlotOutput, StepResult
@@ -106,7 +107,11 @@ def test_options_name_the_fields_of_sampling_params() -> None:
     assert set(SamplingOptions.__annotations__) == set(SamplingParams.__struct_fields__)
     assert not SamplingOptions.__required_keys__
     options, fields = get_type_hints(SamplingOptions), get_type_hints(SamplingParams)
-    lists = {"stop": list[str], "stop_token_ids": list[int], "allowed_token_ids": list[int]}
+    lists = {
+        "stop": list[str],
+        "stop_token_ids": list[int] | IdArray,
+        "allowed_token_ids": list[int] | IdArray,
+    }
     for name, kind in fields.items():
         assert options[name] == (kind | lists[name] if name in lists else kind), name
 

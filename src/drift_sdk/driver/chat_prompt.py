@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
-from drift_sdk._plain_data import MAX_ITEMS, reading, to_plain
+from drift_sdk._plain_data import MAX_ITEMS, IdArray, reading, to_plain
 from drift_sdk._validation import check_bool, plain_scalar
 from drift_sdk.driver.prompts import (
     ModelText,
@@ -103,7 +103,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
 
 
 def as_any_prompt(
-    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+    prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     template_args: Mapping[str, Any] | None,
     *,
@@ -113,9 +113,10 @@ def as_any_prompt(
     """A prompt as of `as_prompt`, or messages as of `as_chat_prompt`. RequestError for arguments
     of messages without them."""
     # As `as_prompt` reads it: a range may have no length, and the class of a caller no items by their index.
-    is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
-    with reading("prompt", prompt, "a string, or a sequence of token ids or messages"):
-        is_conversation = is_sequence and isinstance(next(iter(prompt), None), Mapping)
+    is_conversation = False
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray):
+        with reading("prompt", prompt, "a string, or a sequence of token ids or messages"):
+            is_conversation = isinstance(next(iter(prompt), None), Mapping)
     if is_conversation:
         messages = cast("Sequence[Mapping[str, Any]]", prompt)
         return as_chat_prompt(

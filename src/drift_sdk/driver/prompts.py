@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from drift_sdk._plain_data import ids_of_array, reading
+from drift_sdk._plain_data import IdArray, ids_of_array, reading
 from drift_sdk._validation import plain_int, plain_scalar
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.grammars import Grammar
@@ -138,7 +138,7 @@ class SharedPrompt:
         return self._prompt.num_tokens(model)
 
 
-def as_prompt(prompt: str | Sequence[int]) -> Prompt:
+def as_prompt(prompt: str | Sequence[int] | IdArray) -> Prompt:
     """The prompt as a value. RequestError for what is neither a text nor a sequence of ids."""
     allowed = "a string or a sequence of token ids"
     prompt = ids_of_array("prompt", prompt, MAX_PROMPT_TOKENS)
