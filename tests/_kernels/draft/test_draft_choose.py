@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references.draft import choose_drafts_reference
 
-from drift_sdk._kernels.draft.draft_choose import choose_drafts, choose_drafts_reference, num_draft_chunks
+from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 
 pytestmark = pytest.mark.kernel
 

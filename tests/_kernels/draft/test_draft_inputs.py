@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references.draft import draft_inputs_reference
 
-from drift_sdk._kernels.draft.draft_inputs import draft_inputs, draft_inputs_reference
+from drift_sdk._kernels.draft.draft_inputs import draft_inputs
 
 pytestmark = pytest.mark.kernel
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from drift_sdk._kernels.draft.draft_rows import (
-    chunk_rows,
+from references.draft import (
     chunk_rows_reference,
-    round_rows,
+    draft_tiles_reference,
+    keep_last_rows_reference,
     round_rows_reference,
 )
-from drift_sdk._kernels.draft.draft_state import keep_last_rows, keep_last_rows_reference
-from drift_sdk._kernels.draft.draft_tiles import draft_tiles, draft_tiles_reference, num_draft_tiles
+
+from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows
+from drift_sdk._kernels.draft.draft_state import keep_last_rows
+from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
 
 pytestmark = pytest.mark.kernel
 

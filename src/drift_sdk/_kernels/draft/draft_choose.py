@@ -25,9 +25,8 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max, gumbel_from_bits
-from drift_sdk._kernels.sampling.noise import gumbel_noise
 
-__all__ = ["choose_drafts", "choose_drafts_reference", "num_draft_chunks"]
+__all__ = ["choose_drafts", "num_draft_chunks"]
 
 CHUNK_TOKENS = 1024
 """Logits of a program: 8 a thread of 4 warps. A draft's vocabulary of 32,000 has 32 chunks, so that a single
@@ -204,15 +203,6 @@ def choose_drafts(
         num_warps=1,
         **launch_options(),
     )
-
-
-def choose_drafts_reference(
-    logits: Tensor, target_ids: Tensor, position: Tensor, temperature: Tensor, seed: Tensor
-) -> Tensor:
-    """The target's ids [B] that logits [B, D] fp32 propose, at position, temperature and seed [B] each."""
-    noise = gumbel_noise(seed, position.long(), int(target_ids[-1]) + 1)[:, target_ids.long()]
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None] + noise
-    return target_ids[scaled.where(temperature[:, None] > 0, logits).argmax(-1)]
 
 
 def _check_rows(

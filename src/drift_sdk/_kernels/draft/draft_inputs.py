@@ -23,9 +23,9 @@ from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, rms_norm_reference, weigh
+from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, weigh
 
-__all__ = ["draft_inputs", "draft_inputs_reference"]
+__all__ = ["draft_inputs"]
 
 
 @device_function
@@ -199,41 +199,6 @@ def draft_inputs(
         num_warps=norm_warps(size),
         **launch_options(),
     )
-
-
-def draft_inputs_reference(
-    row_slot: Tensor,
-    row_token: Tensor,
-    row_position: Tensor,
-    features: Tensor,
-    embedding: Tensor,
-    token_norm: Tensor,
-    feature_norm: Tensor,
-    *,
-    eps: float,
-    is_residual_normed: bool,
-    block_table: Tensor,
-    block_features: Tensor | None = None,
-    block_size: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """(hidden, inputs) as `draft_inputs` writes them; block_features are updated in place."""
-    is_live = (row_token >= 0) & (row_slot >= 0)
-    given = (features.sum(0) if features.dim() == 3 else features).to(embedding.dtype)
-    rows = [given[row] if row < len(given) else given[0] * 0 for row in range(len(row_slot))]
-    if block_features is not None:
-        for row in is_live.nonzero().flatten().tolist():
-            position = int(row_position[row])
-            block = block_table[row_slot[row], (position - 1) // block_size]
-            if row >= len(given):
-                rows[row] = block_features[block].clone()
-            elif position % block_size == 0:
-                block_features[block] = rows[row]
-
-    feature = torch.stack(rows).where(is_live[:, None], 0)
-    embedded = embedding[row_token.clamp(min=0).long()].where(is_live[:, None], 0)
-    normed = rms_norm_reference(feature, feature_norm, eps).where(is_live[:, None], 0)
-    token = rms_norm_reference(embedded, token_norm, eps).where(is_live[:, None], 0)
-    return normed if is_residual_normed else feature, torch.cat((token, normed), dim=1)
 
 
 def _check_features(features: Tensor, hidden: Tensor, inputs: Tensor, block_features: Tensor | None) -> None:

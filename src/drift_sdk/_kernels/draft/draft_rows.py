@@ -21,7 +21,7 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 
-__all__ = ["chunk_rows", "chunk_rows_reference", "round_rows", "round_rows_reference"]
+__all__ = ["chunk_rows", "round_rows"]
 
 TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""
@@ -171,36 +171,6 @@ def chunk_rows(
         TILE_ROWS=TILE_ROWS,
         PDL=uses_pdl(),
         **launch_options(),
-    )
-
-
-def round_rows_reference(
-    row_slot: Tensor, row_position: Tensor, chosen: Tensor, emitted: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(slot, token, position) as `round_rows` writes them, except the position of rows with slot -1."""
-    num_rows, num_slots = row_slot.shape[0], emitted.shape[0]
-    depth = torch.arange(num_rows // num_slots, device=row_slot.device)
-    is_emitted = (depth < emitted[:, None]).flatten() & (chosen >= 0)
-    return row_slot.where(is_emitted, -1), chosen.where(is_emitted, -1), row_position + 1
-
-
-def chunk_rows_reference(
-    row_slot: Tensor,
-    row_token: Tensor,
-    row_position: Tensor,
-    next_token: Tensor,
-    hits: Tensor,
-    last_token: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(slot, token, position) as `chunk_rows` writes them, except token and position of rows with slot -1."""
-    own_slot = row_slot.clamp(min=0).long()
-    token = next_token.where(next_token >= 0, last_token[own_slot])
-    row = hits.clamp(min=0).long()
-    hit_slot = row_slot[row].where(hits >= 0, -1)
-    return (
-        torch.cat((row_slot, hit_slot)),
-        torch.cat((token, row_token[row])),
-        torch.cat((row_position + 1, row_position[row])),
     )
 
 

@@ -19,7 +19,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import norm_warps
 
-__all__ = ["keep_last_rows", "keep_last_rows_reference"]
+__all__ = ["keep_last_rows"]
 
 
 @kernel
@@ -66,10 +66,3 @@ def keep_last_rows(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
         num_warps=norm_warps(size),
         **launch_options(),
     )
-
-
-def keep_last_rows_reference(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
-    """`keep_last_rows` in plain torch, one row after the other."""
-    for row, slot in enumerate(row_slot.tolist()):
-        if slot >= 0:
-            state[slot] = output[row]

@@ -26,7 +26,7 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 
-__all__ = ["draft_tiles", "draft_tiles_reference", "num_draft_tiles"]
+__all__ = ["draft_tiles", "num_draft_tiles"]
 
 CHUNK_ROWS = 1024
 """Rows, or tiles of single rows, that a program reads at a time: 4 a thread of 8 warps."""
@@ -136,23 +136,3 @@ def draft_tiles(
         num_warps=8,
         **launch_options(),
     )
-
-
-def draft_tiles_reference(
-    row_slot: Tensor, row_position: Tensor, *, num_single: int, tile_rows: int
-) -> list[list[int]]:
-    """The tiles in use that `draft_tiles` writes, in order, each a list of its fields."""
-    slots, positions = row_slot.tolist(), row_position.tolist()
-    num_rows = len(slots) - num_single
-    runs: list[list[int]] = []
-    for row in range(num_rows):
-        if slots[row] < 0:
-            continue
-
-        if row % tile_rows and slots[row] == slots[row - 1]:
-            runs[-1][2] += 1
-        else:
-            runs.append([slots[row], row, 1, positions[row]])
-
-    single = [[slots[row], row, 1, positions[row]] for row in range(num_rows, len(slots)) if slots[row] >= 0]
-    return single + runs[::-1]

@@ -12,7 +12,7 @@ append a few words a row.
 Programmatic dependent launch: all wait for their producers before their first read, and let their dependents
 start right after that.
 
-Reference: draft_policy.ngram of the proposals; `append_history_reference` of the history.
+Reference of the proposals: `draft_policy.ngram`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "append_history",
-    "append_history_reference",
     "found_tokens",
     "num_searchers",
     "propose_ngrams",
@@ -310,22 +309,6 @@ def append_history(
         num_warps=4,
         **launch_options(),
     )
-
-
-def append_history_reference(
-    row_slot: Tensor,
-    row_position: Tensor,
-    row_token: Tensor,
-    history: Tensor,
-    *,
-    emitted: Tensor | None = None,
-) -> None:
-    """`append_history` in plain torch."""
-    is_appended = row_slot >= 0
-    if emitted is not None:
-        depth = torch.arange(len(row_slot) // len(emitted), device=row_slot.device)
-        is_appended &= (depth < emitted[:, None]).flatten()
-    history[row_slot[is_appended].long(), row_position[is_appended].long()] = row_token[is_appended]
 
 
 def _check_rows(history: Tensor, **rows: Tensor) -> None:

@@ -1,0 +1,126 @@
+"""References of the kernels of `drift_sdk._kernels.draft`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drift_sdk._kernels.layers.rms_norm import rms_norm_reference
+from drift_sdk._kernels.sampling.noise import gumbel_noise
+
+
+def choose_drafts_reference(
+    logits: Tensor, target_ids: Tensor, position: Tensor, temperature: Tensor, seed: Tensor
+) -> Tensor:
+    """The target's ids [B] that logits [B, D] fp32 propose, at position, temperature and seed [B] each."""
+    noise = gumbel_noise(seed, position.long(), int(target_ids[-1]) + 1)[:, target_ids.long()]
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None] + noise
+    return target_ids[scaled.where(temperature[:, None] > 0, logits).argmax(-1)]
+
+
+def draft_inputs_reference(
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+    features: Tensor,
+    embedding: Tensor,
+    token_norm: Tensor,
+    feature_norm: Tensor,
+    *,
+    eps: float,
+    is_residual_normed: bool,
+    block_table: Tensor,
+    block_features: Tensor | None = None,
+    block_size: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """(hidden, inputs) as `draft_inputs` writes them; block_features are updated in place."""
+    is_live = (row_token >= 0) & (row_slot >= 0)
+    given = (features.sum(0) if features.dim() == 3 else features).to(embedding.dtype)
+    rows = [given[row] if row < len(given) else given[0] * 0 for row in range(len(row_slot))]
+    if block_features is not None:
+        for row in is_live.nonzero().flatten().tolist():
+            position = int(row_position[row])
+            block = block_table[row_slot[row], (position - 1) // block_size]
+            if row >= len(given):
+                rows[row] = block_features[block].clone()
+            elif position % block_size == 0:
+                block_features[block] = rows[row]
+
+    feature = torch.stack(rows).where(is_live[:, None], 0)
+    embedded = embedding[row_token.clamp(min=0).long()].where(is_live[:, None], 0)
+    normed = rms_norm_reference(feature, feature_norm, eps).where(is_live[:, None], 0)
+    token = rms_norm_reference(embedded, token_norm, eps).where(is_live[:, None], 0)
+    return normed if is_residual_normed else feature, torch.cat((token, normed), dim=1)
+
+
+def round_rows_reference(
+    row_slot: Tensor, row_position: Tensor, chosen: Tensor, emitted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(slot, token, position) as `round_rows` writes them, except the position of rows with slot -1."""
+    num_rows, num_slots = row_slot.shape[0], emitted.shape[0]
+    depth = torch.arange(num_rows // num_slots, device=row_slot.device)
+    is_emitted = (depth < emitted[:, None]).flatten() & (chosen >= 0)
+    return row_slot.where(is_emitted, -1), chosen.where(is_emitted, -1), row_position + 1
+
+
+def chunk_rows_reference(
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+    next_token: Tensor,
+    hits: Tensor,
+    last_token: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(slot, token, position) as `chunk_rows` writes them, except token and position of rows with slot -1."""
+    own_slot = row_slot.clamp(min=0).long()
+    token = next_token.where(next_token >= 0, last_token[own_slot])
+    row = hits.clamp(min=0).long()
+    hit_slot = row_slot[row].where(hits >= 0, -1)
+    return (
+        torch.cat((row_slot, hit_slot)),
+        torch.cat((token, row_token[row])),
+        torch.cat((row_position + 1, row_position[row])),
+    )
+
+
+def keep_last_rows_reference(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
+    """`keep_last_rows` in plain torch, one row after the other."""
+    for row, slot in enumerate(row_slot.tolist()):
+        if slot >= 0:
+            state[slot] = output[row]
+
+
+def draft_tiles_reference(
+    row_slot: Tensor, row_position: Tensor, *, num_single: int, tile_rows: int
+) -> list[list[int]]:
+    """The tiles in use that `draft_tiles` writes, in order, each a list of its fields."""
+    slots, positions = row_slot.tolist(), row_position.tolist()
+    num_rows = len(slots) - num_single
+    runs: list[list[int]] = []
+    for row in range(num_rows):
+        if slots[row] < 0:
+            continue
+
+        if row % tile_rows and slots[row] == slots[row - 1]:
+            runs[-1][2] += 1
+        else:
+            runs.append([slots[row], row, 1, positions[row]])
+
+    single = [[slots[row], row, 1, positions[row]] for row in range(num_rows, len(slots)) if slots[row] >= 0]
+    return single + runs[::-1]
+
+
+def append_history_reference(
+    row_slot: Tensor,
+    row_position: Tensor,
+    row_token: Tensor,
+    history: Tensor,
+    *,
+    emitted: Tensor | None = None,
+) -> None:
+    """`append_history` in plain torch."""
+    is_appended = row_slot >= 0
+    if emitted is not None:
+        depth = torch.arange(len(row_slot) // len(emitted), device=row_slot.device)
+        is_appended &= (depth < emitted[:, None]).flatten()
+    history[row_slot[is_appended].long(), row_position[is_appended].long()] = row_token[is_appended]
