@@ -2,15 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references.gemm import gated_multiply_reference, multiply_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.gemm.gemm import (
-    GemmConfig,
-    gated_multiply,
-    gated_multiply_reference,
-    multiply,
-    multiply_reference,
-)
+from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 
 pytestmark = pytest.mark.kernel
 

@@ -37,15 +37,13 @@ from drift_sdk._kernels.common.launching import (
 )
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.gemm.slices import slice_size
-from drift_sdk._kernels.layers.activation import Activation, activate, activate_reference
+from drift_sdk._kernels.layers.activation import Activation, activate
 
 __all__ = [
     "GemmConfig",
     "GemmTiles",
     "gated_multiply",
-    "gated_multiply_reference",
     "multiply",
-    "multiply_reference",
 ]
 
 BAND_TILES = tl.constexpr(8)
@@ -353,20 +351,3 @@ def gated_multiply(
         num_warps=config.num_warps,
         **launch_options(),
     )
-
-
-def multiply_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
-    """Return what the partial sums of `multiply` add up to: [M, N] float32."""
-    size = config.slice_size(x.shape[1])
-    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    for first in range(0, x.shape[1], size):
-        part = slice(first, first + size)
-        total = total + x[:, part].to(torch.float32) @ weight[:, part].to(torch.float32).T
-
-    return total
-
-
-def gated_multiply_reference(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return activation(x G^T) * (x U^T): [M, N] in x's type, every intermediate rounded to it."""
-    gate, up = (x.to(torch.float32) @ weight.to(torch.float32).T).to(x.dtype).chunk(2, dim=1)
-    return activate_reference(gate, activation) * up
