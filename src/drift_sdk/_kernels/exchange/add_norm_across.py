@@ -36,10 +36,10 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerSums, is_compiled, peer_pointer
-from drift_sdk._kernels.layers.residual_norm import add_norm_reference, add_total, normalise
+from drift_sdk._kernels.layers.residual_norm import add_total, normalise
 from drift_sdk._kernels.layers.rms_norm import NormKind, norm_warps
 
-__all__ = ["add_norm_across", "add_norm_across_reference"]
+__all__ = ["add_norm_across"]
 
 NAN_BITS = tl.constexpr(0x7FFFFFFF)
 """The bits of a NaN that is sent in place of a number with the bits EMPTY, which mark a missing number."""
@@ -233,31 +233,4 @@ def add_norm_across(
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),
-    )
-
-
-def add_norm_across_reference(
-    hidden: Tensor,
-    deltas: list[Tensor],
-    weight: Tensor,
-    *,
-    eps: float,
-    bias: Tensor | None = None,
-    delta_norm: Tensor | None = None,
-    delta_multiplier: float = 1.0,
-    norm_kind: NormKind = "rounded",
-) -> tuple[Tensor, Tensor]:
-    """Return (hidden, normed) as `add_norm_across` writes them on every rank, in new tensors.
-
-    deltas: the partial sums [num_slices, R, H] of all ranks.
-    """
-    return add_norm_reference(
-        hidden,
-        torch.cat(deltas),
-        weight,
-        eps=eps,
-        bias=bias,
-        delta_norm=delta_norm,
-        delta_multiplier=delta_multiplier,
-        norm_kind=norm_kind,
     )

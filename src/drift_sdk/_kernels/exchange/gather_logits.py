@@ -29,7 +29,7 @@ from drift_sdk._kernels.exchange.peer_memory import (
     raise_flags,
 )
 
-__all__ = ["gather_logits", "gather_logits_reference"]
+__all__ = ["gather_logits"]
 
 BLOCK_COLUMNS = 2048
 """Columns that a program copies: 16 fp32 a thread of 4 warps, four loads of 16 bytes."""
@@ -108,8 +108,3 @@ def gather_logits(part: PeerTensor, logits: Tensor) -> None:
         num_warps=4,
         **launch_options(),
     )
-
-
-def gather_logits_reference(parts: list[Tensor]) -> Tensor:
-    """Return the parts [R, N] of all ranks side by side."""
-    return torch.cat(parts, dim=1)

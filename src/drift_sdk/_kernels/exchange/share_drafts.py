@@ -34,7 +34,7 @@ from drift_sdk._kernels.exchange.peer_memory import (
     raise_flags,
 )
 
-__all__ = ["NUM_COLUMNS", "share_drafts", "share_drafts_reference"]
+__all__ = ["NUM_COLUMNS", "share_drafts"]
 
 NUM_COLUMNS = 3
 BLOCK_ROWS = 1024
@@ -125,8 +125,3 @@ def share_drafts(rows: PeerTensor, columns: Sequence[Tensor]) -> None:
         num_warps=4,
         **launch_options(),
     )
-
-
-def share_drafts_reference(columns_of_ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the columns that every rank has afterwards."""
-    return [column.clone() for column in columns_of_ranks[0]]
