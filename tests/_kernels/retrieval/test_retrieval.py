@@ -6,17 +6,19 @@ import random
 
 import pytest
 import torch
+from references.retrieval import (
+    block_shares_reference,
+    note_round_reference,
+    refresh_rows_reference,
+    select_blocks_reference,
+    view_blocks_reference,
+)
 from tolerances import assert_near
 
-from drift_sdk._kernels.retrieval.block_shares import block_shares, block_shares_reference
-from drift_sdk._kernels.retrieval.pending import (
-    note_round,
-    note_round_reference,
-    refresh_rows,
-    refresh_rows_reference,
-)
-from drift_sdk._kernels.retrieval.select_blocks import select_blocks, select_blocks_reference
-from drift_sdk._kernels.retrieval.view import Retrieval, view_blocks, view_blocks_reference
+from drift_sdk._kernels.retrieval.block_shares import block_shares
+from drift_sdk._kernels.retrieval.pending import note_round, refresh_rows
+from drift_sdk._kernels.retrieval.select_blocks import select_blocks
+from drift_sdk._kernels.retrieval.view import Retrieval, view_blocks
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 
 pytestmark = pytest.mark.kernel

@@ -31,7 +31,7 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
 
-__all__ = ["TILE_KEYS", "block_shares", "block_shares_reference"]
+__all__ = ["TILE_KEYS", "block_shares"]
 
 TILE_KEYS = MAX_VIEW_BLOCK_SIZE
 """Keys of a tile: the most tokens of a block."""
@@ -232,39 +232,3 @@ def block_shares(
         num_warps=4,
         **launch_options(),
     )
-
-
-def block_shares_reference(
-    query: Tensor,
-    keys: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    *,
-    num_sequences: int,
-    scale: float | None = None,
-) -> Tensor:
-    """The shares in float64, [B, num_kv_heads, max_blocks]; 0 for blocks that no row sees."""
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads, block_size = keys.shape[1:3]
-    max_blocks, group = block_table.shape[1], num_heads // num_kv_heads
-    rows, query_rows = len(row_slot) // num_sequences, len(query) // num_sequences
-    scale = head_dim**-0.5 if scale is None else scale
-    shares = torch.zeros(num_sequences, num_kv_heads, max_blocks, dtype=torch.float64, device=query.device)
-    for sequence in range(num_sequences):
-        for depth in range(rows):
-            slot = int(row_slot[sequence * rows + depth])
-            position = int(row_position[sequence * rows + depth])
-            if slot < 0:
-                continue
-
-            num_blocks = position // block_size + 1
-            blocks = block_table[slot, :num_blocks].long()
-            seen = keys[blocks].transpose(1, 2).flatten(0, 1)[: position + 1].double()
-            source = sequence * query_rows + query_rows - rows + depth
-            own = query[source].double().view(num_kv_heads, group, head_dim)
-            weights = (torch.einsum("hgd,phd->hgp", own, seen) * scale).softmax(-1).sum(1)
-            padded = torch.nn.functional.pad(weights, (0, num_blocks * block_size - position - 1))
-            shares[sequence, :, :num_blocks] += padded.view(num_kv_heads, num_blocks, block_size).sum(-1)
-
-    return shares

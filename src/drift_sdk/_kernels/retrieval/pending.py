@@ -24,7 +24,7 @@ from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.retrieval.view import Retrieval
 from drift_sdk.partial_verification import ViewLayout
 
-__all__ = ["note_round", "note_round_reference", "refresh_rows", "refresh_rows_reference"]
+__all__ = ["note_round", "refresh_rows"]
 
 
 @kernel
@@ -185,54 +185,3 @@ def note_round(
         num_warps=1,
         **launch_options(),
     )
-
-
-def refresh_rows_reference(
-    round_rows: tuple[Tensor, Tensor, Tensor],
-    retrieval: Retrieval,
-    out: tuple[Tensor, Tensor, Tensor],
-    *,
-    num_sequences: int,
-) -> None:
-    """`refresh_rows` in plain torch; tokens and positions of rows of slot -1 are those of the kernel too."""
-    rows_each, round_rows_each = len(out[0]) // num_sequences, len(round_rows[0]) // num_sequences
-    for sequence in range(num_sequences):
-        first = sequence * round_rows_each
-        slot, position = int(round_rows[0][first]), int(round_rows[2][first])
-        pending = int(retrieval.pending[slot]) if slot >= 0 else 0
-        num_front = rows_each - round_rows_each
-        for row in range(rows_each):
-            depth = row - num_front
-            values = [-1, -1, max(position + depth, 0)]
-            if depth >= 0:
-                values[:2] = [int(column[first + depth]) for column in round_rows[:2]]
-            elif pending + depth >= 0:
-                values[:2] = [slot, int(retrieval.pending_token[slot, pending + depth])]
-            for column, value in zip(out, values, strict=True):
-                column[sequence * rows_each + row] = value
-
-
-def note_round_reference(
-    rows: tuple[Tensor, Tensor, Tensor],
-    emitted: Tensor,
-    retrieval: Retrieval,
-    layout: ViewLayout,
-    *,
-    is_refresh: bool,
-) -> None:
-    """`note_round` in plain torch."""
-    rows_per_slot = len(rows[0]) // len(emitted)
-    for index, count in enumerate(emitted.tolist()):
-        first = index * rows_per_slot
-        slot = int(rows[0][first])
-        if slot < 0:
-            continue
-
-        if is_refresh:
-            retrieval.pending[slot] = 0
-            retrieval.dropped[slot] = layout.num_dropped(int(rows[2][first]))
-            continue
-
-        pending = int(retrieval.pending[slot])
-        retrieval.pending_token[slot, pending : pending + count] = rows[1][first : first + count]
-        retrieval.pending[slot] = pending + count

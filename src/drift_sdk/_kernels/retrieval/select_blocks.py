@@ -21,7 +21,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.partial_verification import ViewLayout
 
-__all__ = ["select_blocks", "select_blocks_reference"]
+__all__ = ["select_blocks"]
 
 TOP_BIT, NUM_BITS = tl.constexpr(1 << 30), tl.constexpr(31)
 """The highest bit of a number that is not negative, and how many there are."""
@@ -112,23 +112,3 @@ def select_blocks(
         num_warps=min(32, max(8, padded_blocks // 512)),
         **launch_options(),
     )
-
-
-def select_blocks_reference(
-    shares: Tensor, row_slot: Tensor, row_position: Tensor, selected: Tensor, layout: ViewLayout
-) -> None:
-    """`select_blocks` in plain torch, one sequence after the other."""
-    num_sequences = len(shares)
-    rows = len(row_slot) // num_sequences
-    for sequence in range(num_sequences):
-        slot, position = int(row_slot[sequence * rows]), int(row_position[sequence * rows])
-        window_block = layout.first_window_block(position)
-        if slot < 0 or window_block <= layout.num_kept:
-            continue
-
-        total = torch.zeros(window_block - layout.num_sinks, dtype=torch.float32, device=shares.device)
-        for head in shares[sequence]:
-            total += head[layout.num_sinks : window_block]
-        total = total.nan_to_num(0.0, posinf=float("inf")).clamp(min=0.0)
-        order = total.argsort(descending=True, stable=True)[: layout.num_retrieved]
-        selected[slot] = (order.sort().values + layout.num_sinks).to(torch.int32)

@@ -23,7 +23,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.partial_verification import ViewLayout
 
-__all__ = ["Retrieval", "view_blocks", "view_blocks_reference"]
+__all__ = ["Retrieval", "view_blocks"]
 
 
 class Retrieval(Struct, frozen=True):
@@ -144,30 +144,3 @@ def view_blocks(
         num_warps=2,
         **launch_options(),
     )
-
-
-def view_blocks_reference(
-    row_slot: Tensor,
-    row_position: Tensor,
-    block_table: Tensor,
-    retrieval: Retrieval,
-    view: Tensor,
-    view_position: Tensor,
-    layout: ViewLayout,
-    *,
-    rows_per_sequence: int,
-) -> None:
-    """`view_blocks` in plain torch, one sequence after the other."""
-    max_blocks = block_table.shape[1]
-    for first in range(0, len(row_slot), rows_per_sequence):
-        rows = slice(first, first + rows_per_sequence)
-        slot = int(row_slot[first])
-        dropped = int(retrieval.dropped[slot]) if slot >= 0 else 0
-        view_position[rows] = row_position[rows] - dropped * layout.block_size
-        for layer in range(len(view) if slot >= 0 else 0):
-            indices = list(range(max_blocks))
-            if dropped:
-                chosen = retrieval.selected[layer, slot].tolist()
-                indices = [*range(layout.num_sinks), *chosen, *range(layout.num_kept + dropped, max_blocks)]
-            indices = indices[: layout.num_blocks]
-            view[layer, slot, : len(indices)] = block_table[slot, indices]
