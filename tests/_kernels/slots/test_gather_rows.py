@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
+from references.slots import gather_rows_reference
 
-from drift_sdk._kernels.slots.gather_rows import gather_rows, gather_rows_reference
+from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk._kernels.slots.slot_columns import SlotState
 
 pytestmark = pytest.mark.kernel

@@ -6,18 +6,9 @@ import random
 
 import pytest
 import torch
+from references.slots import advance_reference, copy_masks_reference, enter_reference, show_drafts_reference
 
-from drift_sdk._kernels.slots.input_ring import (
-    HEADER_WORDS,
-    advance,
-    advance_reference,
-    copy_masks,
-    copy_masks_reference,
-    enter,
-    enter_reference,
-    show_drafts,
-    show_drafts_reference,
-)
+from drift_sdk._kernels.slots.input_ring import HEADER_WORDS, advance, copy_masks, enter, show_drafts
 from drift_sdk._kernels.slots.slot_columns import SlotFlag
 
 pytestmark = pytest.mark.kernel

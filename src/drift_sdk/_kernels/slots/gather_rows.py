@@ -20,7 +20,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotState
 
-__all__ = ["gather_rows", "gather_rows_reference"]
+__all__ = ["gather_rows"]
 
 MIN_PADDED_ROWS = 16
 """Least number of rows that a program is compiled for: steps of 1 to 16 rows share one."""
@@ -109,25 +109,3 @@ def gather_rows(
         num_warps=4,
         **launch_options(),
     )
-
-
-def gather_rows_reference(
-    slots: Tensor,
-    max_drafts: Tensor,
-    state: SlotState,
-    row_slot: Tensor,
-    row_token: Tensor,
-    row_position: Tensor,
-) -> None:
-    """`gather_rows` in plain torch. Rows of no slot, or of a finished one, get positions from 0 on."""
-    rows_per_slot = row_slot.shape[0] // slots.shape[0]
-    depth = torch.arange(rows_per_slot, dtype=torch.int32, device=slots.device)
-    slot = slots.clamp(min=0).long()
-    is_live = (slots >= 0) & (state.finish[slot] == 0)
-    length = state.length[slot].where(is_live, 1)
-    max_depth = torch.minimum(max_drafts, state.max_length[slot] - length - 1).clamp(min=0)
-    is_row = is_live[:, None] & (depth <= max_depth[:, None])
-    is_newest = is_live[:, None] & (depth == 0)
-    row_slot.copy_(slots[:, None].where(is_row, -1).flatten())
-    row_token.copy_(state.last_token[slot][:, None].where(is_newest, -1).flatten())
-    row_position.copy_((length[:, None] - 1 + depth).flatten())

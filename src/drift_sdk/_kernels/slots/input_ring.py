@@ -37,14 +37,10 @@ from drift_sdk._kernels.slots.slot_columns import SlotFlag
 __all__ = [
     "HEADER_WORDS",
     "advance",
-    "advance_reference",
     "copy_masks",
-    "copy_masks_reference",
     "enter",
-    "enter_reference",
     "entry_after",
     "show_drafts",
-    "show_drafts_reference",
 ]
 
 HEADER_WORDS = 4
@@ -294,51 +290,3 @@ def show_drafts(
         num_warps=4,
         **launch_options(),
     )
-
-
-def enter_reference(
-    input_ring: Tensor,
-    next_entry: Tensor,
-    current_entry: Tensor,
-    payload: Tensor,
-    table_words: Tensor,
-    *,
-    max_updates: int,
-) -> None:
-    """`enter` in plain torch."""
-    entry = input_ring[int(next_entry)].to(table_words.device)
-    num_updates, words = int(entry[0]), entry[HEADER_WORDS:]
-    table_words[words[:num_updates].long()] = words[max_updates : max_updates + num_updates]
-    payload.copy_(words[2 * max_updates : 2 * max_updates + len(payload)])
-    current_entry.copy_(next_entry)
-
-
-def advance_reference(next_entry: Tensor, num_entries: int) -> None:
-    """`advance` in plain torch."""
-    next_entry.add_(1).remainder_(num_entries)
-
-
-def copy_masks_reference(
-    row_slot: Tensor,
-    flags: Tensor,
-    source: Tensor,
-    current_entry: Tensor | None,
-    masks: Tensor,
-    *,
-    rows_per_mask: int,
-) -> None:
-    """`copy_masks` in plain torch."""
-    entry = source if current_entry is None else source[int(current_entry)]
-    for row, slot in enumerate(row_slot.tolist()):
-        if slot >= 0 and int(flags[slot]) & SlotFlag.CONSTRAINT:
-            masks[row] = entry[row // rows_per_mask].to(masks.device)
-
-
-def show_drafts_reference(
-    row_slot: Tensor, row_token: Tensor, output_ring: Tensor, current_entry: Tensor, next_entry: Tensor
-) -> None:
-    """`show_drafts` in plain torch."""
-    output_ring[int(current_entry), : len(row_slot)] = row_token.where(row_slot >= 0, -1).to(
-        output_ring.device
-    )
-    advance_reference(next_entry, len(output_ring))
