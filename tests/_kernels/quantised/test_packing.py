@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from quantised_cases import FORMATS, QuantisedFormat, draw
+from references.quantised import dequantise_reference
 
-from drift_sdk._kernels.quantised.dequantise import dequantise, dequantise_reference
+from drift_sdk._kernels.quantised.dequantise import dequantise
 from drift_sdk._kernels.quantised.packing import pack_weight
 
 pytestmark = pytest.mark.kernel
