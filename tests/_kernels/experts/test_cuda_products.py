@@ -13,6 +13,7 @@ from expert_matrices import (
     quantised_matrix,
     routed,
 )
+from references.experts import expert_multiply_reference, gated_expert_multiply_reference
 
 from drift_sdk._kernels.experts.cuda_products import (
     MAX_SCALE,
@@ -21,9 +22,7 @@ from drift_sdk._kernels.experts.cuda_products import (
     cuda_gated_expert_multiply,
     has_cuda_product,
 )
-from drift_sdk._kernels.experts.expert_gemm import expert_multiply_reference
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
-from drift_sdk._kernels.experts.gated_expert_gemm import gated_expert_multiply_reference
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk.loading.mxfp4 import dequantise
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references.experts import choose_experts_reference, list_rows_reference
 
 from drift_sdk._kernels.experts.cuda_routing import cuda_route, has_cuda_route
-from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts_reference, list_rows_reference
+from drift_sdk._kernels.experts.routing import ExpertRows
 
 pytestmark = pytest.mark.gpu
 

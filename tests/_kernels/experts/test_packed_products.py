@@ -7,9 +7,8 @@ import torch
 from expert_matrices import assert_rows_near, drawn, poisoned, routed
 from msgspec.structs import replace
 from quantised_cases import FORMATS, QuantisedFormat, draw
+from references.experts import expert_multiply_reference, gated_expert_multiply_reference
 
-from drift_sdk._kernels.experts.expert_gemm import expert_multiply_reference
-from drift_sdk._kernels.experts.gated_expert_gemm import gated_expert_multiply_reference
 from drift_sdk._kernels.experts.packed_products import (
     PackedExperts,
     PairTiles,

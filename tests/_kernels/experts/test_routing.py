@@ -2,14 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references.experts import choose_experts_reference, list_rows_reference
 
-from drift_sdk._kernels.experts.routing import (
-    ExpertRows,
-    choose_experts,
-    choose_experts_reference,
-    list_rows,
-    list_rows_reference,
-)
+from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 
 pytestmark = pytest.mark.kernel
 

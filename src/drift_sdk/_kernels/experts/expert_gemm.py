@@ -39,14 +39,13 @@ from drift_sdk._kernels.experts.expert_tiles import (
     add_product,
     check_expert_rows,
     check_matrix,
-    expert_products,
     tile_indices,
     tile_pairs,
 )
 from drift_sdk._kernels.experts.mxfp4 import BLOCK_SIZE
 from drift_sdk._kernels.experts.routing import ExpertRows
 
-__all__ = ["expert_multiply", "expert_multiply_reference"]
+__all__ = ["expert_multiply"]
 
 
 @kernel(do_not_specialize=["num_tiles_m", "num_rows"])
@@ -148,14 +147,3 @@ def expert_multiply(
         num_warps=config.num_warps,
         **launch_options(),
     )
-
-
-def expert_multiply_reference(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, experts: Tensor, shares: Tensor
-) -> Tensor:
-    """Return what `expert_multiply` writes: [K', R, N] float32; NaN for rows of padding.
-
-    matrix: [E, N, K], not quantised. experts, shares: [R, K'].
-    """
-    product = expert_products(x, matrix, bias, experts).to(torch.float32) * shares.view(-1, 1)
-    return product.view(*experts.shape, -1).transpose(0, 1)

@@ -33,7 +33,6 @@ __all__ = [
     "check_expert_rows",
     "check_matrix",
     "expert_gemm_config",
-    "expert_products",
     "tile_indices",
     "tile_pairs",
 ]
@@ -241,16 +240,3 @@ def check_matrix(matrix: ExpertMatrix, shape: tuple[int, int, int], dtype: torch
     check_tensor("values", matrix.values, (num_experts, num_columns, inner // 2), torch.uint8)
     num_blocks = inner // BLOCK_SIZE.value
     check_tensor("scales", matrix.scales, (num_experts, num_columns, num_blocks), torch.uint8)
-
-
-def expert_products(x: Tensor, matrix: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """Return the product of each pair's row of x [R * K', K] with its expert's matrix, plus its bias."""
-    shape = (x.shape[0], matrix.shape[1])
-    product = torch.full(shape, torch.nan, dtype=torch.float32, device=x.device)
-    for pair, expert in enumerate(experts.flatten().tolist()):
-        if expert >= 0:
-            product[pair] = matrix[expert].to(torch.float32) @ x[pair].to(torch.float32)
-            if bias is not None:
-                product[pair] += bias[expert].to(torch.float32)
-
-    return product.to(x.dtype)

@@ -19,7 +19,6 @@ dependents to start after its loop, when only the store is left.
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
@@ -34,14 +33,13 @@ from drift_sdk._kernels.experts.expert_tiles import (
     add_product,
     check_expert_rows,
     check_matrix,
-    expert_products,
     tile_indices,
     tile_pairs,
 )
 from drift_sdk._kernels.experts.mxfp4 import BLOCK_SIZE
 from drift_sdk._kernels.experts.routing import ExpertRows
 
-__all__ = ["ClampedActivation", "gated_expert_multiply", "gated_expert_multiply_reference"]
+__all__ = ["ClampedActivation", "gated_expert_multiply"]
 
 
 class ClampedActivation(Struct, frozen=True):
@@ -173,24 +171,3 @@ def gated_expert_multiply(
         num_warps=config.num_warps,
         **launch_options(),
     )
-
-
-def gated_expert_multiply_reference(
-    x: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None,
-    experts: Tensor,
-    activation: ClampedActivation | None,
-) -> Tensor:
-    """Return what `gated_expert_multiply` writes: [R * K', N] in x's type; NaN for rows of padding.
-
-    matrix: [E, 2 N, K], not quantised. experts: [R, K'].
-    """
-    product = expert_products(x.repeat_interleave(experts.shape[1], dim=0), matrix, bias, experts)
-    if activation is None:
-        gate, up = product.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
-
-    limit = activation.limit
-    gate, up = product[:, 0::2].float().clamp(max=limit), product[:, 1::2].float().clamp(-limit, limit)
-    return ((up + 1) * (gate * torch.sigmoid(activation.alpha * gate))).to(x.dtype)

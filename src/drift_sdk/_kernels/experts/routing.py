@@ -34,9 +34,7 @@ __all__ = [
     "ExpertRows",
     "check_rows",
     "choose_experts",
-    "choose_experts_reference",
     "list_rows",
-    "list_rows_reference",
 ]
 
 MAX_BLOCK_PAIRS, WARP_PAIRS = 1_024, 256
@@ -249,37 +247,3 @@ def check_rows(rows: ExpertRows) -> None:
     check_tensor("shares", rows.shares, (num_rows, num_active), torch.float32)
     check_tensor("pairs", rows.pairs, (num_experts, num_rows), torch.int32)
     check_tensor("counts", rows.counts, (num_experts,), torch.int32)
-
-
-def choose_experts_reference(
-    logits: Tensor,
-    bias: Tensor | None,
-    row_slot: Tensor,
-    num_active: int,
-    *,
-    is_normalised: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return (experts [R, K] int32, shares [R, K] fp32) as `choose_experts` writes them.
-
-    Shares of padding rows are zero.
-    """
-    total = logits[0]
-    for part in logits[1:]:
-        total = total + part
-
-    if bias is not None:
-        total = total + bias.to(torch.float32)
-
-    total = total.to(dtype).to(torch.float32)
-    known = total.nan_to_num(nan=torch.finfo(torch.float32).min)
-    order = known.sort(dim=1, descending=True, stable=True).indices[:, :num_active]
-    shares = total.gather(1, order).softmax(dim=1) if is_normalised else total.softmax(dim=1).gather(1, order)
-    is_padding = (row_slot < 0)[:, None]
-    return order.to(torch.int32).masked_fill(is_padding, -1), shares.masked_fill(is_padding, 0.0)
-
-
-def list_rows_reference(experts: Tensor, num_experts: int) -> list[list[int]]:
-    """Return the pairs of each expert, from the experts [R, K] of the rows."""
-    named = experts.flatten().tolist()
-    return [[pair for pair, name in enumerate(named) if name == expert] for expert in range(num_experts)]
