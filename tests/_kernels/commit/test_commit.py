@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from references.commit import commit_reference, commit_simulated_reference
 
-from drift_sdk._kernels.commit.commit import commit, commit_reference
+from drift_sdk._kernels.commit.commit import commit
 from drift_sdk._kernels.commit.records import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,
     record_words,
 )
-from drift_sdk._kernels.commit.simulated_commit import (
-    SimulatedRounds,
-    commit_simulated,
-    commit_simulated_reference,
-)
+from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 

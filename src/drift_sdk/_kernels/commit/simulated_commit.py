@@ -15,7 +15,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import commit, commit_reference, commit_tensors
+from drift_sdk._kernels.commit.commit import commit, commit_tensors
 from drift_sdk._kernels.commit.records import (
     HEADER_SIZE,
     PENALTIES,
@@ -32,7 +32,7 @@ from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.input_ring import entry_after
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 
-__all__ = ["SimulatedRounds", "commit_simulated", "commit_simulated_reference"]
+__all__ = ["SimulatedRounds", "commit_simulated"]
 
 GOLDEN_SECTION = 0.618
 """(sqrt(5) - 1) / 2: multiples of it, modulo 1, are spread evenly, however many there are."""
@@ -227,39 +227,3 @@ def commit_simulated(
         num_warps=1,
         **launch_options(),
     )
-
-
-def commit_simulated_reference(
-    row_slot: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    emitted: Tensor,
-    output_ring: Tensor,
-    current_entry: Tensor,
-    next_entry: Tensor,
-    rounds: SimulatedRounds,
-    *,
-    rows_per_slot: int,
-    is_ngram: Tensor | None = None,
-) -> None:
-    """`commit_simulated` in plain torch: tokens and drafts are put so that `commit` accepts as many."""
-    row_token = row_token.clone()
-    for first in range(0, len(row_slot), rows_per_slot):
-        slot = int(row_slot[first])
-        if slot < 0 or rows_per_slot == 1:
-            continue
-
-        entry = (int(rounds.num_rounds[slot]) + slot * rounds.stride) % len(rounds.trace)
-        num_right = int(rounds.trace[entry]) - 1
-        rounds.num_rounds[slot] += 1
-        for depth in range(rows_per_slot - 1):
-            row = first + depth
-            if depth >= num_right:
-                row_token[row + 1] = -1  # no token that is ever chosen
-            elif row_slot[row + 1] >= 0:
-                buffers.chosen[row] = row_token[row + 1]
-
-    arguments = (row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
-    commit_reference(*arguments, rows_per_slot=rows_per_slot, is_ngram=is_ngram)
