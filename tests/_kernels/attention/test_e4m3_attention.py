@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from references.trees import tree_attention_reference
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
@@ -24,7 +25,7 @@ from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
-from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
+from drift_sdk._kernels.trees.tree_attention import tree_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.quantised.e4m3 import E4M3, quantise_e4m3

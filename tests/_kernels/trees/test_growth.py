@@ -9,28 +9,27 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from references.trees import (
+    expand_dynamic_reference,
+    gather_hidden_reference,
+    grow_static_reference,
+    keep_best_reference,
+    path_rows_reference,
+    rank_candidates_reference,
+    simulate_choices_reference,
+    tree_roots_reference,
+)
 
 from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.draft.draft_choose import num_draft_chunks
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
-from drift_sdk._kernels.trees.candidates import CandidateBuffers, rank_candidates, rank_candidates_reference
-from drift_sdk._kernels.trees.dynamic_growth import (
-    CandidatePool,
-    expand_dynamic,
-    expand_dynamic_reference,
-    keep_best,
-    keep_best_reference,
-)
+from drift_sdk._kernels.trees.candidates import CandidateBuffers, rank_candidates
+from drift_sdk._kernels.trees.dynamic_growth import CandidatePool, expand_dynamic, keep_best
 from drift_sdk._kernels.trees.frontier import Frontier
-from drift_sdk._kernels.trees.path_rows import (
-    gather_hidden,
-    gather_hidden_reference,
-    path_rows,
-    path_rows_reference,
-)
-from drift_sdk._kernels.trees.simulated_choices import simulate_choices, simulate_choices_reference
-from drift_sdk._kernels.trees.static_growth import grow_static, grow_static_reference
-from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots, tree_roots_reference
+from drift_sdk._kernels.trees.path_rows import gather_hidden, path_rows
+from drift_sdk._kernels.trees.simulated_choices import simulate_choices
+from drift_sdk._kernels.trees.static_growth import grow_static
+from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.rounds.eagle_trees import _static_tables
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan

@@ -12,6 +12,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 from random_trees import accepted_path, random_tokens, random_tree
+from references.trees import (
+    kv_rewind_reference,
+    tree_accept_reference,
+    tree_attention_reference,
+    tree_rows_reference,
+)
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
@@ -23,11 +29,11 @@ from drift_sdk._kernels.sampling.apply_logits_rules import apply_logits_rules
 from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
-from drift_sdk._kernels.trees.kv_rewind import kv_rewind, kv_rewind_reference
-from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_accept_reference, tree_record_words
-from drift_sdk._kernels.trees.tree_attention import tree_attention, tree_attention_reference
+from drift_sdk._kernels.trees.kv_rewind import kv_rewind
+from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_record_words
+from drift_sdk._kernels.trees.tree_attention import tree_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows, tree_rows_reference
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.trees.token_tree import TokenTree
 

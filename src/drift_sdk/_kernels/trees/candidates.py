@@ -27,11 +27,10 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.draft.draft_choose import CHUNK_TOKENS, _noise, num_draft_chunks
 from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max
-from drift_sdk._kernels.sampling.noise import gumbel_noise
 from drift_sdk._kernels.sampling.scaled_logits import LEAST_TEMPERATURE
 from drift_sdk.trees.limits import MAX_CANDIDATES
 
-__all__ = ["CandidateBuffers", "rank_candidates", "rank_candidates_reference"]
+__all__ = ["CandidateBuffers", "rank_candidates"]
 
 
 class CandidateBuffers(Struct, frozen=True):
@@ -214,21 +213,3 @@ def rank_candidates(
         num_warps=4,
         **launch_options(),
     )
-
-
-def rank_candidates_reference(
-    logits: Tensor,
-    target_ids: Tensor,
-    position: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    num_candidates: int,
-) -> tuple[Tensor, Tensor]:
-    """(token, logprob) [M, num_candidates] of logits [M, D] fp32, at position, temperature and seed [M] of
-    the rows."""
-    noise = gumbel_noise(seed, position.long() + 1, int(target_ids[-1]) + 1)[:, target_ids.long()]
-    is_sampled = temperature[:, None] > 0
-    scale = temperature[:, None].where(is_sampled, 1.0)
-    scores = (logits / scale + noise).where(is_sampled, logits)
-    top = scores.log_softmax(-1).topk(num_candidates, -1)
-    return target_ids[top.indices], top.values

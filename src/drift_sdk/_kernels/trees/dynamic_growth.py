@@ -20,8 +20,6 @@ their dependents start right after that.
 
 from __future__ import annotations
 
-from heapq import nsmallest
-
 import torch
 import triton.language as tl
 from msgspec import Struct
@@ -37,7 +35,7 @@ from drift_sdk._kernels.trees.frontier import PADDED_PATH, Frontier, extend_path
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["CandidatePool", "expand_dynamic", "expand_dynamic_reference", "keep_best", "keep_best_reference"]
+__all__ = ["CandidatePool", "expand_dynamic", "keep_best"]
 
 TILE_CANDIDATES = 128
 """Candidates of a program of `_keep_best`, compared with as many at a time: 128 comparisons a thread."""
@@ -300,71 +298,3 @@ def keep_best(pool: CandidatePool, rows: RootTensors) -> None:
         num_warps=4,
         **launch_options(),
     )
-
-
-def expand_dynamic_reference(
-    candidates: CandidateBuffers,
-    pool: CandidatePool,
-    rows: RootTensors,
-    before: Frontier,
-    after: Frontier | None,
-    *,
-    depth: int,
-    first_candidate: int,
-    first_node: int,
-) -> None:
-    """`expand_dynamic` in plain torch, one candidate after the other. Of rows of slot -1 of the frontier only
-    the slot is written."""
-    num_trees, (_, num_candidates) = len(rows.limits), candidates.token.shape
-    num_nodes, num_sources = len(rows.slot) // num_trees, len(before.slot) // num_trees
-    size = len(pool.cost) // num_trees
-    num_frontier = 0 if after is None else len(after.slot) // num_trees
-    for tree, (_, most_depth, is_chain) in enumerate(rows.limits.tolist()):
-        slot, first = int(rows.slot[tree * num_nodes]), tree * size
-        costs = []
-        for number in range(num_sources * num_candidates):
-            source, rank = tree * num_sources + number // num_candidates, number % num_candidates
-            parent = -1 if depth == 1 else int(before.node[source])
-            cost = 0.0 if depth == 1 else float(pool.cost[first + parent])
-            logprob = float(candidates.logprob[source, rank])
-            if logprob < 0:
-                cost -= logprob
-            if slot < 0 or depth > most_depth or (is_chain and number):
-                cost = float("inf")
-            costs.append((cost, number))
-            place = first + first_candidate + number
-            pool.cost[place], pool.parent[place] = cost, parent
-            pool.token[place] = candidates.token[source, rank]
-
-        for index, (cost, number) in enumerate(nsmallest(num_frontier, costs)):
-            assert after is not None
-            row, source = tree * num_frontier + index, tree * num_sources + number // num_candidates
-            after.slot[row], after.node[row] = -1, first_candidate + number
-            if cost < float("inf") and depth < most_depth:
-                path = [0] if depth == 1 else before.path[source, :depth].tolist()
-                path += [first_node + index]
-                after.slot[row], after.source[row] = slot, source
-                after.token[row] = candidates.token[source, number % num_candidates]
-                after.kv_slot[row] = rows.draft_kv_slot.view(num_trees, -1)[tree, first_node + index]
-                after.position[row] = rows.position[tree * num_nodes] + depth
-                after.path[row] = -1
-                after.path[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
-
-
-def keep_best_reference(pool: CandidatePool, rows: RootTensors) -> None:
-    """`keep_best` in plain torch."""
-    num_trees = len(rows.limits)
-    size, num_nodes = len(pool.cost) // num_trees, len(rows.slot) // num_trees
-    for tree, (most_drafts, _, _) in enumerate(rows.limits.tolist()):
-        first = tree * num_nodes
-        if int(rows.slot[first]) < 0:
-            continue
-
-        costs = pool.cost[tree * size : (tree + 1) * size].tolist()
-        allowed = [(cost, number) for number, cost in enumerate(costs) if cost < float("inf")]
-        kept = [number for _, number in nsmallest(min(most_drafts, num_nodes - 1), allowed)]
-        for node, number in enumerate(kept, 1):
-            parent = int(pool.parent[tree * size + number])
-            rows.slot[first + node] = rows.slot[first]
-            rows.token[first + node] = pool.token[tree * size + number]
-            rows.parent[first + node] = 0 if parent < 0 else kept.index(parent) + 1

@@ -26,7 +26,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["kv_rewind", "kv_rewind_reference"]
+__all__ = ["kv_rewind"]
 
 
 @kernel
@@ -129,31 +129,3 @@ def kv_rewind(
         num_warps=4,
         **launch_options(),
     )
-
-
-def kv_rewind_reference(
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    row_position: Tensor,
-    row_kv_slot: Tensor,
-    path: Tensor,
-    *,
-    nodes_per_tree: int,
-) -> None:
-    """`kv_rewind` in plain torch, one tree after the other."""
-    block_size = keys.shape[3]
-    for tree, nodes in enumerate(path.tolist()):
-        first_row = tree * nodes_per_tree
-        slot, start = int(row_slot[first_row]), int(row_position[first_row])
-        kept = [node for node in nodes if node >= 0]
-        if slot < 0 or not kept:
-            continue
-
-        source = row_kv_slot[first_row + torch.tensor(kept, dtype=torch.int64)]
-        position = start + torch.arange(len(kept))
-        block = block_table[slot, position // block_size].long()
-        for cache in (cache_words(keys), cache_words(values)):
-            rows = cache[:, source // block_size, :, source % block_size].clone()
-            cache[:, block, :, position % block_size] = rows

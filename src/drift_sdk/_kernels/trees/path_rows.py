@@ -24,7 +24,7 @@ from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.layers.rms_norm import norm_warps
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["gather_hidden", "gather_hidden_reference", "path_rows", "path_rows_reference"]
+__all__ = ["gather_hidden", "path_rows"]
 
 
 @kernel
@@ -151,23 +151,3 @@ def gather_hidden(source: Tensor, hidden: Tensor, out: Tensor) -> None:
         num_warps=norm_warps(size),
         **launch_options(),
     )
-
-
-def path_rows_reference(
-    row_slot: Tensor, row_position: Tensor, chosen: Tensor, path: Tensor, *, nodes_per_tree: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(slot, token, position, source) as `path_rows` writes them, for E = PATH_ENTRIES."""
-    first = torch.arange(len(path), dtype=torch.int32, device=path.device)[:, None] * nodes_per_tree
-    source = (first + path).where(path >= 0, -1).flatten()
-    row, is_live = source.clamp(min=0).long(), source >= 0
-    return (
-        row_slot[row].where(is_live, -1),
-        chosen[row].where(is_live, -1),
-        row_position[row].where(is_live, -1) + 1,
-        source,
-    )
-
-
-def gather_hidden_reference(source: Tensor, hidden: Tensor, out: Tensor) -> None:
-    """`gather_hidden` in plain torch."""
-    out.copy_(hidden[source.clamp(min=0).long()].where((source >= 0)[:, None], 0))

@@ -24,7 +24,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["simulate_choices", "simulate_choices_reference"]
+__all__ = ["simulate_choices"]
 
 
 @kernel
@@ -114,34 +114,3 @@ def simulate_choices(
         num_warps=1,
         **launch_options(),
     )
-
-
-def simulate_choices_reference(
-    row_slot: Tensor,
-    row_parent: Tensor,
-    row_token: Tensor,
-    chosen: Tensor,
-    rounds: SimulatedRounds,
-    *,
-    nodes_per_tree: int,
-) -> None:
-    """`simulate_choices` in plain torch, one tree after the other."""
-    for first in range(0, len(row_slot), nodes_per_tree):
-        slot = int(row_slot[first])
-        if slot < 0:
-            continue
-
-        place = (int(rounds.num_rounds[slot]) + slot * rounds.stride) % len(rounds.trace)
-        rounds.num_rounds[slot] += 1
-        nodes = [node for node in range(1, nodes_per_tree) if int(row_slot[first + node]) >= 0]
-        current = 0
-        for depth in range(PATH_ENTRIES):
-            children = [node for node in nodes if int(row_parent[first + node]) == current]
-            if not children or depth >= int(rounds.trace[place]) - 1:
-                drafts = {int(row_token[first + child]) for child in children}
-                if int(chosen[first + current]) in drafts:
-                    chosen[first + current] = min({*range(len(drafts) + 1)} - drafts)
-                break
-
-            chosen[first + current] = row_token[first + children[-1]]
-            current = children[-1]

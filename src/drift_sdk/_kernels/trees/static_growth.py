@@ -28,7 +28,7 @@ from drift_sdk._kernels.trees.frontier import PADDED_PATH, Frontier, extend_path
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["StaticTables", "grow_static", "grow_static_reference"]
+__all__ = ["StaticTables", "grow_static"]
 
 
 class StaticTables(Struct, frozen=True):
@@ -199,55 +199,3 @@ def grow_static(
         num_warps=2,
         **launch_options(),
     )
-
-
-def grow_static_reference(
-    candidates: CandidateBuffers,
-    tables: StaticTables,
-    rows: RootTensors,
-    before: Frontier,
-    after: Frontier | None,
-    *,
-    depth: int,
-    first_node: int,
-) -> None:
-    """`grow_static` in plain torch, one node after the other. Of rows of slot -1 of the frontier only the
-    slot is written."""
-    num_trees, num_nodes = rows.limits.shape[0], len(tables.depth)
-    num_sources = len(before.slot) // num_trees
-    for tree, (most_drafts, most_depth, is_chain) in enumerate(rows.limits.tolist()):
-        first, first_source, slot = tree * num_nodes, tree * num_sources, int(rows.slot[tree * num_nodes])
-        is_grown = slot >= 0 and depth <= most_depth
-
-        def places(node: int, is_chain: bool = is_chain) -> tuple[int, int, int]:
-            """Depth, source and rank of a node."""
-            own = tables.depth[node], tables.source[node], tables.rank[node]
-            return (node, 0, 0) if is_chain else (int(own[0]), int(own[1]), int(own[2]))
-
-        for node in range(1, min(most_drafts + 1, num_nodes) if is_grown else 0):
-            own_depth, source, rank = places(node)
-            if own_depth == depth:
-                rows.slot[first + node] = slot
-                rows.token[first + node] = candidates.token[first_source + source, rank]
-                rows.parent[first + node] = depth - 1 if is_chain else tables.parent[node]
-
-        if after is None:
-            continue
-
-        nodes = tables.frontier[depth - 1].tolist()
-        for index, listed in enumerate(nodes):
-            node = (depth if index == 0 else -1) if is_chain else listed
-            row = tree * len(nodes) + index
-            after.slot[row] = -1
-            if not is_grown or not 0 <= node <= most_drafts or depth >= most_depth:
-                continue
-
-            _, source, rank = places(node)
-            path = [0] if depth == 1 else before.path[first_source + source, :depth].tolist()
-            path += [first_node + index]
-            after.slot[row], after.source[row] = slot, first_source + source
-            after.token[row] = candidates.token[first_source + source, rank]
-            after.kv_slot[row] = rows.draft_kv_slot.view(num_trees, -1)[tree, first_node + index]
-            after.position[row] = rows.position[first] + depth
-            after.path[row] = -1
-            after.path[row, : len(path)] = torch.tensor(path, dtype=torch.int32)

@@ -22,11 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.commit.records import (
-    FINISHED_LENGTH,
-    FINISHED_STOP,
     HEADER_SIZE,
     PENALTIES,
-    RECORD_HEADER_WORDS,
     ROW_SIZE,
     append_token,
     find_record,
@@ -40,12 +37,12 @@ from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.slots.input_ring import entry_after
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["TreeRing", "tree_accept", "tree_accept_reference", "tree_record_words"]
+__all__ = ["TreeRing", "tree_accept", "tree_record_words"]
 
 NO_NODE = tl.constexpr(2**31 - 1)
 """Larger than the number of any node."""
@@ -249,64 +246,3 @@ def tree_accept(
         num_warps=1,
         **launch_options(),
     )
-
-
-def tree_accept_reference(
-    row_slot: Tensor,
-    row_parent: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    path: Tensor,
-    emitted: Tensor,
-    ring: TreeRing,
-    *,
-    nodes_per_tree: int,
-    is_ngram: Tensor | None = None,
-) -> None:
-    """`tree_accept` in plain torch, one slot after the other."""
-    output_ring, current_entry, next_entry = ring
-    size, row_words = record_words(PATH_ENTRIES), record_words(1) - RECORD_HEADER_WORDS
-    all_slots, parents, drafts = row_slot.tolist(), row_parent.tolist(), row_token.tolist()
-    for index in range(len(emitted)):
-        first = index * nodes_per_tree
-        record = output_ring[int(current_entry), index * size : (index + 1) * size]
-        record[:RECORD_HEADER_WORDS] = 0
-        nodes_at = len(emitted) * size + index * PATH_ENTRIES
-        path_record = output_ring[int(current_entry), nodes_at : nodes_at + PATH_ENTRIES]
-        emitted[index], path[index], path_record[:], slot = 0, -1, -1, all_slots[first]
-        if slot < 0:
-            continue
-
-        nodes = [node for node in range(1, nodes_per_tree) if all_slots[first + node] >= 0]
-        walked, tokens, finish, num_accepted = [0], list[int](), 0, 0
-        while len(tokens) < len(walked):
-            token = int(buffers.chosen[first + walked[-1]])
-            tokens.append(token)
-            if int(slots.stop_bits[slot, token // 32]) >> token % 32 & 1:
-                finish = FINISHED_STOP
-            elif int(state.length[slot]) + len(tokens) >= int(state.max_length[slot]):
-                finish = FINISHED_LENGTH
-            right = [n for n in nodes if parents[first + n] == walked[-1] and drafts[first + n] == token]
-            num_accepted += bool(right)
-            if right and not finish:
-                walked.append(right[0])
-
-        state.length[slot] += len(tokens)
-        state.last_token[slot], state.finish[slot], emitted[index] = tokens[-1], finish, len(tokens)
-        mark = 0 if is_ngram is None else int(is_ngram[index])
-        header = [len(tokens), finish, len(nodes), num_accepted, mark]
-        record[:RECORD_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
-        for depth, (token, node) in enumerate(zip(tokens, walked, strict=True)):
-            path[index, depth], path_record[depth] = node, node
-            row_record = record[RECORD_HEADER_WORDS + depth * row_words :][:row_words]
-            row_record[0] = token
-            if int(slots.flags[slot]) & SlotFlag.PENALTIES:
-                slots.counts[slot, token] += 1
-            if int(slots.num_logprobs[slot]) >= 0:
-                row_record[1] = buffers.chosen_logprob[first + node].view(torch.int32)
-                row_record[2 : 2 + MAX_TOP] = buffers.top_token[first + node]
-                row_record[2 + MAX_TOP :] = buffers.top_logprob[first + node].view(torch.int32)
-
-    next_entry.add_(1).remainder_(len(output_ring))

@@ -29,11 +29,8 @@ permits its dependents to start at its end.
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
-from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import cache_numbers
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
@@ -46,7 +43,7 @@ from drift_sdk._kernels.trees.prefix_attention import attend_prefix
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
-__all__ = ["tree_attention", "tree_attention_reference"]
+__all__ = ["tree_attention"]
 
 MAX_TILE_ROWS = 32
 """Most query rows of a program. With head_dim 128, the sums of 64 would take 128 registers of each of the 64
@@ -189,37 +186,3 @@ def tree_attention(
         **launch_options(),
     )
     add_partitions(layer, rows, scratch)
-
-
-def tree_attention_reference(layer: LayerAttention, rows: PlannedRows, paths: TreePaths) -> Tensor:
-    """Return the attention of each node in float64, one after the other: [R, num_heads, head_dim]."""
-    kv, block_size, device = layer.kv, layer.kv.block_size, layer.query.device
-    keys, values = cache_numbers(kv.keys, kv.key_scale), cache_numbers(kv.values, kv.value_scale)
-    num_trees = rows.num_sequences
-    kv_slot, root = paths.kv_slot.view(num_trees, -1), paths.root_position.view(num_trees, -1)[:, 0]
-    out = torch.zeros(layer.query.shape, dtype=torch.float64, device=device)
-    for row, slot in enumerate(rows.slot.tolist()):
-        if slot < 0:
-            continue
-
-        tree = row // rows.rows_per_sequence
-        prefix = torch.arange(int(root[tree]), device=device)
-        block = layer.block_table[slot, prefix // block_size].long()
-        ancestors = paths.path[row][paths.path[row] >= 0].long()
-        kv_slots = torch.cat((block * block_size + prefix % block_size, kv_slot[tree, ancestors]))
-        first = layer.first_key
-        if layer.window:
-            first = max(first, int(rows.position[row]) - layer.window + 1)
-        kv_slots = kv_slots[first:]
-        key, value = (
-            cache[kv_slots // block_size, :, kv_slots % block_size]
-            .double()
-            .repeat_interleave(layer.group, dim=1)
-            for cache in (keys, values)
-        )
-        scores = torch.einsum("hd,nhd->hn", layer.query[row].double(), key) * layer.score_scale
-        if layer.sinks is not None:
-            scores = torch.cat((scores, layer.sinks.double()[:, None]), dim=1)
-        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(key)], value)
-
-    return out

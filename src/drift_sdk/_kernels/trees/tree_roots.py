@@ -27,7 +27,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
 
-__all__ = ["LIMIT_WORDS", "RootTensors", "tree_roots", "tree_roots_reference"]
+__all__ = ["LIMIT_WORDS", "RootTensors", "tree_roots"]
 
 LIMIT_WORDS = 3
 """Words of a tree's limits: most drafts, most drafts on a path, and whether it must be a chain."""
@@ -181,39 +181,3 @@ def tree_roots(
         num_warps=1,
         **launch_options(),
     )
-
-
-def tree_roots_reference(
-    slots: Tensor,
-    max_drafts: Tensor,
-    state: SlotState,
-    flags: Tensor,
-    block_table: Tensor,
-    out: RootTensors,
-    *,
-    max_depth: int,
-    block_size: int,
-    first_draft_slot: int,
-) -> None:
-    """`tree_roots` in plain torch, except what belongs to trees without a root."""
-    nodes, draft_nodes = (len(tensor) // len(slots) for tensor in (out.slot, out.draft_kv_slot))
-    for tree, slot in enumerate(slots.tolist()):
-        first, is_live = tree * nodes, slot >= 0 and int(state.finish[slot]) == 0
-        out.slot[first : first + nodes], out.token[first : first + nodes] = -1, -1
-        out.parent[first : first + nodes] = 0
-        out.parent[first] = -1
-        out.root_slot[tree] = slot if is_live else -1
-        if not is_live:
-            continue
-
-        length = int(state.length[slot])
-        depth = max(min(max_depth, int(state.max_length[slot]) - length - 1), 0)
-        is_chain = bool(int(flags[slot]) & SlotFlag.CONSTRAINT)
-        num_drafts = int(max_drafts[tree]) if depth else 0
-        out.limits[tree] = torch.tensor([num_drafts, depth, is_chain], dtype=torch.int32)
-        out.slot[first], out.token[first], out.position[first] = slot, state.last_token[slot], length - 1
-        out.root_position[tree] = length - 1
-        own = block_table[slot, (length - 1) // block_size] * block_size + (length - 1) % block_size
-        places = torch.arange(draft_nodes) + first_draft_slot + tree * draft_nodes
-        out.draft_kv_slot[tree * draft_nodes : (tree + 1) * draft_nodes] = places
-        out.draft_kv_slot[tree * draft_nodes] = own

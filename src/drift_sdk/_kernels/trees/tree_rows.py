@@ -31,7 +31,7 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.trees.limits import MAX_PATH_LENGTH, MAX_TREE_NODES
 
-__all__ = ["PATH_ENTRIES", "TreeRowTensors", "tree_rows", "tree_rows_reference"]
+__all__ = ["PATH_ENTRIES", "TreeRowTensors", "tree_rows"]
 
 PATH_ENTRIES = MAX_PATH_LENGTH + 1
 """Nodes of the longest path, the root included."""
@@ -155,46 +155,3 @@ def tree_rows(
         num_warps=2,
         **launch_options(),
     )
-
-
-def tree_rows_reference(
-    row_slot: Tensor,
-    row_parent: Tensor,
-    length: Tensor,
-    block_table: Tensor,
-    out: TreeRowTensors,
-    *,
-    nodes_per_tree: int,
-    block_size: int,
-    first_tree_slot: int,
-) -> None:
-    """`tree_rows` in plain torch, one node after the other."""
-    position, bits, kv_slot, path = out
-    slots, parents = row_slot.tolist(), row_parent.tolist()
-    for first_row in range(0, len(slots), nodes_per_tree):
-        if slots[first_row] < 0:
-            continue
-
-        on_first_path = {0}
-        taken: set[int] = set()  # parents whose lowest child has been seen
-        for node in range(nodes_per_tree):
-            row = first_row + node
-            path[row], bits[row] = -1, 0
-            if slots[row] < 0:
-                continue
-
-            ancestors: list[int] = [node]
-            while parents[first_row + ancestors[-1]] >= 0:
-                ancestors.append(parents[first_row + ancestors[-1]])
-            if parents[row] in on_first_path and parents[row] not in taken:
-                on_first_path.add(node)
-            taken.add(parents[row])
-            depth = len(ancestors) - 1
-            position[row] = length[slots[row]] - 1 + depth
-            word = sum(1 << ancestor for ancestor in ancestors)
-            bits[row] = word - 2**64 if word >= 2**63 else word
-            path[row, : depth + 1] = torch.tensor(ancestors[::-1], dtype=torch.int32)
-            at = int(position[row])
-            block = int(block_table[slots[row], at // block_size]) if node in on_first_path else 0
-            own = block * block_size + at % block_size
-            kv_slot[row] = own if node in on_first_path else first_tree_slot + row
