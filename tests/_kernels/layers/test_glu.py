@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references.layers import glu_reference
 
 from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.layers.glu import glu, glu_reference
+from drift_sdk._kernels.layers.glu import glu
 
 pytestmark = pytest.mark.kernel
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from references.layers import rotate_and_store_reference
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers import rope_store
 from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.layers.rope_store_reference import rotate_and_store_reference
 from drift_sdk.models.decoder import offset_rms_norm, rms_norm
 from drift_sdk.models.rope import Rope, half_tables, rotary_tables, rotate
 from drift_sdk.quantised.e4m3 import E4M3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.layers.rms_norm import rms_norm_reference
 from drift_sdk._kernels.sampling.noise import gumbel_noise
+from references.layers import rms_norm_reference
 
 
 def choose_drafts_reference(

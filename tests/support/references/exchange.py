@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.layers.residual_norm import add_norm_reference
 from drift_sdk._kernels.layers.rms_norm import NormKind
+from references.layers import add_norm_reference
 
 
 def add_norm_across_reference(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.gemm import GemmConfig
-from drift_sdk._kernels.layers.activation import Activation, activate_reference
+from drift_sdk._kernels.layers.activation import Activation
+from references.layers import activate_reference
 
 
 def multiply_reference(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:

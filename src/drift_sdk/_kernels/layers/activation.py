@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch.nn.functional as F
 import triton.language as tl
-from torch import Tensor
 
 from drift_sdk._kernels.common.device_function import device_function
 
-__all__ = ["Activation", "activate", "activate_reference"]
+__all__ = ["Activation", "activate"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -36,8 +34,3 @@ def activate(
         return x / (1.0 + tl.exp(-twice_u))
     else:
         return x / (1.0 + tl.exp(-x))
-
-
-def activate_reference(x: Tensor, activation: Activation) -> Tensor:
-    """Return the activation of x, rounded to its type."""
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")

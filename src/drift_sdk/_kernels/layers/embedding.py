@@ -20,9 +20,9 @@ from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
+from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, weigh
 
-__all__ = ["embed_norm", "embed_norm_reference"]
+__all__ = ["embed_norm"]
 
 
 @kernel
@@ -112,20 +112,3 @@ def embed_norm(
         num_warps=norm_warps(size),
         **launch_options(),
     )
-
-
-def embed_norm_reference(
-    row_token: Tensor,
-    row_slot: Tensor,
-    embedding: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    multiplier: float = 1.0,
-    norm_kind: NormKind = "rounded",
-) -> tuple[Tensor, Tensor]:
-    """Return (hidden, normed) as `embed_norm` writes them, in new tensors."""
-    is_live = ((row_token >= 0) & (row_slot >= 0))[:, None]
-    hidden = torch.where(is_live, embedding[row_token.clamp(min=0).to(torch.int64)], 0) * multiplier
-    normed = rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
-    return hidden, torch.where(is_live, normed, 0)

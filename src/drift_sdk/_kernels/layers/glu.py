@@ -18,9 +18,9 @@ from drift_sdk._kernels.common.arguments import check_rows
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
-from drift_sdk._kernels.layers.activation import Activation, activate, activate_reference
+from drift_sdk._kernels.layers.activation import Activation, activate
 
-__all__ = ["glu", "glu_reference"]
+__all__ = ["glu"]
 
 BLOCK_COLUMNS = 1_024
 """Columns of a program: 8 for each of the 128 threads of four warps, loads of 16 bytes of bfloat16."""
@@ -75,9 +75,3 @@ def glu(gate_up: Tensor, output: Tensor, activation: Activation = "silu") -> Non
         num_warps=NUM_WARPS,
         **launch_options(),
     )
-
-
-def glu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return activation(gate) * up, each rounded to the storage type: [R, I] for gate_up [R, 2 * I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activate_reference(gate, activation) * up

@@ -21,7 +21,6 @@ stream, which is older than the product. Without a delta it reads the weight, wa
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -36,9 +35,9 @@ from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, rms_norm_reference, weigh
+from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, weigh
 
-__all__ = ["add_norm", "add_norm_reference", "add_total", "normalise"]
+__all__ = ["add_norm", "add_total", "normalise"]
 
 
 @device_function
@@ -215,38 +214,3 @@ def add_norm(
         num_warps=norm_warps(size),
         **launch_options(),
     )
-
-
-def add_norm_reference(
-    hidden: Tensor,
-    delta: Tensor | None,
-    weight: Tensor,
-    *,
-    eps: float,
-    bias: Tensor | None = None,
-    delta_norm: Tensor | None = None,
-    delta_multiplier: float = 1.0,
-    norm_kind: NormKind = "rounded",
-) -> tuple[Tensor, Tensor]:
-    """Return (hidden, normed) as `add_norm` writes them, in new tensors."""
-    if delta is not None:
-        total = delta if delta.dim() == 2 else _sum_in_order(delta)
-        if bias is not None:
-            total = total.to(torch.float32) + bias.to(torch.float32)
-
-        total = total.to(hidden.dtype)
-        if delta_norm is not None:
-            total = rms_norm_reference(total, delta_norm, eps, norm_kind=norm_kind)
-
-        hidden = hidden + total * delta_multiplier
-
-    return hidden, rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
-
-
-def _sum_in_order(partials: Tensor) -> Tensor:
-    """Return the sum of partial sums [num_slices, ...], added in ascending order."""
-    total = partials[0]
-    for part in partials[1:]:
-        total = total + part
-
-    return total

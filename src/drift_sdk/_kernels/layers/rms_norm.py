@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
 import triton.language as tl
-from torch import Tensor
 
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.sizes import next_power_of_2
 
-__all__ = ["NormKind", "inverse_rms", "norm_warps", "rms_norm_reference", "weigh"]
+__all__ = ["NormKind", "inverse_rms", "norm_warps", "weigh"]
 
 NormKind = Literal["rounded", "wide", "offset"]
 
@@ -63,13 +60,3 @@ def norm_warps(size: int) -> int:
     since the order of the sum of squares, and so its bits, depend on the number of warps.
     """
     return min(max(next_power_of_2(size) // 256, 1), 16)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, norm_kind: NormKind = "rounded") -> Tensor:
-    """Return x [..., H] over its root mean square times weight [H], in x's type."""
-    normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
-    if norm_kind == "rounded":
-        return weight * normed.to(x.dtype)
-
-    wide = weight.to(torch.float32)
-    return (normed * (1.0 + wide if norm_kind == "offset" else wide)).to(x.dtype)

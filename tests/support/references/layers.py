@@ -1,16 +1,89 @@
-"""The reference of rope_store.py, in plain torch."""
+"""References of the kernels of `drift_sdk._kernels.layers`."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drift_sdk._kernels.attention.e4m3 import pack_cache
 from drift_sdk._kernels.attention.layer_attention import LayerKV
-from drift_sdk._kernels.layers.rms_norm import NormKind, rms_norm_reference
+from drift_sdk._kernels.layers.activation import Activation
+from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk.quantised.e4m3 import quantise_e4m3
 
-__all__ = ["rotate_and_store_reference"]
+
+def activate_reference(x: Tensor, activation: Activation) -> Tensor:
+    """Return the activation of x, rounded to its type."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+
+
+def embed_norm_reference(
+    row_token: Tensor,
+    row_slot: Tensor,
+    embedding: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    multiplier: float = 1.0,
+    norm_kind: NormKind = "rounded",
+) -> tuple[Tensor, Tensor]:
+    """Return (hidden, normed) as `embed_norm` writes them, in new tensors."""
+    is_live = ((row_token >= 0) & (row_slot >= 0))[:, None]
+    hidden = torch.where(is_live, embedding[row_token.clamp(min=0).to(torch.int64)], 0) * multiplier
+    normed = rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
+    return hidden, torch.where(is_live, normed, 0)
+
+
+def glu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up, each rounded to the storage type: [R, I] for gate_up [R, 2 * I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate_reference(gate, activation) * up
+
+
+def add_norm_reference(
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    delta_norm: Tensor | None = None,
+    delta_multiplier: float = 1.0,
+    norm_kind: NormKind = "rounded",
+) -> tuple[Tensor, Tensor]:
+    """Return (hidden, normed) as `add_norm` writes them, in new tensors."""
+    if delta is not None:
+        total = delta if delta.dim() == 2 else _sum_in_order(delta)
+        if bias is not None:
+            total = total.to(torch.float32) + bias.to(torch.float32)
+
+        total = total.to(hidden.dtype)
+        if delta_norm is not None:
+            total = rms_norm_reference(total, delta_norm, eps, norm_kind=norm_kind)
+
+        hidden = hidden + total * delta_multiplier
+
+    return hidden, rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
+
+
+def _sum_in_order(partials: Tensor) -> Tensor:
+    """Return the sum of partial sums [num_slices, ...], added in ascending order."""
+    total = partials[0]
+    for part in partials[1:]:
+        total = total + part
+
+    return total
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, norm_kind: NormKind = "rounded") -> Tensor:
+    """Return x [..., H] over its root mean square times weight [H], in x's type."""
+    normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
+    if norm_kind == "rounded":
+        return weight * normed.to(x.dtype)
+
+    wide = weight.to(torch.float32)
+    return (normed * (1.0 + wide if norm_kind == "offset" else wide)).to(x.dtype)
 
 
 def rotate_and_store_reference(
