@@ -3,12 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from msgspec.structs import replace
+from references.attention import plan_attention_reference
 
-from drift_sdk._kernels.attention.attention_plan import (
-    AttentionPlan,
-    plan_attention,
-    plan_attention_reference,
-)
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 

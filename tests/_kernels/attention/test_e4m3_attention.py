@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from references.attention import cache_numbers, pack_cache, paged_attention_reference, unpack_cache
 from references.trees import tree_attention_reference
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
 from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
-from drift_sdk._kernels.attention.e4m3 import cache_numbers, pack_cache, unpack_cache
 from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from drift_sdk._kernels.attention.paged_attention import paged_attention
 from drift_sdk._kernels.attention.partition_sums import AttentionScratch
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows

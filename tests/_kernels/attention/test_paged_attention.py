@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from order_probe import expected_sum, probe_row
+from references.attention import paged_attention_reference
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention import partition_sums
@@ -16,12 +17,7 @@ from drift_sdk._kernels.attention.attention_plan import (
     plan_attention,
 )
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import (
-    AttentionConfig,
-    AttentionScratch,
-    paged_attention,
-    paged_attention_reference,
-)
+from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 

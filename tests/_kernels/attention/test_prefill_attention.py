@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tolerances
 import torch
+from references.attention import prefill_attention_reference
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.prefill_attention import (
     PrefillAttentionConfig,
     prefill_attention,
     prefill_attention_config,
-    prefill_attention_reference,
 )
 from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
 

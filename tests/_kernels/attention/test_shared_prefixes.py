@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from references.attention import plan_attention_reference, shared_prefixes_reference
 
 from drift_sdk._kernels.attention.attention_config import AttentionConfig
-from drift_sdk._kernels.attention.attention_plan import (
-    AttentionPlan,
-    plan_attention,
-    plan_attention_reference,
-)
+from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionScratch, paged_attention
 from drift_sdk._kernels.attention.partitions import Partitions
@@ -23,7 +20,6 @@ from drift_sdk._kernels.attention.shared_prefixes import (
     SharedPrefixes,
     find_shared_prefixes,
     most_companions,
-    shared_prefixes_reference,
 )
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]

@@ -7,7 +7,7 @@ from heapq import nsmallest
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import cache_numbers, cache_words
+from drift_sdk._kernels.attention.e4m3 import cache_words
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.commit.records import (
@@ -28,6 +28,7 @@ from drift_sdk._kernels.trees.tree_accept import TreeRing
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_roots import RootTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, TreeRowTensors
+from references.attention import cache_numbers
 
 
 def rank_candidates_reference(

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from drift_sdk._kernels.attention.partitions import Partitions, partition_of, partition_start
 from drift_sdk._kernels.attention.planned_rows import PlannedRows, sequences_of_rows
@@ -36,7 +35,6 @@ from drift_sdk._kernels.attention.shared_prefixes import (
     SharedPrefixes,
     find_shared_prefixes,
     most_companions,
-    shared_prefixes_reference,
 )
 from drift_sdk._kernels.common.arguments import check_range
 from drift_sdk._kernels.common.device_function import device_function
@@ -53,7 +51,6 @@ __all__ = [
     "AttentionPlan",
     "next_partition",
     "plan_attention",
-    "plan_attention_reference",
 ]
 
 # Words of a tile in the list, int32.
@@ -245,31 +242,3 @@ def plan_attention(
         num_warps=NUM_WARPS,
         **launch_options(),
     )
-
-
-def plan_attention_reference(
-    rows: PlannedRows,
-    partitions: Partitions,
-    window: int = 0,
-    blocks: BlockTable | None = None,
-    group: int = 1,
-) -> Tensor:
-    """Return the tiles in use, [num_tiles, 8] int32, as `plan_attention` writes them."""
-    tile, tiles = partitions.tile, list[tuple[int, ...]]()
-    shared: list[tuple[int, tuple[int, ...]]] = [(0, (index,)) for index in range(rows.num_sequences)]
-    if blocks is not None and most_companions(rows, group, window) > 1:
-        shared = shared_prefixes_reference(rows, blocks, group, partitions)
-    for sequence, (slot, live) in enumerate(rows.live_positions()):
-        if not live:
-            continue
-
-        num_keys, (num_shared, companions) = max(live) + 1, shared[sequence]
-        first_seen = max(min(live) - window + 1, 0) if window else 0
-        if companions[0] != sequence:
-            first_seen = num_shared
-        for first_key in range(first_seen // tile * tile, num_keys, tile):
-            if first_key < num_shared:
-                tiles.append((sequence, slot, num_shared, first_key, *companions))
-            else:
-                tiles.append((sequence, slot, num_keys, first_key, sequence, -1, -1, -1))
-    return torch.tensor(tiles, dtype=torch.int32, device=rows.slot.device).view(-1, TILE_WORDS.value)

@@ -28,7 +28,6 @@ from drift_sdk._kernels.common.launching import is_interpreted
 from drift_sdk.quantised.e4m3 import E4M3, MAX_E4M3
 
 __all__ = [
-    "cache_numbers",
     "cache_words",
     "check_cache",
     "check_scales",
@@ -36,8 +35,6 @@ __all__ = [
     "decode_rows",
     "encode_e4m3",
     "is_decoded_in_pairs",
-    "pack_cache",
-    "unpack_cache",
 ]
 
 LARGEST = tl.constexpr(MAX_E4M3)
@@ -140,24 +137,3 @@ def check_scales(cache: Tensor, num_kv_heads: int, **scales: Tensor | None) -> N
             raise ValueError(f"{name}: expected {expected} for a cache of {cache.dtype}")
 
     check_tensors((num_kv_heads,), torch.float32, **scales)
-
-
-def pack_cache(codes: Tensor) -> Tensor:
-    """Return e4m3 numbers [..., head_dim], in the order of dimensions, as they lie in a cache."""
-    halves = codes.view(torch.uint8).reshape(*codes.shape[:-1], 2, -1)
-    return halves.transpose(-1, -2).reshape(codes.shape).view(E4M3)
-
-
-def unpack_cache(cache: Tensor) -> Tensor:
-    """Return the e4m3 numbers [..., head_dim] of a cache in the order of dimensions."""
-    pairs = cache.view(torch.uint8).reshape(*cache.shape[:-1], -1, 2)
-    return pairs.transpose(-1, -2).reshape(cache.shape).view(E4M3)
-
-
-def cache_numbers(cache: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the numbers of a cache [..., num_kv_heads, block_size, head_dim]: of one of e4m3 in float64,
-    multiplied by the scales [num_kv_heads] and in the order of dimensions; any other as it is."""
-    if scale is None:
-        return cache
-
-    return unpack_cache(cache).to(torch.float64) * scale.double()[:, None, None]

@@ -37,9 +37,7 @@ these are, because that kernel is used only for heads of 64 or 128 numbers of 16
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
-from torch import Tensor
 
 from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
 from drift_sdk._kernels.attention.attention_plan import (
@@ -52,7 +50,6 @@ from drift_sdk._kernels.attention.attention_plan import (
     next_partition,
 )
 from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.e4m3 import cache_numbers
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.online_softmax import (
     ONES_COLUMNS,
@@ -74,7 +71,6 @@ __all__ = [
     "AttentionScratch",
     "attention_config",
     "paged_attention",
-    "paged_attention_reference",
 ]
 
 EARLY_TILES = tl.constexpr(2)
@@ -267,30 +263,3 @@ def paged_attention(
         **launch_options(),
     )
     add_partitions(layer, rows, scratch)
-
-
-def paged_attention_reference(layer: LayerAttention, rows: PlannedRows) -> Tensor:
-    """Return the attention of each row in float64, one row after the other: [R, num_heads, head_dim]."""
-    kv, block_size = layer.kv, layer.kv.block_size
-    keys, values = cache_numbers(kv.keys, kv.key_scale), cache_numbers(kv.values, kv.value_scale)
-    out = torch.zeros(layer.query.shape, dtype=torch.float64, device=layer.query.device)
-    for row, (slot, position) in enumerate(zip(rows.slot.tolist(), rows.position.tolist(), strict=True)):
-        if slot < 0:
-            continue
-
-        blocks = layer.block_table[slot, : position // block_size + 1].long()
-        first = layer.first_key
-        if layer.window:
-            first = max(first, position - layer.window + 1)
-        seen = [
-            cache[blocks].transpose(1, 2).flatten(0, 1)[first : position + 1].double()
-            for cache in (keys, values)
-        ]
-        key, value = (tensor.repeat_interleave(layer.group, dim=1) for tensor in seen)
-        scores = torch.einsum("hd,nhd->hn", layer.query[row].double(), key) * layer.score_scale
-        if layer.sinks is not None:
-            scores = torch.cat((scores, layer.sinks.double()[:, None]), dim=1)
-        shares = scores.softmax(-1)[:, : len(key)]
-        out[row] = torch.einsum("hn,nhd->hd", shares, value)
-
-    return out

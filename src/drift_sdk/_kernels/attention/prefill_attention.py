@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention, has_cuda_prefill
-from drift_sdk._kernels.attention.e4m3 import cache_numbers, decode_rows
+from drift_sdk._kernels.attention.e4m3 import decode_rows
 from drift_sdk._kernels.attention.layer_attention import MIN_DOT_SIZE, LayerAttention
 from drift_sdk._kernels.attention.online_softmax import LOG2_E, head_scale
 from drift_sdk._kernels.attention.prefill_config import PrefillAttentionConfig, prefill_attention_config
@@ -44,7 +44,6 @@ __all__ = [
     "PrefillAttentionConfig",
     "prefill_attention",
     "prefill_attention_config",
-    "prefill_attention_reference",
 ]
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
@@ -275,36 +274,3 @@ def prefill_attention(layer: LayerAttention, tiles: Tensor, config: PrefillAtten
         **layer.kernel_arguments(),
         **launch_options(),
     )
-
-
-def prefill_attention_reference(layer: LayerAttention, tiles: Tensor) -> None:
-    """Write what `prefill_attention` writes: in float64, one tile after the other, rounded once."""
-    kv, block_size, query = layer.kv, layer.kv.block_size, layer.query
-    keys, values = cache_numbers(kv.keys, kv.key_scale), cache_numbers(kv.values, kv.value_scale)
-    for slot, first_row, num_rows, start in tiles.tolist():
-        if slot < 0:
-            continue
-
-        row_position = torch.arange(start, start + num_rows, device=query.device)[:, None]
-        key_position = torch.arange(layer.first_key, start + num_rows, device=query.device)
-        is_seen = key_position <= row_position
-        if layer.window:
-            is_seen &= key_position > row_position - layer.window
-
-        # Keys that no row sees may hold anything.
-        key_position = key_position[is_seen.any(dim=0)]
-        is_seen = is_seen[:, is_seen.any(dim=0)]
-        blocks = layer.block_table[slot].to(torch.int64)[key_position // block_size]
-        key, value = (
-            cache[blocks, :, key_position % block_size].double().repeat_interleave(layer.group, dim=1)
-            for cache in (keys, values)
-        )
-        rows = slice(first_row, first_row + num_rows)
-        scores = torch.einsum("rhd,khd->hrk", query[rows].double(), key) * layer.score_scale
-        scores = scores.masked_fill(~is_seen, -torch.inf)
-        if layer.sinks is not None:
-            sink = layer.sinks.double()[:, None, None].expand(-1, num_rows, 1)
-            scores = torch.cat((scores, sink), dim=-1)
-
-        shares = scores.softmax(dim=-1)[..., : len(key_position)]
-        layer.out[rows] = torch.einsum("hrk,khd->rhd", shares, value).to(layer.out.dtype)

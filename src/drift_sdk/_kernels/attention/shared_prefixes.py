@@ -41,7 +41,6 @@ __all__ = [
     "SharedPrefixes",
     "find_shared_prefixes",
     "most_companions",
-    "shared_prefixes_reference",
 ]
 
 MAX_COMPANIONS = tl.constexpr(4)
@@ -194,35 +193,3 @@ def find_shared_prefixes(
         num_warps=NUM_WARPS,
         **launch_options(),
     )
-
-
-def shared_prefixes_reference(
-    rows: PlannedRows, blocks: BlockTable, group: int, partitions: Partitions
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the keys of the shared prefix and the companions of each sequence, as `find_shared_prefixes`
-    writes them."""
-    most, size = most_companions(rows, group, window=0), blocks.block_size
-    tables = [
-        tuple(blocks.table[slot, : (max(live) + 1) // size].tolist()) if live else ()
-        for slot, live in rows.live_positions()
-    ]
-    first_blocks = -(-partitions.narrow // size)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for sequence, table in enumerate(tables):
-        is_long = len(table) >= first_blocks
-        alike.setdefault(table[:first_blocks] if is_long else (-1 - sequence,), []).append(sequence)
-    found = dict[int, tuple[int, tuple[int, ...]]]()
-    for sequences in alike.values():
-        for first in range(0, len(sequences), most):
-            companions = sequences[first : first + most]
-            columns = zip(*(tables[sequence] for sequence in companions), strict=False)
-            num_common = 0
-            for column in columns if len(companions) > 1 else ():
-                if len(set(column)) > 1:
-                    break
-
-                num_common += size
-            num_keys = partitions.floor(num_common)
-            row = (*companions, *[-1] * (MAX_COMPANIONS.value - len(companions)))
-            found |= dict.fromkeys(companions, (num_keys, row))
-    return [found[sequence] for sequence in range(rows.num_sequences)]
