@@ -1,4 +1,4 @@
-"""Kernels of the executors, in Triton and CUDA C++, each with a checked wrapper and a reference in torch.
+"""Kernels of the executors, in Triton and CUDA C++, each with a checked wrapper.
 
 Module layout
 -------------
@@ -9,7 +9,8 @@ Module layout
    common/device_function.py), with one argument a line and its shape. Only the module's wrappers launch them.
 3. The wrappers: they check shapes, types and strides (common/arguments.py), and launch. Outputs are tensors
    of the caller.
-4. `<wrapper>_reference`: the same in plain torch, for tests.
+
+`<wrapper>_reference`, the same in plain torch, lies with the tests, in tests/support/references/<folder>.py.
 
 A kernel in CUDA C++ lies in a .cu file beside its wrapper, which declares with `note_kernel` what it reads
 before it waits and what it writes. Each of its threads waits before it ends or permits dependents to start.

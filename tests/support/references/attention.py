@@ -25,7 +25,7 @@ def plan_attention_reference(
     shared: list[tuple[int, tuple[int, ...]]] = [(0, (index,)) for index in range(rows.num_sequences)]
     if blocks is not None and most_companions(rows, group, window) > 1:
         shared = shared_prefixes_reference(rows, blocks, group, partitions)
-    for sequence, (slot, live) in enumerate(rows.live_positions()):
+    for sequence, (slot, live) in enumerate(_live_positions(rows)):
         if not live:
             continue
 
@@ -130,7 +130,7 @@ def shared_prefixes_reference(
     most, size = most_companions(rows, group, window=0), blocks.block_size
     tables = [
         tuple(blocks.table[slot, : (max(live) + 1) // size].tolist()) if live else ()
-        for slot, live in rows.live_positions()
+        for slot, live in _live_positions(rows)
     ]
     first_blocks = -(-partitions.narrow // size)
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -152,3 +152,13 @@ def shared_prefixes_reference(
             row = (*companions, *[-1] * (MAX_COMPANIONS.value - len(companions)))
             found |= dict.fromkeys(companions, (num_keys, row))
     return [found[sequence] for sequence in range(rows.num_sequences)]
+
+
+def _live_positions(rows: PlannedRows) -> list[tuple[int, list[int]]]:
+    """Return the slot of each sequence, or -1, and the positions of its live rows."""
+    slots = rows.slot.view(-1, rows.rows_per_sequence).tolist()
+    positions = rows.position.view(-1, rows.rows_per_sequence).tolist()
+    return [
+        (max(own), [at for slot, at in zip(own, where, strict=True) if slot >= 0])
+        for own, where in zip(slots, positions, strict=True)
+    ]

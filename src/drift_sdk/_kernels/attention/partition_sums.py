@@ -4,7 +4,6 @@ With a window, only the partitions that hold keys of the row's window are added.
 added last (see `add_sink`).
 
 The first kernel, `_attend` of paged_attention.py, writes sums, maxima and weights (see `AttentionScratch`).
-The reference, `paged_attention_reference`, is that of both kernels.
 
 Grid: (rows of a sequence times query heads of a group times tiles of dimensions, KV heads, sequences). A
 program owns some dimensions of one row of one query head of the output.

@@ -46,15 +46,6 @@ class PlannedRows(Struct, frozen=True):
         """Raise ValueError for tensors of another shape, type or layout."""
         check_tensors((num_rows,), torch.int32, row_slot=self.slot, row_position=self.position)
 
-    def live_positions(self) -> list[tuple[int, list[int]]]:
-        """The slot of each sequence, or -1, and the positions of its live rows."""
-        slots = self.slot.view(-1, self.rows_per_sequence).tolist()
-        positions = self.position.view(-1, self.rows_per_sequence).tolist()
-        return [
-            (max(own), [at for slot, at in zip(own, where, strict=True) if slot >= 0])
-            for own, where in zip(slots, positions, strict=True)
-        ]
-
     @property
     def padded_sequences(self) -> int:
         """The sequences that kernels are compiled for, a power of two."""

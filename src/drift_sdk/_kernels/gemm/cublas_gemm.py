@@ -9,8 +9,7 @@ several magnitudes once, and their bits are compared.
 The products of the library are launched by torch and written to the same partial sums: all slices by one
 launch, as a batch, which occupies the GPU better than one after the other; or slice by slice, where the bits
 of the batch differ or the slices are not equal. Such a launch waits for everything before it, and lets
-nothing start before it ends: `note_library_kernel` tells the check of launch order. The references are those
-of gemm.py.
+nothing start before it ends: `note_library_kernel` tells the check of launch order.
 """
 
 from __future__ import annotations
