@@ -100,7 +100,6 @@ def render() -> str:
     parts.append(render_class("drift_sdk.testing.ScriptedModel", testing.ScriptedModel))
     parts.append("## Measuring")
     for function in (
-        measurement.simulated_engine,
         measurement.recorded_engine,
         measurement.stage_times,
         measurement.profiled_engine,

@@ -23,7 +23,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from drift_sdk import Chain, ConfigError, Engine, EngineConfig, NGram, PartialVerification, SamplingParams
-from drift_sdk.measurement import RecordedEngine, recorded_engine, simulated_engine
+from drift_sdk.measurement import RecordedEngine, recorded_engine
 from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
 from perf.harness.numbers import at_least, over_zero
@@ -32,6 +32,7 @@ from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model, prepare, prepare_drafts
+from perf.harness.simulation import simulated_engine
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, title_of
 from perf.speculative import read_text

@@ -30,6 +30,7 @@ from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.simulation import checked_acceptance
 from perf.harness.stage_work import Work
 from perf.harness.table import drafts_of, show, title_of
 
@@ -199,9 +200,10 @@ def measure_all(
 ) -> None:
     """Open an executor and measure all scenarios with it."""
     drafting = driven.drafting
-    acceptance = drafting.simulated_length if drafting is not None else None
+    length = drafting.simulated_length if drafting is not None else None
+    factory = None if length is None else checked_acceptance(driven.config.replace(executor="graph"), length)
     print(f"opening {driven.model.name}, {driven.num_drafts} drafts a round", flush=True)
-    with staged_executor(driven.model.path, driven.config, acceptance) as (executor, take_stages):
+    with staged_executor(driven.model.path, driven.config, factory) as (executor, take_stages):
         for scenario in scenarios:
             if not by_active:
                 add_all(recording, measure_stages(driven, executor, take_stages, scenario, num_rounds))

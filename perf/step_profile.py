@@ -24,7 +24,6 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from drift_sdk.config import prefill_token_budget
-from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.progress import ignore_progress
 from perf.cases.gemm import weight_roles
@@ -35,6 +34,7 @@ from perf.harness.record import Run
 from perf.harness.recording import Recording, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.simulation import acceptance_of
 from perf.harness.stage_work import LOGIT_BYTES
 from perf.harness.table import drafts_of, show, title_of
 
@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / given.model)
         scenarios = [Scenario(one.name, one.batch + bool(chunks), one.context) for one in given.scenario]
-        config, drafting, trace = engine_config(model, scenarios, options), None, None
+        config, drafting, acceptance = engine_config(model, scenarios, options), None, None
         if given.num_draft_tokens:
             drafting = Drafting(
                 draft=prepare_draft(model),
@@ -270,9 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 acceptance_length=given.acceptance_length,
             )
             config = drafting.config(config)
-            trace = AcceptanceTrace.of(drafting.simulated_length or 1.0).lengths
+            acceptance = acceptance_of(drafting.simulated_length or 1.0)
         print(f"opening {model.name}", flush=True)
-        opened = open_model(model.path, config, ignore_progress, acceptance_trace=trace)
+        opened = open_model(model.path, config, ignore_progress, acceptance=acceptance)
         slots = ManualDriver(opened.executor, prefill_token_budget=prefill_token_budget(config, "cuda"))
 
         def rounds(number: int) -> None:

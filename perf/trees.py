@@ -37,6 +37,7 @@ from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.shapes import Model, prepare, prepare_draft
+from perf.harness.simulation import acceptance_of
 from perf.harness.table import show
 
 __all__ = ["TreeRun", "best_tree", "break_even", "chain_paths", "first_paths", "main", "tokens_of_tree"]
@@ -227,7 +228,7 @@ def open_executor(
         vocab_size=target.config.vocab_size,
     )
     table = table_for(gpu_key(torch.cuda.get_device_name(device)))
-    options = GraphOptions(prefill_token_budget=BUDGET, acceptance_trace=TRACE)
+    options = GraphOptions(prefill_token_budget=BUDGET, acceptance=acceptance_of(TRACE))
     return GraphExecutor(GpuDevice(0), target, limits, table, options, drafter_factory=factory)
 
 

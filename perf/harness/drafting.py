@@ -8,10 +8,11 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from drift_sdk import Chain, EngineConfig, NGram, Speculation
-from drift_sdk.measurement import AcceptanceTrace, RecordedEngine, recorded_engine, simulated_engine
+from drift_sdk.measurement import AcceptanceTrace, RecordedEngine, recorded_engine
 from perf.harness.decoding import DecodeOptions
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
+from perf.harness.simulation import simulated_engine
 
 __all__ = ["Drafting"]
 

@@ -18,9 +18,9 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
-from drift_sdk.measurement import simulated_engine
 from drift_sdk.testing import ScriptedModel
 from perf.harness.scripted import next_character
+from perf.harness.simulation import simulated_engine
 from perf.service.load import Request
 
 __all__ = ["DriftService", "engine_config"]

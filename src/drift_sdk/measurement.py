@@ -1,24 +1,17 @@
-"""Engines for measurements: simulated acceptance, recorded rounds, profiles, and times of a round's stages.
-
-The speed of speculative decoding depends on how many drafts are right, which random weights tell nothing
-about. So acceptance can be simulated, by a mean or by a recorded trace:
-
-    engine = simulated_engine(folder, config, acceptance=3.2)
+"""Engines for measurements: recorded rounds, profiles, and times of a round's stages.
 
     engine = recorded_engine(folder, config)
     ...
     engine.rounds.trace().save("trace.json")
-    again = simulated_engine(folder, config, acceptance=AcceptanceTrace.load("trace.json").lengths)
 
 The stages of a round are timed without an engine:
 
-    times = stage_times(folder, config, batch=1, context=512, num_draft_tokens=3, acceptance=3.2)
+    times = stage_times(folder, config, batch=1, context=512, num_draft_tokens=3)
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,12 +23,12 @@ from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
+from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.profiling.recording_executor import RecordedRounds, RecordingExecutor
 from drift_sdk.profiling.stage_timing import StageTiming, time_stages
 from drift_sdk.progress import Report, ignore_progress
-from drift_sdk.speculation import Chain
 from drift_sdk.steps import Executor, ExecutorLimits
 
 __all__ = [
@@ -45,12 +38,9 @@ __all__ = [
     "StageTiming",
     "profiled_engine",
     "recorded_engine",
-    "simulated_engine",
     "stage_times",
     "staged_executor",
 ]
-
-log = logging.getLogger("drift_sdk")
 
 
 def recorded_engine(model: str | Path, config: EngineConfig) -> RecordedEngine:
@@ -75,45 +65,6 @@ def check_graphs(config: EngineConfig, purpose: str) -> None:
         raise ConfigError.of("executor", config.executor, f'"graph" {purpose}')
 
 
-def simulated_engine(
-    model: str | Path, config: EngineConfig, *, acceptance: float | Sequence[int]
-) -> RecordedEngine:
-    """An engine for measurements only: WHAT IT GENERATES IS NOT THE MODEL'S OUTPUT.
-
-    Drafts are made and verified as usual, but not compared with the model's tokens: as many are accepted as
-    make rounds of `acceptance` tokens, the model's own included.
-
-    acceptance: a sequence gives the number of tokens of each round in turn, over and over, as
-    `recorded_engine` has recorded them. A number is their mean, with the least variance (3.2: three tokens,
-    or four in one round of five), from 1 to the most tokens that a round may emit. Each slot starts at
-    another place in the sequence. A round with fewer drafts, because the policy chose so or the drafter
-    proposed fewer, accepts all that there are; a round without drafts by the policy's choice is not counted.
-
-    config: with speculation, and with executor="graph", the only executor whose rounds can be simulated.
-    Raises ConfigError for another config or acceptance.
-    """
-    trace = simulated_trace(config, acceptance)
-    return RecordedEngine(model, config, trace)
-
-
-def simulated_trace(config: EngineConfig, acceptance: float | Sequence[int]) -> AcceptanceTrace:
-    trace = AcceptanceTrace.of(acceptance)
-    check_graphs(config, "to simulate acceptance")
-    if config.speculation is None:
-        raise ConfigError.of("speculation", None, "a Speculation, whose acceptance is to be simulated")
-
-    shape = config.speculation.shape
-    most = (shape.num_draft_tokens if isinstance(shape, Chain) else shape.depth) + 1
-    if not isinstance(acceptance, Sequence) and acceptance > most:
-        raise ConfigError.of("acceptance", acceptance, f"at most {most}, the tokens of a round")
-
-    log.warning(
-        "acceptance is simulated at %g tokens a round: what this engine generates is not the model's output",
-        trace.mean,
-    )
-    return trace
-
-
 def stage_times(
     model: str | Path,
     config: EngineConfig,
@@ -121,7 +72,7 @@ def stage_times(
     batch: int,
     context: int,
     num_draft_tokens: int = 0,
-    acceptance: float | Sequence[int] | None = None,
+    acceptance: AcceptanceFactory | None = None,
     num_rounds: int = 64,
 ) -> StageTiming:
     """Load a model on a GPU, without an engine, and time the stages of its rounds; on the calling thread.
@@ -138,7 +89,7 @@ def stage_times(
     The marks between stages take a few microseconds each.
 
     config: with room for the sequences, and with a Speculation of at least num_draft_tokens unless that is 0.
-    acceptance: as for `simulated_engine`; None: drafts are compared. Raises ConfigError.
+    acceptance: accepts drafts in place of their comparison. Raises ConfigError.
     """
     most = config.speculation.shape.num_draft_tokens if config.speculation is not None else 0
     check_int(ConfigError, "num_draft_tokens", num_draft_tokens, ge=0, le=most)
@@ -156,7 +107,7 @@ def stage_times(
 
 @contextmanager
 def staged_executor(
-    model: str | Path, config: EngineConfig, acceptance: float | Sequence[int] | None = None
+    model: str | Path, config: EngineConfig, acceptance: AcceptanceFactory | None = None
 ) -> Iterator[tuple[Executor, Callable[[], dict[str, float]]]]:
     """An executor of CUDA graphs with marks between stages, and a function that returns the seconds of each
     stage in the steps since its last call. The executor is closed at the end of the block.
@@ -167,9 +118,8 @@ def staged_executor(
     from drift_sdk.startup.model_startup import open_model
 
     config = config.replace(executor="graph")
-    lengths = simulated_trace(config, acceptance).lengths if acceptance is not None else None
     stages = TimedStageMarks()
-    opened = open_model(model, config, ignore_progress, acceptance_trace=lengths, stages=stages)
+    opened = open_model(model, config, ignore_progress, acceptance=acceptance, stages=stages)
     try:
         yield opened.executor, stages.take
     finally:
@@ -183,7 +133,7 @@ class RecordedEngine(Engine):
         self,
         model: str | Path,
         config: EngineConfig,
-        acceptance: AcceptanceTrace | None = None,
+        acceptance: AcceptanceFactory | None = None,
         *,
         is_profiled: bool = False,
     ) -> None:
@@ -195,7 +145,7 @@ class RecordedEngine(Engine):
 def open_recorded(
     model: str | Path,
     config: EngineConfig,
-    acceptance: AcceptanceTrace | None,
+    acceptance: AcceptanceFactory | None,
     is_profiled: bool,
     rounds: RecordedRounds,
     report: Report,
@@ -205,8 +155,7 @@ def open_recorded(
     from drift_sdk.execution.stages import NvtxStageMarks
     from drift_sdk.startup.model_startup import open_model
 
-    lengths = acceptance.lengths if acceptance is not None else None
     stages = NvtxStageMarks() if is_profiled else None
     config = with_limits(config, limits)
-    opened = open_model(model, config, report, acceptance_trace=lengths, stages=stages)
+    opened = open_model(model, config, report, acceptance=acceptance, stages=stages)
     return msgspec.structs.replace(opened, executor=RecordingExecutor(opened.executor, rounds))

@@ -22,13 +22,14 @@ from drift_sdk.execution.drafter_factory import NO_DRAFTER, EagleDrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.stages import NO_STAGE_MARKS, GpuMark, NvtxStageMarks, StageMarks, TimedStageMarks
-from drift_sdk.measurement import AcceptanceTrace, profiled_engine, recorded_engine, stage_times
+from drift_sdk.measurement import profiled_engine, recorded_engine, stage_times
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.profiling.stage_timing import time_stages
 from drift_sdk.steps import ExecutorLimits, StepPlan
+from perf.harness.simulation import acceptance_of
 
 pytestmark = pytest.mark.kernel
 
@@ -74,7 +75,7 @@ def graph_executor(
         TunedTable(),
         GraphOptions(
             prefill_token_budget=BUDGET,
-            acceptance_trace=AcceptanceTrace.of(acceptance).lengths,
+            acceptance=acceptance_of(acceptance),
             stages=stages,
         ),
         drafter_factory=EagleDrafterFactory(draft, (3,)) if draft is not None else NO_DRAFTER,

@@ -25,7 +25,7 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk.execution.device.device import GpuDevice, Replay
-from drift_sdk.measurement import simulated_engine
+from perf.harness.simulation import simulated_engine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Traces of acceptance: made from means, saved, and checked when an engine simulates them."""
+"""Traces of acceptance: made from means, and saved."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from drift_sdk import ConfigError, EngineConfig, NGram, Speculation
-from drift_sdk.measurement import simulated_engine
+from drift_sdk import ConfigError
 from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
 
 
@@ -46,17 +45,3 @@ def test_file_without_rounds_of_tokens_is_rejected(sequences: list[Any], tmp_pat
 def test_invalid_acceptance_is_rejected(acceptance: Any) -> None:
     with pytest.raises(ConfigError, match="acceptance="):
         AcceptanceTrace.of(acceptance)
-
-
-def test_simulated_engine_needs_speculation_and_graphs() -> None:
-    speculation = Speculation(draft=NGram())
-    with pytest.raises(ConfigError, match="executor='auto'"):
-        simulated_engine("folder", EngineConfig(speculation=speculation), acceptance=2.0)
-    with pytest.raises(ConfigError, match="speculation=None"):
-        simulated_engine("folder", EngineConfig(executor="graph"), acceptance=2.0)
-
-    config = EngineConfig(executor="graph", speculation=speculation)
-    most = speculation.shape.num_draft_tokens + 1
-    with pytest.raises(ConfigError, match=rf"acceptance={most + 0.5}: expected at most {most}"):
-        simulated_engine("folder", config, acceptance=most + 0.5)
-    simulated_engine("folder", config, acceptance=[1, most + 3])

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.errors import ConfigError, FieldError
+from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.eager.partial_rounds import PartialRounds
@@ -145,12 +146,12 @@ def open_graph_executor(
     parts: Sequence[ModelPart],
     demand: KVDemand,
     report: Report,
-    acceptance_trace: Sequence[int] | None = None,
+    acceptance: AcceptanceFactory | None = None,
     stages: StageMarks | None = None,
 ) -> OpenedExecutor:
     """Make a graph executor and capture everything.
 
-    parts: of the model, one on each GPU, in order of rank. acceptance_trace, stages: for measuring, see
+    parts: of the model, one on each GPU, in order of rank. acceptance, stages: for measuring, see
     `GraphOptions`.
 
     Raises ExecutorError if a capture fails, and ConfigError if steps would be slower than the configuration
@@ -183,7 +184,7 @@ def open_graph_executor(
     table = engine_table(config, decoder, None if draft is None else draft.weights, report, shard)
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
     limits = _limits(config, decoder, demand, least_room(0))
-    options = _graph_options(config, acceptance_trace, stages or NO_STAGE_MARKS)
+    options = _graph_options(config, acceptance, stages or NO_STAGE_MARKS)
     layout = view_layout(config, limits, drafter_factory.draft_choices)
     options = replace(options, view_layout=layout)
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
@@ -213,7 +214,7 @@ def open_graph_executor(
 
 
 def _graph_options(
-    config: EngineConfig, acceptance_trace: Sequence[int] | None, stages: StageMarks
+    config: EngineConfig, acceptance: AcceptanceFactory | None, stages: StageMarks
 ) -> GraphOptions:
     from drift_sdk.execution.graph.options import GraphOptions
 
@@ -221,7 +222,7 @@ def _graph_options(
         prefill_token_budget=prefill_token_budget(config, "cuda"),
         fast_prompts=config.fast_prompts,
         step_timeout_s=config.step_timeout_s,
-        acceptance_trace=acceptance_trace,
+        acceptance=acceptance,
         stages=stages,
         has_checks=config.speculation is not None and config.speculation.checks,
         shape_log=None if config.shape_log is None else Path(config.shape_log),

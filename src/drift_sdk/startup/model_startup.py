@@ -16,6 +16,7 @@ from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, resolve
@@ -61,14 +62,14 @@ def open_model(
     config: EngineConfig,
     report: Report,
     *,
-    acceptance_trace: Sequence[int] | None = None,
+    acceptance: AcceptanceFactory | None = None,
     stages: StageMarks | None = None,
 ) -> LoadedModel:
     """Find the model's files, load weights and tokenizer, and make the executor. Runs on the engine's thread.
 
-    report:           called with each stage and the fraction of it that is done, 0 to 1.
-    acceptance_trace: for measurement with graphs: tokens that rounds emit in turn, whatever was drafted.
-    stages:           for measurement with graphs: marks around the stages of a step.
+    report:     called with each stage and the fraction of it that is done, 0 to 1.
+    acceptance: for measurement with graphs: makes what accepts drafts in place of their comparison.
+    stages:     for measurement with graphs: marks around the stages of a step.
 
     Raises ModelLoadError or ConfigError, and ExecutorError if the device fails.
     """
@@ -107,7 +108,7 @@ def open_model(
         text = loading_text.result()
         demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
         if executor_name == "graph":
-            opened = open_graph_executor(config, parts, demand, report, acceptance_trace, stages)
+            opened = open_graph_executor(config, parts, demand, report, acceptance, stages)
         else:
             opened = open_eager_executor(config, first, demand)
     kv_dtype = first.decoder.kv_form or dtype_name(first.decoder.dtype)

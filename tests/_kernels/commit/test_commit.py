@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from references.commit import commit_reference, commit_simulated_reference
+from references.commit import commit_reference
+from references.simulated import commit_simulated_reference
 
 from drift_sdk._kernels.commit.commit import commit
 from drift_sdk._kernels.commit.records import (
@@ -19,9 +20,9 @@ from drift_sdk._kernels.commit.records import (
     RECORD_HEADER_WORDS,
     record_words,
 )
-from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from perf.harness.simulated_acceptance import SimulatedRounds, commit_simulated
 
 pytestmark = pytest.mark.kernel
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from references.simulated import simulate_choices_reference
 from references.trees import (
     expand_dynamic_reference,
     gather_hidden_reference,
@@ -16,18 +17,15 @@ from references.trees import (
     keep_best_reference,
     path_rows_reference,
     rank_candidates_reference,
-    simulate_choices_reference,
     tree_roots_reference,
 )
 
-from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.draft.draft_choose import num_draft_chunks
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
 from drift_sdk._kernels.trees.candidates import CandidateBuffers, rank_candidates
 from drift_sdk._kernels.trees.dynamic_growth import CandidatePool, expand_dynamic, keep_best
 from drift_sdk._kernels.trees.frontier import Frontier
 from drift_sdk._kernels.trees.path_rows import gather_hidden, path_rows
-from drift_sdk._kernels.trees.simulated_choices import simulate_choices
 from drift_sdk._kernels.trees.static_growth import grow_static
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -36,6 +34,7 @@ from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.trees.growth import DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth
 from drift_sdk.trees.rank_paths import rank_tree
+from perf.harness.simulated_acceptance import SimulatedRounds, simulate_choices
 
 pytestmark = pytest.mark.kernel
 

@@ -12,7 +12,6 @@ from drift_sdk._kernels.commit.records import (
     ROW_RECORD_WORDS,
     record_words,
 )
-from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 
@@ -75,39 +74,3 @@ def commit_reference(
                 row_record[2 + MAX_TOP :] = buffers.top_logprob[row].view(torch.int32)
 
     next_entry.add_(1).remainder_(len(output_ring))
-
-
-def commit_simulated_reference(
-    row_slot: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    emitted: Tensor,
-    output_ring: Tensor,
-    current_entry: Tensor,
-    next_entry: Tensor,
-    rounds: SimulatedRounds,
-    *,
-    rows_per_slot: int,
-    is_ngram: Tensor | None = None,
-) -> None:
-    """`commit_simulated` in plain torch: tokens and drafts are put so that `commit` accepts as many."""
-    row_token = row_token.clone()
-    for first in range(0, len(row_slot), rows_per_slot):
-        slot = int(row_slot[first])
-        if slot < 0 or rows_per_slot == 1:
-            continue
-
-        entry = (int(rounds.num_rounds[slot]) + slot * rounds.stride) % len(rounds.trace)
-        num_right = int(rounds.trace[entry]) - 1
-        rounds.num_rounds[slot] += 1
-        for depth in range(rows_per_slot - 1):
-            row = first + depth
-            if depth >= num_right:
-                row_token[row + 1] = -1  # no token that is ever chosen
-            elif row_slot[row + 1] >= 0:
-                buffers.chosen[row] = row_token[row + 1]
-
-    arguments = (row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
-    commit_reference(*arguments, rows_per_slot=rows_per_slot, is_ngram=is_ngram)

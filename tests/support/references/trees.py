@@ -16,7 +16,6 @@ from drift_sdk._kernels.commit.records import (
     RECORD_HEADER_WORDS,
     record_words,
 )
-from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.sampling.noise import gumbel_noise
 from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
@@ -163,37 +162,6 @@ def path_rows_reference(
 def gather_hidden_reference(source: Tensor, hidden: Tensor, out: Tensor) -> None:
     """`gather_hidden` in plain torch."""
     out.copy_(hidden[source.clamp(min=0).long()].where((source >= 0)[:, None], 0))
-
-
-def simulate_choices_reference(
-    row_slot: Tensor,
-    row_parent: Tensor,
-    row_token: Tensor,
-    chosen: Tensor,
-    rounds: SimulatedRounds,
-    *,
-    nodes_per_tree: int,
-) -> None:
-    """`simulate_choices` in plain torch, one tree after the other."""
-    for first in range(0, len(row_slot), nodes_per_tree):
-        slot = int(row_slot[first])
-        if slot < 0:
-            continue
-
-        place = (int(rounds.num_rounds[slot]) + slot * rounds.stride) % len(rounds.trace)
-        rounds.num_rounds[slot] += 1
-        nodes = [node for node in range(1, nodes_per_tree) if int(row_slot[first + node]) >= 0]
-        current = 0
-        for depth in range(PATH_ENTRIES):
-            children = [node for node in nodes if int(row_parent[first + node]) == current]
-            if not children or depth >= int(rounds.trace[place]) - 1:
-                drafts = {int(row_token[first + child]) for child in children}
-                if int(chosen[first + current]) in drafts:
-                    chosen[first + current] = min({*range(len(drafts) + 1)} - drafts)
-                break
-
-            chosen[first + current] = row_token[first + children[-1]]
-            current = children[-1]
 
 
 def grow_static_reference(

@@ -14,7 +14,7 @@ A slot's record is that of records.py.
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
 its dependents start right after that. It is the last kernel of a round, or the last before a drafter's.
 
-`simulated_commit` is the same with a given number of right drafts, for measurements.
+`commit_simulated` in perf/harness/simulated_acceptance.py is the same with a given number of right drafts.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def commit_tensors(
     rows_per_slot: int,
     is_ngram: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The tensors that both commit kernels take first, in the order of their arguments.
+    """The tensors that a commit kernel takes first, in the order of their arguments.
 
     Raises ValueError for arguments of another shape or type.
     """

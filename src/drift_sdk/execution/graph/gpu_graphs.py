@@ -122,6 +122,6 @@ def open_graphs(
         limits=limits,
         exchange=model.exchange,
     )
-    steps = GraphSteps(resources, target, buckets, factory, acceptance_trace=options.acceptance_trace)
+    steps = GraphSteps(resources, target, buckets, factory, acceptance=options.acceptance)
     graphs = CapturedGraphs(resources, steps, buckets, report=report)
     return GpuGraphs(device=device, resources=resources, steps=steps, graphs=graphs)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
-from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.exact import ExactForward
@@ -66,17 +66,15 @@ class GraphSteps:
         buckets: GraphBuckets,
         drafter_factory: DrafterFactory,
         *,
-        acceptance_trace: Sequence[int] | None,
+        acceptance: AcceptanceFactory | None,
     ) -> None:
-        """acceptance_trace: see `GraphOptions`. With `buckets.has_checks`, all rounds of speculation run as
+        """acceptance: see `GraphOptions`. With `buckets.has_checks`, all rounds of speculation run as
         trees and are checked."""
         self._resources, self._model, self._buckets = resources, model, buckets
         workspace, max_rows = resources.workspace, buckets.max_rows
         device = resources.device.torch_device
         self._samples = SampleBuffers.allocate(max_rows, model.limits.vocab_size, device)
-        self._simulated: SimulatedRounds | None = None
-        if acceptance_trace is not None:
-            self._simulated = _simulated_rounds(acceptance_trace, model.limits.max_num_seqs, device)
+        self._acceptance = None if acceptance is None else acceptance(model.limits.max_num_seqs, device)
         # The step that needs most takes its attention first: the partial sums of all steps share one buffer.
         self.views: Views | None = None
         if buckets.view_layout is not None:
@@ -370,7 +368,7 @@ class GraphSteps:
             rows,
             self._samples,
             rows_per_slot=rows_per_slot,
-            simulated=self._simulated,
+            acceptance=self._acceptance,
             tree=tree,
             is_ngram=self.drafter.is_ngram if self.drafter is not None and rows_per_slot > 1 else None,
         )
@@ -386,12 +384,4 @@ def round_sizes(buckets: GraphBuckets, plans: Mapping[int, TreePlan]) -> RoundSi
         max_path_length=max((plan.depth for _, plan in most), default=0),
         max_path_rows=max((num_slots * (plan.depth + 1) for num_slots, plan in most), default=0),
         max_growth_rows=max((num_slots * plan.num_draft_nodes for num_slots, plan in most), default=0),
-    )
-
-
-def _simulated_rounds(trace: Sequence[int], num_slots: int, device: torch.device) -> SimulatedRounds:
-    """For measuring: rounds that emit the numbers of tokens in `trace`, whatever was drafted."""
-    return SimulatedRounds(
-        trace=torch.tensor(trace, dtype=torch.int32, device=device),
-        num_rounds=torch.zeros(num_slots, dtype=torch.int32, device=device),
     )

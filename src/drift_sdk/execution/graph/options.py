@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
 
+from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.progress import Report, ignore_progress
@@ -24,7 +25,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     prefill_token_budget: most tokens of a prefill step.
     fast_prompts:         prompts are computed in the fastest orders of summation instead of decoding's.
     step_timeout_s:       most seconds that the device may take for a step; None = no limit.
-    acceptance_trace:     for measuring: tokens that rounds emit in turn, whatever was drafted.
+    acceptance:           for measuring: makes what accepts drafts in place of their comparison.
     stages:               for measuring: marks around the stages of steps.
     has_checks:           rounds of speculation are checked.
     view_layout:          of partial verification; None without it.
@@ -34,7 +35,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     prefill_token_budget: int
     fast_prompts: bool = False
     step_timeout_s: float | None = None
-    acceptance_trace: Sequence[int] | None = None
+    acceptance: AcceptanceFactory | None = None
     stages: StageMarks = NO_STAGE_MARKS
     has_checks: bool = False
     view_layout: ViewLayout | None = None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.commit.commit import commit
-from drift_sdk._kernels.commit.simulated_commit import SimulatedRounds, commit_simulated
 from drift_sdk._kernels.exchange.gather_logits import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.input_ring import copy_masks
-from drift_sdk._kernels.trees.simulated_choices import simulate_choices
 from drift_sdk._kernels.trees.tree_accept import tree_accept
+from drift_sdk.execution.acceptance import Acceptance
 from drift_sdk.execution.forward.head_product import multiply_head
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.rows import Rows
@@ -51,21 +48,21 @@ class SampleCommit:
         buffers: SampleBuffers,
         *,
         rows_per_slot: int,
-        simulated: SimulatedRounds | None,
+        acceptance: Acceptance | None,
         tree: TreeAcceptance | None = None,
         is_ngram: Tensor | None = None,
     ) -> None:
-        """buffers: for at least as many rows as `rows`. simulated: None in production; else drafts are
-        accepted as it says, whatever is chosen. tree: of rows that are nodes of trees. is_ngram: see
+        """buffers: for at least as many rows as `rows`. acceptance: of a measurement; None: drafts that
+        are equal to the tokens chosen are accepted. tree: of rows that are nodes of trees. is_ngram: see
         `RoundDrafter`."""
         head, workspace = model.decoder.weights.head, resources.workspace
         num_rows, vocab_size = rows.slot.shape[0], model.limits.vocab_size
         self._head, self._rows, self._table, self._ring = head, rows, resources.table, resources.ring
         self._buffers, self._rows_per_slot, self._stages = buffers, rows_per_slot, resources.stages
-        self._tree, self._simulated = tree, simulated
+        self._tree, self._acceptance = tree, acceptance
         self._is_ngram = None if is_ngram is None else is_ngram[: num_rows // rows_per_slot]
         # Which of the two kernels a graph has is decided here, before it is captured.
-        self._commit_rows = commit if simulated is None else partial(commit_simulated, rounds=simulated)
+        self._commit_rows = commit if acceptance is None else acceptance.commit
         self._logits = workspace.take("logits", (2, num_rows, vocab_size), torch.float32)
         self.emitted = workspace.take("emitted", (num_rows // rows_per_slot,), torch.int32)
         self.chosen = buffers.chosen[:num_rows]
@@ -148,10 +145,8 @@ class SampleCommit:
 
     def _commit_trees(self, tree: TreeAcceptance) -> None:
         rows, ring, nodes = self._rows, self._ring, self._rows_per_slot
-        if self._simulated is not None:
-            simulate_choices(
-                rows.slot, tree.parent, rows.token, self.chosen, self._simulated, nodes_per_tree=nodes
-            )
+        if self._acceptance is not None:
+            self._acceptance.choose(rows.slot, tree.parent, rows.token, self.chosen, nodes_per_tree=nodes)
         tree_accept(
             rows.slot,
             tree.parent,
