@@ -101,12 +101,11 @@ def render() -> str:
     parts.append("## Measuring")
     for function in (
         measurement.recorded_engine,
-        measurement.stage_times,
         measurement.profiled_engine,
     ):
         parts.append(f"### drift_sdk.measurement.{signature(function.__name__, function)}")
         parts.append(doc_of(function))
-    for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds, measurement.StageTiming):
+    for cls in (measurement.AcceptanceTrace, measurement.RecordedRounds):
         parts.append(render_class(f"drift_sdk.measurement.{cls.__name__}", cls))
     return "\n\n".join(part for part in parts if part) + "\n"
 

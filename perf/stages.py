@@ -17,8 +17,6 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from drift_sdk.measurement import staged_executor
-from drift_sdk.profiling.stage_timing import StageTiming, time_stages
 from drift_sdk.steps import Executor
 from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active, tiles_of
 from perf.harness.bandwidth import matmul_tflop_s
@@ -31,6 +29,7 @@ from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import Model, prepare, prepare_draft
 from perf.harness.simulation import checked_acceptance
+from perf.harness.stage_timing import StageTiming, staged_executor, time_stages
 from perf.harness.stage_work import Work
 from perf.harness.table import drafts_of, show, title_of
 

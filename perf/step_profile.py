@@ -24,11 +24,11 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from drift_sdk.config import prefill_token_budget
-from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.progress import ignore_progress
 from perf.cases.gemm import weight_roles
 from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.drafting import Drafting
+from perf.harness.manual_driver import ManualDriver
 from perf.harness.numbers import at_least, over_zero
 from perf.harness.record import Run
 from perf.harness.recording import Recording, parser

@@ -29,10 +29,10 @@ from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, Eagl
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees.limits import MAX_PATH_LENGTH, max_batch_drafts
 from drift_sdk.trees.rank_paths import rank_tree
+from perf.harness.manual_driver import ManualDriver
 from perf.harness.numbers import at_least
 from perf.harness.record import Run
 from perf.harness.recording import Recording, free_memory, parser

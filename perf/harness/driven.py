@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from drift_sdk import EngineConfig
 from drift_sdk.config import prefill_token_budget
-from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import Executor
 from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
+from perf.harness.manual_driver import ManualDriver
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
 from perf.harness.stage_work import Work, stage_work

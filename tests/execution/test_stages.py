@@ -15,21 +15,21 @@ from draft_zoo import make_draft
 from interpreted_device import InterpretedDevice, InterpretedEvent
 from tiny_llama import tiny_llama
 
-from drift_sdk import ConfigError, Engine, EngineConfig, NGram, Speculation
+from drift_sdk import ConfigError, Engine, EngineConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, EagleDrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
-from drift_sdk.execution.stages import NO_STAGE_MARKS, GpuMark, NvtxStageMarks, StageMarks, TimedStageMarks
-from drift_sdk.measurement import profiled_engine, recorded_engine, stage_times
+from drift_sdk.execution.stages import NO_STAGE_MARKS, NvtxStageMarks, StageMarks
+from drift_sdk.measurement import profiled_engine, recorded_engine
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.profiling.manual_driver import ManualDriver
-from drift_sdk.profiling.stage_timing import time_stages
 from drift_sdk.steps import ExecutorLimits, StepPlan
+from perf.harness.manual_driver import ManualDriver
 from perf.harness.simulation import acceptance_of
+from perf.harness.stage_timing import GpuMark, TimedStageMarks, time_stages
 
 pytestmark = pytest.mark.kernel
 
@@ -250,9 +250,3 @@ def test_profiled_engine_opens_with_nvtx_marks(monkeypatch: pytest.MonkeyPatch, 
     assert isinstance(opened[0], NvtxStageMarks) and opened[1] is None
     with pytest.raises(ConfigError, match="executor='auto': expected \"graph\" to have its stages marked"):
         profiled_engine(tmp_path, EngineConfig())
-
-
-def test_stage_times_rejects_more_drafts_than_configured(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_draft_tokens=4: expected an integer from 0 to 3"):
-        config = EngineConfig(speculation=Speculation(draft=NGram()))
-        stage_times(tmp_path, config, batch=1, context=8, num_draft_tokens=4)

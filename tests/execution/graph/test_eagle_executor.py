@@ -27,9 +27,9 @@ from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.startup.gemm_tuning import weights_to_tune
 from drift_sdk.steps import Executor, ExecutorLimits
+from perf.harness.manual_driver import ManualDriver
 
 pytestmark = pytest.mark.kernel
 

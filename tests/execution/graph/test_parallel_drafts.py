@@ -29,8 +29,8 @@ from drift_sdk.models.decoder import random_tensors
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.shard import Shard, cut_head, load_shard
-from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import Executor, ExecutorLimits
+from perf.harness.manual_driver import ManualDriver
 
 pytestmark = [
     pytest.mark.kernel,

@@ -34,7 +34,6 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
-from drift_sdk.profiling.manual_driver import ManualDriver
 from drift_sdk.steps import (
     BlockUpdate,
     ExecutorLimits,
@@ -44,6 +43,7 @@ from drift_sdk.steps import (
     StepPlan,
     Verification,
 )
+from perf.harness.manual_driver import ManualDriver
 
 pytestmark = pytest.mark.kernel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from drift_sdk.errors import ConfigError
-from drift_sdk.profiling.manual_driver import ManualDriver, _prefill_steps
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits, SlotOutput, StepPlan, StepResult
+from perf.harness.manual_driver import ManualDriver, _prefill_steps
 
 
 def test_prompts_are_cut_by_the_budget_and_the_most_chunks() -> None:
