@@ -19,7 +19,7 @@ lets its dependents start right after that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -332,7 +332,7 @@ def simulate_choices(
 
 
 class SimulatedAcceptance:
-    """Accepts as many drafts as a trace says, in place of the comparison: a `drift_sdk` `Acceptance`."""
+    """Accepts as many drafts as a trace says, in place of the comparison: an `Acceptance`."""
 
     def __init__(self, trace: Sequence[int], num_slots: int, device: torch.device) -> None:
         """trace: tokens that rounds emit in turn, over and over."""
@@ -340,9 +340,7 @@ class SimulatedAcceptance:
             trace=torch.tensor(trace, dtype=torch.int32, device=device),
             num_rounds=torch.zeros(num_slots, dtype=torch.int32, device=device),
         )
-
-    def commit(self, *tensors: Any, **options: Any) -> None:
-        commit_simulated(*tensors, rounds=self._rounds, **options)
+        self.commit = partial(commit_simulated, rounds=self._rounds)
 
     def choose(
         self, row_slot: Tensor, row_parent: Tensor, row_token: Tensor, chosen: Tensor, *, nodes_per_tree: int
