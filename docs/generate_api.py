@@ -124,6 +124,8 @@ def render_class(name: str, cls: type) -> str:
         rows = ["| field | type | default |", "|---|---|---|"]
         for field in msgspec.structs.fields(cls):
             annotation = str(cls.__annotations__.get(field.name, field.type)).replace("|", "\\|")
+            # Without the bounds, which the docstring states.
+            annotation = re.sub(r"Annotated\[(.+?), Meta\(.*?\)\]", r"\1", annotation)
             rows.append(f"| `{field.name}` | `{annotation}` | {default_of(field)} |")
         parts.append("\n".join(rows))
     for method, value in members(cls):

@@ -8,7 +8,7 @@ import pickle
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import anyio
 import msgspec
@@ -36,9 +36,12 @@ from drift_sdk import (
     Routing,
     SamplingParams,
     Speculation,
+    StaticTree,
     SyncEngine,
 )
+from drift_sdk._fields import check_fields
 from drift_sdk._other_names import OTHER_NAMES
+from drift_sdk.ray.placement import Placement
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -221,6 +224,52 @@ def test_field_accepts_its_range_and_rejects_the_rest(
         check_rejection(caught.value, error, field, value)
 
 
+@pytest.mark.parametrize("error", [ConfigError, RequestError])
+def test_defaults_are_checked_too(error: type[DriftError]) -> None:
+    class Wrong(msgspec.Struct):
+        number: Annotated[int, msgspec.Meta(ge=1)] = 0
+
+    with pytest.raises(DriftError, match="^number=0: expected an integer of at least 1$"):
+        check_fields(error, Wrong())
+
+
+def test_bound_of_another_kind_than_the_checks_know_is_no_bound_in_silence() -> None:
+    class Even(msgspec.Struct):
+        number: Annotated[int, msgspec.Meta(multiple_of=2)] = 0
+
+    with pytest.raises(TypeError, match="multiple_of"):
+        check_fields(ConfigError, Even())
+
+
+def descriptions(struct: type) -> dict[str, str]:
+    """What the docstring of a Struct says of each field."""
+    found: dict[str, str] = {}
+    for line in (inspect.getdoc(struct) or "").splitlines():
+        name, colon, text = line.partition(":")
+        if colon and name in struct.__struct_fields__:
+            found[name] = text
+        elif line.startswith(" ") and found:
+            found[[*found][-1]] += line
+    return found
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [SamplingParams, EngineConfig, Routing, Placement, Speculation, Chain, StaticTree, DynamicTree, NGram]
+    + [PartialVerification],
+)
+def test_docstring_describes_every_field_and_states_its_bounds(struct: Any) -> None:
+    """But for bounds of a million and more, which are there so that numbers fit into 32 bits."""
+    described = descriptions(struct)
+    assert list(described) == list(struct.__struct_fields__)
+    for field in msgspec.structs.fields(struct):
+        for kind in (field.type, *get_args(field.type)):
+            bounds = dict(kind.__metadata__[0].__rich_repr__()) if get_origin(kind) is Annotated else {}
+            for bound in bounds.values():
+                stated = rf"(?<![\w.,-]){re.escape(f'{bound:,.7g}')}(?![\w*]|[.,]\d)"
+                assert abs(bound) >= 1e6 or re.search(stated, described[field.name]), (field.name, bound)
+
+
 def check_rejection(found: Any, error: type, field: str, value: Any) -> None:
     """Check the error's class, and that it names the field, the value (or the wrong item of it) and what is
     allowed."""
@@ -397,6 +446,8 @@ def test_values_of_other_libraries_that_are_no_integers_are_rejected(wrong: Any)
 
 
 def test_floats_of_numpy_are_taken() -> None:
+    assert type(Routing(affinity=np.float32(1.5)).affinity) is float
+    assert type(Placement(num_gpus=np.float32(0.5)).num_gpus) is float
     for number in (np.float64(0.5), np.float32(0.5), np.float16(0.5)):
         params = SamplingParams(temperature=number, logit_bias={7: number})
         assert type(params.temperature) is float and params.temperature == params.logit_bias[7] == 0.5

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from drift_sdk.config import KV_DTYPES
 from drift_sdk.errors import ConfigError
 from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
@@ -79,7 +78,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def add_weights(made: argparse.ArgumentParser) -> None:
     """Add the arguments `--weights` and `--kv-dtype`, for scripts that measure quantised models."""
     made.add_argument("--weights", choices=tuple(QUANTISERS), help="as in EngineConfig")
-    made.add_argument("--kv-dtype", choices=KV_DTYPES, help="as in EngineConfig")
+    made.add_argument("--kv-dtype", choices=("fp8", "nvfp4"), help="as in EngineConfig")
 
 
 def add_tensor_parallel(made: argparse.ArgumentParser) -> None:

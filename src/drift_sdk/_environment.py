@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
+from drift_sdk._fields import kinds_of
 from drift_sdk._other_names import OTHER_NAMES
 from drift_sdk._validation import nearest_name
 from drift_sdk.errors import FieldError, short_repr
@@ -48,8 +48,7 @@ def read_environment(
 
 def _read(error: type[FieldError], variable: str, text: str, hint: Any) -> Any:
     """A variable's value as one of the types that the field takes."""
-    is_union = get_origin(hint) in (Union, types.UnionType)
-    kinds = get_args(hint) if is_union else (hint,)
+    kinds = kinds_of(hint)
     if type(None) in kinds and text.lower() == "none":
         return None
 

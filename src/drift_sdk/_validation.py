@@ -9,11 +9,9 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar, cast
-
-import msgspec
-from msgspec import Struct
 
 from drift_sdk._other_names import OTHER_NAMES
 from drift_sdk.errors import FieldError, short_repr
@@ -22,17 +20,16 @@ __all__ = [
     "PLAIN_TYPES",
     "check_bool",
     "check_choice",
-    "check_field_names",
     "check_float",
     "check_int",
+    "check_path",
     "check_str",
     "check_str_tuple",
     "is_integer_dtype",
     "is_unicode",
-    "plain_fields",
     "plain_int",
     "plain_scalar",
-    "replace_fields",
+    "plain_value",
     "unknown_name",
 ]
 
@@ -40,28 +37,17 @@ MAX_NAME_CHARS = 64
 """Longest name of an unknown field that is shown in full, if all of it can be printed."""
 
 ErrorType = type[FieldError]
-StructT = TypeVar("StructT", bound=Struct)
 ValueT = TypeVar("ValueT")
+NUMBERS = (int, float)
 PLAIN_TYPES = {type(None), bool, int, float, str}
 
 
-def replace_fields(error: ErrorType, struct: StructT, changes: Mapping[str, object]) -> StructT:
-    """A copy of a Struct with some fields changed, checked like a new one; `error` for an unknown field."""
-    check_field_names(error, type(struct), changes)
-    return msgspec.structs.replace(struct, **changes)
+def plain_value(value: object) -> object:
+    """The value after `plain_scalar`, and a tuple with its items after it."""
+    if not isinstance(value, tuple):
+        return plain_scalar(value)
 
-
-def plain_fields(struct: Struct) -> None:
-    """Apply `plain_scalar` to the fields of a new Struct, and to the items of tuples among them."""
-    for name in struct.__struct_fields__:
-        value = getattr(struct, name)
-        if type(value) in PLAIN_TYPES or (type(value) is tuple and set(map(type, value)) <= PLAIN_TYPES):
-            continue
-
-        is_tuple = isinstance(value, tuple)  # also of a subclass, which may iterate in its own way
-        plain = tuple(map(plain_scalar, tuple.__iter__(value))) if is_tuple else plain_scalar(value)
-        if plain is not value:
-            msgspec.structs.force_setattr(struct, name, plain)
+    return tuple(map(plain_scalar, tuple.__iter__(value)))  # a subclass may iterate in its own way
 
 
 def plain_scalar(value: ValueT) -> ValueT:
@@ -103,15 +89,6 @@ def plain_int(value: object) -> Any:
 def is_integer_dtype(dtype: object) -> bool:
     """Whether a dtype of numpy, torch or a library like them is one of integers."""
     return re.fullmatch(r"(\w+\.)?u?int(8|16|32|64)", str(dtype)) is not None
-
-
-def check_field_names(error: ErrorType, struct: type[Struct], values: Mapping[Any, object]) -> None:
-    """Raise for the first name in `values` that is not a field of the Struct: the message names the nearest
-    field and all fields. Also for more values than fields: a mapping of the caller may have no end."""
-    known = set(struct.__struct_fields__)
-    for number, name in enumerate(values):
-        if name not in known or number == len(known):
-            raise unknown_name(error, name, values[name], known)
 
 
 def unknown_name(
@@ -166,8 +143,12 @@ def check_int(
     if value is None and optional:
         return
 
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or not _in_range(value, ge, le):
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or (ge is not None and value < ge)
+        or (le is not None and value > le)
+    ):
         raise error.of(field, value, f"an integer{_range(ge, le)}{' or None' if optional else ''}")
 
 
@@ -186,9 +167,14 @@ def check_float(
     if value is None and optional:
         return
 
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
-    is_above = isinstance(value, int | float) and (gt is None or value > gt)
-    if not is_number or not is_above or not _in_range(value, ge, le):
+    if (
+        not isinstance(value, NUMBERS)
+        or isinstance(value, bool)
+        or not _is_finite(value)
+        or (ge is not None and value < ge)
+        or (gt is not None and value <= gt)
+        or (le is not None and value > le)
+    ):
         bounds = (
             f" over {gt}{_range(None, le).replace(' ', ' and ', 1)}" if gt is not None else _range(ge, le)
         )
@@ -213,21 +199,31 @@ def check_str(
     field: str,
     value: object,
     *,
-    max_chars: int | None = None,
+    max_length: int | None = None,
     optional: bool = False,
 ) -> None:
-    """Check for a string that is not empty; None passes if `optional`. With `max_chars`, it has at most so
+    """Check for a string that is not empty; None passes if `optional`. With `max_length`, it has at most so
     many characters and can be encoded as UTF-8."""
     if value is None and optional:
         return
 
     allowed = "a non-empty string"
     is_right = isinstance(value, str) and value != ""
-    if max_chars is not None:
-        allowed += f" of at most {max_chars} characters, no lone surrogates"
-        is_right = isinstance(value, str) and 1 <= len(value) <= max_chars and is_unicode(value)
+    if max_length is not None:
+        allowed += f" of at most {max_length} characters, no lone surrogates"
+        is_right = isinstance(value, str) and 1 <= len(value) <= max_length and is_unicode(value)
     if not is_right:
         raise error.of(field, value, f"{allowed}{' or None' if optional else ''}")
+
+
+def check_path(error: ErrorType, field: str, value: object, *, optional: bool = False) -> None:
+    """Check for a path, or a string that is not empty; None passes if `optional`."""
+    if value is None and optional:
+        return
+
+    if not isinstance(value, str | Path) or str(value) == "":
+        allowed = "a path, a non-empty string or None" if optional else "a path or a non-empty string"
+        raise error.of(field, value, allowed)
 
 
 def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: int, max_chars: int) -> None:
@@ -251,17 +247,11 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _is_finite(value: object) -> bool:
-    assert isinstance(value, int | float)
+def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer too large for a float
         return False
-
-
-def _in_range(value: object, ge: float | None, le: float | None) -> bool:
-    assert isinstance(value, int | float)
-    return (ge is None or value >= ge) and (le is None or value <= le)
 
 
 def _range(ge: float | None, le: float | None) -> str:

@@ -6,22 +6,14 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from drift_sdk._environment import read_environment
+from drift_sdk._fields import check_field_names, check_fields, replace_fields
 from drift_sdk._keywords import ConfigFields
-from drift_sdk._validation import (
-    check_bool,
-    check_choice,
-    check_field_names,
-    check_float,
-    check_int,
-    check_str,
-    plain_fields,
-    replace_fields,
-)
+from drift_sdk._validation import check_str
 from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
 from drift_sdk.speculation import Speculation
@@ -32,17 +24,21 @@ PREFILL_TOKEN_BUDGETS = {"cpu": 256, "cuda": 2048}
 """Most prompt tokens in a step by default, by type of device. On a CPU, a step takes long, and its end is
 waited for by other sequences, by cancelling and by closing."""
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-EXECUTORS = ("auto", "eager", "graph")
-LOADS = ("auto", "random")
-TUNINGS = ("off", "short", "full")
-KV_DTYPES = ("fp8", "nvfp4")
-WEIGHTS = ("stored", "expanded", "fp8", "int4", "nvfp4")
-TOOL_FORMATS = (
-    *("auto", "json", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "granite"),
-    *("phi4_mini", "harmony"),
-)
-REASONING_FORMATS = ("auto", "think", "mistral", "granite", "harmony")
+ToolFormat = Literal[
+    "auto",
+    "json",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "deepseek",
+    "granite",
+    "phi4_mini",
+    "harmony",
+]
+ReasoningFormat = Literal["auto", "think", "mistral", "granite", "harmony"]
+TOOL_FORMATS, REASONING_FORMATS = get_args(ToolFormat), get_args(ReasoningFormat)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -77,8 +73,8 @@ class EngineOptions(TypedDict, total=False):
     local_files_only: bool
     tokenizer: str | Path | None
     chat_template: str | None
-    tool_format: str | None
-    reasoning_format: str | None
+    tool_format: ToolFormat | None
+    reasoning_format: ReasoningFormat | None
     speculation: Speculation | None
 
 
@@ -98,27 +94,29 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               own context.
     block_size:               tokens in a KV block, a power of two from 1 to 1,024; None = 64 with graphs,
                               else 16.
-    kv_cache_tokens:          tokens that the KV cache holds; None = as many as there is memory for, at most
-                              as many as max_num_seqs sequences of full length can use. On a GPU that memory
-                              is what gpu_memory_fraction leaves, on a CPU an eighth of what is available.
+    kv_cache_tokens:          tokens that the KV cache holds, at least 2; None = as many as there is memory
+                              for, at most as many as max_num_seqs sequences of full length can use. On a GPU
+                              that memory is what gpu_memory_fraction leaves, on a CPU an eighth of what is
+                              available.
     gpu_memory_fraction:      share of the GPU's free memory, as measured at start, that this engine may use,
                               over 0 to 1. Weights, graphs and scratch memory are subtracted; the rest holds
                               the KV cache. Without effect on a CPU. kv_cache_tokens takes precedence.
     prefill_token_budget:     most prompt tokens computed in one step, 1 to 2**20; longer prompts are cut into
                               chunks. Cancelling and closing wait for the end of a step. None = 2,048 on a
                               GPU, 256 on a CPU.
-    max_queued_requests:      most requests waiting to start; further ones raise QueueFull. None = unbounded.
-    target_latency_ms_p50:    target for the median time between tokens, in milliseconds: the prefill share of
-                              a step shrinks to meet it. None = no target.
-    target_latency_ms_p95:    the same for the 95th percentile.
+    max_queued_requests:      most requests waiting to start, at least 0; further ones raise QueueFull. None =
+                              unbounded.
+    target_latency_ms_p50:    target for the median time between tokens, in milliseconds, over 0: the prefill
+                              share of a step shrinks to meet it. None = no target.
+    target_latency_ms_p95:    the same for the 95th percentile, over 0.
     prefer_high_throughput:   give prompts the whole budget even while other sequences decode.
     executor:                 "graph" (CUDA graphs; NVIDIA GPUs of compute capability 8.0 or later), "eager"
                               (any device), or "auto" (CUDA graphs where supported, else eager).
     strict_performance:       raise an error instead of running on a slow path; see below. If False, slow
                               paths are counted.
-    step_timeout_s:           most seconds that the GPU may take for a step. After that every stream raises
-                              ExecutorError with process_unusable, and the engine stops waiting for the GPU.
-                              None = no limit. With the eager executor it is refused on a GPU, and has no
+    step_timeout_s:           most seconds that the GPU may take for a step, over 0. After that every stream
+                              raises ExecutorError with process_unusable, and the engine stops waiting for the
+                              GPU. None = no limit. With the eager executor it is refused on a GPU, and has no
                               effect on a CPU.
     tuning:                   measurement of launch configurations of products when the engine starts: "short"
                               (weights without an entry in the tables; up to a minute, once on each machine,
@@ -180,25 +178,25 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     device: str = "auto"
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_num_seqs: int = 256
-    max_model_len: int | None = None
-    block_size: int | None = None
-    kv_cache_tokens: int | None = None
-    gpu_memory_fraction: float = 0.9
-    prefill_token_budget: int | None = None
-    max_queued_requests: int | None = None
-    target_latency_ms_p50: float | None = None
-    target_latency_ms_p95: float | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
+    max_model_len: Annotated[int, Meta(ge=2, le=2**24)] | None = None
+    block_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    kv_cache_tokens: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
+    gpu_memory_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
+    prefill_token_budget: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    max_queued_requests: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    target_latency_ms_p50: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
+    target_latency_ms_p95: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
     prefer_high_throughput: bool = False
     executor: Literal["auto", "eager", "graph"] = "auto"
     strict_performance: bool = False
-    step_timeout_s: float | None = None
+    step_timeout_s: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
     tuning: Literal["off", "short", "full"] = "off"
     shape_log: str | Path | None = None
     fast_prompts: bool = False
-    num_threads: int | None = None
+    num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     weights: Literal["stored", "expanded", "fp8", "int4", "nvfp4"] | None = None
     kv_dtype: Literal["fp8", "nvfp4"] | None = None
     load: Literal["auto", "random"] = "auto"
@@ -207,59 +205,30 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     local_files_only: bool = False
     tokenizer: str | Path | None = None
     chat_template: str | None = None
-    tool_format: str | None = "auto"
-    reasoning_format: str | None = "auto"
+    tool_format: ToolFormat | None = "auto"
+    reasoning_format: ReasoningFormat | None = "auto"
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
-        plain_fields(self)
         self._check_device()
-        check_int(ConfigError, "tensor_parallel", self.tensor_parallel, ge=1, le=64)
-        check_choice(ConfigError, "dtype", self.dtype, DTYPES)
-        check_int(ConfigError, "max_num_seqs", self.max_num_seqs, ge=1, le=4096)
-        check_int(ConfigError, "max_model_len", self.max_model_len, ge=2, le=2**24, optional=True)
-        check_int(ConfigError, "block_size", self.block_size, ge=1, le=1024, optional=True)
+        check_fields(ConfigError, self)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError.of("block_size", self.block_size, "a power of two from 1 to 1024")
-        check_int(ConfigError, "kv_cache_tokens", self.kv_cache_tokens, ge=2, le=2**31 - 1, optional=True)
-        check_float(ConfigError, "gpu_memory_fraction", self.gpu_memory_fraction, gt=0.0, le=1.0)
-        check_int(
-            ConfigError, "prefill_token_budget", self.prefill_token_budget, ge=1, le=2**20, optional=True
-        )
-        check_int(
-            ConfigError, "max_queued_requests", self.max_queued_requests, ge=0, le=2**31 - 1, optional=True
-        )
-        for name in ("target_latency_ms_p50", "target_latency_ms_p95"):
-            check_float(ConfigError, name, getattr(self, name), gt=0.0, le=1e6, optional=True)
-        check_bool(ConfigError, "prefer_high_throughput", self.prefer_high_throughput)
-        check_choice(ConfigError, "executor", self.executor, EXECUTORS)
-        check_bool(ConfigError, "strict_performance", self.strict_performance)
-        check_float(ConfigError, "step_timeout_s", self.step_timeout_s, gt=0.0, le=1e6, optional=True)
-        check_choice(ConfigError, "tuning", self.tuning, TUNINGS)
-        check_bool(ConfigError, "fast_prompts", self.fast_prompts)
-        check_int(ConfigError, "num_threads", self.num_threads, ge=1, le=1024, optional=True)
-        check_choice(ConfigError, "weights", self.weights, WEIGHTS, optional=True)
-        check_choice(ConfigError, "kv_dtype", self.kv_dtype, KV_DTYPES, optional=True)
-        check_choice(ConfigError, "load", self.load, LOADS)
-        check_str(ConfigError, "revision", self.revision, optional=True)
-        self._check_path("shape_log")
-        self._check_path("cache_dir")
-        check_bool(ConfigError, "local_files_only", self.local_files_only)
-        self._check_path("tokenizer")
-        check_str(ConfigError, "chat_template", self.chat_template, optional=True)
+
         self._check_formats()
         if self.speculation is not None and not isinstance(self.speculation, Speculation):
             allowed = "a Speculation (in plain data a mapping) or None"
             raise ConfigError.of("speculation", self.speculation, allowed)
 
         self._check_partial_verification()
-        if isinstance(self.dtype, str) and self.dtype == "float16" and self.device == "cpu":
+        if self.dtype == "float16" and self.device == "cpu":
             raise ConfigError.of("dtype", self.dtype, "float32 or bfloat16 on the CPU")
 
     def _check_device(self) -> None:
         allowed = '"auto", "cpu", "cuda" or "cuda:N", N from 0 to 99'
         if not isinstance(self.device, str):
-            is_torch_device = type(self.device).__module__ == "torch"
+            kind = type(self.device)
+            is_torch_device = (kind.__module__, kind.__name__) == ("torch", "device")
             hint = f', here "{self.device}"' if is_torch_device else ""
             raise ConfigError.of("device", self.device, f"a string{hint}: {allowed}")
 
@@ -282,27 +251,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError.of("block_size", self.block_size, allowed)
 
     def _check_formats(self) -> None:
-        for name, choices in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
-            check_choice(ConfigError, name, getattr(self, name), choices, optional=True)
         formats = {self.tool_format, self.reasoning_format}
         if "harmony" in formats and not formats <= {"harmony", "auto"}:
             name = "tool_format" if self.reasoning_format == "harmony" else "reasoning_format"
             allowed = '"auto" or "harmony": it is the format of both or of neither'
             raise ConfigError.of(name, getattr(self, name), allowed)
 
-    def _check_path(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is not None and not (isinstance(value, str | Path) and str(value)):
-            raise ConfigError.of(name, value, "a path, a non-empty string or None")
-
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Make a config from plain data, such as a decoded JSON or TOML file. `speculation` may be a mapping,
         as `Speculation.from_dict` takes it. ConfigError for a wrong value, and for an unknown field, with the
         name of the most similar one."""
-        if not isinstance(settings, Mapping):
-            raise ConfigError.of("settings", settings, "a mapping")
-
         check_field_names(ConfigError, cls, settings)
         speculation = settings.get("speculation")
         if isinstance(speculation, Mapping):

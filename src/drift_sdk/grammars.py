@@ -12,8 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Struct
 
+from drift_sdk._fields import check_fields
 from drift_sdk._plain_data import MAX_JSON_CHARS, to_json
-from drift_sdk._validation import check_str, plain_fields
 from drift_sdk.errors import RequestError
 
 __all__ = ["JSON_STYLE", "After", "AnyGrammar", "AnyOf", "Grammar", "JsonSchema", "Lark", "Regex"]
@@ -60,7 +60,7 @@ class JsonSchema(Struct, frozen=True, dict=True):
     schema: Any
 
     def __post_init__(self) -> None:
-        plain_fields(self)
+        check_fields(RequestError, self)
         if isinstance(self.schema, dict):
             msgspec.structs.force_setattr(self, "schema", to_json("schema", self.schema))
         elif isinstance(self.schema, str) and len(self.schema) > MAX_JSON_CHARS:
@@ -138,7 +138,7 @@ class Regex(Struct, frozen=True):
     pattern: str
 
     def __post_init__(self) -> None:
-        plain_fields(self)
+        check_fields(RequestError, self)
         _check_text("pattern", self.pattern)
 
 
@@ -158,7 +158,7 @@ class Lark(Struct, frozen=True):
     grammar: str
 
     def __post_init__(self) -> None:
-        plain_fields(self)
+        check_fields(RequestError, self)
         _check_text("grammar", self.grammar)
 
 
@@ -183,7 +183,6 @@ AnyGrammar = Grammar | After | AnyOf
 
 
 def _check_text(field: str, text: str) -> None:
-    check_str(RequestError, field, text)
     try:
         text.encode()
     except UnicodeEncodeError as error:

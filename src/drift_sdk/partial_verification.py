@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from drift_sdk._fields import check_fields, make_struct
 from drift_sdk._keywords import ConfigFields
-from drift_sdk._validation import check_field_names, check_int, plain_fields
 from drift_sdk.errors import ConfigError
 
 __all__ = ["MAX_VIEW_BLOCK_SIZE", "PartialVerification", "ViewLayout"]
@@ -42,26 +42,19 @@ class PartialVerification(Struct, frozen=True, kw_only=True, metaclass=ConfigFie
     ConfigError.
     """
 
-    sink_tokens: int = 64
-    retrieved_tokens: int = 4096
-    window_tokens: int = 256
-    refresh_tokens: int = 28
+    sink_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 64
+    retrieved_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 4096
+    window_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 256
+    refresh_tokens: Annotated[int, Meta(ge=2, le=MAX_REFRESH_TOKENS)] = 28
 
     def __post_init__(self) -> None:
-        plain_fields(self)
-        for name in ("sink_tokens", "retrieved_tokens", "window_tokens"):
-            check_int(ConfigError, name, getattr(self, name), ge=1, le=MAX_TOKENS)
-        check_int(ConfigError, "refresh_tokens", self.refresh_tokens, ge=2, le=MAX_REFRESH_TOKENS)
+        check_fields(ConfigError, self)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> PartialVerification:
         """Make it from plain data. ConfigError for a wrong value, and for an unknown field, with the name of
         the most similar one."""
-        if not isinstance(settings, Mapping):
-            raise ConfigError.of("settings", settings, "a mapping")
-
-        check_field_names(ConfigError, cls, settings)
-        return cls(**settings)
+        return make_struct(ConfigError, cls, settings)
 
     def layout(self, block_size: int, num_draft_tokens: int) -> ViewLayout:
         """The layout of views for blocks of so many tokens and rounds of at most so many drafts."""

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, TypedDict, Unpack, cast
+from typing import Annotated, Any, TypedDict, Unpack, cast
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from drift_sdk._fields import check_field_names, check_fields, replace_fields
 from drift_sdk._frozen_mapping import FrozenMapping
 from drift_sdk._keywords import RequestFields
 from drift_sdk._plain_data import MAX_ITEMS, IdArray, first_pairs, ids_of_array
-from drift_sdk._validation import (
-    check_bool,
-    check_field_names,
-    check_float,
-    check_int,
-    check_str,
-    check_str_tuple,
-    plain_fields,
-    plain_scalar,
-    replace_fields,
-)
+from drift_sdk._validation import check_int, check_str_tuple, plain_scalar
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar
 from drift_sdk.trees.limits import MAX_TREE_DRAFTS
@@ -91,7 +82,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     include_stop:       keep the stop string or stop token that ended the text.
     logprobs:           log-probabilities of each generated token and of this many most likely ones, 0 to 20;
                         None = none.
-    prompt_logprobs:    the same for each token of the prompt but the first.
+    prompt_logprobs:    the same for each token of the prompt but the first, 0 to 20; None = none.
     presence_penalty:   subtracted from the logits of tokens that are in the output, -2 to 2.
     frequency_penalty:  subtracted for each time that a token is in the output, -2 to 2.
     repetition_penalty: divides positive logits of tokens in prompt or output and multiplies negative ones,
@@ -114,28 +105,28 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     one-dimensional arrays of integers of numpy, torch or a library like them. Ids outside the model's
     vocabulary are found when the request is prepared; its stream then raises RequestError."""
 
-    max_tokens: int | None = 256
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = 256
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2.0)] = 1.0
     logit_bias: Mapping[int, float] = NO_BIAS
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    num_draft_tokens: int | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
+    num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_DRAFTS)] | None = None
 
     def __post_init__(self) -> None:
         # The Struct is frozen, so it is normalised here: a single stop string, lists and arrays become
@@ -145,41 +136,17 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         self._make_tuple("stop", MAX_STOPS)
         self._make_tuple("stop_token_ids", MAX_STOPS)
         self._make_tuple("allowed_token_ids", MAX_ALLOWED_IDS)
-        plain_fields(self)
-
-        check_int(RequestError, "max_tokens", self.max_tokens, ge=1, le=MAX_TOKENS, optional=True)
-        check_int(
-            RequestError,
-            "min_tokens",
-            self.min_tokens,
-            ge=0,
-            le=self.max_tokens if self.max_tokens is not None else MAX_TOKENS,
-        )
-        check_float(RequestError, "temperature", self.temperature, ge=0.0, le=100.0)
-        check_int(RequestError, "top_k", self.top_k, ge=0, le=MAX_TOKENS)
-        check_float(RequestError, "top_p", self.top_p, gt=0.0, le=1.0)
-        check_float(RequestError, "min_p", self.min_p, ge=0.0, le=1.0)
-        check_int(RequestError, "seed", self.seed, ge=0, le=MAX_SEED, optional=True)
+        check_fields(RequestError, self)
+        if self.max_tokens is not None:
+            check_int(RequestError, "min_tokens", self.min_tokens, ge=0, le=self.max_tokens)
         check_str_tuple(RequestError, "stop", self.stop, max_items=MAX_STOPS, max_chars=MAX_STOP_CHARS)
         _check_token_ids("stop_token_ids", self.stop_token_ids, least=0, most=MAX_STOPS)
-        check_bool(RequestError, "ignore_eos", self.ignore_eos)
-        check_bool(RequestError, "include_stop", self.include_stop)
-        for name in ("logprobs", "prompt_logprobs"):
-            check_int(RequestError, name, getattr(self, name), ge=0, le=MAX_LOGPROBS, optional=True)
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_float(RequestError, name, getattr(self, name), ge=-2.0, le=2.0)
-        check_float(RequestError, "repetition_penalty", self.repetition_penalty, ge=0.01, le=2.0)
-        msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
             _check_token_ids("allowed_token_ids", self.allowed_token_ids, least=1, most=MAX_ALLOWED_IDS)
+        if self.logit_bias is not NO_BIAS:
+            msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError.of("grammar", self.grammar, "a JsonSchema, a Regex, a Lark or None")
-
-        check_int(
-            RequestError, "num_draft_tokens", self.num_draft_tokens, ge=0, le=MAX_TREE_DRAFTS, optional=True
-        )
-        check_int(RequestError, "priority", self.priority, ge=-(2**31), le=2**31 - 1)
-        check_str(RequestError, "cache_salt", self.cache_salt, max_chars=MAX_SALT_CHARS, optional=True)
 
     def _make_tuple(self, name: str, most: int) -> None:
         """Make a tuple of a list or an array of ids. RequestError for one of more than `most` items."""
@@ -198,10 +165,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Make parameters from wire input, such as decoded JSON, in which the keys of `logit_bias` are
         strings. RequestError for a wrong value, and for an unknown field, with the name of the most similar
         one."""
-        if not isinstance(values, Mapping):
-            raise RequestError.of("params", values, "a mapping")
-
-        check_field_names(RequestError, cls, values)
+        check_field_names(RequestError, cls, values, name="params")
         bias = values.get("logit_bias")
         if isinstance(bias, Mapping):
             values = {**values, "logit_bias": _bias_from_json(bias)}
@@ -258,9 +222,6 @@ def _plain_bias(bias: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _checked_bias(bias: object) -> FrozenMapping[int, float]:
-    if bias is NO_BIAS:  # as of most requests
-        return NO_BIAS
-
     allowed = f"token ids from 0 to {MAX_TOKENS}, each with a finite number from {-MAX_BIAS} to {MAX_BIAS}"
     if not isinstance(bias, Mapping):
         raise RequestError.of("logit_bias", bias, f"a mapping of {allowed}")

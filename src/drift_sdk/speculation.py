@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
+from drift_sdk._fields import check_field_names, check_fields, make_struct
 from drift_sdk._keywords import ConfigFields
-from drift_sdk._validation import check_bool, check_choice, check_field_names, check_int, plain_fields
+from drift_sdk._validation import check_int
 from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import PartialVerification
 from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_DRAFT_ROWS, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
@@ -35,11 +36,10 @@ class Chain(Struct, frozen=True, metaclass=ConfigFields):
     A wrong value raises ConfigError.
     """
 
-    num_draft_tokens: int = 3
+    num_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 3
 
     def __post_init__(self) -> None:
-        plain_fields(self)
-        check_int(ConfigError, "num_draft_tokens", self.num_draft_tokens, ge=1, le=MAX_DRAFT_TOKENS)
+        check_fields(ConfigError, self)
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -107,20 +107,17 @@ class DynamicTree(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     kept. A wrong value raises ConfigError.
     """
 
-    top_k: int = 4
-    depth: int = 5
-    num_draft_tokens: int = 15
+    top_k: Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)] = 4
+    depth: Annotated[int, Meta(ge=1, le=MAX_PATH_LENGTH)] = 5
+    num_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_TREE_DRAFTS)] = 15
 
     def __post_init__(self) -> None:
-        plain_fields(self)
-        check_int(ConfigError, "top_k", self.top_k, ge=1, le=MAX_CANDIDATES)
-        check_int(ConfigError, "depth", self.depth, ge=1, le=MAX_PATH_LENGTH)
+        check_fields(ConfigError, self)
         if self.top_k * (self.depth - 1) > MAX_DRAFT_ROWS:
             most = MAX_DRAFT_ROWS // self.top_k + 1
             raise ConfigError.of("depth", self.depth, f"an integer from 1 to {most} with top_k={self.top_k}")
 
-        most = min(self.top_k + (self.depth - 1) * self.top_k**2, MAX_TREE_DRAFTS)
-        check_int(ConfigError, "num_draft_tokens", self.num_draft_tokens, ge=1, le=MAX_TREE_DRAFTS)
+        most = self.top_k + (self.depth - 1) * self.top_k**2
         if self.num_draft_tokens > most:
             allowed = f"an integer from 1 to {most} with top_k={self.top_k} and depth={self.depth}"
             raise ConfigError.of("num_draft_tokens", self.num_draft_tokens, allowed)
@@ -142,7 +139,6 @@ class DynamicTree(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
 
 
 TreeShape = StaticTree | DynamicTree
-ShapeT = TypeVar("ShapeT", bound=Struct)
 
 
 def load_tree(file: str | Path) -> StaticTree | DynamicTree:
@@ -153,13 +149,7 @@ def load_tree(file: str | Path) -> StaticTree | DynamicTree:
     """
     settings = read_tree_file(file)
     struct: type[TreeShape] = StaticTree if "paths" in settings else DynamicTree
-    return make_shape(settings, struct)
-
-
-def make_shape(settings: Mapping[str, Any], struct: type[ShapeT]) -> ShapeT:
-    """A shape from its fields. ConfigError for an unknown field or a wrong value."""
-    check_field_names(ConfigError, struct, settings)
-    return struct(**settings)
+    return make_struct(ConfigError, struct, settings)
 
 
 class NGram(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
@@ -173,12 +163,11 @@ class NGram(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     A wrong value raises ConfigError.
     """
 
-    min_length: int = 2
-    max_length: int = MAX_NGRAM
+    min_length: Annotated[int, Meta(ge=1, le=MAX_NGRAM)] = 2
+    max_length: Annotated[int, Meta(le=MAX_NGRAM)] = MAX_NGRAM
 
     def __post_init__(self) -> None:
-        plain_fields(self)
-        check_int(ConfigError, "min_length", self.min_length, ge=1, le=MAX_NGRAM)
+        check_fields(ConfigError, self)
         check_int(ConfigError, "max_length", self.max_length, ge=self.min_length, le=MAX_NGRAM)
 
 
@@ -228,7 +217,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     required: bool = True
 
     def __post_init__(self) -> None:
-        plain_fields(self)
+        check_fields(ConfigError, self)
         if not isinstance(self.draft, str | Path | NGram) or self.draft == "":
             raise ConfigError.of("draft", self.draft, "a folder, a hub id or NGram()")
 
@@ -249,19 +238,11 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
         if (isinstance(self.draft, NGram) or self.ngrams is not None) and not isinstance(self.shape, Chain):
             raise ConfigError.of("shape", self.shape, "a Chain with NGram()")
 
-        check_bool(ConfigError, "adaptive", self.adaptive)
-        conventions = ("output", "boundary")
-        check_choice(
-            ConfigError, "aux_layer_convention", self.aux_layer_convention, conventions, optional=True
-        )
-        check_choice(ConfigError, "draft_weights", self.draft_weights, ("fp8", "int4"), optional=True)
         if self.draft_weights is not None and isinstance(self.draft, NGram):
             raise ConfigError.of("draft_weights", self.draft_weights, "None with NGram()")
 
-        check_bool(ConfigError, "checks", self.checks)
         if self.partial_verification is not None:
             self._check_partial(self.partial_verification)
-        check_bool(ConfigError, "required", self.required)
 
     def _check_partial(self, partial: PartialVerification) -> None:
         name = "partial_verification"
@@ -285,9 +266,6 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
         of tokens of a `Chain`, or a mapping with the fields of a shape: those of `StaticTree` if it has
         `paths`, of `DynamicTree` if it has `top_k` or `depth`, else of `Chain`. ConfigError for a wrong
         value, and for an unknown field, with the name of the most similar one."""
-        if not isinstance(settings, Mapping):
-            raise ConfigError.of("settings", settings, "a mapping")
-
         check_field_names(ConfigError, cls, settings)
         if "draft" not in settings:
             raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")
@@ -296,8 +274,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
         draft, shape = given["draft"], given.get("shape")
         for name in ("draft", "ngrams"):
             if isinstance(fields := given.get(name), Mapping):
-                check_field_names(ConfigError, NGram, fields)
-                given[name] = NGram(**fields)
+                given[name] = make_struct(ConfigError, NGram, fields)
         if isinstance(fields := given.get("partial_verification"), Mapping):
             given["partial_verification"] = PartialVerification.from_dict(fields)
         if isinstance(draft, str) and draft.lower() in NGRAM_NAMES:
@@ -306,7 +283,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
             is_dynamic = "top_k" in shape or "depth" in shape
             struct: type[Chain | TreeShape] = DynamicTree if is_dynamic else Chain
             struct = StaticTree if "paths" in shape else struct
-            given["shape"] = make_shape(shape, struct)
+            given["shape"] = make_struct(ConfigError, struct, shape)
         elif isinstance(shape, int):
             given["shape"] = Chain(shape)
         return cls(**given)

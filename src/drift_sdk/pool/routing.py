@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
 
+from msgspec import Meta, Struct
+
+from drift_sdk._fields import check_fields
 from drift_sdk._keywords import ConfigFields
-from drift_sdk._validation import check_bool, check_float
 from drift_sdk.errors import ConfigError
 
 __all__ = ["Routing"]
@@ -23,9 +25,8 @@ class Routing(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
               be of one kind: starting raises ConfigError if GPU, versions, tuned table or config differ.
     """
 
-    affinity: float | None = 2.0
+    affinity: Annotated[float, Meta(ge=1.0, le=1e6)] | None = 2.0
     replay: bool = False
 
     def __post_init__(self) -> None:
-        check_float(ConfigError, "affinity", self.affinity, ge=1.0, le=1e6, optional=True)
-        check_bool(ConfigError, "replay", self.replay)
+        check_fields(ConfigError, self)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
 
+from drift_sdk._fields import check_fields
 from drift_sdk._frozen_mapping import FrozenMapping
 from drift_sdk._validation import check_float
 from drift_sdk.errors import ConfigError
@@ -26,15 +28,13 @@ class Placement(Struct, frozen=True, kw_only=True):
     timeout_s: seconds, over 0 to 1,000,000, after which a start is given up that found no node.
     """
 
-    num_gpus: float | None = None
-    num_cpus: float = 1.0
+    num_gpus: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    num_cpus: Annotated[float, Meta(ge=0.0, le=MOST)] = 1.0
     resources: Mapping[str, float] = field(default_factory=lambda: FrozenMapping({}))
-    timeout_s: float = 300.0
+    timeout_s: Annotated[float, Meta(gt=0.0, le=MOST)] = 300.0
 
     def __post_init__(self) -> None:
-        check_float(ConfigError, "num_gpus", self.num_gpus, ge=0.0, le=1.0, optional=True)
-        check_float(ConfigError, "num_cpus", self.num_cpus, ge=0.0, le=MOST)
-        check_float(ConfigError, "timeout_s", self.timeout_s, gt=0.0, le=MOST)
+        check_fields(ConfigError, self)
         if not isinstance(self.resources, Mapping) or not all(
             isinstance(name, str) and name for name in self.resources
         ):
