@@ -8,7 +8,7 @@ import pickle
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import anyio
 import msgspec
@@ -632,7 +632,10 @@ def test_removed_field_names_what_took_its_place(is_exact: bool, monkeypatch: py
 
 
 def test_signatures_of_constructors_are_kept() -> None:
-    assert list(inspect.signature(EngineConfig).parameters) == list(EngineConfig.__struct_fields__)
+    for struct in (EngineConfig, SamplingParams, Speculation, Chain):
+        parameters = inspect.signature(struct).parameters
+        assert list(parameters) == list(struct.__struct_fields__)
+        assert {each.name: each.annotation for each in parameters.values()} == get_type_hints(struct)
     assert list(inspect.signature(Engine).parameters)[:2] == ["model", "config"]
     assert not any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(Engine).parameters.values()

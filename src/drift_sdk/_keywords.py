@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 
@@ -35,6 +35,13 @@ class CheckedFields(msgspec.StructMeta):
                     raise unknown_name(type(cls).error, name, value, known)
 
             return super().__call__(*values, **fields)
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            """The signature with plain types: for people, docstrings state the bounds."""
+            signature, kinds = super().__signature__, get_type_hints(cls)
+            shown = [each.replace(annotation=kinds[each.name]) for each in signature.parameters.values()]
+            return signature.replace(parameters=shown)
 
 
 class ConfigFields(CheckedFields):
