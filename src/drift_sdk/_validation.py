@@ -47,7 +47,8 @@ def plain_value(value: object) -> object:
     if not isinstance(value, tuple):
         return plain_scalar(value)
 
-    return tuple(map(plain_scalar, tuple.__iter__(value)))  # a subclass may iterate in its own way
+    items = tuple(tuple.__iter__(value))  # a subclass may iterate in its own way
+    return items if set(map(type, items)) <= PLAIN_TYPES else tuple(map(plain_scalar, items))
 
 
 def plain_scalar(value: ValueT) -> ValueT:
