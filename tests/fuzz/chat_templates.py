@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from drift_sdk.text import template_budget
+from drift_sdk.text import template_sandbox
 from drift_sdk.text.chat import ChatTemplate
 
-template_budget.MAX_STEPS = 200_000  # fewer steps, so that more examples run
+template_sandbox.MAX_STEPS = 200_000  # fewer steps, so that more examples run
 
 VALUES = st.sampled_from(
     [

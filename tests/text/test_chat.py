@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from drift_sdk._plain_data import MAX_DEPTH
 from drift_sdk.errors import ModelLoadError, RequestError
-from drift_sdk.text import template_budget, template_rules
+from drift_sdk.text import template_sandbox
 from drift_sdk.text.chat import ChatTemplate
 
 CHATML = """\
@@ -396,11 +396,19 @@ NESTED_TUPLE = (
         "{{ ('a' * 100000) | replace(new='b' * 100000, old='a') }}",
         "{{ ('{:>99999}' * 1000).format(*range(1000)) }}",
         "{{ ('%99999d' * 1000) % 1 }}",
+        "{{ ('{a}' * 100000).format_map({'a': 'x' * 10000}) }}",
+        "{{ ([''] * 100000) | join(['x' * 100000]) }}",
+        "{{ ('a' * 100000) | replace('a', ['x' * 100000]) }}",
+        "{% set all = range(9999) %}" + LOOP + "{% set found = 'a' in all %}{% endfor %}",
+        LOOP + "{% set d = {" + ",".join(f"{n * (2**61 - 1)}: 1" for n in range(999)) + "} %}{% endfor %}",
+        DOUBLED + "{{ raise_exception(ns.s) }}",
+        DOUBLED + "{{ ns.s is lower }}",
+        "{{ [] | sort(attribute='a,' * 500000) }}",
+        "{% for c in 'a' * 1000000 %}{{ ''.format(*loop) }}{% endfor %}",
         "{{ range(0, 9999 * 2**61, 2**61 - 1) | unique | list }}",
         "{{ dict(range(0, 9999 * 2**61, 2**61 - 1) | batch(2)) }}",
         "{{ namespace(range(0, 9999 * 2**61, 2**61 - 1) | batch(2)) }}",
         DOUBLED + "{{ {'a': ns.s}.items() }}",
-        DOUBLED + "{{ {'a': ns.s}.items().mapping }}",
         DOUBLED + "{{ [ns.s].index(ns.s[0]) }}",
         DOUBLED + "{% for i in [1] %}{{ loop.changed(ns.s) }}{% endfor %}",
         DOUBLED_TUPLE + "{{ {ns.s: 1} }}",
@@ -411,7 +419,7 @@ NESTED_TUPLE = (
         NESTED_TUPLE + "{{ {}[ns.s] }}",
         NESTED_TUPLE + "{{ [ns.s] | unique | list }}",
         NESTED_TUPLE + "{{ [{}] | map(attribute=ns.s) | list }}",
-        "{% set all = range(9999) | list %}" + LOOP + "{{ cycler(*all) }}{% endfor %}",
+        "{% set all = range(9999) | list %}" + LOOP + "{% set c = cycler(*all) %}{% endfor %}",
         "{% set all = range(9999) | list %}" + LOOP + "{{ ''.format(*all) }}{% endfor %}",
         "{{ ('a ' * 1000000).split() | length }}",
         "{{ ('a,' * 1000000).split(',') | length }}",
@@ -427,7 +435,7 @@ NESTED_TUPLE = (
     ],
 )
 def test_expensive_template_exceeds_the_step_limit(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_budget, "MAX_STEPS", 200_000)  # to keep the test short
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 200_000)  # to keep the test short
     with pytest.raises(RequestError, match=r"chat template .* (more than \d+ |a width that is)"):
         render(source)
 
@@ -441,25 +449,26 @@ def test_expensive_template_exceeds_the_step_limit(source: str, monkeypatch: pyt
         ("{{ [[]] | sum(start=[0]) }}", "does not start with a number"),
         ("{{ [[]] | sum(none, [0]) }}", "does not start with a number"),
         ("{{ ['%1000000000d'] | format(1) }}", "a value that is not text"),
-        ("{{ [1, 2] | join(['x']) }}", "neither text nor a number"),
-        ("{{ 'a' | replace('a', ['x']) }}", "neither text nor a number"),
         ("{{ [1] | tojson(indent='x') }}", "expected an indent from 0 to 16"),
         ("{{ [1] | tojson(indent=17) }}", "expected an indent from 0 to 16"),
         ("{{ [1] | tojson(separators=('x' * 99, ':')) }}", "expected separators of 16"),
         ("{{ [1] | tojson(separators=([1], ':')) }}", "expected separators that are text"),
         ("{{ strftime_now('%d' * 999) }}", "expected a format of 256"),
+        ("{% for i in [1, 2] %}{{ '{0.nextitem}'.format(loop) }}{% endfor %}", "reads a LoopContext as text"),
+        ("{{ '{0.current}'.format(cycler(1)) }}", "reads a Cycler as text"),
+        ("{% macro m() %}{% endmacro %}{{ [m] | join }}", "reads a Macro as text"),
         ("{{ {1: 2}.items() - [] }}", "subtracts values that are not numbers"),
-        ("{{ (5).to_bytes(3000000000, 'little') }}", "calls to_bytes"),
-        ("{{ (1.5).hex() }}", "calls hex"),
-        ("{{ 'a'.encode() }}", "calls encode"),
-        ("{{ 'a'.expandtabs(10**9) }}", "calls expandtabs"),
-        ("{{ 'a'.translate({97: 'x'}) }}", "calls translate"),
-        ("{{ 'a'.format_map({}) }}", "calls format_map"),
-        ("{{ ('a' | escape).unescape() }}", "calls unescape"),
-        ("{{ dict.fromkeys([1]) }}", "calls fromkeys"),
-        ("{{ dict.update(messages[0], {}) }}", "calls update"),
-        ("{{ (messages | map('string')).send(none) }}", "calls send"),
-        ("{{ messages[0].keys().isdisjoint([]) }}", "calls isdisjoint"),
+        ("{{ (5).to_bytes(3000000000, 'little') }}", "'to_bytes' of 'int' object is unsafe"),
+        ("{{ (1.5).hex() }}", "'hex' of 'float' object is unsafe"),
+        ("{{ 'a'.encode() }}", "'encode' of 'str' object is unsafe"),
+        ("{{ 'a'.expandtabs(10**9) }}", "'expandtabs' of 'str' object is unsafe"),
+        ("{{ 'a'.translate({97: 'x'}) }}", "'translate' of 'str' object is unsafe"),
+        ("{{ ('a' | escape).unescape() }}", "'unescape' of 'Markup' object is unsafe"),
+        ("{{ dict.fromkeys([1]) }}", "'fromkeys' of 'type' object is unsafe"),
+        ("{{ dict.update(messages[0], {}) }}", "'update' of 'type' object is unsafe"),
+        ("{{ (messages | map('string')).send(none) }}", "'send' of 'generator' object is unsafe"),
+        ("{{ {}.items().mapping.copy }}", "'mapping' of 'dict_items' object is unsafe"),
+        ("{{ messages[0].keys().isdisjoint([]) }}", "'isdisjoint' of 'dict_keys' object is unsafe"),
         ("{{ messages[0] | attr('popitem')() }}", "popitem"),
     ],
 )
@@ -468,10 +477,15 @@ def test_calls_and_arguments_without_bounds_are_rejected(source: str, reason: st
         render(source)
 
 
-@pytest.mark.parametrize("name", template_rules.SLOW_FILTERS)
+@pytest.mark.parametrize("name", template_sandbox.SLOW_FILTERS)
 def test_slow_filters_do_not_exist(name: str) -> None:
     with pytest.raises(ModelLoadError, match=f"No filter named '{name}'"):
         render(f"{{{{ 'x' | {name} }}}}")
+
+
+def test_text_is_not_escaped_for_html() -> None:
+    with pytest.raises(ModelLoadError, match="escapes text for HTML"):
+        render("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}")
 
 
 def test_compilation_has_a_step_limit_and_a_source_limit() -> None:
@@ -479,7 +493,7 @@ def test_compilation_has_a_step_limit_and_a_source_limit() -> None:
     with pytest.raises(RequestError, match="more than"):
         render("{{ 'x' | center(30000000) | length }}" * 20)
     with pytest.raises(ModelLoadError, match="expected at most 262144"):
-        render("x" * (template_budget.MAX_SOURCE_CHARS + 1))
+        render("x" * (template_sandbox.MAX_SOURCE_CHARS + 1))
 
 
 @pytest.mark.parametrize(
@@ -560,5 +574,5 @@ def test_long_conversation_uses_less_than_a_quarter_of_the_steps(
 ) -> None:
     roles = ["user", "assistant"]
     messages = [{"role": roles[i % 2], "content": "word " * 40} for i in range(10_000)]
-    monkeypatch.setattr(template_budget, "MAX_STEPS", template_budget.MAX_STEPS // 4)
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", template_sandbox.MAX_STEPS // 4)
     assert len(render(source, messages, tools=TOOLS * 100)) > 2_000_000

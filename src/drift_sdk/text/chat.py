@@ -19,8 +19,8 @@ import msgspec
 from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
 from drift_sdk.text.answers.formats import UNKNOWN_TOOLS, detect_formats
-from drift_sdk.text.template_budget import BudgetedEnvironment, budget
 from drift_sdk.text.template_probe import Probe
+from drift_sdk.text.template_sandbox import TemplateSandbox, budget
 
 __all__ = ["ChatTemplate", "configured_template"]
 
@@ -36,8 +36,9 @@ class ChatTemplate:
     Templates come with downloaded models. They run in a sandbox, receive plain data only and may take at most
     4,000,000 steps to render; an iteration, a call, an operation and 64 characters of text are one step each.
     A rendered prompt contains its special tokens: encode it with `add_special_tokens=False`.
-    Jinja's filters pprint, striptags, urlize, wordcount and wordwrap are not available. Of Python's methods,
-    templates may call those of strings, lists and dicts that change nothing and need bounded memory.
+    Jinja's filters pprint, striptags, urlize, wordcount and wordwrap and autoescape blocks are not available.
+    Of Python's methods, templates may call those of strings, lists and dicts that change nothing and need
+    bounded memory.
 
     source:                         template text.
     bos_token, eos_token:           text of the model's special tokens; None if it has none.
@@ -232,18 +233,15 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 @cache
-def _environment() -> BudgetedEnvironment:
+def _environment() -> TemplateSandbox:
     """The environment of all templates, which cannot change it."""
-    environment = BudgetedEnvironment(
+    return TemplateSandbox(
+        filters={"tojson": _tojson},
+        functions={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.charge_functions()
-    return environment
 
 
 def _tojson(
