@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk._validation import PLAIN_TYPES, is_integer_dtype
-from drift_sdk.errors import RequestError
+from drift_sdk.errors import RequestError, error_repr
 
 __all__ = [
     "IdArray",
@@ -81,7 +81,7 @@ def reading(field: str, value: object, allowed: str) -> Iterator[None]:
     except RequestError:
         raise
     except Exception as error:
-        raise RequestError.of(field, value, f"{allowed} ({error})") from error
+        raise RequestError.of(field, value, f"{allowed} ({error_repr(error)})") from error
 
 
 def first_items(items: Iterable[Any], most: int) -> list[Any]:

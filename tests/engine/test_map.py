@@ -338,7 +338,7 @@ async def test_prompt_whose_methods_raise_is_an_error_of_its_job(ordered: bool) 
         (error,) = [each.error for each in results if each.error is not None]
         assert isinstance(error.__cause__, OSError) and "OSError('disk')" in str(error)
 
-        with pytest.raises(OSError, match="disk"):
+        with pytest.raises(RequestError, match="disk"):
             async for _ in engine.map(prompts, ordered=ordered):
                 pass
 
