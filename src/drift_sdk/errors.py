@@ -31,6 +31,7 @@ __all__ = [
     "RequestError",
     "RequestKeywordError",
     "error_repr",
+    "is_out_of_memory",
     "short_repr",
 ]
 
@@ -51,6 +52,16 @@ def short_repr(value: object) -> str:
         return _shorten(_Repr().repr(value), MAX_REPR_CHARS)
     except Exception:  # for an integer of too many digits, or from a __repr__
         return f"<{type(value).__name__}>"
+
+
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "Unable to allocate")
+"""Words of the system, torch, C++ and numpy."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short. On the CPU, torch says so with a plain RuntimeError."""
+    found = error_repr(error)
+    return isinstance(error, MemoryError) or any(words in found for words in OUT_OF_MEMORY)
 
 
 def error_repr(error: BaseException) -> str:

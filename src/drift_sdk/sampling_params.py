@@ -93,8 +93,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                         the grammar allows it and the model chooses to, or with `ignore_eos` where the grammar
                         allows nothing more.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
-    cache_salt:         the prefix cache is shared with the requests of an equal salt alone, such as those of
-                        one tenant: 1 to 1,024 characters; None = with requests that have none.
+    cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
+                        tenant: 1 to 1,024 characters; None = with requests that have none.
     num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 63; 0 = none, None = as the
                         engine.
 

@@ -353,7 +353,7 @@ class Serving(ABC):
         if prompt.offered_tools and not template.uses_tools:
             self._warn_once("ignores tools: the model does not see them")
         elif prompt.has_calls and not used.shows_calls:
-            self._warn_once("leaves tool calls out: the model does not see those of earlier messages")
+            self._warn_once("leaves tool calls out: the model does not see earlier calls")
         if prompt.offered_tools and prompt.tool_choice == "auto" and not used.reads_calls:
             self._warn_once("writes tool calls in an unknown format: they stay in the text")
 

@@ -236,7 +236,7 @@ UNKNOWN_CALLS = "{% for call in m.tool_calls %}<|call|>{{ call.function.argument
             SHOWN_TOOLS,
             [USER, CALL],
             None,
-            "leaves tool calls out: the model does not see those of earlier messages",
+            "leaves tool calls out: the model does not see earlier calls",
         ),
         (SHOWN_TOOLS, [USER], TOOLS, None),
         (

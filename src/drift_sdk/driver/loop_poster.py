@@ -73,7 +73,7 @@ def running_loop() -> Any:
     try:
         return current_token().native_token
     except (anyio.NoEventLoopError, RuntimeError):
-        pass  # anyio finds the loop of a task, and not that of a callback, or of a line in asyncio's REPL
+        pass  # anyio finds the loop of a task, not of a callback or a line in asyncio's REPL
 
     try:
         return asyncio.get_running_loop()

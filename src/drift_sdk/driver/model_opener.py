@@ -10,15 +10,13 @@ import msgspec
 from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.startup_progress import StageClock
-from drift_sdk.errors import ConfigError, DriftError, ModelLoadError, error_repr
+from drift_sdk.errors import ConfigError, DriftError, ModelLoadError, error_repr, is_out_of_memory
 from drift_sdk.progress import Download, Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["ModelOpener", "clear_frames", "opening_error"]
 
-OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "Unable to allocate")
-"""Words of the system, torch, C++ and numpy."""
 INTERRUPTIBLE = ("find", "download", "load tokenizer", "load weights")
 """Stages in which opening may be interrupted: there is no executor yet that would have to be closed."""
 
@@ -106,7 +104,7 @@ def compare(name: str, first: object, found: object) -> None:
 def opening_error(error: BaseException) -> ModelLoadError:
     """The ModelLoadError for an error of a library, raised while a model was opened or examined."""
     found = error_repr(error)
-    if isinstance(error, MemoryError) or any(words in found for words in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         advice = (
             "a smaller kv_cache_tokens, max_model_len or max_num_seqs needs less, and so does a smaller model"
         )

@@ -1,4 +1,4 @@
-"""Tensors that files have beside those of a model, and that have no effect on it."""
+"""Tensors in a model's files that have no effect on the model."""
 
 from __future__ import annotations
 

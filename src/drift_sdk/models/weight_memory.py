@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from drift_sdk.errors import ModelLoadError
+from drift_sdk.errors import ModelLoadError, is_out_of_memory
 
 __all__ = ["memory_named"]
 
@@ -18,15 +18,10 @@ def memory_named(location: str, device: torch.device, num_bytes: Callable[[], in
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
 
         size = f"{num_bytes() / 2**30:.1f} GiB"
         raise ModelLoadError(
             f"{location}: not enough memory on {device} for {size} of weights: {error}"
         ) from error
-
-
-def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether an error says that memory is short. On the CPU, torch says so with a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error)

@@ -93,7 +93,7 @@ _budget: ContextVar[Budget] = ContextVar("budget")
 def budget(*, is_compiling: bool = False) -> Iterator[None]:
     """Start a new budget, shared by everything that is compiled or rendered inside the block.
 
-    is_compiling: whether the budget is that of a compilation, which is smaller.
+    is_compiling: whether the budget is for a compilation, which has a smaller one.
     """
     token = _budget.set(Budget(MAX_STEPS // COMPILE_SHARE if is_compiling else MAX_STEPS))
     try:
