@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
@@ -104,6 +105,7 @@ def test_cancelled_start_ends_the_child_and_leaves_nothing(
     async def main() -> None:
         engine = engine_of()
         await check_serves(engine)
+        gc.collect()  # what earlier tests left open is closed here, or at any time from here on
         num_open = psutil.Process().num_fds()
         for hang in HANGS:
             with monkeypatch.context() as patch:
@@ -115,7 +117,7 @@ def test_cancelled_start_ends_the_child_and_leaves_nothing(
                             await hung(earlier, hang)
                             scope.cancel()
                     assert scope.cancelled_caught, hang
-                    assert not new_children(earlier) and psutil.Process().num_fds() == num_open, hang
+                    assert not new_children(earlier) and psutil.Process().num_fds() <= num_open, hang
                     assert not engine.is_open and engine.pid is None, hang
                     with pytest.raises(EngineClosed, match="start"):
                         engine.generate("a")
