@@ -78,9 +78,6 @@ def one_figure(
 ) -> Figure | str:
     """The figure of one run, or the reason why there is none."""
     own = field_of(run, gate.field)
-    if own is not None and gate.minus is not None:
-        part = field_of(run, gate.minus)
-        own = None if part is None else own - part
     if own is None:
         return f"the run has no {gate.field}"
 

@@ -30,7 +30,6 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     by: str
     cases: dict[str, tuple[float, float]]
     field: str
-    minus: str | None = None
     over: dict[str, Any] = {}
     unit: str = ""
     less_is_better: bool = False
@@ -50,7 +49,6 @@ class Gate(Struct, frozen=True, kw_only=True):
     topic: str
     where: dict[str, Any]
     field: str
-    minus: str | None
     over: dict[str, Any]
     unit: str
     less_is_better: bool

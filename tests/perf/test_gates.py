@@ -73,7 +73,7 @@ def results(*runs: dict[str, Any], **fields: Any) -> dict[str, Results]:
 def gate(**fields: Any) -> Gate:
     common: dict[str, Any] = {
         "name": "g", "suite": "micro", "topic": "decode", "where": {}, "field": "roofline_fraction",
-        "minus": None, "over": {}, "unit": "", "less_is_better": False, "normalised_by": None,
+        "over": {}, "unit": "", "less_is_better": False, "normalised_by": None,
         "is_compared": True, "slow_paths": (), "floor": 0.8, "goal": 0.9,
     }  # fmt: skip
     return Gate(**common | fields)
@@ -233,12 +233,6 @@ def test_runs_of_another_kind_are_not_taken(file: GateFile) -> None:
         {"num_draft_tokens": 3}, {"temperature": 0.8}, {"config": "block_size=32"}, {"engine": "vllm"},
     ):  # fmt: skip
         assert figure(gate(), results(run(**other)), file) == "no such run"
-
-
-def test_part_of_a_field_is_subtracted(file: GateFile) -> None:
-    given = gate(field="first_token_s", minus="stages.imports", less_is_better=True, floor=2.2, goal=1.2)
-    assert figure(given, results(run(first_token_s=5.0, stages={"imports": 3.0})), file).value == 2.0
-    assert figure(given, results(run(first_token_s=5.0)), file) == "the run has no first_token_s"
 
 
 @pytest.mark.parametrize(
