@@ -31,7 +31,6 @@ from drift_sdk._kernels.common.kernel_access import LaunchOrderError, access_of
 from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.device.device import Event, Replay
-from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -144,7 +143,7 @@ class RecordingDevice:
     def compile_kernels(
         self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
     ) -> None:
-        with self.work(), first_run(), recorded_kernels() as kernels:
+        with self.work(), recorded_kernels() as kernels:
             for step in itertools.islice(steps, self._num_steps):
                 step()
         self.kernels += [kernel for kernel in kernels if isinstance(kernel, KernelToCompile)]

@@ -30,7 +30,6 @@ from drift_sdk import (
     Regex,
     SamplingParams,
 )
-from drift_sdk.execution.device.captured_kernels import capture_in_progress
 from drift_sdk.execution.device.device import GpuDevice, Replay
 from drift_sdk.execution.device.instantiation import Instantiation
 
@@ -336,7 +335,7 @@ def fail_capturing(patch: pytest.MonkeyPatch) -> None:
 
         def fail() -> None:
             step()
-            if is_last and capture_in_progress() is not None:
+            if is_last and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("planted")
 
         return capture(device, fail)

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from drift_sdk.execution.device.first_runs import first_run
-
 
 class InterpretedReplay:
     def __init__(self, device: InterpretedDevice, step: Callable[[], None]) -> None:
@@ -77,9 +75,9 @@ class InterpretedDevice:
 
 
 class FirstRunDevice(InterpretedDevice):
-    """Runs a step when it is captured, as a GPU does: the launches of layers are repeated afterwards."""
+    """Runs a step before it is captured, as a GPU does."""
 
     def capture(self, step: Callable[[], None]) -> InterpretedReplay:
-        with self.work(), first_run():
+        with self.work():
             step()
         return super().capture(step)

@@ -15,9 +15,6 @@ Module layout
 A kernel in CUDA C++ lies in a .cu file beside its wrapper, which declares with `note_kernel` what it reads
 before it waits and what it writes. Each of its threads waits before it ends or permits dependents to start.
 
-Kernels of torch, such as its products, are launched by `launch` of common/launch_tape.py, as all others are:
-what a layer launches is repeated for others, and a layer that uses torch otherwise is not.
-
 Letters of shapes
 -----------------
 R: rows of a step, a row being one token position. S: slots, rows of the slot tables. H: hidden size. V: size

@@ -16,7 +16,6 @@ from cuda.bindings import driver
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device import stream_capture
-from drift_sdk.execution.device.captured_kernels import GraphTail, capture_in_progress
 from drift_sdk.execution.device.errors import is_kept
 from drift_sdk.execution.device.stream_capture import MAX_CAPTURES, captured_graph
 
@@ -64,12 +63,10 @@ def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
     return make
 
 
-def test_a_captured_step_knows_the_stream_that_captures(driver_of: Callable[..., FakeDriver]) -> None:
-    fake, tails = driver_of(), list[GraphTail | None]()
-    assert isinstance(captured_graph(STREAM, lambda: tails.append(capture_in_progress())), FakeGraph)
-    (captured,) = tails
-    assert captured is not None and captured.stream == STREAM
-    assert capture_in_progress() is None
+def test_a_step_is_captured_once(driver_of: Callable[..., FakeDriver]) -> None:
+    fake, steps = driver_of(), list[int]()
+    assert isinstance(captured_graph(STREAM, lambda: steps.append(fake.num_ended)), FakeGraph)
+    assert steps == [0]
     assert fake.num_begun == fake.num_ended == 1
 
 
@@ -112,7 +109,6 @@ def test_errors_of_a_step_end_the_capture(driver_of: Callable[..., FakeDriver], 
     assert caught.value is error
     assert not is_kept(FakeGraph.made[0])
     assert fake.num_begun == fake.num_ended == 1
-    assert capture_in_progress() is None
 
 
 def test_errors_of_the_driver_have_its_names(driver_of: Callable[..., FakeDriver]) -> None:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted_device import InterpretedDevice, InterpretedReplay
+from interpreted_device import FirstRunDevice, InterpretedDevice, InterpretedReplay
 from tiny_llama import tiny_llama
 
 from drift_sdk import NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
+from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, StartupHooks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.decoder_config import DecoderConfig
@@ -85,3 +87,18 @@ def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
     assert list(graphs.draft) == list(graphs.verify) == halves
     assert list(graphs.first_tokens) == [4, 2, 1]
     executor.close()
+
+
+def test_first_runs_compute_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only one layer launches has to be loaded before the step is captured."""
+    num_layers = 6
+    found: dict[str, list[int]] = {"exact": [], "prefill": []}
+    monkeypatch.setattr(ExactForward, "_layer", lambda _, index, layer: found["exact"].append(index))
+    monkeypatch.setattr(PrefillForward, "_layer", lambda _, index, layer: found["prefill"].append(index))
+    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=num_layers))
+    decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
+    options = GraphOptions(prefill_token_budget=16, fast_prompts=True)
+    GraphExecutor(FirstRunDevice(), decoder, LIMITS, TunedTable(), options).close()
+    for indices in found.values():
+        assert indices == list(range(num_layers)) * (len(indices) // num_layers)
+        assert indices

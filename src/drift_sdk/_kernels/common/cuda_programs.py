@@ -26,7 +26,6 @@ from cuda.core.utils import FileStreamProgramCache, StridedMemoryView, make_prog
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common import launch_tape
 from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
 from drift_sdk._kernels.common.parallel_compile import is_recording, record
 
@@ -200,18 +199,15 @@ def launch_kernel(
     arguments: tensors as pointers, None as a null pointer, numbers as int and float, boxes as a map.
     """
     if not is_recording():
-        sizes = (tuple(grid), num_threads, shared_bytes, cluster)
-        launch_tape.launch(_launch, compiled, sizes, *arguments)
-
-
-def _launch(compiled: Any, sizes: tuple[tuple[int, ...], int, int, int | None], *arguments: Argument) -> None:
-    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-    launch(stream, _config(sizes, uses_pdl()), compiled, *map(_argument, arguments))
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        config = _config(tuple(grid), num_threads, shared_bytes, cluster, uses_pdl())
+        launch(stream, config, compiled, *map(_argument, arguments))
 
 
 @lru_cache(MAX_KEPT)
-def _config(sizes: tuple[tuple[int, ...], int, int, int | None], is_dependent: bool) -> LaunchConfig:
-    grid, num_threads, shared_bytes, cluster = sizes
+def _config(
+    grid: tuple[int, ...], num_threads: int, shared_bytes: int, cluster: int | None, is_dependent: bool
+) -> LaunchConfig:
     return LaunchConfig(
         grid=grid,
         cluster=cluster,

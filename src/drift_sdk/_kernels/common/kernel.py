@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 
 from drift_sdk._kernels.common.cache_keys import settle_cache_key
 from drift_sdk._kernels.common.device_function import quick_sources
-from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.common.launching import is_interpreted
 
 __all__ = ["RepeatedKernel", "kernel", "launched_kernels", "observed_launches"]
@@ -62,27 +61,11 @@ def kernel(
     }
 
     def decorated(function: Callable[..., None]) -> Any:
-        made: Any
-        if is_interpreted():
-            made = triton.jit(function, **options)
-            base: Any = type(made)
-            made.__class__ = interpreted_class(base)
-        else:
-            made = RepeatedKernel(function, **options)
+        made = (triton.jit if is_interpreted() else RepeatedKernel)(function, **options)
         _kernels.append(made)
         return made
 
     return decorated if function is None else decorated(function)
-
-
-@cache
-def interpreted_class(base: Any) -> type:
-    """A class of interpreted kernels whose launches are noted. base: that of Triton."""
-
-    def run(kernel: Any, *values: Any, **options: Any) -> Any:
-        return launch(base.run, kernel, *values, **options)
-
-    return type("InterpretedKernel", (base,), {"run": run})
 
 
 def launched_kernels() -> list[Any]:
@@ -140,24 +123,18 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         compiled = self._compiled.get(key)
         if compiled is None:
             settle_cache_key(self)
-            # A launch with this key is recorded as another one later: the layers seem to differ.
-            compiled = launch(super().run, *values, grid=grid, warmup=False, **DEFAULT_OPTIONS | options)
+            compiled = super().run(*values, grid=grid, warmup=False, **DEFAULT_OPTIONS | options)
             if compiled is None:  # a hook of Triton's has kept it from being compiled
                 return None
 
             self._compiled[key] = compiled
         else:
             named = [options[name] for name in self.arg_names[len(values) :]]
-            launch(launch_compiled, compiled, (*grid, 1, 1)[:3], *values, *named)
+            compiled[(*grid, 1, 1)[:3]](*values, *named)
         # Nothing is launched for an empty grid. Other threads may change the observers.
         for observe in tuple(_observers) if all(grid) else ():
             observe(self, compiled, values, options)
         return compiled
-
-
-def launch_compiled(compiled: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
-    """Launch a compiled kernel with all arguments by position."""
-    compiled[grid](*arguments)
 
 
 def launch_key(values: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import note_library_kernel
-from drift_sdk._kernels.common.launch_tape import launch
 from drift_sdk._kernels.common.parallel_compile import is_recording
 from drift_sdk._kernels.gemm.few_rows_gemm import few_rows_multiply, has_few_rows_product
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
@@ -126,13 +125,13 @@ def library_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig,
     if way == "batch":
         rows = x.unflatten(1, (config.num_slices, size)).transpose(0, 1)
         columns = weight.unflatten(1, (config.num_slices, size)).permute(1, 2, 0)
-        launch(torch.bmm, rows, columns, out_dtype=torch.float32, out=out)
+        torch.bmm(rows, columns, out_dtype=torch.float32, out=out)
         note_library_kernel(out)
         return
 
     for slice_index in range(config.num_slices):
         inner = slice(slice_index * size, (slice_index + 1) * size)
-        launch(torch.mm, x[:, inner], weight[:, inner].T, out_dtype=torch.float32, out=out[slice_index])
+        torch.mm(x[:, inner], weight[:, inner].T, out_dtype=torch.float32, out=out[slice_index])
         note_library_kernel(out[slice_index])
 
 
@@ -148,9 +147,9 @@ def library_product(x: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor
     """out [M, N] = x [M, K] times columns [K, N], a transposed weight, plus bias [N]; summed as the library
     chooses."""
     if bias is None:
-        launch(torch.mm, x, columns, out=out)
+        torch.mm(x, columns, out=out)
     else:
-        launch(torch.addmm, bias, x, columns, out=out)
+        torch.addmm(bias, x, columns, out=out)
     note_library_kernel(out)
 
 

@@ -17,7 +17,6 @@ from drift_sdk._kernels.common.launch_order import checked_launches
 from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.capture_pool import CapturePool
-from drift_sdk.execution.device.first_runs import first_run
 from drift_sdk.execution.device.instantiation import Instantiation
 from drift_sdk.execution.device.stream_capture import captured_graph
 from drift_sdk.execution.device.stream_signal import StreamSignal
@@ -181,7 +180,7 @@ class GpuDevice:
         self, steps: Iterable[Callable[[], None]], on_progress: Callable[[float], None]
     ) -> None:
         steps = iter(steps)
-        with self.work(), self._pool.allocations(), first_run():
+        with self.work(), self._pool.allocations():
             with recorded_kernels() as kernels:
                 next(steps)()
             # The first step shows whether kernels were compiled on this machine before.
@@ -193,13 +192,13 @@ class GpuDevice:
             self._stream.sync()
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        with self.work(), self._pool.allocations(), first_run():
+        with self.work(), self._pool.allocations():
             step()
             self._stream.sync()
 
     def capture(self, step: Callable[[], None]) -> Replay:
         with self.work():
-            with first_run(), checked_launches():
+            with checked_launches():
                 step()  # compiles and loads all kernels, allocates library workspaces
             self._stream.sync()
             with self._pool.allocations():

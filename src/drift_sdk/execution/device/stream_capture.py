@@ -14,7 +14,6 @@ from cuda.bindings import driver
 from cuda.core.graph import GraphDefinition
 
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device.captured_kernels import capturing
 from drift_sdk.execution.device.errors import keep_forever
 
 __all__ = ["MAX_CAPTURES", "captured_graph"]
@@ -63,8 +62,7 @@ def _capture(stream: int, graph: GraphDefinition) -> Iterator[None]:
     (status,) = driver.cuStreamBeginCaptureToGraph(stream, graph.handle, None, None, 0, MODE)
     _check(status)
     try:
-        with capturing(stream):
-            yield
+        yield
     except BaseException as error:
         if _end(stream, graph) == INVALIDATED:
             raise CaptureEnded from error

@@ -17,7 +17,6 @@ from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
-from drift_sdk.execution.forward.repeated_layers import RepeatedLayers
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.row_attention import RowAttention
 from drift_sdk.execution.forward.rows import Rows
@@ -49,8 +48,7 @@ class ExactForward:
     ) -> None:
         """block_table [S, max_blocks] int32. attention, hidden_states: of the rows in `rows`."""
         self._decoder, self.cache, self._tuned = model.decoder, model.cache, model.tuned
-        self._run_layers, self._exchange = model.run_layers, model.exchange
-        self._repeated = RepeatedLayers()
+        self._exchange = model.exchange
         self._rows, self._block_table, self._workspace = rows, block_table, workspace
         self._attention = attention
         self._num_rows = rows.slot.shape[0]
@@ -77,7 +75,8 @@ class ExactForward:
             self._exchange.begin()
         stream.embed(rows.token, rows.slot)
         self._attention.plan()
-        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers, self._experts)
+        for index, layer in enumerate(self._decoder.weights.layers):
+            self._layer(index, layer)
 
     def _layer(self, index: int, layer: LayerWeights) -> None:
         stream, buffers = self._stream, self._buffers

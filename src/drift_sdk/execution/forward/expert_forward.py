@@ -96,10 +96,6 @@ class ExpertForward:
             max_scale=model.decoder.max_expert_scale if is_decoding or has_few_rows else None,
         )
 
-    def tensors_of_layer(self, index: int) -> list[Tensor]:
-        """The tensors that `run` uses for layer `index` alone, beside its weights."""
-        return [self._counts[index]]
-
     def run(self, weights: ExpertWeights, index: int) -> Tensor:
         """Record the kernels of layer `index`.
 

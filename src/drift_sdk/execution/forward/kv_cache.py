@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
-from drift_sdk.execution.forward.repeated_layers import LayerTensors, layout, places, tensors_of
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.rope import half_tables
 from drift_sdk.steps import ExecutorLimits
@@ -36,7 +35,6 @@ class PagedKVCache:
         self._decoder, self._block_size = decoder, limits.block_size
         self._num_tree_blocks = -(-num_tree_rows // limits.block_size)
         self.rotations = _rotations(decoder, limits.max_model_len + 1)
-        self._own: dict[int, LayerTensors] = {}
         self.allocate(1)
 
     def allocate(self, num_blocks: int) -> None:
@@ -46,7 +44,6 @@ class PagedKVCache:
         shape = (config.num_layers, num_all, config.num_kv_heads, self._block_size, config.head_dim)
         # The old ones are freed before the new ones are allocated.
         self.keys = self.values = torch.empty(0, dtype=decoder.kv_dtype)
-        self._own.clear()
         self.first_tree_slot = num_blocks * self._block_size
         self.keys = torch.empty(shape, dtype=decoder.kv_dtype, device=decoder.device)
         self.values = torch.empty(shape, dtype=decoder.kv_dtype, device=decoder.device)
@@ -58,14 +55,6 @@ class PagedKVCache:
             return LayerKV(self.keys[index], self.values[index])
 
         return LayerKV(self.keys[index], self.values[index], scales.keys[index], scales.values[index])
-
-    def own(self, index: int) -> LayerTensors:
-        """Keys, values and scales of a layer as tensors of its own."""
-        if index not in self._own:
-            kv = self.layer(index)
-            tensors = list(tensors_of(kv))
-            self._own[index] = LayerTensors((layout(kv), places(tensors)), tensors)
-        return self._own[index]
 
 
 def _rotations(decoder: Decoder, num_positions: int) -> list[Rotation]:

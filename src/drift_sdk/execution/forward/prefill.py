@@ -16,7 +16,6 @@ from drift_sdk.execution.forward.expert_forward import ExpertForward
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.quantised_products import expand, multiply_gated, multiply_quantised
-from drift_sdk.execution.forward.repeated_layers import RepeatedLayers
 from drift_sdk.execution.forward.residual_stream import ResidualStream, norm_kind
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers, take_gate_up
@@ -52,8 +51,7 @@ class PrefillForward:
     ) -> None:
         """block_table [S, max_blocks] int32. hidden_states: of as many rows as `rows` has."""
         decoder, config, num_rows = model.decoder, model.decoder.config, rows.slot.shape[0]
-        self._decoder, self._cache, self._run_layers = decoder, model.cache, model.run_layers
-        self._repeated = RepeatedLayers()
+        self._decoder, self._cache = decoder, model.cache
         self._num_rows, self._workspace = num_rows, workspace
         self._rows, self._tiles, self._block_table = rows, tiles, block_table
         self._attention = prefill_attention_config(config.head_dim, decoder.dtype)
@@ -74,7 +72,8 @@ class PrefillForward:
     def run(self) -> None:
         """Record the kernels of all layers."""
         self._stream.embed(self._rows.token, self._rows.slot)
-        self._run_layers(self._layer, self._repeated, self.hidden_states.aux_layers, self._experts)
+        for index, layer in enumerate(self._decoder.weights.layers):
+            self._layer(index, layer)
 
     def _layer(self, index: int, layer: LayerWeights) -> None:
         stream, buffers = self._stream, self._buffers
