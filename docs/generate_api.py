@@ -18,6 +18,10 @@ import drift_sdk
 from drift_sdk import errors, events, measurement, prometheus, testing
 
 FILE = Path(__file__).parent / "api.md"
+PARAMETER = (
+    "`ParsedT` is the type that the request's `JsonSchema` is made from: `Completion.parsed` is one."
+    " It is Any for a schema that is no class, and without a schema."
+)
 GROUPS = {
     "Running": [
         "Engine",
@@ -40,7 +44,16 @@ GROUPS = {
         "ReplicaStats",
     ],
     "Before loading": ["inspect", "ModelInfo", "RemoteFile"],
-    "Asking": ["SamplingParams", "SamplingOptions", "Job", "JsonSchema", "Regex", "Lark"],
+    "Asking": [
+        "SamplingParams",
+        "SamplingOptions",
+        "Message",
+        "ToolSpec",
+        "Job",
+        "JsonSchema",
+        "Regex",
+        "Lark",
+    ],
     "Answers": [
         "TokenStream",
         "Samples",
@@ -73,7 +86,7 @@ def render() -> str:
     names = [name for group in GROUPS.values() for name in group]
     missing = set(drift_sdk.__all__) - set(names) - {"FinishReason", "JobResult", "load_tree"}
     assert not missing, f"names without a group: {sorted(missing)}"
-    parts = ["# API", "Generated from the code by `docs/generate_api.py`."]
+    parts = ["# API", "Generated from the code by `docs/generate_api.py`.", PARAMETER]
     for title, group in GROUPS.items():
         parts.append(f"## {title}")
         parts += [render_any(name, getattr(drift_sdk, name)) for name in group]
@@ -125,6 +138,7 @@ def render_class(name: str, cls: type) -> str:
         for field in msgspec.structs.fields(cls):
             annotation = str(cls.__annotations__.get(field.name, field.type)).replace("|", "\\|")
             # Without the bounds, which the docstring states.
+            annotation = annotation.replace("ParsedT_co", "ParsedT")
             annotation = re.sub(r"Annotated\[(.+?), Meta\(.*?\)\]", r"\1", annotation)
             rows.append(f"| `{field.name}` | `{annotation}` | {default_of(field)} |")
         parts.append("\n".join(rows))
@@ -158,6 +172,7 @@ def members(cls: type) -> list[tuple[str, Any]]:
 def signature(name: str, function: Any) -> str:
     prefix = "async " if inspect.iscoroutinefunction(function) else ""
     shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
+    shown = re.sub(r"\(self: [^,)]+", "(self", shown).replace("ParsedT_co", "ParsedT")
     return f"`{prefix}{name}{shown}`".replace("(self, ", "(").replace("(cls, ", "(").replace("(self)", "()")
 
 

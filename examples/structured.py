@@ -28,7 +28,7 @@ async def main(model: str) -> None:
             async for chunk in stream:
                 print(chunk.text, end="", flush=True)
 
-            recipe: Recipe | None = (await stream).parsed
+            recipe = (await stream).parsed
         print("\n\ndecoded:", recipe)
         if recipe is not None:  # None if max_tokens cut the text short
             print("shopping list:", ", ".join(recipe.ingredients))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig, EngineOptions
+from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.engine import Engine
 from drift_sdk.errors import (
     ConfigError,
@@ -72,6 +73,7 @@ __all__ = [
     "JobResult",
     "JsonSchema",
     "Lark",
+    "Message",
     "ModelInfo",
     "ModelLoadError",
     "NGram",
@@ -98,6 +100,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenStream",
     "ToolCall",
+    "ToolSpec",
     "Usage",
     "inspect",
     "load_tree",

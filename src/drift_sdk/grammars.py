@@ -7,16 +7,32 @@ import json
 import sys
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, Protocol, get_args, get_origin, get_type_hints, overload
 
 import msgspec
 from msgspec import Struct
+from typing_extensions import TypeVar
 
 from drift_sdk._fields import check_fields
 from drift_sdk._plain_data import MAX_JSON_CHARS, to_json
 from drift_sdk.errors import RequestError
 
-__all__ = ["JSON_STYLE", "After", "AnyGrammar", "AnyOf", "Grammar", "JsonSchema", "Lark", "Regex"]
+__all__ = [
+    "JSON_STYLE",
+    "After",
+    "AnyGrammar",
+    "AnyOf",
+    "Grammar",
+    "JsonSchema",
+    "Lark",
+    "ParsedT",
+    "ParsedT_co",
+    "Regex",
+]
+
+ParsedT = TypeVar("ParsedT", default=Any)
+"""The type that a completion's text is decoded into: that of its `JsonSchema`."""
+ParsedT_co = TypeVar("ParsedT_co", covariant=True, default=Any)
 
 # Whitespace in JSON: one blank, or a newline and its indentation. If any whitespace were allowed, small
 # models might generate it without end.
@@ -27,8 +43,18 @@ PYDANTIC_BOUNDS = ("pydantic", "annotated_types")
 """Packages of the annotations that pydantic reads."""
 
 
-class JsonSchema(Struct, frozen=True, dict=True):
-    """The text is JSON that a schema describes.
+class TypeReader(Protocol[ParsedT_co]):
+    """What pydantic's `TypeAdapter` has, for type checkers."""
+
+    def json_schema(self) -> dict[str, Any]: ...
+
+    def validate_json(self, data: str, /) -> ParsedT_co: ...
+
+
+class JsonSchema(Struct, Generic[ParsedT_co], frozen=True, dict=True):
+    """The text is JSON that a schema describes. For type checkers, `JsonSchema(City)` is a
+    `JsonSchema[City]`, and `Completion.parsed` a `City | None`; of a schema that is no class, such as a dict
+    or a union of types, it is Any.
 
     schema: a JSON schema, as a dict or as JSON text, or a type to decode into: a msgspec Struct, a dataclass,
             a TypedDict, a builtin generic such as `list[int]`, a pydantic model class or TypeAdapter.
@@ -58,6 +84,14 @@ class JsonSchema(Struct, frozen=True, dict=True):
     """
 
     schema: Any
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(self, schema: type[ParsedT_co] | TypeReader[ParsedT_co]) -> None: ...
+        @overload
+        def __init__(self: JsonSchema[Any], schema: object) -> None: ...
+        def __init__(self, schema: object) -> None: ...
 
     def __post_init__(self) -> None:
         check_fields(RequestError, self)
@@ -99,11 +133,15 @@ class JsonSchema(Struct, frozen=True, dict=True):
         written: dict[str, Any] = _close(schema)
         return written
 
-    def decode(self, text: str) -> Any:
+    def decode(self, text: str) -> ParsedT_co:
         """The value of a completion's text: of the schema's type, or plain JSON. A number beyond the largest
         double, such as 1e999, is infinite. A type that checks more than its schema says raises its own
         validation error, and msgspec.ValidationError is raised for an integer with more digits than Python
         reads."""
+        value: ParsedT_co = self._decode(text)
+        return value
+
+    def _decode(self, text: str) -> Any:
         if isinstance(self.schema, str):
             try:
                 return json.loads(text)

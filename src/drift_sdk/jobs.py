@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from drift_sdk._keywords import RequestFields
 from drift_sdk._plain_data import IdArray
+from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.stream_updates import Signal
 from drift_sdk.errors import (
     DriftError,
@@ -22,6 +23,7 @@ from drift_sdk.errors import (
     error_repr,
     short_repr,
 )
+from drift_sdk.grammars import ParsedT, ParsedT_co
 from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.stream import TokenStream, updates_of
@@ -48,7 +50,7 @@ MAX_AHEAD_UNORDERED = 2
 """The same if results are yielded as they come."""
 
 
-class Job(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
+class Job(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, metaclass=RequestFields):
     """A prompt of `Engine.map`, with a key for its result.
 
     key:      names the result; any value.
@@ -63,9 +65,9 @@ class Job(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
 
     key: Any
     prompt: str | Sequence[int] | IdArray | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-    params: SamplingParams | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Message | Mapping[str, Any]] | None = None
+    params: SamplingParams[ParsedT_co] | None = None
+    tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None
     template_args: Mapping[str, Any] | None = None
     tool_choice: str = "auto"
     continue_final: bool = False
@@ -83,10 +85,10 @@ class Job(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
                 raise RequestError.of(name, value, f"{default!r} without messages")
 
 
-PromptLike = str | Sequence[int] | IdArray | Job
+PromptLike: TypeAlias = str | Sequence[int] | IdArray | Job[ParsedT]
 
 
-class JobDone(Struct, frozen=True, kw_only=True):
+class JobDone(Struct, Generic[ParsedT_co], frozen=True, kw_only=True):
     """The completion of one prompt of `Engine.map` with errors="yield".
 
     key:   the key of its `Job`; for a prompt without a `Job`, its index from 0.
@@ -94,7 +96,7 @@ class JobDone(Struct, frozen=True, kw_only=True):
     """
 
     key: Any
-    completion: Completion
+    completion: Completion[ParsedT_co]
     error: None = None
 
 
@@ -111,7 +113,8 @@ class JobFailed(Struct, frozen=True, kw_only=True):
 
 
 JobResult: TypeAlias = JobDone | JobFailed
-"""The outcome of one prompt of `Engine.map`: either a completion or an error; the other field is None."""
+"""The outcome of one prompt of `Engine.map`: either a completion or an error; the other field is None. Type
+checkers tell which by `isinstance`, and by `error is None`."""
 
 
 class Running(NamedTuple):

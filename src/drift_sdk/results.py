@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 from msgspec import Struct
 
 from drift_sdk._display import html_table, struct_repr
 from drift_sdk.errors import short_repr
-from drift_sdk.grammars import JsonSchema
+from drift_sdk.grammars import JsonSchema, ParsedT_co
 
 __all__ = [
     "Chunk",
@@ -170,8 +170,8 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
         return tuple(count - more for count, more in pairwise(at_least))
 
 
-class Completion(Struct, frozen=True, kw_only=True, dict=True):
-    """A request that has ended.
+class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=True):
+    """A request that has ended; for type checkers, a `Completion[City]` if `parsed` is a `City` or None.
 
     request_id:      name of the request, also in the log.
     text:            the text generated; of `chat`, the answer without reasoning and tool calls.
@@ -208,10 +208,10 @@ class Completion(Struct, frozen=True, kw_only=True, dict=True):
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     raw_text: str = ""
-    schema: JsonSchema | None = None
+    schema: JsonSchema[ParsedT_co] | None = None
 
     @cached_property
-    def parsed(self) -> Any:
+    def parsed(self) -> ParsedT_co | None:
         """The text as a value of the schema's type, or as a plain JSON value; None without a schema or
         without a complete text.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from drift_sdk.driver.stream_updates import Signal
+from drift_sdk.grammars import ParsedT_co
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.stream import TokenStream, updates_of
 
@@ -17,7 +18,7 @@ __all__ = ["Samples"]
 ResultT = TypeVar("ResultT")
 
 
-class Samples(Sequence[TokenStream], AsyncIterator[tuple[int, Chunk]]):
+class Samples(Sequence[TokenStream[ParsedT_co]], AsyncIterator[tuple[int, Chunk]], Generic[ParsedT_co]):
     """Submitted samples of one prompt: a sequence of their streams.
 
     Iterate with `async for index, chunk in samples` over the chunks of all samples as they arrive, await the
@@ -27,7 +28,7 @@ class Samples(Sequence[TokenStream], AsyncIterator[tuple[int, Chunk]]):
     error of one sample.
     """
 
-    def __init__(self, streams: Sequence[TokenStream], signal: Signal) -> None:
+    def __init__(self, streams: Sequence[TokenStream[ParsedT_co]], signal: Signal) -> None:
         """signal: given by every update of every stream."""
         self._streams = tuple(streams)
         self._signal = signal
@@ -39,10 +40,12 @@ class Samples(Sequence[TokenStream], AsyncIterator[tuple[int, Chunk]]):
         return len(self._streams)
 
     @overload
-    def __getitem__(self, index: int) -> TokenStream: ...
+    def __getitem__(self, index: int) -> TokenStream[ParsedT_co]: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[TokenStream, ...]: ...
-    def __getitem__(self, index: int | slice) -> TokenStream | tuple[TokenStream, ...]:
+    def __getitem__(self, index: slice) -> tuple[TokenStream[ParsedT_co], ...]: ...
+    def __getitem__(
+        self, index: int | slice
+    ) -> TokenStream[ParsedT_co] | tuple[TokenStream[ParsedT_co], ...]:
         return self._streams[index]
 
     def __repr__(self) -> str:
@@ -63,15 +66,15 @@ class Samples(Sequence[TokenStream], AsyncIterator[tuple[int, Chunk]]):
         """Wait until the samples are accepted, which happens to all at once; see `TokenStream.accepted`."""
         await self._all(TokenStream.accepted)
 
-    async def completions(self) -> tuple[Completion, ...]:
+    async def completions(self) -> tuple[Completion[ParsedT_co], ...]:
         """Wait for the end of all samples, as awaiting does; a coroutine, for task groups and
         `create_task`."""
         return await self._all(TokenStream.completion)
 
-    def __await__(self) -> Generator[Any, Any, tuple[Completion, ...]]:
+    def __await__(self) -> Generator[Any, Any, tuple[Completion[ParsedT_co], ...]]:
         return self.completions().__await__()
 
-    def __aiter__(self) -> Samples:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> tuple[int, Chunk]:
@@ -96,7 +99,7 @@ class Samples(Sequence[TokenStream], AsyncIterator[tuple[int, Chunk]]):
 
         return found
 
-    async def __aenter__(self) -> Samples:
+    async def __aenter__(self) -> Self:
         self._is_entered = True
         for stream in self._streams:
             await stream.__aenter__()
@@ -129,7 +132,9 @@ class Samples(Sequence[TokenStream], AsyncIterator[tuple[int, Chunk]]):
 
         return None
 
-    async def _all(self, wait: Callable[[TokenStream], Awaitable[ResultT]]) -> tuple[ResultT, ...]:
+    async def _all(
+        self, wait: Callable[[TokenStream[ParsedT_co]], Awaitable[ResultT]]
+    ) -> tuple[ResultT, ...]:
         try:
             return tuple([await wait(stream) for stream in self._streams])
         except BaseException:

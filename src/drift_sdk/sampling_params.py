@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, TypedDict, Unpack, cast
+from typing import Annotated, Any, Generic, TypedDict, Unpack, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,7 +15,7 @@ from drift_sdk._keywords import RequestFields
 from drift_sdk._plain_data import MAX_ITEMS, IdArray, first_pairs, ids_of_array
 from drift_sdk._validation import check_int, check_str_tuple, plain_scalar
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import Grammar
+from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
 from drift_sdk.trees.limits import MAX_TREE_DRAFTS
 
 __all__ = ["MAX_SEED", "SamplingOptions", "SamplingParams", "check_needs_no_host"]
@@ -32,7 +32,7 @@ MAX_ALLOWED_IDS = 2**19
 NO_BIAS: FrozenMapping[int, float] = FrozenMapping({})
 
 
-class SamplingOptions(TypedDict, total=False):
+class SamplingOptions(TypedDict, Generic[ParsedT], total=False):
     """Fields of `SamplingParams` as keyword arguments, for the annotation `**options:
     Unpack[SamplingOptions]`. Those given replace fields of other parameters."""
 
@@ -54,13 +54,20 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float
     logit_bias: Mapping[int, float]
     allowed_token_ids: tuple[int, ...] | list[int] | IdArray | None
-    grammar: Grammar | None
+    grammar: JsonSchema[ParsedT] | Regex | Lark | None
     priority: int
     cache_salt: str | None
     num_draft_tokens: int | None
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=RequestFields):
+class SamplingParams(
+    Struct,
+    Generic[ParsedT_co],
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    metaclass=RequestFields,
+):
     """Settings of a request: how its tokens are chosen and when they end. The fields are checked when it is
     made: a wrong value raises `RequestError`, which names field, value and range.
 
@@ -123,7 +130,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=2.0)] = 1.0
     logit_bias: Mapping[int, float] = NO_BIAS
     allowed_token_ids: tuple[int, ...] | None = None
-    grammar: Grammar | None = None
+    grammar: JsonSchema[ParsedT_co] | Regex | Lark | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
     num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_DRAFTS)] | None = None
@@ -172,7 +179,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         return cls(**values)
 
-    def replace(self, **changes: Unpack[SamplingOptions]) -> SamplingParams:
+    def replace(
+        self: SamplingParams[ParsedT], **changes: Unpack[SamplingOptions[ParsedT]]
+    ) -> SamplingParams[ParsedT]:
         """A copy with some fields changed, checked like a new one: RequestError for a wrong value, and for an
         unknown field, with the name of the most similar one."""
         return replace_fields(RequestError, self, changes)

@@ -12,10 +12,21 @@ from typing import Any, Literal, NoReturn, Unpack, overload
 from drift_sdk._plain_data import IdArray
 from drift_sdk._validation import check_bool, check_choice, check_int, plain_scalar
 from drift_sdk.config import EngineConfig
+from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
 from drift_sdk.driver.prompts import ModelText, Prompt, as_prompt
 from drift_sdk.errors import EngineClosed, RequestError
-from drift_sdk.jobs import Job, JobMap, JobResult, PromptLike, check_prompts, completions_of, results_of
+from drift_sdk.grammars import ParsedT
+from drift_sdk.jobs import (
+    Job,
+    JobDone,
+    JobFailed,
+    JobMap,
+    PromptLike,
+    check_prompts,
+    completions_of,
+    results_of,
+)
 from drift_sdk.results import Completion
 from drift_sdk.samples import Samples
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams, check_needs_no_host
@@ -73,11 +84,11 @@ class Serving(ABC):
     def generate(
         self,
         prompt: str | Sequence[int] | IdArray,
-        params: SamplingParams | None = None,
+        params: SamplingParams[ParsedT] | None = None,
         *,
         request_id: str | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> TokenStream:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> TokenStream[ParsedT]:
         """Submit a prompt and return its stream at once. Must be called on an event loop, in a coroutine or
         in a callback: the stream belongs to the running event loop (RuntimeError if there is none).
 
@@ -96,16 +107,16 @@ class Serving(ABC):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams[ParsedT] | None = None,
+        tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
         continue_final: bool = False,
         request_id: str | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> TokenStream:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> TokenStream[ParsedT]:
         """Submit a conversation, rendered with the model's chat template, and return its stream at once, as
         `generate` does. The answer comes in parts: text, reasoning and tool calls.
 
@@ -137,17 +148,17 @@ class Serving(ABC):
 
     def samples(
         self,
-        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
         n: int,
-        params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        params: SamplingParams[ParsedT] | None = None,
+        tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
         continue_final: bool = False,
         request_id: str | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Samples:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> Samples[ParsedT]:
         """Submit a prompt or a conversation `n` times, all or none, and return the streams at once.
 
         prompt:               as of `generate`, or messages as of `chat`.
@@ -171,8 +182,8 @@ class Serving(ABC):
 
     async def count_tokens(
         self,
-        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
@@ -201,37 +212,37 @@ class Serving(ABC):
     @overload
     def map(
         self,
-        prompts: Iterable[PromptLike],
-        params: SamplingParams | None = None,
+        prompts: Iterable[PromptLike[ParsedT]],
+        params: SamplingParams[ParsedT] | None = None,
         *,
         max_concurrent: int = 64,
         ordered: bool = True,
         errors: Literal["raise"] = "raise",
-        **options: Unpack[SamplingOptions],
-    ) -> AsyncGenerator[Completion, None]: ...
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> AsyncGenerator[Completion[ParsedT], None]: ...
 
     @overload
     def map(
         self,
-        prompts: Iterable[PromptLike],
-        params: SamplingParams | None = None,
+        prompts: Iterable[PromptLike[ParsedT]],
+        params: SamplingParams[ParsedT] | None = None,
         *,
         max_concurrent: int = 64,
         ordered: bool = True,
         errors: Literal["yield"],
-        **options: Unpack[SamplingOptions],
-    ) -> AsyncGenerator[JobResult, None]: ...
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> AsyncGenerator[JobDone[ParsedT] | JobFailed, None]: ...
 
     def map(
         self,
-        prompts: Iterable[PromptLike],
-        params: SamplingParams | None = None,
+        prompts: Iterable[PromptLike[ParsedT]],
+        params: SamplingParams[ParsedT] | None = None,
         *,
         max_concurrent: int = 64,
         ordered: bool = True,
         errors: Literal["raise", "yield"] = "raise",
-        **options: Unpack[SamplingOptions],
-    ) -> AsyncGenerator[Completion, None] | AsyncGenerator[JobResult, None]:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> AsyncGenerator[Completion[ParsedT], None] | AsyncGenerator[JobDone[ParsedT] | JobFailed, None]:
         """Completions of many prompts, as an async generator.
 
         prompts:        each as of `generate`, or a `Job`; read when there is room, so it may be endless.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, Self
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -13,12 +13,13 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from drift_sdk._display import html_table, state_repr
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import short_repr
+from drift_sdk.grammars import ParsedT, ParsedT_co
 from drift_sdk.results import Chunk, Completion
 
 __all__ = ["TokenStream", "completion_within", "description_of_stream", "updates_of"]
 
 
-class TokenStream(AsyncIterator[Chunk]):
+class TokenStream(AsyncIterator[Chunk], Generic[ParsedT_co]):
     """A submitted request: iterate over its chunks with `async for`, await its completion, or both in turn.
 
     The request is cancelled as follows:
@@ -82,13 +83,13 @@ class TokenStream(AsyncIterator[Chunk]):
         if updates.error is not None and not updates.is_accepted:
             raise updates.error
 
-    async def completion(self) -> Completion:
+    async def completion(self) -> Completion[ParsedT_co]:
         """Wait for the end of the request, as awaiting the stream does; a coroutine, for task groups and
         `create_task`. Chunks can still be read afterwards. Raises the request's error if it failed:
         RequestError, EngineClosed or ExecutorError."""
         return await self._completion_within(None)
 
-    async def _completion_within(self, seconds: float | None) -> Completion:
+    async def _completion_within(self, seconds: float | None) -> Completion[ParsedT_co]:
         """As `completion()`; TimeoutError, and the request goes on, if it has not ended after so many
         seconds (None = no limit)."""
         updates = self._updates
@@ -111,10 +112,10 @@ class TokenStream(AsyncIterator[Chunk]):
 
         return updates.completion
 
-    def __await__(self) -> Generator[Any, Any, Completion]:
+    def __await__(self) -> Generator[Any, Any, Completion[ParsedT_co]]:
         return self.completion().__await__()
 
-    def __aiter__(self) -> TokenStream:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Chunk:
@@ -143,7 +144,7 @@ class TokenStream(AsyncIterator[Chunk]):
 
         raise StopAsyncIteration
 
-    async def __aenter__(self) -> TokenStream:
+    async def __aenter__(self) -> Self:
         self._is_entered = True
         return self
 
@@ -180,7 +181,7 @@ class TokenStream(AsyncIterator[Chunk]):
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
 
-async def completion_within(stream: TokenStream, seconds: float | None) -> Completion:
+async def completion_within(stream: TokenStream[ParsedT], seconds: float | None) -> Completion[ParsedT]:
     """The completion of a stream, for code that has no event loop to set a timeout on: see `SyncStream`."""
     return await stream._completion_within(seconds)
 

@@ -15,13 +15,15 @@ from drift_sdk._display import html_table, state_repr
 from drift_sdk._keywords import with_config
 from drift_sdk._plain_data import IdArray
 from drift_sdk.config import EngineConfig
+from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.life_cycle import starting_error
 from drift_sdk.driver.loaded_model import OpenModel
 from drift_sdk.driver.loop_thread import LoopThread, check_no_loop
 from drift_sdk.engine import Engine, description
 from drift_sdk.errors import EngineClosed
 from drift_sdk.events import Event
-from drift_sdk.jobs import JobMap, JobResult, PromptLike, check_prompts
+from drift_sdk.grammars import ParsedT
+from drift_sdk.jobs import JobDone, JobFailed, JobMap, JobResult, PromptLike, check_prompts
 from drift_sdk.progress import Progress
 from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
@@ -159,27 +161,27 @@ class SyncEngine:
     def generate(
         self,
         prompt: str | Sequence[int] | IdArray,
-        params: SamplingParams | None = None,
+        params: SamplingParams[ParsedT] | None = None,
         *,
         request_id: str | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> SyncStream:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> SyncStream[ParsedT]:
         """Submit a prompt and return its stream at once; see `Engine.generate`."""
         engine = self._engine
         return self._stream(lambda: engine.generate(prompt, params, request_id=request_id, **options))
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Message | Mapping[str, Any]],
+        params: SamplingParams[ParsedT] | None = None,
+        tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
         continue_final: bool = False,
         request_id: str | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> SyncStream:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> SyncStream[ParsedT]:
         """Submit a conversation and return its stream at once; see `Engine.chat`."""
         return self._stream(
             lambda: self._engine.chat(
@@ -196,22 +198,22 @@ class SyncEngine:
 
     def samples(
         self,
-        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
         n: int,
-        params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        params: SamplingParams[ParsedT] | None = None,
+        tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
         continue_final: bool = False,
         request_id: str | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> list[SyncStream]:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> list[SyncStream[ParsedT]]:
         """Submit a prompt or a conversation `n` times and return the streams at once; see
         `Engine.samples`."""
         engine = self._engine
 
-        async def submit() -> Sequence[TokenStream]:
+        async def submit() -> Sequence[TokenStream[ParsedT]]:
             samples = engine.samples(
                 prompt,
                 n,
@@ -230,37 +232,37 @@ class SyncEngine:
     @overload
     def map(
         self,
-        prompts: Iterable[PromptLike],
-        params: SamplingParams | None = None,
+        prompts: Iterable[PromptLike[ParsedT]],
+        params: SamplingParams[ParsedT] | None = None,
         *,
         max_concurrent: int = 64,
         ordered: bool = True,
         errors: Literal["raise"] = "raise",
-        **options: Unpack[SamplingOptions],
-    ) -> Generator[Completion, None, None]: ...
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> Generator[Completion[ParsedT], None, None]: ...
 
     @overload
     def map(
         self,
-        prompts: Iterable[PromptLike],
-        params: SamplingParams | None = None,
+        prompts: Iterable[PromptLike[ParsedT]],
+        params: SamplingParams[ParsedT] | None = None,
         *,
         max_concurrent: int = 64,
         ordered: bool = True,
         errors: Literal["yield"],
-        **options: Unpack[SamplingOptions],
-    ) -> Generator[JobResult, None, None]: ...
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> Generator[JobDone[ParsedT] | JobFailed, None, None]: ...
 
     def map(
         self,
-        prompts: Iterable[PromptLike],
-        params: SamplingParams | None = None,
+        prompts: Iterable[PromptLike[ParsedT]],
+        params: SamplingParams[ParsedT] | None = None,
         *,
         max_concurrent: int = 64,
         ordered: bool = True,
         errors: Literal["raise", "yield"] = "raise",
-        **options: Unpack[SamplingOptions],
-    ) -> Generator[Completion, None, None] | Generator[JobResult, None, None]:
+        **options: Unpack[SamplingOptions[ParsedT]],
+    ) -> Generator[Completion[ParsedT], None, None] | Generator[JobDone[ParsedT] | JobFailed, None, None]:
         """Completions of many prompts, as a generator; see `Engine.map`. `prompts` is read in the thread that
         iterates."""
         job_map = self._engine._job_map(params, max_concurrent, ordered, errors, options)
@@ -270,8 +272,8 @@ class SyncEngine:
 
     def count_tokens(
         self,
-        prompt: str | Sequence[int] | IdArray | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec | Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         *,
         tool_choice: str = "auto",
@@ -326,8 +328,8 @@ class SyncEngine:
 
         return loop.call(function, *arguments)
 
-    def _stream(self, submit: Callable[[], TokenStream]) -> SyncStream:
-        async def submit_on_loop() -> tuple[TokenStream]:
+    def _stream(self, submit: Callable[[], TokenStream[ParsedT]]) -> SyncStream[ParsedT]:
+        async def submit_on_loop() -> tuple[TokenStream[ParsedT]]:
             return (submit(),)  # a stream by itself would be awaited
 
         (stream,) = self._call(submit_on_loop)

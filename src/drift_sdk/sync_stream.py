@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
 from drift_sdk.driver.loop_thread import check_no_loop
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import EngineClosed, RequestError
+from drift_sdk.grammars import ParsedT_co
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.stream import TokenStream, completion_within, description_of_stream, updates_of
 
@@ -19,7 +20,7 @@ __all__ = ["SyncStream"]
 ResultT = TypeVar("ResultT")
 
 
-class SyncStream(Iterator[Chunk]):
+class SyncStream(Iterator[Chunk], Generic[ParsedT_co]):
     """A submitted request: iterate over its chunks, or get its completion with `result()`, or both in turn.
 
     Under `with`, leaving the block cancels the request. An exception that interrupts a wait, such as
@@ -29,12 +30,12 @@ class SyncStream(Iterator[Chunk]):
     request_id: the name of the request in its completion and in the log.
     """
 
-    def __init__(self, stream: TokenStream, call: Callable[..., Any]) -> None:
+    def __init__(self, stream: TokenStream[ParsedT_co], call: Callable[..., Any]) -> None:
         self.request_id = stream.request_id
         self._stream = stream
         self._call = call
 
-    def __iter__(self) -> SyncStream:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
@@ -56,7 +57,7 @@ class SyncStream(Iterator[Chunk]):
         """Wait until the request is accepted; see `TokenStream.accepted`."""
         self._read(check_accepted, TokenStream.accepted)
 
-    def result(self, timeout: float | None = None) -> Completion:
+    def result(self, timeout: float | None = None) -> Completion[ParsedT_co]:
         """Wait for the end of the request. Chunks can still be read afterwards. Raises the request's error if
         it failed: RequestError, EngineClosed or ExecutorError.
 
@@ -71,7 +72,7 @@ class SyncStream(Iterator[Chunk]):
         """End the request; tokens generated so far can still be read. May be called more than once."""
         self._stream.cancel()
 
-    def __enter__(self) -> SyncStream:
+    def __enter__(self) -> Self:
         self._read(lambda updates: self._stream, TokenStream.__aenter__)
         return self
 
