@@ -42,7 +42,7 @@ from drift_sdk import (
 from drift_sdk._fields import check_fields
 from drift_sdk._other_names import OTHER_NAMES
 from drift_sdk.ray.placement import Placement
-from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
+from drift_sdk.testing import EOS_TOKEN_ID, Reply, ScriptedModel, scripted_engine
 
 INFINITY, NAN = float("inf"), float("nan")
 MOST = 2**31 - 1
@@ -596,6 +596,25 @@ def test_unknown_field_names_the_nearest_one(name: str, nearest: str | None) -> 
             r"\(here: EngineConfig\.dtype\), expected one of config, devices, ",
         ),
         (partial(drift_sdk.inspect, "m"), ConfigError, "dtype", r"\(here: EngineConfig\.dtype\)"),
+        (
+            partial(EnginePool, []),
+            ConfigError,
+            "route",
+            r"\(did you mean routing\?\), expected one of replicas,",
+        ),
+        (partial(EnginePool, []), ConfigError, "device", r"\(here: EngineConfig\.device\)"),
+        (partial(JsonSchema, {}), RequestError, "schem", r"\(did you mean schema\?\)"),
+        (Regex, RequestError, "patern", r"\(did you mean pattern\?\)"),
+        (Lark, RequestError, "gramar", r"\(did you mean grammar\?\)"),
+        (
+            partial(Speculation, draft="x"),
+            ConfigError,
+            "num_speculative_tokens",
+            r"\(here: Speculation\.shape",
+        ),
+        (scripted_engine, ConfigError, "max_model_len", r"\(here: EngineConfig\.max_model_len\)"),
+        (ScriptedModel, ConfigError, "step", r"\(did you mean step_s\?\)"),
+        (Reply, ConfigError, "token", r"\(did you mean token_s\?\)"),
     ],
 )
 def test_unknown_keyword_is_named_with_what_is_written_here(
@@ -612,7 +631,7 @@ def test_unknown_keyword_is_named_with_what_is_written_here(
 def test_names_of_other_libraries_are_no_fields_and_what_they_name_exists() -> None:
     for name, here in OTHER_NAMES.items():
         assert name not in EngineConfig.__struct_fields__ and name not in SamplingParams.__struct_fields__
-        for struct, field in re.findall(r"(EngineConfig|SamplingParams)\.(\w+)", here):
+        for struct, field in re.findall(r"(EngineConfig|SamplingParams|Speculation|NGram)\.(\w+)", here):
             assert field in getattr(drift_sdk, struct).__struct_fields__
 
 

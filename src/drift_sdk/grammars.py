@@ -14,6 +14,7 @@ from msgspec import Struct
 from typing_extensions import TypeVar
 
 from drift_sdk._fields import check_fields
+from drift_sdk._keywords import RequestFields
 from drift_sdk._plain_data import MAX_JSON_CHARS, to_json
 from drift_sdk.errors import RequestError
 
@@ -51,7 +52,7 @@ class TypeReader(Protocol[ParsedT_co]):
     def validate_json(self, data: str, /) -> ParsedT_co: ...
 
 
-class JsonSchema(Struct, Generic[ParsedT_co], frozen=True, dict=True):
+class JsonSchema(Struct, Generic[ParsedT_co], frozen=True, dict=True, metaclass=RequestFields):
     """The text is JSON that a schema describes. For type checkers, `JsonSchema(City)` is a
     `JsonSchema[City]`, and `Completion.parsed` a `City | None`; of a schema that is no class, such as a dict
     or a union of types, it is Any.
@@ -163,7 +164,7 @@ class JsonSchema(Struct, Generic[ParsedT_co], frozen=True, dict=True):
             return msgspec.convert(value, self.schema, str_keys=True)
 
 
-class Regex(Struct, frozen=True):
+class Regex(Struct, frozen=True, metaclass=RequestFields):
     """The text is matched by a regular expression from its first to its last character.
 
     pattern: in the syntax of Rust's regex crate, which has no look-around and no back-references. \\d, \\w
@@ -180,7 +181,7 @@ class Regex(Struct, frozen=True):
         _check_text("pattern", self.pattern)
 
 
-class Lark(Struct, frozen=True):
+class Lark(Struct, frozen=True, metaclass=RequestFields):
     """The text is derived from the rule `start` of a context-free grammar.
 
     grammar: in llguidance's variant of Lark,

@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Unpack, overload
 
+from drift_sdk._keywords import check_options, with_config
 from drift_sdk._plain_data import IdArray
 from drift_sdk._validation import check_bool, check_choice, check_int, plain_scalar
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
 from drift_sdk.driver.prompts import ModelText, Prompt, as_prompt
-from drift_sdk.errors import EngineClosed, RequestError
+from drift_sdk.errors import EngineClosed, RequestError, RequestKeywordError
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (
     Job,
@@ -103,7 +104,7 @@ class Serving(ABC):
         Raises RequestError for a wrong argument, QueueFull, EngineClosed, and ExecutorError if the engine
         has failed. What is known only after the prompt has been tokenised (PromptTooLong, a token id outside
         the vocabulary, no tokens) is raised by the stream."""
-        return self._submit(as_prompt(prompt), self._params(params, options), request_id)
+        return self._submit(as_prompt(prompt), self._params(params, options, Serving.generate), request_id)
 
     def chat(
         self,
@@ -144,7 +145,7 @@ class Serving(ABC):
         prompt = as_chat_prompt(
             messages, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
         )
-        return self._submit(prompt, self._params(params, options), request_id)
+        return self._submit(prompt, self._params(params, options, Serving.chat), request_id)
 
     def samples(
         self,
@@ -178,8 +179,10 @@ class Serving(ABC):
         any_prompt = as_any_prompt(
             prompt, tools, template_args, tool_choice=tool_choice, continue_final=continue_final
         )
-        return self._submit_samples(any_prompt, self._params(params, options), request_id, n)
+        found = self._params(params, options, Serving.samples)
+        return self._submit_samples(any_prompt, found, request_id, n)
 
+    @with_config(EngineConfig, RequestKeywordError)
     async def count_tokens(
         self,
         prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
@@ -267,8 +270,11 @@ class Serving(ABC):
         check_prompts(prompts)
         return results_of(job_map, prompts) if errors == "yield" else completions_of(job_map, prompts)
 
-    def _params(self, params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
-        """The parameters of a request. RequestError for a wrong value."""
+    def _params(
+        self, params: SamplingParams | None, options: SamplingOptions, method: Callable[..., object]
+    ) -> SamplingParams:
+        """The parameters of a request of a method. RequestError for a wrong value or option."""
+        check_options(options, method, SamplingParams, EngineConfig)
         if params is None:
             params = self.default_params
         elif not isinstance(params, SamplingParams):
@@ -320,7 +326,7 @@ class Serving(ABC):
         check_bool(RequestError, "ordered", ordered)
         check_choice(RequestError, "errors", errors, ("raise", "yield"))
         if params is not None or options:
-            params = self._params(params, options)
+            params = self._params(params, options, Serving.map)
         return JobMap(
             partial(self._submit_job, params=params),
             lambda: self._has_room,

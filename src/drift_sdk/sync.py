@@ -20,7 +20,7 @@ from drift_sdk.driver.life_cycle import starting_error
 from drift_sdk.driver.loaded_model import OpenModel
 from drift_sdk.driver.loop_thread import LoopThread, check_no_loop
 from drift_sdk.engine import Engine, description
-from drift_sdk.errors import EngineClosed
+from drift_sdk.errors import EngineClosed, RequestKeywordError
 from drift_sdk.events import Event
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import JobDone, JobFailed, JobMap, JobResult, PromptLike, check_prompts
@@ -270,6 +270,7 @@ class SyncEngine:
         results = self._results(job_map, prompts)
         return results if errors == "yield" else completions_of(results)
 
+    @with_config(EngineConfig, RequestKeywordError)
     def count_tokens(
         self,
         prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],

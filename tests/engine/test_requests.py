@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, get_type_hints
 
 import anyio
@@ -112,6 +114,8 @@ def test_options_name_the_fields_of_sampling_params() -> None:
         "stop_token_ids": list[int] | IdArray,
         "allowed_token_ids": list[int] | IdArray,
     }
+    for hints in (options, fields):
+        hints["grammar"] = hints["grammar"][Any]  # each has a type variable of its own
     for name, kind in fields.items():
         assert options[name] == (kind | lists[name] if name in lists else kind), name
 
@@ -147,12 +151,48 @@ async def test_wrong_keywords_are_rejected_at_the_call() -> None:
             with pytest.raises(RequestError, match="^max_tokens=0: expected an integer"):
                 call(max_tokens=0)
             with pytest.raises(
-                RequestError, match=r"^max_token=3: unknown field \(did you mean max_tokens\?\)"
+                RequestError, match=r"^max_token=3: unknown argument \(did you mean max_tokens\?\)"
             ):
                 call(max_token=3)
             with pytest.raises(RequestError, match="^min_tokens=9: expected an integer from 0 to 4"):
                 call(params=SamplingParams(max_tokens=4), min_tokens=9)
         assert engine.stats().num_submitted == 0
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("reqest_id", r"\(did you mean request_id\?\)"),
+        ("max_model_len", r"\(here: EngineConfig\.max_model_len\)"),
+        ("chat_template_kwargs", r"\(here: template_args\)"),
+        ("sampling_params", r"\(here: params\)"),
+    ],
+)
+async def test_unknown_keyword_of_a_method_is_named_with_its_own(name: str, said: str) -> None:
+    async with scripted_engine("fine") as engine:
+        for call in (
+            partial(engine.generate, "x"),
+            partial(engine.chat, [USER]),
+            partial(engine.samples, "x", 2),
+        ):
+            with pytest.raises(RequestError, match=f"^{name}=5: unknown argument {said}") as caught:
+                call(**{name: 5})
+            assert isinstance(caught.value, TypeError) and caught.value.field == name
+        assert engine.stats().num_submitted == 0
+
+
+async def test_each_method_suggests_its_own_arguments() -> None:
+    async with scripted_engine("fine") as engine:
+        wrong: dict[str, Any] = {"tool": []}
+        for call in (partial(engine.chat, [USER]), partial(engine.samples, [USER], 2)):
+            with pytest.raises(RequestError, match=r"\(did you mean tools\?\)"):
+                call(**wrong)
+        with pytest.raises(RequestError, match=r"\(did you mean tools\?\)"):
+            await engine.count_tokens([USER], **wrong)
+        wrong = {"max_concurency": 3}
+        with pytest.raises(RequestError, match=r"\(did you mean max_concurrent\?\)"):
+            engine.map(["x"], **wrong)
+        assert inspect.iscoroutinefunction(engine.count_tokens)
 
 
 async def test_stop_reason_tells_a_full_context_from_max_tokens() -> None:

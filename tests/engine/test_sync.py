@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
 from interrupts import one_interrupt
@@ -77,6 +78,11 @@ def test_stream_gives_chunks_and_the_completion(engine: SyncEngine) -> None:
     assert engine.generate("x", SamplingParams(stop="ß"), request_id="mine").result().text == "Grü"
     assert engine.chat([USER], max_tokens=2, request_id="mine").result().request_id == "mine"
     assert engine.count_tokens([USER]) == engine.chat([USER]).result().usage.prompt_tokens
+    wrong: dict[str, Any] = {"tool": []}
+    with pytest.raises(RequestError, match=r"^tool=\[\]: unknown argument \(did you mean tools\?\)"):
+        engine.count_tokens([USER], **wrong)
+    with pytest.raises(RequestError, match=r"^tool=\[\]: unknown argument \(did you mean tools\?\)"):
+        engine.chat([USER], **wrong)
     assert engine.is_open and engine.stats().num_submitted == num_before + 4
 
 

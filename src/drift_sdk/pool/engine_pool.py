@@ -53,6 +53,7 @@ class EnginePool(BaseEngine):
     end as those of an engine that fails.
     """
 
+    @with_config(EngineConfig)
     def __init__(self, replicas: Sequence[BaseEngine], routing: Routing | None = None) -> None:
         if not isinstance(replicas, Sequence) or not 1 <= len(replicas) <= MAX_REPLICAS:
             raise ConfigError.of("replicas", replicas, f"1 to {MAX_REPLICAS} engines")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from drift_sdk._keywords import with_config
 from drift_sdk._validation import check_float, check_int
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.loaded_model import LoadedModel, with_limits
@@ -61,6 +62,7 @@ class ScriptedModel:
         engine = Engine("scripted", model.config, open_model=open_slowly)
     """
 
+    @with_config(EngineConfig)
     def __init__(
         self,
         reply: ReplyLike | Sequence[object] | Callable[..., object] = "Hello!",
@@ -122,6 +124,7 @@ class ScriptedEngine(Engine):
         self.executors = model.executors
 
 
+@with_config(EngineConfig)
 def scripted_engine(
     reply: ReplyLike | Sequence[object] | Callable[..., object] = "Hello!",
     *,

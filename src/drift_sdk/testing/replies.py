@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 from msgspec import Struct
 from msgspec.structs import fields
 
+from drift_sdk._keywords import ConfigFields
 from drift_sdk._validation import check_float, is_unicode
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt
 from drift_sdk.errors import ConfigError, QueueFull, RequestError
@@ -25,7 +26,7 @@ NextToken = Callable[[Sequence[int], Sequence[int], int], int]
 MAX_DELAY_S = 3600.0
 
 
-class Reply(Struct, frozen=True):
+class Reply(Struct, frozen=True, metaclass=ConfigFields):
     """A scripted reply to one request.
 
     text:          the text that is generated, after reasoning that the chat template may have opened.
