@@ -47,13 +47,13 @@ class CheckedFields(msgspec.StructMeta):
 class ConfigFields(CheckedFields):
     """The metaclass of settings."""
 
-    error = ConfigKeywordError
+    error: type[FieldError] = ConfigKeywordError
 
 
 class RequestFields(CheckedFields):
     """The metaclass of prompts and parameters of requests."""
 
-    error = RequestKeywordError
+    error: type[FieldError] = RequestKeywordError
 
 
 def with_config(

@@ -80,8 +80,8 @@ class Engine(BaseEngine):
             raise ConfigError.of("open_model", open_model, "a function that opens a model, or None")
 
         super().__init__()
-        self.model = model
-        self.config = config if config is not None else EngineConfig()
+        self.model: str | Path = model
+        self.config: EngineConfig = config if config is not None else EngineConfig()
         self._on_progress = on_progress
         self._on_event = on_event
         self._life_cycle = LifeCycle[Driver]()

@@ -71,7 +71,7 @@ class RecordedEngine(Engine):
         *,
         is_profiled: bool = False,
     ) -> None:
-        self.rounds = RecordedRounds()
+        self.rounds: RecordedRounds = RecordedRounds()
         open_model = partial(open_recorded, model, config, acceptance, is_profiled, self.rounds)
         super().__init__(model, config, open_model=open_model)
 

@@ -38,7 +38,7 @@ __all__ = ["Serving"]
 
 MAX_SAMPLES = 128
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Serving(ABC):

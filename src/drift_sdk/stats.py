@@ -208,9 +208,9 @@ class Histogram:
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self.bounds: tuple[float, ...] = bounds
+        self.counts: list[int] = [0] * (len(bounds) + 1)
+        self.total: float = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value, as often as `times` says."""
@@ -241,13 +241,13 @@ class Histograms:
     )
 
     def __init__(self) -> None:
-        self.first_token = Histogram(SECONDS)
-        self.time_between_tokens = Histogram(STEP_SECONDS)
-        self.queued = Histogram(SECONDS)
-        self.request = Histogram(SECONDS)
-        self.step = Histogram(STEP_SECONDS)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.completion_tokens = Histogram(TOKENS)
+        self.first_token: Histogram = Histogram(SECONDS)
+        self.time_between_tokens: Histogram = Histogram(STEP_SECONDS)
+        self.queued: Histogram = Histogram(SECONDS)
+        self.request: Histogram = Histogram(SECONDS)
+        self.step: Histogram = Histogram(STEP_SECONDS)
+        self.prompt_tokens: Histogram = Histogram(TOKENS)
+        self.completion_tokens: Histogram = Histogram(TOKENS)
 
 
 class EngineMetrics(Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class SyncStream(Iterator[Chunk], Generic[ParsedT_co]):
     """
 
     def __init__(self, stream: TokenStream[ParsedT_co], call: Callable[..., Any]) -> None:
-        self.request_id = stream.request_id
+        self.request_id: str = stream.request_id
         self._stream = stream
         self._call = call
 

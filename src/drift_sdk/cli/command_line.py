@@ -52,7 +52,7 @@ WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
 }
 """Fields of EngineConfig that decide which kernels are compiled: type and help of each one's option."""
 
-INSPECT_SETTINGS = {
+INSPECT_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
     **{name: setting for name, setting in WARM_SETTINGS.items() if name != "prefill_token_budget"},
     "weights": (str, "stored, expanded, fp8, int4 or nvfp4"),
     "tensor_parallel": (int, "GPUs that the model is divided between"),

@@ -45,7 +45,7 @@ __all__ = ["LAUNCH_DEPTH", "Driver"]
 LAUNCH_DEPTH = 2
 """Most steps in flight: one runs while the next is planned and queued behind it."""
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Driver(Startable):
@@ -68,7 +68,7 @@ class Driver(Startable):
         self._opener = ModelOpener(open_model, report, self._check_is_wanted)
         self._events = EventSender(on_event)
         self._registry = RequestRegistry(max_queued_requests, self._events)
-        self.stats_recorder = StatsRecorder(self._registry, self._events)
+        self.stats_recorder: StatsRecorder = StatsRecorder(self._registry, self._events)
         self._commands = CommandQueue()
         self._text_worker = TextWorker(self.send)
         self._thread = threading.Thread(target=self._run, name="drift-engine", daemon=True)

@@ -34,7 +34,7 @@ MAX_WAITING = 10_000
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that closing waits for the events that are left."""
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class EventSender:

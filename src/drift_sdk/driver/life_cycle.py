@@ -26,8 +26,8 @@ class Startable(ABC):
     """
 
     def __init__(self) -> None:
-        self.opened = Latch()
-        self.closed = Latch()
+        self.opened: Latch = Latch()
+        self.closed: Latch = Latch()
         self._num_forks = num_forks()
         self._num_starters = 0
 
@@ -95,7 +95,7 @@ class LifeCycle(Generic[StartableT]):
 
     def __init__(self) -> None:
         self.driver: StartableT | None = None
-        self.was_started = False
+        self.was_started: bool = False
 
     async def start(self, make_driver: Callable[[], StartableT]) -> None:
         """Wait until a driver has opened its model. Raises the error of opening, or EngineClosed if it is

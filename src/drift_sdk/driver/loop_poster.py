@@ -24,7 +24,7 @@ class LoopPoster:
     __slots__ = ("_is_asyncio", "_post", "_post_here", "loop")
 
     def __init__(self, loop: Any) -> None:
-        self.loop = loop
+        self.loop: Any = loop
         self._is_asyncio = isinstance(loop, asyncio.AbstractEventLoop)
         self._post = loop.call_soon_threadsafe if self._is_asyncio else loop.run_sync_soon
         self._post_here = loop.call_soon if self._is_asyncio else loop.run_sync_soon
@@ -90,7 +90,7 @@ class Latch:
         self._lock = threading.Lock()
         self._waiters: list[tuple[LoopPoster, anyio.Event]] = []
         self._error: BaseException | None = None
-        self.is_set = False
+        self.is_set: bool = False
 
     def set(self, error: BaseException | None = None) -> None:
         """Set it, and resume the tasks that wait; `error` is what their `wait` returns."""

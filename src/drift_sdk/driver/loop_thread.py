@@ -22,7 +22,7 @@ __all__ = ["LoopThread", "check_no_loop"]
 
 ResultT = TypeVar("ResultT")
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class LoopThread:

@@ -49,7 +49,7 @@ class PlanTimer:
     """
 
     def __init__(self) -> None:
-        self.margin_s = START_MARGIN_S
+        self.margin_s: float = START_MARGIN_S
         self._durations: dict[Kind, deque[float]] = {}
         self._in_flight: deque[_StepInFlight] = deque()
         self._free_at = 0.0  # when the device ended the latest step that was collected

@@ -46,7 +46,7 @@ class ProcessState:
     def __init__(self, num_forks: int) -> None:
         self.num_forks = num_forks
         # Reentrant: the garbage collector may run within a locked section, and an engine's finaliser in it.
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self.open: WeakSet[Closable] = WeakSet()
         self.num_pauses = 0  # blocks of `without_collection`, of an enabled collector
 

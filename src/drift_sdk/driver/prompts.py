@@ -125,7 +125,7 @@ class SharedPrompt:
     after it."""
 
     def __init__(self, prompt: Prompt) -> None:
-        self.field = prompt.field
+        self.field: str = prompt.field
         self._prompt = prompt
         self._prepared: PreparedPrompt | None = None
 

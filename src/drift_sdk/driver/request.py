@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # their libraries would make up most of the package's import 
 
 __all__ = ["Request"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Request:
@@ -81,17 +81,17 @@ class Request:
         seed: int,
         stream_updates: UpdateReceiver,
     ) -> None:
-        self.request_id = request_id
-        self.group_id = group_id
+        self.request_id: str = request_id
+        self.group_id: str | None = group_id
         self.followers: tuple[Request, ...] = ()  # held until its prompt is in the prefix cache
-        self.params = params
-        self.seed = seed
-        self.stream_updates = stream_updates
+        self.params: SamplingParams = params
+        self.seed: int = seed
+        self.stream_updates: UpdateReceiver = stream_updates
         self.sequence: Sequence | None = None
-        self.submitted_at = time.monotonic()
+        self.submitted_at: float = time.monotonic()
         self.last_chunk_at: float | None = None  # set by StatsRecorder; time.monotonic()
-        self.is_done = False
-        self.text_field = prompt.field  # the argument that a text thread is working on
+        self.is_done: bool = False
+        self.text_field: str = prompt.field  # the argument that a text thread is working on
         self._arrival = arrival
         self._prompt = prompt
         self._constraint: GrammarConstraint | None = None

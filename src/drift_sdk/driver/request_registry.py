@@ -32,9 +32,9 @@ class RequestRegistry:
         self._by_id: dict[str, list[Request]] = {}  # live requests by request_id and by group_id
         self._leaving: set[Request] = set()  # live ones that are being cancelled
         self._num_slots = 0
-        self.num_admitted = 0
-        self.num_rejected = 0
-        self.is_open = False
+        self.num_admitted: int = 0
+        self.num_rejected: int = 0
+        self.is_open: bool = False
         self._is_closed = False
         self._failure: BaseException | None = None
 

@@ -10,7 +10,7 @@ from drift_sdk.errors import error_repr
 
 __all__ = ["log_error", "run_all"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 def run_all(steps: Mapping[str, Callable[[], object]]) -> None:

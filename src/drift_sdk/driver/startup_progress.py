@@ -15,7 +15,7 @@ from drift_sdk.progress import Download, Progress, Report
 
 __all__ = ["ProgressReporter", "StageClock", "check_on_progress"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class StageClock:

@@ -28,7 +28,7 @@ MARK_EVERY_S = 0.25
 
 NO_MARKS: tuple[tuple[float, int], ...] = ((0.0, 0),)
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class StatsRecorder:
@@ -40,8 +40,8 @@ class StatsRecorder:
     """
 
     def __init__(self, registry: RequestRegistry, events: EventSender = NO_EVENTS) -> None:
-        self.stats = EngineStats()
-        self.histograms = Histograms()
+        self.stats: EngineStats = EngineStats()
+        self.histograms: Histograms = Histograms()
         self._registry = registry
         self._events = events
         self._now = 0.0  # time.monotonic() when the current step was collected
@@ -304,7 +304,8 @@ class ActiveSequences:
     """The number of sequences that got tokens in a step that decodes: fewest, most and mean."""
 
     def __init__(self) -> None:
-        self.fewest = self.most = 0
+        self.fewest: int = 0
+        self.most: int = 0
         self._num_steps = self._total = 0
 
     def add(self, number: int) -> None:

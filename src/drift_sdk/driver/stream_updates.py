@@ -101,12 +101,12 @@ class StreamUpdates:
 
     def __init__(self, loop_poster: LoopPoster, signal: Signal | None = None) -> None:
         self._num_forks = num_forks()
-        self.loop_poster = loop_poster
+        self.loop_poster: LoopPoster = loop_poster
         self.completion: Completion | None = None
         self.error: BaseException | None = None
         self.end_signal: Signal | None = None
-        self.is_accepted = False
-        self.awaits_acceptance = False
+        self.is_accepted: bool = False
+        self.awaits_acceptance: bool = False
         self._pending: list[Chunk] = []
         self._signal = signal if signal is not None else Signal()
 

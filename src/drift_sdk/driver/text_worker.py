@@ -29,7 +29,7 @@ MAX_ABANDONED = 4
 CLOSE_TIMEOUT_S = 5.0
 """Most seconds that `close` waits for jobs in progress."""
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Client(Protocol):
@@ -63,12 +63,12 @@ class TextJob:
         *,
         is_plain: bool,
     ) -> None:
-        self.client = client
-        self.work = work
-        self.answer = answer
-        self.deadline = 0.0
-        self.is_answered = False
-        self.is_plain = is_plain
+        self.client: Client = client
+        self.work: Callable[[], None] = work
+        self.answer: Callable[[DriftError | None], None] = answer
+        self.deadline: float = 0.0
+        self.is_answered: bool = False
+        self.is_plain: bool = is_plain
 
 
 class TextWorker:

@@ -17,10 +17,10 @@ class TokenCount:
     def __init__(self, prompt: Prompt, model: ModelText) -> None:
         self._prompt = prompt
         self._model = model
-        self.text_field = prompt.field
-        self.done = Latch()
+        self.text_field: str = prompt.field
+        self.done: Latch = Latch()
         self.is_done = False
-        self.num_tokens = 0
+        self.num_tokens: int = 0
 
     def run(self) -> None:
         self.num_tokens = self._prompt.num_tokens(self._model)

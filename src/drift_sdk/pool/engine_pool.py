@@ -34,7 +34,7 @@ __all__ = ["EnginePool"]
 
 MAX_REPLICAS = 1024
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class EnginePool(BaseEngine):
@@ -63,10 +63,10 @@ class EnginePool(BaseEngine):
 
         check_replicas(replicas)
         super().__init__()
-        self.engines = tuple(replicas)
-        self.model = replicas[0].model
-        self.config = replicas[0].config
-        self.routing = routing if routing is not None else Routing()
+        self.engines: tuple[BaseEngine, ...] = tuple(replicas)
+        self.model: str | Path = replicas[0].model
+        self.config: EngineConfig = replicas[0].config
+        self.routing: Routing = routing if routing is not None else Routing()
         self._last_state = PoolState(self.engines, self.routing)
 
     @classmethod

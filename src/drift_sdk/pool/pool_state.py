@@ -54,13 +54,14 @@ class PoolState:
     def __init__(self, engines: Sequence[BaseEngine], routing: Routing) -> None:
         self._num_forks = num_forks()
         self.num_closing = self.num_closed = self.num_starting = 0
-        self.is_started = self.is_asleep = False
-        self.router = Router(len(engines), routing.affinity)
-        self.replicas = [
+        self.is_started = False
+        self.is_asleep: bool = False
+        self.router: Router = Router(len(engines), routing.affinity)
+        self.replicas: list[Replica] = [
             Replica(index, engine, load)
             for index, (engine, load) in enumerate(zip(engines, self.router.loads, strict=True))
         ]
-        self.traffic = Traffic(self.replicas, self.router, replays=routing.replay)
+        self.traffic: Traffic = Traffic(self.replicas, self.router, replays=routing.replay)
         self.pauses: list[PoolPause] = []
 
     async def apply_to(self, engine: BaseEngine) -> None:

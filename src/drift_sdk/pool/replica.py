@@ -26,7 +26,7 @@ class Replica:
         self.engine = engine
         self._has_drained = False
         self._drains: list[object] = []  # calls of `drain` that wait
-        self.is_restarting = False
+        self.is_restarting: bool = False
         self.num_moved = self.num_replayed = self.num_lost = 0
         self._load = load
         self._lock = threading.RLock()

@@ -50,8 +50,11 @@ class Load:
     __slots__ = ("num_by_prefix", "num_requests", "num_routed", "num_tokens", "prefixes")
 
     def __init__(self, max_blocks: int) -> None:
-        self.num_requests = self.num_tokens = self.num_routed = self.num_by_prefix = 0
-        self.prefixes = Prefixes(max_blocks)
+        self.num_requests: int = 0
+        self.num_tokens: int = 0
+        self.num_routed: int = 0
+        self.num_by_prefix: int = 0
+        self.prefixes: Prefixes = Prefixes(max_blocks)
 
 
 class Router:
@@ -66,7 +69,7 @@ class Router:
     ) -> None:
         self._affinity = affinity
         self._lock = threading.RLock()
-        self.loads = [Load(max_remembered) for _ in range(num_replicas)]
+        self.loads: list[Load] = [Load(max_remembered) for _ in range(num_replicas)]
 
     def order(self, blocks: PromptBlocks, candidates: Collection[int]) -> list[int]:
         """The candidates, best first: the one with the longest known beginning unless it is overloaded, then

@@ -43,9 +43,9 @@ class Route:
         self.submission = submission
         self.blocks = blocks
         self.planner = planner
-        self.delivered = Delivered()
+        self.delivered: Delivered = Delivered()
         self.attempt: Attempt | None = None
-        self.num_attempts = 0
+        self.num_attempts: int = 0
         self._is_cancelled = False
 
     @property
@@ -79,9 +79,9 @@ class Attempt:
     __slots__ = ("_is_over", "cancel", "index", "num_tokens", "route")
 
     def __init__(self, route: Route, index: int) -> None:
-        self.route = route
-        self.index = index
-        self.num_tokens = route.blocks.num_tokens
+        self.route: Route = route
+        self.index: int = index
+        self.num_tokens: int = route.blocks.num_tokens
         self.cancel: Callable[[], None] = do_nothing
         self._is_over = False
 

@@ -20,7 +20,7 @@ __all__ = ["Traffic"]
 MAX_ATTEMPTS = 3
 """Most replicas that a request is given to, so that one that makes replicas fail does not end all of them."""
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Traffic:
@@ -36,7 +36,7 @@ class Traffic:
         self._router = router
         self._replays = replays
         self.is_closing = False
-        self.num_rejected = 0
+        self.num_rejected: int = 0
         self._lock = threading.RLock()
         self._live: dict[str, list[Route]] = {}  # by request_id and by group_id
 

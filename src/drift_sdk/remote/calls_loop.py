@@ -14,7 +14,7 @@ class Shared:
     """The loop of a process, made at its first use; it lasts until the process ends."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.loop: LoopThread | None = None
 
 

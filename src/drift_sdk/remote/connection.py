@@ -49,7 +49,7 @@ LOOP_LAG_S = 0.05
 """Seconds for which a batch waits until the callers' event loops have taken the one before. A loop that is
 slower gets fewer and larger chunks, so its unread tokens are joined on the host."""
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Connection:
@@ -62,7 +62,7 @@ class Connection:
     def __init__(self, channel: Channel, metrics: EngineMetrics, loop: LoopThread, limit: int | None) -> None:
         self._is_host_open = True
         self.failure: HostLost | None = None
-        self.ended = asyncio.Event()
+        self.ended: asyncio.Event = asyncio.Event()
         self._channel = channel
         self._loop = loop
         self._limit = limit

@@ -24,7 +24,7 @@ class MailboxReceiver:
     def __init__(self, mailbox: Mailbox, number: int) -> None:
         self.number = number
         self.is_accepted = False
-        self.loop_poster = mailbox.loop_poster
+        self.loop_poster: LoopPoster = mailbox.loop_poster
         self._mailbox = mailbox
         self._updates = StreamUpdates(mailbox.loop_poster)
 
@@ -50,7 +50,7 @@ class Mailbox:
     """The receivers that have something to tell. Used on one asyncio loop."""
 
     def __init__(self) -> None:
-        self.loop_poster = LoopPoster.current()
+        self.loop_poster: LoopPoster = LoopPoster.current()
         self._marked: dict[MailboxReceiver, None] = {}
         self._has_news = asyncio.Event()
 

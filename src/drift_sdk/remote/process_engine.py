@@ -41,7 +41,7 @@ REAP_S = 0.002
 DIE_S = 10.0
 """Most seconds that are waited for the end of a killed child: it may hang in a driver of the system."""
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class ProcessEngine(RemoteEngine):

@@ -55,8 +55,8 @@ class RemoteEngine(BaseEngine):
             raise ConfigError.of("config", config, "an EngineConfig")
 
         super().__init__()
-        self.model = model
-        self.config = config if config is not None else EngineConfig()
+        self.model: str | Path = model
+        self.config: EngineConfig = config if config is not None else EngineConfig()
         self._life_cycle = LifeCycle[HostLink]()
         self._was_open = False
 

@@ -62,8 +62,8 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.trie = PrefixTrie(block_size)
+        self.pool: BlockPool = BlockPool(num_blocks)
+        self.trie: PrefixTrie = PrefixTrie(block_size)
 
     @property
     def num_available(self) -> int:

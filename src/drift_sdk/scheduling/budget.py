@@ -55,7 +55,7 @@ class TokenBudget:
         prefer_high_throughput: bool = False,
     ) -> None:
         self.max_tokens = max_tokens
-        self.min_tokens = min(MIN_TOKENS, max_tokens)
+        self.min_tokens: int = min(MIN_TOKENS, max_tokens)
         self._block_size = block_size
         self._mixed_tokens = mixed_tokens
         self._tokens_per_row = 1.0

@@ -23,11 +23,11 @@ class PrefixNode:
     __slots__ = ("block_id", "children", "key", "num_references", "parent")
 
     def __init__(self, parent: PrefixNode | None, key: BlockKey, block_id: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.block_id = block_id
+        self.parent: PrefixNode | None = parent
+        self.key: BlockKey = key
+        self.block_id: int = block_id
         self.children: dict[BlockKey, PrefixNode] = {}
-        self.num_references = 0
+        self.num_references: int = 0
 
 
 class PrefixTrie:
@@ -42,8 +42,8 @@ class PrefixTrie:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.num_nodes = 0
-        self.root = PrefixNode(None, (), -1)
+        self.num_nodes: int = 0
+        self.root: PrefixNode = PrefixNode(None, (), -1)
         self._unreferenced: OrderedDict[PrefixNode, None] = OrderedDict()  # oldest first
 
     @property

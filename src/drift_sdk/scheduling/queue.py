@@ -20,7 +20,7 @@ class WaitingQueue:
         # A sorted list: moving a few thousand pointers is cheaper than a heap's comparisons in Python, and a
         # cancelled sequence can be removed at once.
         self._sequences: list[Sequence] = []
-        self.num_never_started = 0
+        self.num_never_started: int = 0
 
     def __len__(self) -> int:
         return len(self._sequences)

@@ -58,7 +58,7 @@ class Scheduler:
         self._planned: deque[PlannedStep] = deque()
         self._rounds = RoundPlanner(config)
         self._next_step_id = 0
-        self.num_preemptions = 0
+        self.num_preemptions: int = 0
         self._watcher = watcher
 
     @property

@@ -67,49 +67,49 @@ class Sequence:
         max_draft_tokens: int | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.sampling = sampling
-        self.priority = priority
-        self.arrival = arrival
-        self.order = (priority, arrival)
-        self.max_length = sampling.max_length
-        self.constraint = constraint
-        self.max_draft_tokens = max_draft_tokens  # None = as many as the batch drafts
-        self.cache_salt = cache_salt  # cached blocks are shared with sequences of an equal one
-        self.has_draft_kv = False  # set by the scheduler
-        self.has_wrong_drafts = False  # set when a check has found them wrong: no more are planned
-        self.awaits_mask = False  # set while the host computes a constraint's mask: no row is planned
+        self.request_id: str = request_id
+        self.sampling: SlotSampling = sampling
+        self.priority: int = priority
+        self.arrival: int = arrival
+        self.order: tuple[int, int] = (priority, arrival)
+        self.max_length: int = sampling.max_length
+        self.constraint: TokenConstraint | None = constraint
+        self.max_draft_tokens: int | None = max_draft_tokens  # None = as many as the batch drafts
+        self.cache_salt: str | None = cache_salt  # cached blocks are shared with sequences of an equal one
+        self.has_draft_kv: bool = False  # set by the scheduler
+        self.has_wrong_drafts: bool = False  # set when a check has found them wrong: no more are planned
+        self.awaits_mask: bool = False  # set while the host computes a constraint's mask: no row is planned
 
-        self.token_ids = list(prompt_ids)  # prompt and committed output
-        self.num_prompt_tokens = len(prompt_ids)
-        self.num_cached_tokens = 0  # prefix hit of the first admission
+        self.token_ids: list[int] = list(prompt_ids)  # prompt and committed output
+        self.num_prompt_tokens: int = len(prompt_ids)
+        self.num_cached_tokens: int = 0  # prefix hit of the first admission
         self.started_at: float | None = None  # time.monotonic() of the first admission
         self.finish: FinishReason | None = None
 
         # State of a running sequence. A waiting one has slot -1 and no blocks.
-        self.slot = -1
+        self.slot: int = -1
         self.block_table: list[int] = []
         # Cached nodes of the table's first entries. While waiting, an earlier match that may be outdated.
         self.prefix_nodes: list[PrefixNode] = []
-        self.is_publishing = True  # False once another sequence has published an equal block
-        self.num_prefill_tokens = 0  # length at admission: the tokens that chunks compute, and cached ones
-        self.num_planned_tokens = 0  # those of them in planned chunks or cached
-        self.num_steps_without_tokens = 0  # steps in a row that gave tokens to other prompts and none to it
+        self.is_publishing: bool = True  # False once another sequence has published an equal block
+        self.num_prefill_tokens: int = 0  # length at admission: tokens that chunks compute, and cached ones
+        self.num_planned_tokens: int = 0  # those of them in planned chunks or cached
+        self.num_steps_without_tokens: int = 0  # steps in a row that gave tokens to other prompts alone
         # KV below this position is committed, and computed from the whole context; steps in flight write from
         # it on. While waiting, the cached tokens of the earlier match.
-        self.num_computed_tokens = 0
+        self.num_computed_tokens: int = 0
 
         # Launched steps that are not committed, and the fewest and most tokens they emit.
-        self.num_in_flight = 0
-        self.min_in_flight_tokens = 0
-        self.max_in_flight_tokens = 0
+        self.num_in_flight: int = 0
+        self.min_in_flight_tokens: int = 0
+        self.max_in_flight_tokens: int = 0
 
         # Partial verification: most pending rows after the launched steps; the id of the launched step that
         # has refreshed the sequence's views last, -1: none since its admission; and whether all rounds that
         # were launched since are rounds over views.
-        self.max_pending_tokens = 0
-        self.refreshed_in = -1
-        self.has_views = False
+        self.max_pending_tokens: int = 0
+        self.refreshed_in: int = -1
+        self.has_views: bool = False
 
     def __lt__(self, other: Sequence) -> bool:
         return self.order < other.order

@@ -29,7 +29,8 @@ class StepBuilder:
     def __init__(
         self, num_draft_tokens: int, *, wants_history: bool, verification: Verification = "whole"
     ) -> None:
-        self.num_draft_tokens, self.verification = num_draft_tokens, verification
+        self.num_draft_tokens: int = num_draft_tokens
+        self.verification: Verification = verification
         self.prefill: list[Sequence] = []
         self.decode: list[Sequence] = []
         self._wants_history = wants_history

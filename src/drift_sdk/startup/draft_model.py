@@ -18,7 +18,7 @@ from drift_sdk.startup.model_config import read_config
 
 __all__ = ["load_draft_model"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 def load_draft_model(

@@ -24,7 +24,7 @@ from drift_sdk.startup.draft_model import load_draft_model
 
 __all__ = ["open_drafter_factory"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 def open_drafter_factory(

@@ -43,7 +43,7 @@ __all__ = [
     "open_graph_executor",
 ]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 MIN_CAPABILITY = (8, 0)
 """The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""

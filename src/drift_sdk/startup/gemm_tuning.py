@@ -35,7 +35,7 @@ from drift_sdk.progress import Report
 
 __all__ = ["engine_table", "weights_to_tune"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 EFFORTS: dict[str, Effort | None] = {"off": None, "short": SHORT, "full": FULL}
 """By `EngineConfig.tuning`."""

@@ -51,7 +51,7 @@ from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["dtype_name", "open_model"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 BLOCK_SIZES = {"eager": 16, "graph": 64}
 """Tokens in a KV block by default."""

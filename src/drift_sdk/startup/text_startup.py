@@ -28,7 +28,7 @@ from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["Text", "checked", "load_text", "loaded_beside", "model_text"]
 
-log = logging.getLogger("drift_sdk")
+log: logging.Logger = logging.getLogger("drift_sdk")
 
 UNSAMPLED_PARAMS = {"max_new_tokens": "max_tokens", "repetition_penalty": "repetition_penalty"}
 PARAMS = UNSAMPLED_PARAMS | {name: name for name in ("temperature", "top_k", "top_p", "min_p")}

@@ -73,11 +73,11 @@ class ScriptedModel:
     ) -> None:
         check_float(ConfigError, "step_s", step_s, ge=0.0, le=3600.0)
         check_int(ConfigError, "tokens_per_step", tokens_per_step, ge=1, le=MAX_TOKENS_PER_STEP)
-        self.config = (
+        self.config: EngineConfig = (
             config if config is not None else EngineConfig(max_model_len=4096, kv_cache_tokens=65_536)
         )
         self.executors: list[ScriptedExecutor] = []
-        self.script = Script(reply)
+        self.script: Script = Script(reply)
         self._step_s = step_s
         self._tokens_per_step = tokens_per_step
 
@@ -121,7 +121,7 @@ class ScriptedEngine(Engine):
     def __init__(self, model: ScriptedModel) -> None:
         super().__init__("scripted", model.config, open_model=model)
         self._new_request = partial(new_request, model.script, weakref.ref(self))
-        self.executors = model.executors
+        self.executors: list[ScriptedExecutor] = model.executors
 
 
 @with_config(EngineConfig)

@@ -34,8 +34,8 @@ class ScriptedExecutor:
         tokens_per_step: int = 1,
     ) -> None:
         self.limits = limits
-        self.is_closed = False
-        self.num_steps = 0
+        self.is_closed: bool = False
+        self.num_steps: int = 0
         self._script = script
         self._step_s = step_s
         self._tokens_per_step = tokens_per_step

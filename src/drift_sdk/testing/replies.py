@@ -194,7 +194,7 @@ class ScriptedPrompt:
     """A request's prompt, for which the script finds its reply as soon as it is tokenised."""
 
     def __init__(self, prompt: Prompt, arrival: int, script: Script) -> None:
-        self.field = prompt.field
+        self.field: str = prompt.field
         self._prompt = prompt
         self._arrival = arrival
         self._script = script

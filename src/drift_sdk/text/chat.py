@@ -18,7 +18,7 @@ import msgspec
 
 from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
-from drift_sdk.text.answers.formats import UNKNOWN_TOOLS, detect_formats
+from drift_sdk.text.answers.formats import UNKNOWN_TOOLS, AnswerFormats, detect_formats
 from drift_sdk.text.template_probe import Probe
 from drift_sdk.text.template_sandbox import TemplateSandbox, budget
 
@@ -83,13 +83,13 @@ class ChatTemplate:
         with budget():  # one for all conversations that are tried
             probe = Probe(self._render, asks_none=_asks_none(tree), reads_tools=reads_tools)
         self._form = probe.form
-        self.shows_calls = probe.form.shows_calls
-        self.uses_tools = (probe.form if with_tools is None else with_tools._form).tools is not None
-        self.formats = detect_formats(
+        self.shows_calls: bool = probe.form.shows_calls
+        self.uses_tools: bool = (probe.form if with_tools is None else with_tools._form).tools is not None
+        self.formats: AnswerFormats = detect_formats(
             source, probe.call, probe.thought, tool_format=tool_format, reasoning_format=reasoning_format
         )
-        self.reads_calls = tool_format is None or self.formats.tools is not None
-        self.forced_formats = self.formats
+        self.reads_calls: bool = tool_format is None or self.formats.tools is not None
+        self.forced_formats: AnswerFormats = self.formats
         if not self.reads_calls:
             self.forced_formats = msgspec.structs.replace(self.formats, tools=UNKNOWN_TOOLS)
 

@@ -21,7 +21,7 @@ __all__ = ["adds_bos", "build_gguf_tokenizer", "special_token"]
 
 METASPACE = "\u2581"
 TOKENS = "tokenizer.ggml.tokens"
-TYPE_NAMES = {str: "a string", int: "an integer", float: "a number"}
+TYPE_NAMES: dict[type, str] = {str: "a string", int: "an integer", float: "a number"}
 
 
 class TokenType(IntEnum):

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
@@ -94,12 +94,12 @@ class GrammarConstraint:
         self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], *, ignore_eos: bool = False
     ) -> None:
         """`matcher` must not be used by others afterwards."""
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
         self._matcher = matcher
         self._num_tokens = 0
         self._empty = allocate_token_bitmask(1, vocab_size)
         self._empty[:] = 0
-        self.is_slow = False
+        self.is_slow: bool = False
         self._eos = self._empty.copy() if ignore_eos else None
         if self._eos is not None:
             for token_id in eos_token_ids:
@@ -183,10 +183,10 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         token_bytes = tokenizer.token_bytes
         special_token_ids = tokenizer.special_token_ids.union(eos_token_ids)
-        self.eos_token_id = eos_token_ids[0]
-        self.special_token_ids = sorted(i for i in special_token_ids if i < vocab_size)
+        self.eos_token_id: int = eos_token_ids[0]
+        self.special_token_ids: list[int] = sorted(i for i in special_token_ids if i < vocab_size)
         texts = (token_bytes[token_id] for token_id in range(vocab_size))
-        self.tokens = [text if len(text) <= MAX_TOKEN_BYTES else b"" for text in texts]
+        self.tokens: list[bytes] = [text if len(text) <= MAX_TOKEN_BYTES else b"" for text in texts]
         for token_id in self.special_token_ids:
             name = tokenizer.decode([token_id], skip_special_tokens=False).encode()
             self.tokens[token_id] = name if len(name) <= MAX_TOKEN_BYTES else b"<[%d]>" % token_id
@@ -204,7 +204,9 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         table = TokenTable(tokenizer, vocab_size, eos_token_ids)
         ll_tokenizer = LLTokenizer(table, eos_token=list(eos_token_ids))  # type: ignore[arg-type]  # duck-typed
-        self.compile = lru_cache(NUM_CACHED_GRAMMARS)(partial(compile_lark, ll_tokenizer))
+        self.compile: Callable[[str], LLMatcher] = lru_cache(NUM_CACHED_GRAMMARS)(
+            partial(compile_lark, ll_tokenizer)
+        )
 
 
 _vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Vocabulary]]

@@ -59,7 +59,7 @@ LARK_TOKEN = re.compile(
     re.DOTALL,
 )
 JSON_SPACE = re.compile(r"[ \t\r\n]*")
-decoder = json.JSONDecoder()
+decoder: json.JSONDecoder = json.JSONDecoder()
 
 
 def check_regex(pattern: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from drift_sdk.errors import RequestError
 from drift_sdk.text.detokenizer import SilentDetokenizer
@@ -30,12 +30,14 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self, place: str) -> None:
         self._place = place
-        self.bos_token = self.eos_token = self.chat_template = None
-        self.eos_token_id = None
+        self.bos_token: None = None
+        self.eos_token: None = None
+        self.chat_template: None = None
+        self.eos_token_id: None = None
         self.vocab_size = 0
-        self.special_token_ids = frozenset()
+        self.special_token_ids: frozenset[int] = frozenset()
         self._token_bytes = None
-        self.token_texts = NoTexts()
+        self.token_texts: Mapping[int, str] = NoTexts()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise RequestError.of("prompt", text, f"token ids: {self._place} has no tokenizer")

@@ -20,8 +20,8 @@ from drift_sdk.text.template_form import ContentForm, TemplateForm
 __all__ = ["ARGUMENTS", "TEXT", "THOUGHT", "TOOLS", "TOOL_NAME", "Probe", "Written"]
 
 TOOL_NAME = "probed_tool"
-ARGUMENTS = {"place": "probed-place", "count": 3}
-LATER_ARGUMENTS = {"place": "later-place", "count": 5}
+ARGUMENTS: dict[str, str | int] = {"place": "probed-place", "count": 3}
+LATER_ARGUMENTS: dict[str, str | int] = {"place": "later-place", "count": 5}
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -54,7 +54,7 @@ def calling(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 CALL = calling(ARGUMENTS)
-CONVERSATIONS = (
+CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [USER, CALL, RESULT, {"role": "assistant", "content": "So."}, USER, calling(LATER_ARGUMENTS), RESULT],
     [USER, CALL, RESULT],
     [USER, CALL],
@@ -100,7 +100,7 @@ class Probe:
 
     def __init__(self, render: Render, *, asks_none: bool, reads_tools: bool) -> None:
         self._render = render
-        self.form = TemplateForm(tools=None)
+        self.form: TemplateForm = TemplateForm(tools=None)
         self._find_content("user", lambda content: [{"role": "user", "content": content}])
         self._find_content("system", lambda content: [{"role": "system", "content": content}, USER])
         self._find_content(
@@ -109,9 +109,11 @@ class Probe:
         self._find_tools(reads_tools)
         self._find_calls((None, "") if asks_none else ("", None))
         self._find_content("tool", lambda content: [USER, CALL, RESULT | {"content": content}])
-        self.call = self._written(CALL, TOOLS, ARGUMENTS["place"]) if self.form.shows_calls else None
+        self.call: Written | None = (
+            self._written(CALL, TOOLS, ARGUMENTS["place"]) if self.form.shows_calls else None
+        )
         answer = {"role": "assistant", "content": TEXT, "reasoning_content": THOUGHT}
-        self.thought = self._written(answer, None, THOUGHT)
+        self.thought: Written | None = self._written(answer, None, THOUGHT)
 
     def _prompt(
         self,

@@ -82,7 +82,8 @@ class Budget:
     """The steps left in one compilation or render."""
 
     def __init__(self, num_steps: int) -> None:
-        self.num_steps = self.num_left = num_steps
+        self.num_steps: int = num_steps
+        self.num_left: int = num_steps
         self.num_calls = 0  # nested calls in progress
 
 
@@ -255,7 +256,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     filters, functions: for templates, by name, in addition to Jinja's.
     """
 
-    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+    intercepted_binops: frozenset[str] = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(
         self, filters: Mapping[str, Callable[..., Any]], functions: Mapping[str, Any], **options: Any
@@ -351,7 +352,7 @@ def tick(context: Any, num_chars: int) -> bool:
     return True
 
 
-HOOKS = {"%tick": tick, "%read": read, "%made": made, "%members": members}
+HOOKS: dict[str, Callable[..., object]] = {"%tick": tick, "%read": read, "%made": made, "%members": members}
 """Filters whose names templates cannot write."""
 
 

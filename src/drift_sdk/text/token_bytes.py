@@ -47,7 +47,7 @@ class TokenBytes(dict[int, bytes]):
         self._has_byte_tokens = False
         self._replacements: list[tuple[str, str]] = []
         self.texts: dict[int, str] = {}
-        self.num_leading_spaces = 0
+        self.num_leading_spaces: int = 0
         self._read_decoder()
 
     def __missing__(self, token_id: int) -> bytes:

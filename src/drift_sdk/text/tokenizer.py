@@ -66,9 +66,9 @@ class Tokenizer:
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.chat_template = chat_template
-        self.eos_token_id = None if eos_token is None else raw.token_to_id(eos_token)
+        self.eos_token_id: int | None = None if eos_token is None else raw.token_to_id(eos_token)
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
-        self.special_token_ids = frozenset(
+        self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in raw.get_added_tokens_decoder().items() if token.special
         )
         self._prefix: list[int] = []

@@ -94,7 +94,7 @@ class StaticGrowth:
         self._rows: list[tuple[int, ...]] = [()]  # their `FrontierNode.rows`
         self._num_rows = 0
         self.frontier: list[FrontierNode] = []
-        self.num_candidates = self._most_candidates()
+        self.num_candidates: int = self._most_candidates()
 
     def expand(self, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
         before = list(zip(self._computed, self._rows, token_ids, strict=True))
@@ -149,7 +149,7 @@ class DynamicGrowth:
         self._rows: list[tuple[int, ...]] = [()]  # their `FrontierNode.rows`
         self._num_rows = 0
         self.frontier: list[FrontierNode] = []
-        self.num_candidates = self._top_k if self._num_levels else 0
+        self.num_candidates: int = self._top_k if self._num_levels else 0
 
     def expand(self, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> None:
         added: list[_Candidate] = []

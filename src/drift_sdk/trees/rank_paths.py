@@ -42,8 +42,8 @@ class RankedTree:
     def __init__(self, paths: RankPaths) -> None:
         ordered = sorted(paths, key=lambda path: (sum(path) + len(path), len(path), path))
         number = {(): 0} | {path: node for node, path in enumerate(ordered, 1)}
-        self.tree = TokenTree([-1, *(number[path[:-1]] for path in ordered)])
-        self.ranks = (0, *(path[-1] for path in ordered))
+        self.tree: TokenTree = TokenTree([-1, *(number[path[:-1]] for path in ordered)])
+        self.ranks: tuple[int, ...] = (0, *(path[-1] for path in ordered))
 
 
 @lru_cache(maxsize=64)

@@ -45,11 +45,11 @@ class TokenTree:
                 next_sibling[last_child[parent]] = node
             last_child[parent] = node
 
-        self.parents = tuple(parents)
-        self.depths = tuple(depths)
-        self.ancestor_bits = tuple(bits)
-        self.first_child = tuple(first_child)
-        self.next_sibling = tuple(next_sibling)
+        self.parents: tuple[int, ...] = tuple(parents)
+        self.depths: tuple[int, ...] = tuple(depths)
+        self.ancestor_bits: tuple[int, ...] = tuple(bits)
+        self.first_child: tuple[int, ...] = tuple(first_child)
+        self.next_sibling: tuple[int, ...] = tuple(next_sibling)
 
     @staticmethod
     @lru_cache(maxsize=64)

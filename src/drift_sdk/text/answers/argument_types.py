@@ -11,7 +11,7 @@ from drift_sdk.text.tools import Tool
 
 __all__ = ["argument_of", "types_of", "values_of"]
 
-JSON_TYPES = {
+JSON_TYPES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
     float: ("number",),
@@ -29,7 +29,7 @@ IMPLIED_TYPES = {
     "required": "object",
 }
 """Types of the values that a keyword is about."""
-WORDS = {"True": True, "False": False, "None": None}
+WORDS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 MAX_EXACT = 2.0**53
 """Up to here, a double that is a whole number is this number and no other."""
 

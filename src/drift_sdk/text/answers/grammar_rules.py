@@ -11,7 +11,7 @@ from drift_sdk.text.tokenizer import Tokenizer
 
 __all__ = ["Rules", "quoted"]
 
-COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+COMPACT: dict[str, bool | str] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 """White space as Python's json.dumps writes it, which is what templates show to models."""
 ANY_TEXT = r"/(?s:.*)/"
 

@@ -12,7 +12,14 @@ __all__ = ["MAX_DEPTH", "decode_json", "decode_keywords", "decode_literal"]
 MAX_DEPTH = 64
 """Most brackets around a value."""
 
-LITERALS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+LITERALS: dict[str, bool | None] = {
+    "True": True,
+    "False": False,
+    "None": None,
+    "true": True,
+    "false": False,
+    "null": None,
+}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
 ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL
@@ -93,6 +100,8 @@ class Tokens:
     def __init__(self, text: str) -> None:
         self._text = text
         self._position = 0
+        self.kind: str
+        self.token: str
         self._next()
 
     def _next(self) -> None:

@@ -48,8 +48,8 @@ class AnswerWriter:
     """
 
     def __init__(self) -> None:
-        self.text = SpacedText()
-        self.reasoning = SpacedText()
+        self.text: SpacedText = SpacedText()
+        self.reasoning: SpacedText = SpacedText()
         self.reasoning.cut()
         self.failure: Exception | None = None
         self._calls: list[ToolCall] = []
