@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, assert_never, assert_type
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, assert_never, assert_type
 
 import pydantic
 from msgspec import Struct
@@ -13,6 +13,7 @@ from msgspec import Struct
 from drift_sdk import (
     Completion,
     DriftError,
+    Engine,
     Job,
     JobDone,
     JobFailed,
@@ -26,6 +27,9 @@ from drift_sdk import (
     ToolSpec,
 )
 from drift_sdk.testing import ScriptedModel, scripted_engine
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 
 class City(Struct):
@@ -196,6 +200,16 @@ async def test_messages_and_tools_are_typed_or_any_mapping() -> None:
         assert (await engine.chat([{"role": "user", "content": "Who?", "further": 1}])).text == "Ada"
         assert await engine.count_tokens(history, tools=[tool]) > 0
         plain.append((await engine.chat(plain)).message())
+
+
+def accepts_what_openai_types(
+    engine: Engine,
+    messages: list[ChatCompletionMessageParam],
+    tools: list[ChatCompletionToolParam],
+    options: dict[str, Any],
+) -> tuple[TokenStream, Job]:
+    """For type checkers alone."""
+    return engine.chat(messages, tools=tools, **options), Job(key=1, messages=messages, tools=tools)
 
 
 def test_a_wrong_key_of_a_message_is_an_error_for_type_checkers() -> None:

@@ -72,7 +72,11 @@ class FunctionSpec(TypedDict, total=False):
 
 
 class ToolSpec(TypedDict):
-    """A tool that a model can call, as `Engine.chat` takes it: a dict. The function alone is accepted too."""
+    """A tool that a model can call, as `Engine.chat` takes it: a dict. The function alone is accepted too.
+
+    type:     "function".
+    function: a mapping with `name`, `description` and `parameters`, the JSON schema of the arguments.
+    """
 
     type: Literal["function"]
     function: FunctionSpec
