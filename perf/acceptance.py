@@ -21,8 +21,8 @@ from msgspec import UNSET, UnsetType
 from drift_sdk import Chain, EngineConfig, SamplingParams, Speculation
 from drift_sdk.cli.acceptance import Measured, measure, read_prompts, verdict
 from drift_sdk.errors import DriftError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from perf.harness.machine import default_device
 from perf.harness.numbers import at_least
@@ -89,7 +89,7 @@ def runs_of(
 
 def used_layers(given: argparse.Namespace) -> tuple[int, ...]:
     """The layers that the head reads. Raises ModelLoadError for a head that does not fit."""
-    target = DecoderConfig.from_hf(resolve(given.target, local_files_only=True).config)
+    target = read_spec(resolve(given.target, local_files_only=True).config)
     settings = resolve(given.draft, role="draft", local_files_only=True).config
     return DraftConfig.from_hf(settings, target, aux_layer_convention=given.aux_layer_convention).aux_layers
 

@@ -28,9 +28,9 @@ import torch
 from msgspec import structs, to_builtins
 
 from drift_sdk.errors import DriftError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from perf.harness.draft_stages import Reference, StageDifference, compare, compare_reference, own_reference
 from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run, write
@@ -144,7 +144,7 @@ def found_differences(options: argparse.Namespace) -> dict[str, tuple[int, list[
     if len(token_ids) < 2:
         raise ValueError(f"{len(token_ids)} tokens: expected 2 or more")
 
-    config = DecoderConfig.from_hf(source.config)
+    config = read_spec(source.config)
     dtype = getattr(torch, options.dtype)
     target = Decoder.load(config, source.tensors(), device=options.device, dtype=dtype)
     given = {"top_k": options.top_k, "aux_layer_convention": options.aux_layer_convention}

@@ -41,11 +41,12 @@ from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_scales import KVScales
 from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.speculation import DynamicTree, NGram
 from drift_sdk.steps import ExecutorLimits
 from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_draft
@@ -220,17 +221,17 @@ def kernels_of(
     settings: the model's config.json. has_kv_scales: whether the KV cache is of e4m3. num_steps: of the
     largest steps alone; None: of all.
     """
-    dtype, config = META_DTYPE, DecoderConfig.from_hf(settings)
+    dtype, spec = META_DTYPE, read_spec(settings)
     limits = ExecutorLimits(
-        max_num_seqs=64, max_model_len=4096, num_blocks=64, block_size=64, vocab_size=config.vocab_size
+        max_num_seqs=64, max_model_len=4096, num_blocks=64, block_size=64, vocab_size=spec.vocab_size
     )
     with target(capability):
         device = RecordingDevice(num_steps)
-        weights = meta_weights(config, dtype)
+        weights = meta_weights(spec, dtype)
         if has_kv_scales:
-            scales = torch.empty(config.num_layers, config.num_kv_heads, device="meta")
+            scales = torch.empty(spec.num_layers, spec.attention.num_kv_heads, device="meta")
             weights = replace(weights, kv_scales=KVScales(scales, scales))
-        decoder = Decoder(config, weights)
+        decoder = Decoder(spec, weights)
         factory: DrafterFactory = NO_DRAFTER
         if isinstance(drafts, NGram):
             factory = NGramDrafterFactory(drafts, (1, 3))
@@ -247,17 +248,18 @@ def unique(kernels: Iterable[KernelToCompile]) -> list[KernelToCompile]:
     return list({repr(kernel): kernel for kernel in kernels}.values())
 
 
-def exchange_kernels(config: DecoderConfig, capability: int, num_gpus: int) -> list[KernelToCompile]:
+def exchange_kernels(spec: ModelSpec, capability: int, num_gpus: int) -> list[KernelToCompile]:
     """Return the kernels with which so many GPUs of a compute capability, that divide a model between them,
     exchange anything."""
     limits = ExecutorLimits(
-        max_num_seqs=4, max_model_len=256, num_blocks=4, block_size=64, vocab_size=config.vocab_size
+        max_num_seqs=4, max_model_len=256, num_blocks=4, block_size=64, vocab_size=spec.vocab_size
     )
     with target(capability):
         devices, models = [RecordingDevice(None) for _ in range(num_gpus)], []
         for rank, device in enumerate(devices):
             shard = Shard(rank=rank, size=num_gpus)
-            decoder = Decoder(shard.config(config), meta_weights(shard.config(config), torch.bfloat16))
+            part = shard.spec(spec)
+            decoder = Decoder(part, meta_weights(part, torch.bfloat16))
             cut_head(decoder, shard)
             factory = NGramDrafterFactory(NGram(), (1,))
             models.append(
@@ -341,8 +343,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for capability in given.capability:
         for settings, kinds in configurations(given.model, is_covering=given.covering):
             if given.tensor_parallel is not None:
-                config = DecoderConfig.from_hf(settings)
-                kernels = exchange_kernels(config, capability, given.tensor_parallel)
+                spec = read_spec(settings)
+                kernels = exchange_kernels(spec, capability, given.tensor_parallel)
             else:
                 has_scales = given.kv_dtype is not None
                 num_steps = NUM_LARGEST if given.largest else None

@@ -69,7 +69,7 @@ async def measure_one(
 ) -> DecodeRun:
     """Measure one scenario: rate, lag of the event loop, CPU time."""
     run = await measure_rate(engine, model, scenario, options, bandwidth_tb_s)
-    prompts = scenario.prompts(model.config.vocab_size)
+    prompts = scenario.prompts(model.spec.vocab_size)
     await measure_host(engine, prompts, replace(options.params, max_tokens=options.lengths[1]), run)
     run.slow_paths = slow_paths(engine.stats())
     return run
@@ -79,7 +79,7 @@ async def measure_rate(
     engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
 ) -> DecodeRun:
     """Measure the rate of one scenario, and count slow paths."""
-    prompts = scenario.prompts(model.config.vocab_size)
+    prompts = scenario.prompts(model.spec.vocab_size)
     (short, long), params = options.lengths, options.params
     for num_tokens in (short, long, long):
         await generation_seconds(engine, prompts, num_tokens, params)

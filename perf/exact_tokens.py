@@ -256,7 +256,7 @@ def known_answers(model: Model, cases: Sequence[Case], answers: Sequence[tuple[i
     for (prompt, params), answer in zip(cases, answers, strict=True):
         assert params.seed is not None
         sequences[params.seed] = [*prompt, *answer]
-    return KnownAnswers(sequences, model.config.vocab_size)
+    return KnownAnswers(sequences, model.spec.vocab_size)
 
 
 async def together(engine: Engine, cases: Sequence[Case], cancelled: Sequence[Case]) -> list[tuple[int, ...]]:
@@ -370,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "kv_cache_tokens": 128 * max_model_len,
             },
         )
-        cases = make_cases(options.requests, model.config.vocab_size, options.longest_prompt, seed=1)
+        cases = make_cases(options.requests, model.spec.vocab_size, options.longest_prompt, seed=1)
         chosen = [mode for mode in modes if not options.modes or mode.name in options.modes]
         report = anyio.run(run, conditions, chosen, cases)
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

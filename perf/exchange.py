@@ -26,8 +26,8 @@ from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
 from drift_sdk.execution.device.device import Device, GpuDevice, Replay, ServingDevice
 from drift_sdk.execution.device.device_group import DeviceGroup, GroupReplay
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
+from drift_sdk.spec.model import ModelSpec
 from perf.harness.exchanged_steps import LAYERS, SUMS, Layers, PartWeights, Sums
 from perf.harness.numbers import at_least
 from perf.harness.record import Run
@@ -62,21 +62,19 @@ class ExchangeRun(Run, kw_only=True):
 class Measurement:
     """GPUs whose exchange is measured, and the weights of their parts."""
 
-    def __init__(
-        self, devices: Sequence[Device], config: DecoderConfig, table: TunedTable, most_rows: int
-    ) -> None:
-        """config: of the whole model."""
+    def __init__(self, devices: Sequence[Device], spec: ModelSpec, table: TunedTable, most_rows: int) -> None:
+        """spec: of the whole model."""
         self._table = table
-        self._devices, self._group, self._size = devices, DeviceGroup(devices), config.hidden_size
+        self._devices, self._group, self._size = devices, DeviceGroup(devices), spec.hidden_size
         shard = Shard(rank=0, size=len(devices))
-        inners = config.num_heads * config.head_dim // shard.size, config.intermediate_size // shard.size
-        slices = max(shard.column_slices(config.hidden_size, inner) for inner in inners)
-        sizes = ExchangeSizes(num_sums=SUMS, sum_size=slices * most_rows * config.hidden_size, logits_size=0)
+        inners = spec.attention.output_size // shard.size, spec.mlp_size // shard.size
+        slices = max(shard.column_slices(spec.hidden_size, inner) for inner in inners)
+        sizes = ExchangeSizes(num_sums=SUMS, sum_size=slices * most_rows * spec.hidden_size, logits_size=0)
         self._exchanges = open_exchanges(devices, sizes)
         self._weights = []
         for device, exchange in zip(devices, self._exchanges, strict=True):
             with device.work():
-                self._weights.append(PartWeights.random(exchange.shard.config(config), device.torch_device))
+                self._weights.append(PartWeights.random(exchange.shard.spec(spec), device.torch_device))
 
     def fields(self, num_rows: int) -> dict[str, Any]:
         """The fields of an ExchangeRun that are measured."""
@@ -157,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--rows", type=at_least(1), nargs="+", default=[1, 4, 16, 64, 256, 1024])
     given = made.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        config = prepare(given.model, Path(folder)).config
+        spec = prepare(given.model, Path(folder)).spec
     recording = Recording("exchange", given.device, given.out)
     devices = [GpuDevice(index) for index in range(given.tensor_parallel)]
     make = partial(
@@ -171,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_gpus=given.tensor_parallel,
     )
     table = table_for(gpu_key(torch.cuda.get_device_name(devices[0].torch_device)))
-    measurement = Measurement(devices, config, table, max(given.rows))
+    measurement = Measurement(devices, spec, table, max(given.rows))
     for num_rows in given.rows:
         recording.add(make(**measurement.fields(num_rows)))
     times = ("us", "local_us", "layer_us", "local_layer_us")

@@ -110,7 +110,7 @@ def open_executor(
 ) -> GraphExecutor:
     """A graph executor of the model with random weights. num_drafts: tokens that a round may draft; 0 without
     a draft."""
-    decoder = Decoder.random(model.config, device=device.torch_device, dtype=dtype)
+    decoder = Decoder.random(model.spec, device=device.torch_device, dtype=dtype)
     drafter_factory: DrafterFactory = NO_DRAFTER
     if num_drafts:
         draft = DraftDecoder.load_random(prepare_draft(model).path, decoder)
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_model_len=given.max_model_len,
             num_blocks=2 * -(-given.max_model_len // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
-            vocab_size=model.config.vocab_size,
+            vocab_size=model.spec.vocab_size,
         )
         index = torch.device(given.device).index or 0
         memory = NotesMemory(lambda: torch.cuda.mem_get_info(index)[0])

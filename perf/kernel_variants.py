@@ -25,8 +25,8 @@ from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, Eagl
 from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.steps import ExecutorLimits
 from perf.cross_compile import RecordingDevice, target
@@ -48,19 +48,19 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
     has_draft: whether it speculates with an EAGLE-3 draft.
     """
     settings = LLAMA | PUBLISHED[name] | {"num_hidden_layers": NUM_META_LAYERS}
-    engine, config = EngineConfig(), DecoderConfig.from_hf(settings)
+    engine, spec = EngineConfig(), read_spec(settings)
     with target(CAPABILITY), patch.object(attention_groups, "CPU_SCRATCH_BYTES", SCRATCH_BYTES):
         device = RecordingDevice(None)
-        decoder = Decoder(config, meta_weights(config, META_DTYPE))
+        decoder = Decoder(spec, meta_weights(spec, META_DTYPE))
         factory: DrafterFactory = NO_DRAFTER
         if has_draft:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), Chain().choices)
         limits = ExecutorLimits(
             max_num_seqs=engine.max_num_seqs,
-            max_model_len=config.max_position_embeddings,
+            max_model_len=spec.max_position_embeddings,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-            vocab_size=config.vocab_size,
+            vocab_size=spec.vocab_size,
         )
         options = GraphOptions(prefill_token_budget=prefill_token_budget(engine, "cuda"))
         GraphExecutor(device, decoder, limits, table_for(GPU), options, drafter_factory=factory).close()

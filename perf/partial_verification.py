@@ -114,7 +114,7 @@ class Measuring:
         config = self.config(max(self._given.num_draft_tokens), self._given.partial)
         async with Engine(self._model.path, config) as engine:
             for scenario in self._given.scenario:
-                prompts = self._options.prompts(scenario, self._model.config.vocab_size)
+                prompts = self._options.prompts(scenario, self._model.spec.vocab_size)
                 for number in self._given.num_draft_tokens:
                     found = [
                         await agreement_of(engine, prompt, number, self._given.agreement)
@@ -163,7 +163,7 @@ class Measuring:
         self, engine: RecordedEngine, scenario: Scenario, number: int, verification: str
     ) -> None:
         before = engine.stats()
-        rounds = await measure_rounds(engine, scenario, self._model.config.vocab_size, self._options)
+        rounds = await measure_rounds(engine, scenario, self._model.spec.vocab_size, self._options)
         after = engine.stats()
         rate = self._rates[scenario.name, number, verification] = rounds.tokens_per_s(scenario.batch)
         run = self._run(scenario, number, verification, rounds)

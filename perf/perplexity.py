@@ -70,7 +70,7 @@ async def measure(
     """Measure all forms. settings: of the engines, but for weights and lengths. folder: for a copy of the
     model with expanded numbers, from which those of "fp8" and "int4" are made."""
     tokens = resolve(model.path).tokenizer().encode(TEXT.read_text("utf-8"))
-    tokens = tokens[: model.config.max_position_embeddings - 1]
+    tokens = tokens[: model.spec.max_position_embeddings - 1]
     runs: list[PerplexityRun] = []
     first: list[float] = []
     settings = settings.replace(load=model.load, max_model_len=len(tokens) + 1, max_num_seqs=1)
@@ -79,7 +79,7 @@ async def measure(
     for form in forms:
         path = model.path
         weights: WeightForm = "expanded" if form in KV_FORMS else form  # type: ignore[assignment]  # a form of weights
-        if form in QUANTISERS and model.config.quantisation is not None:
+        if form in QUANTISERS and model.spec.quantisation is not None:
             path = expanded_copy(model, folder)
         config = settings.replace(weights=weights, kv_dtype=KV_FORMS.get(form))
         found, executor, gpu_memory_mib = await evaluate(path, config, tokens)
@@ -100,7 +100,7 @@ async def measure(
                 perplexity=math.exp(-sum(found) / len(found)),
                 max_difference=max(differences),
                 mean_difference=sum(differences) / len(differences),
-                weight_bytes=weight_bytes(model.config, getattr(torch, dtype), weights, tensors),
+                weight_bytes=weight_bytes(model.spec, getattr(torch, dtype), weights, tensors),
                 gpu_memory_mib=gpu_memory_mib,
             )
         )

@@ -82,7 +82,7 @@ async def measure(
         for num_tokens in lengths:
             times = [
                 await first_token_seconds(
-                    engine, random_tokens(model.config.vocab_size, num_tokens, next(seeds))
+                    engine, random_tokens(model.spec.vocab_size, num_tokens, next(seeds))
                 )
                 for _ in range(NUM_WARM_UPS + options.repeats)
             ][NUM_WARM_UPS:]

@@ -26,8 +26,8 @@ from msgspec import Struct
 from rich.console import Console
 
 from drift_sdk.errors import ConfigError, DriftError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from perf.gating.history import Place
 from perf.harness import machine
 from perf.harness.commands import Command, RunCommand, run_command
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) 
         return finish(given.out, Summary(place=place, head=None, checks={FILES: files}, left_out={}))
 
     files.seconds = time.perf_counter() - started_at
-    max_model_len = DecoderConfig.from_hf(target.config).max_position_embeddings
+    max_model_len = read_spec(target.config).max_position_embeddings
     checks, left_out = checks_of(given, target.path, draft.path, max_model_len)
     try:
         state = State.load(results, place, identity(head, checks))

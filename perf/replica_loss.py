@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = None if given.model == SCRIPTED else prepare(given.model, Path(folder) / given.model)
         engines = [engine_of(model, device, config) for device in given.devices]
-        vocab_size = 128 if model is None else model.config.vocab_size
+        vocab_size = 128 if model is None else model.spec.vocab_size
         requests = requests_of(given.streams, given.tokens, vocab_size)
         runs = asyncio.run(measure(engines, requests, given.tokens, given.model))
 

@@ -29,8 +29,8 @@ from drift_sdk._kernels.gemm.tuning import gemm_key, table_for
 from drift_sdk.config import PREFILL_TOKEN_BUDGETS, EngineConfig
 from drift_sdk.driver.driver import LAUNCH_DEPTH
 from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -131,8 +131,8 @@ class Figures:
 
 def model_buckets() -> GraphBuckets:
     """The sizes of steps of a default engine."""
-    config = DecoderConfig.from_hf(LLAMA | PUBLISHED[MODEL] | {"num_hidden_layers": 1})
-    decoder = Decoder(config, meta_weights(config, torch.bfloat16))
+    spec = read_spec(LLAMA | PUBLISHED[MODEL] | {"num_hidden_layers": 1})
+    decoder = Decoder(spec, meta_weights(spec, torch.bfloat16))
     return GraphBuckets.of(decoder, LIMITS, PREFILL_TOKEN_BUDGETS["cuda"], is_exact=False)
 
 

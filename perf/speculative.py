@@ -111,7 +111,7 @@ async def measure(
             engine = drafting.engine(model, config)
         async with engine:
             for scenario in scenarios:
-                rounds = await measure_rounds(engine, scenario, model.config.vocab_size, options)
+                rounds = await measure_rounds(engine, scenario, model.spec.vocab_size, options)
                 num_drafts = 0 if drafting is None else drafting.num_draft_tokens
                 num_experts = await measured_experts(engine, model, scenario, options, num_drafts)
                 run = run_of(
@@ -150,7 +150,7 @@ def run_of(
     context = scenario.mean_context(options.lengths)
     num_bytes = model.decode_bytes(scenario.batch, context, options.itemsize, num_experts)
     num_bytes /= options.tensor_parallel  # each GPU has the whole draft
-    fields: dict[str, Any] = {"num_experts": num_experts} if model.config.experts is not None else {}
+    fields: dict[str, Any] = {"num_experts": num_experts} if model.spec.experts is not None else {}
     if options.compares_gpus:
         fields["num_gpus"] = options.tensor_parallel
     if drafting is not None:

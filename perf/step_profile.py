@@ -110,11 +110,11 @@ def roles_of(step: Sequence[Kernel], model: Model) -> list[str]:
     if any(kernel.name == ROUTE for kernel in step):
         named.pop("router", None)
     by_layer = [name for role, name in named.items() if not weights[role].is_gated]
-    dense = iter((*by_layer * model.config.num_layers, head))
+    dense = iter((*by_layer * model.spec.num_layers, head))
     products = {
         MULTIPLY: dense,
         FEW_ROWS: dense,
-        GATED: iter([named.get("gate_up", "")] * model.config.num_layers),
+        GATED: iter([named.get("gate_up", "")] * model.spec.num_layers),
         EXPERT_PRODUCT: iter(list(EXPERT_SHARES) * model.num_expert_layers),
     }
     return [
@@ -137,9 +137,9 @@ def role_bytes(role: str, name: str, model: Model, batch: int, context: float, i
         return EXPERT_SHARES[role] * model.spread_experts(batch) * model.expert_bytes(itemsize)
 
     if name == ATTEND:
-        return batch * model.kv_bytes(context, itemsize) / model.config.num_layers
+        return batch * model.kv_bytes(context, itemsize) / model.spec.num_layers
 
-    return float(LOGIT_BYTES * batch * model.config.vocab_size) if name == SAMPLE else None
+    return float(LOGIT_BYTES * batch * model.spec.vocab_size) if name == SAMPLE else None
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:

@@ -134,7 +134,7 @@ class Bench:
     async def run(self, load: Load | Leg) -> StressRun:
         """Serve a load, or random requests for a while."""
         engine, drafting, stress = self._engine, self._drafting, self._stress
-        num_draft_tokens, vocab_size = drafting.num_draft_tokens, self._model.config.vocab_size
+        num_draft_tokens, vocab_size = drafting.num_draft_tokens, self._model.spec.vocab_size
         self._checks.begin()
         before, started_at = engine.stats(), time.perf_counter()
         if isinstance(load, Leg):

@@ -29,8 +29,8 @@ from msgspec import UNSET, UnsetType
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from drift_sdk.loading.source import resolve
-from drift_sdk.models import experts
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.channels import experts
 from drift_sdk.models.decoder import Decoder
 from perf.harness.byte_tokenizer import NUM_SPECIAL
 from perf.harness.checkpoint import write_checkpoint
@@ -82,7 +82,7 @@ class Reference:
 
     def __init__(self, folder: Path, model: Model, device: str) -> None:
         source = resolve(folder)
-        self._decoder = Decoder.load(model.config, source.tensors(), device=device, dtype=torch.float32)
+        self._decoder = Decoder.load(model.spec, source.tensors(), device=device, dtype=torch.float32)
         self._leads: list[torch.Tensor] = []
 
     def rows(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_checkpoint(model, given.device, HEAD_GAIN)
         free_memory()
         numbers = random.Random(0)
-        ids = range(NUM_SPECIAL, model.config.vocab_size)
+        ids = range(NUM_SPECIAL, model.spec.vocab_size)
         prompts = [numbers.choices(ids, k=NUM_PROMPT_TOKENS) for _ in range(given.prompts)]
         length = NUM_PROMPT_TOKENS + given.tokens
         dtype = dtype_name(given.dtype, given.device)

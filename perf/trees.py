@@ -155,7 +155,7 @@ def measure(
     model: Model, nodes: Sequence[int], batches: Sequence[int], context: int, device: str
 ) -> Iterator[TreeRun]:
     """Runs of all kinds, each on an executor of its own."""
-    target = Decoder.random(model.config, device=device, dtype=torch.bfloat16)
+    target = Decoder.random(model.spec, device=device, dtype=torch.bfloat16)
     draft = DraftDecoder.load_random(prepare_draft(model).path, target)
     comparison = Comparison()
     for kind in kinds_of(draft, nodes):
@@ -225,7 +225,7 @@ def open_executor(
         max_model_len=length,
         num_blocks=max_num_seqs * (length // BLOCK_SIZE + 1),
         block_size=BLOCK_SIZE,
-        vocab_size=target.config.vocab_size,
+        vocab_size=target.spec.vocab_size,
     )
     table = table_for(gpu_key(torch.cuda.get_device_name(device)))
     options = GraphOptions(prefill_token_budget=BUDGET, acceptance=acceptance_of(TRACE))

@@ -62,10 +62,10 @@ class TilesRun(KernelRun, kw_only=True):
 def candidates(model: Model, num_rows: int) -> Iterator[Tiles | None]:
     """Yield None, for the engine's own tiles, then others: of MXFP4 experts for the program of CUDA C++, of
     others for Triton's kernels, where they fit shared memory."""
-    experts = model.config.experts
+    experts = model.spec.experts
     assert experts is not None
     yield None
-    if experts.is_quantised:
+    if model.has_mxfp4_experts:
         yield from itertools.starmap(CudaTiles, MANY_TILES if num_rows >= MANY_ROWS else FEW_TILES)
         if gpu_limits().capability == CAPABILITY:
             yield from itertools.starmap(RingTiles, RINGS)
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder))
-    if model.config.experts is None:
+    if model.spec.experts is None:
         made.error(f"--model {given.model}: expected a model with experts")
 
     tried = {num_rows: list(candidates(model, num_rows)) for num_rows in given.rows}

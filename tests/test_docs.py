@@ -20,9 +20,8 @@ from model_zoo import make_model
 import drift_sdk
 from drift_sdk import Engine, EngineConfig, EnginePool, prometheus
 from drift_sdk.cli.command_line import main as drift_sdk_main
-from drift_sdk.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
+from drift_sdk.families import families, read_spec
 from drift_sdk.loading.source import Source, found_at
-from drift_sdk.models.decoder_config import ARCHITECTURES, DecoderConfig
 from drift_sdk.testing import scripted_engine
 
 ROOT = Path(__file__).parent.parent
@@ -142,9 +141,11 @@ def _run_snippet_of_scaling(subject: str, **names: object) -> dict[str, object]:
 
 def test_the_page_of_models_lists_the_architectures() -> None:
     text = (ROOT / "docs/models.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(ARCHITECTURES.values())
+    listed = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(family.architectures[0] for family in families())
     (line,) = [line for line in text.splitlines() if line.startswith("GGUF files of these architectures")]
-    assert re.findall(r"`([\w-]+)`", line) == list(GGUF_ARCHITECTURES)
+    names = {architecture.name for family in families() for architecture in family.gguf}
+    assert sorted(re.findall(r"`([\w-]+)`", line)) == sorted(names)
 
 
 def test_names_of_the_migration_page_exist() -> None:
@@ -188,11 +189,12 @@ REJECTED: dict[str, dict[str, Any]] = {
 def test_the_page_of_models_quotes_messages() -> None:
     quoted = re.findall(r"\| `(config: .*?)(?:, \.\.\.)?` \|", (ROOT / "docs/models.md").read_text())
     assert len(quoted) == len(REJECTED)
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 1}
     llama = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **sizes}
     for message, settings in zip(quoted, REJECTED.values(), strict=True):
         with pytest.raises(drift_sdk.ModelLoadError) as error:
-            DecoderConfig.from_hf(llama | settings)
+            read_spec(llama | settings)
         assert str(error.value).startswith(message)
 
 

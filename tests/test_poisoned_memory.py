@@ -7,6 +7,7 @@ import torch
 from poisoned_memory import DTYPES, MIN_BYTES, can_map, map_nan
 
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.spec.model import KVShape
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str))
@@ -22,9 +23,9 @@ def test_all_numbers_are_nan_and_of_this_tensor_alone(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("num_slots", [16, 2**16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kv_cache_of_any_size_begins_as_nan(num_slots: int, dtype: torch.dtype) -> None:
-    cache = KVCache((2, num_slots // 16, 16, 2, 8), dtype, "cpu")
-    assert can_map(cache.keys) == (num_slots > 16)
-    for tensor in (cache.keys, cache.values):
+    keys, values = KVCache([KVShape(2, 8, 8)] * 2, num_slots // 16, 16, dtype, "cpu").tensors
+    assert can_map(keys) == (num_slots > 16)
+    for tensor in (keys, values):
         assert tensor.isnan().all()
-    cache.keys.zero_()
-    assert cache.values.isnan().all()
+    keys.zero_()
+    assert values.isnan().all()

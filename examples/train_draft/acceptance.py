@@ -63,7 +63,7 @@ def evaluate(head: DraftHead, target: Target, answers: Sequence[Answer], batch_s
     longest = sorted(answers, key=lambda answer: -len(answer.token_ids) - len(answer.prompt_ids))
     for first in range(0, len(longest), batch_size):
         conversations = [
-            Conversation.of(answer, target.config.max_position_embeddings)
+            Conversation.of(answer, target.spec.max_position_embeddings)
             for answer in longest[first : first + batch_size]
         ]
         batch = Batch(conversations, target.device)

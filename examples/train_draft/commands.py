@@ -20,7 +20,7 @@ from drift_sdk.models.draft_config import DraftConfig
 
 from .answers import AnswerError, AnswerFolder, Limits, generate
 from .batches import draft_vocabulary
-from .head import DraftHead, feature_sizes, head_settings
+from .head import DraftHead, feature_sizes, head_settings, mlp_width
 from .measuring import measure, measure_shapes, speculation_of
 from .target import load_chat_format, load_target
 from .training import Training, TrainingSettings
@@ -192,7 +192,7 @@ def run_train(options: argparse.Namespace) -> None:
     if not answers or not evaluation:
         raise AnswerError(f"{options.answers or options.work}: holds no answers: run generate first")
 
-    vocab_size = target.config.vocab_size
+    vocab_size = target.spec.vocab_size
     for each in (*answers, *evaluation):
         ids = each.prompt_ids + each.token_ids
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -200,9 +200,9 @@ def run_train(options: argparse.Namespace) -> None:
             raise AnswerError(f"{options.answers or options.work}: {reason}")
 
     vocabulary, share = draft_vocabulary(answers, options.vocabulary)
-    intermediate_size = options.intermediate or target.config.intermediate_size
-    settings = head_settings(target.config, options.vocabulary, intermediate_size)
-    aux_layers = DraftConfig.from_hf(settings, target.config).aux_layers
+    intermediate_size = options.intermediate or mlp_width(target.spec)
+    settings = head_settings(target.spec, options.vocabulary, intermediate_size)
+    aux_layers = DraftConfig.from_hf(settings, target.spec).aux_layers
     sizes = feature_sizes(
         target, aux_layers, [each.prompt_ids + each.token_ids for each in answers[:NUM_SIZED]]
     )

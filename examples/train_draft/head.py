@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from safetensors.torch import save
 
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
-from drift_sdk.models.decoder import rms_norm
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes
+from drift_sdk.models.norms import rms_norm
 from drift_sdk.models.rope import rotary_tables, rotate
+from drift_sdk.spec.model import Channel, Experts, ModelSpec
 
 from .target import Target
 
-__all__ = ["DraftHead", "HeadPass", "feature_sizes", "head_settings"]
+__all__ = ["DraftHead", "HeadPass", "feature_sizes", "head_settings", "mlp_width"]
 
 FEATURES, FINAL_NORM, HEAD = "fc.weight", "norm.weight", "lm_head.weight"
 SMALL_OUTPUTS = ("o_proj", "down_proj")
@@ -29,7 +29,7 @@ MIN_FEATURE_SIZE = 1e-3
 """Factor of the first weights of outputs that are added to the residual stream."""
 
 
-def head_settings(target: DecoderConfig, draft_vocab_size: int, intermediate_size: int) -> dict[str, Any]:
+def head_settings(target: ModelSpec, draft_vocab_size: int, intermediate_size: int) -> dict[str, Any]:
     """The config.json of a head of one layer, with the heads of the target's attention."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -37,18 +37,31 @@ def head_settings(target: DecoderConfig, draft_vocab_size: int, intermediate_siz
         "hidden_size": target.hidden_size,
         "intermediate_size": intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
+        "num_attention_heads": target.attention.num_heads,
+        "num_key_value_heads": target.attention.num_kv_heads,
+        "head_dim": target.attention.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": target.max_position_embeddings,
-        "rms_norm_eps": target.rms_norm_eps,
+        "rms_norm_eps": target.final_norm.eps,
         "rope_theta": target.ropes[0].theta if target.ropes else 10_000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "vocab_size": target.vocab_size,
         "draft_vocab_size": draft_vocab_size,
     }
+
+
+def mlp_width(target: ModelSpec) -> int:
+    """The width of the target's widest MLP, that of experts being the sum of those that compute a row."""
+    return max(_width(layer.channel) for layer in target.layers)
+
+
+def _width(channel: Channel) -> int:
+    if not isinstance(channel, Experts):
+        return channel.intermediate_size
+
+    shared = 0 if channel.shared is None else channel.shared.intermediate_size
+    return channel.num_active * channel.intermediate_size + shared
 
 
 class DraftHead:
@@ -71,7 +84,7 @@ class DraftHead:
         weights: dict[str, torch.Tensor],
     ) -> None:
         self.settings = settings
-        self.config = DraftConfig.from_hf(settings, target.config)
+        self.config = DraftConfig.from_hf(settings, target.spec)
         self.feature_rms = feature_rms.to(target.device, torch.float32)
         self.propose(target, target_ids)
         self.weights = {
@@ -81,7 +94,7 @@ class DraftHead:
     def propose(self, target: Target, target_ids: torch.Tensor) -> None:
         """Set the tokens that it can propose."""
         self.target_ids = target_ids.to(target.device)
-        self.is_proposable = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=target.device)
+        self.is_proposable = torch.zeros(target.spec.vocab_size, dtype=torch.bool, device=target.device)
         self.is_proposable[self.target_ids] = True
         self.target_rows = target.head_rows(self.target_ids)
 
@@ -98,7 +111,7 @@ class DraftHead:
     ) -> DraftHead:
         """A head to train from the beginning. At first it takes the target's last feature, and has the
         target's output projection, which is trained with `has_head`."""
-        config = DraftConfig.from_hf(settings, target.config)
+        config = DraftConfig.from_hf(settings, target.spec)
         generator = torch.Generator().manual_seed(seed)
         weights = {}
         for name, shape in required_shapes(config).items():
@@ -113,7 +126,7 @@ class DraftHead:
             weights[FEATURES] *= SMALL_GAIN
             last = feature_rms[-config.hidden_size :].cpu()
             weights[FEATURES][:, -config.hidden_size :] += torch.diag(last / last.square().mean().sqrt())
-            offset = 1.0 if target.config.has_offset_norms else 0.0
+            offset = 1.0 if target.spec.final_norm.kind == "offset" else 0.0
             weights[FINAL_NORM] = target.decoder.weights.final_norm + offset
         if has_head:
             weights[HEAD] = target.head_rows(target_ids.to(target.device))
@@ -124,7 +137,7 @@ class DraftHead:
         """A head that `save` wrote, to be trained further."""
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = DraftTensors(folder)
-        names = required_shapes(DraftConfig.from_hf(settings, target.config)).keys() | {HEAD}
+        names = required_shapes(DraftConfig.from_hf(settings, target.spec)).keys() | {HEAD}
         weights = {stored_name(name): tensors.get(name) for name in names & set(tensors.names())}
         weights[FEATURES] = weights[FEATURES].float() * feature_rms.cpu()
         ids = read_target_ids(tensors, settings["vocab_size"], settings["draft_vocab_size"])
@@ -183,7 +196,9 @@ class HeadPass:
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         device = head.target_ids.device
-        self._frequencies = head.config.rope.frequencies().to(device)
+        rope = head.config.attention.rope
+        assert rope is not None
+        self._frequencies, self._magnitude = rope.frequencies().to(device), rope.magnitude
         self._is_hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
@@ -216,17 +231,17 @@ class HeadPass:
 
     def _attend(self, inputs: torch.Tensor) -> torch.Tensor:
         """Attention [batch, length, num_heads * head_dim] of the rows of a new step."""
-        config, index = self._config, len(self._keys)
+        spec, index = self._config.attention, len(self._keys)
         positions = torch.arange(index, index + self._length, device=inputs.device)
-        rotary = rotary_tables(positions, self._frequencies, inputs.dtype, config.rope.magnitude)
+        rotary = rotary_tables(positions, self._frequencies, inputs.dtype, self._magnitude)
         query, key, value = (
-            self._project(inputs, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, config.head_dim))
+            self._project(inputs, f"midlayer.self_attn.{name}_proj").unflatten(-1, (-1, spec.head_dim))
             for name in "qkv"
         )
         # The scale of scores is cheapest to apply to queries, and does not round if it is a power of 2.
-        query, key = rotate(query, *rotary) * config.head_dim**-0.5, rotate(key, *rotary)
+        query, key = rotate(query, *rotary) * spec.head_dim**-0.5, rotate(key, *rotary)
         # [batch, kv heads, queries of a kv head, length, head_dim]
-        query = query.transpose(1, 2).unflatten(1, (config.num_kv_heads, -1))
+        query = query.transpose(1, 2).unflatten(1, (spec.num_kv_heads, -1))
         self._keys.append(key.transpose(1, 2)[:, :, None])
         self._values.append(value.transpose(1, 2)[:, :, None])
         scores = (query @ self._keys[0].transpose(-1, -2)).masked_fill_(self._is_hidden, float("-inf"))

@@ -55,7 +55,7 @@ class Target:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.config = decoder.config
+        self.spec = decoder.spec
 
     @property
     def device(self) -> torch.device:
@@ -82,14 +82,16 @@ class Target:
         rows = cast(AttentionBatch, WholeSequences(num_sequences, length, token_ids.device))
         hidden, aux = self.decoder.forward(token_ids.reshape(-1), rows, cast(KVCache, None), aux_layers)
         with torch.inference_mode():
-            final = self.decoder.normalise(hidden, self.decoder.weights.final_norm)
+            final = self.decoder.final_normed(hidden)
             features = torch.cat(aux, dim=-1)
         # Copies, because tensors made in inference mode cannot take part in training.
         return features.clone().view(*token_ids.shape, -1), final.clone().view(*token_ids.shape, -1)
 
     def logits(self, final: torch.Tensor, head_rows: torch.Tensor) -> torch.Tensor:
         """Logits [..., N] for hidden states [..., hidden] that `run` returned and rows of the projection."""
-        return linear(final, head_rows).float() / self.config.logits_divisor
+        logits = linear(final, head_rows).float() / self.spec.logits_divisor
+        cap = self.spec.logits_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class WholeSequences:
@@ -114,8 +116,8 @@ class WholeSequences:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention [N, num_heads * head_dim] of rows, as of AttentionBatch; nothing is kept."""
-        head_dim = query.shape[-1]
+        """Attention [N, num_heads * value_dim] of rows, as of AttentionBatch; nothing is kept."""
+        head_dim, value_dim = query.shape[-1], value.shape[-1]
         query, key, value = (x.unflatten(0, self._shape).transpose(1, 2) for x in (query, key, value))
         is_causal = window is None and sinks is None
         if sinks is not None:
@@ -130,7 +132,7 @@ class WholeSequences:
             scale=scale,
             enable_gqa=True,
         )
-        return output[..., :head_dim].transpose(1, 2).flatten(0, 1).flatten(1)
+        return output[..., :value_dim].transpose(1, 2).flatten(0, 1).flatten(1)
 
     def _mask(self, window: int | None, has_sinks: bool) -> torch.Tensor:
         """The keys that each row of a sequence sees, [length, length] bool, with a last column for sinks."""
@@ -145,21 +147,21 @@ class WholeSequences:
 def load_chat_format(model: str | Path) -> ChatFormat:
     """The form of a model's conversations. Raises ModelLoadError for a model without a chat template."""
     source = resolve(model)
-    config = read_config(source, EngineConfig())
-    text = load_text(source, EngineConfig(), config.vocab_size, ignore_progress)
+    spec = read_config(source, EngineConfig())
+    text = load_text(source, EngineConfig(), spec.vocab_size, ignore_progress)
     if text.chat_template is None:
         raise ModelLoadError(f"{source.path}: has no chat template: expected a model for conversations")
 
     return ChatFormat(
         tokenizer=text.tokenizer,
         template=text.chat_template,
-        max_model_len=config.max_position_embeddings,
+        max_model_len=spec.max_position_embeddings,
     )
 
 
 def load_target(model: str | Path, device: torch.device) -> Target:
     """A model on a device: in bfloat16 on a GPU, which engines use there, else in float32."""
     source = resolve(model)
-    config = read_config(source, EngineConfig())
+    spec = read_config(source, EngineConfig())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Target(Decoder.load(config, source.tensors(), device=device, dtype=dtype))
+    return Target(Decoder.load(spec, source.tensors(), device=device, dtype=dtype))

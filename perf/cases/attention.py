@@ -20,8 +20,8 @@ from drift_sdk._kernels.attention.prefill_attention import prefill_attention, pr
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.attention.shared_prefixes import MAX_COMPANIONS, BlockTable
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.quantised.e4m3 import E4M3
+from drift_sdk.spec.model import Attention
 from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import ITEMSIZE
 from perf.harness.shapes import Model
@@ -55,19 +55,19 @@ def attention_cases(
         for context in CONTEXTS:
             for batch in BATCHES:
                 for rows in ROWS_PER_SEQUENCE:
-                    yield decode_case(model.config, (context,) * batch, rows, device, dtype)
+                    yield decode_case(model.spec.attention, (context,) * batch, rows, device, dtype)
         for repeats in (1, 8):
-            yield decode_case(model.config, UNEVEN_CONTEXTS * repeats, 1, device, dtype)
+            yield decode_case(model.spec.attention, UNEVEN_CONTEXTS * repeats, 1, device, dtype)
         for shared in (0, SHARED_KEYS):
             contexts = (SHARING_CONTEXT,) * SHARING_BATCH
-            yield decode_case(model.config, contexts, 1, device, dtype, shared)
+            yield decode_case(model.spec.attention, contexts, 1, device, dtype, shared)
         for num_before, num_rows in CHUNKS:
-            yield chunk_case(model.config, num_before, num_rows, device, dtype)
-        yield prefill_case(model.config, PROMPT, device, dtype)
+            yield chunk_case(model.spec.attention, num_before, num_rows, device, dtype)
+        yield prefill_case(model.spec.attention, PROMPT, device, dtype)
 
 
 def decode_case(
-    config: DecoderConfig,
+    spec: Attention,
     contexts: Sequence[int],
     rows: int,
     device: str,
@@ -81,8 +81,8 @@ def decode_case(
     """
     batch, least, most = len(contexts), min(contexts), max(contexts)
     num_keys = sum(contexts) - (batch - -(-batch // MAX_COMPANIONS.value)) * num_shared
-    kv_bytes = num_keys * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-    row_size = config.num_heads * config.head_dim
+    kv_bytes = num_keys * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    row_size = spec.num_heads * spec.head_dim
     lengths = f"{most}" if least == most else f"{least} to {most}"
     return Case(
         kernel=f"attention{KV_NAMES[dtype]}",
@@ -90,21 +90,19 @@ def decode_case(
         num_rows=batch * rows,
         num_bytes=kv_bytes + 2 * batch * rows * row_size * ITEMSIZE,
         num_flops=4 * rows * sum(contexts) * row_size,
-        prepare=partial(prepare_decode, config, contexts, rows, device, dtype, num_shared),
+        prepare=partial(prepare_decode, spec, contexts, rows, device, dtype, num_shared),
     )
 
 
-def prefill_case(
-    config: DecoderConfig, num_tokens: int, device: str, dtype: torch.dtype = torch.bfloat16
-) -> Case:
+def prefill_case(spec: Attention, num_tokens: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
     """Return the case of a whole prompt."""
     kernel, shape = f"prefill attention{KV_NAMES[dtype]}", f"{num_tokens} tokens"
-    prepare = partial(prepare_prefill, config, num_tokens, device, dtype)
-    return rows_case(kernel, shape, config, 0, num_tokens, dtype, prepare)
+    prepare = partial(prepare_prefill, spec, num_tokens, device, dtype)
+    return rows_case(kernel, shape, spec, 0, num_tokens, dtype, prepare)
 
 
 def chunk_case(
-    config: DecoderConfig,
+    spec: Attention,
     num_before: int,
     num_rows: int,
     device: str,
@@ -112,14 +110,14 @@ def chunk_case(
 ) -> Case:
     """Return the case of a chunk of `num_rows` tokens behind `num_before` others, summed as decoding does."""
     kernel, shape = f"exact prefill attention{KV_NAMES[dtype]}", f"{num_rows} tokens behind {num_before}"
-    prepare = partial(prepare_chunk, config, num_before, num_rows, device, dtype)
-    return rows_case(kernel, shape, config, num_before, num_rows, dtype, prepare)
+    prepare = partial(prepare_chunk, spec, num_before, num_rows, device, dtype)
+    return rows_case(kernel, shape, spec, num_before, num_rows, dtype, prepare)
 
 
 def rows_case(
     kernel: str,
     shape: str,
-    config: DecoderConfig,
+    spec: Attention,
     num_before: int,
     num_rows: int,
     dtype: torch.dtype,
@@ -127,8 +125,8 @@ def rows_case(
 ) -> Case:
     """Return the case of a prompt's tokens behind `num_before` others. A token sees half of them on average,
     and all others."""
-    row_size, num_keys = config.num_heads * config.head_dim, num_before + num_rows
-    kv_bytes = num_keys * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    row_size, num_keys = spec.num_heads * spec.head_dim, num_before + num_rows
+    kv_bytes = num_keys * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     return Case(
         kernel=kernel,
         shape=shape,
@@ -140,7 +138,7 @@ def rows_case(
 
 
 def prepare_decode(
-    config: DecoderConfig,
+    spec: Attention,
     contexts: Sequence[int],
     rows: int,
     device: str,
@@ -149,7 +147,7 @@ def prepare_decode(
 ) -> Prepared:
     """Make the inputs of `decode_case`: random queries, keys and values, and the attention plan."""
     batch, most = len(contexts), max(contexts)
-    caches, block_table = cache_of(config, most, batch, device, dtype)
+    caches, block_table = cache_of(spec, most, batch, device, dtype)
     first = torch.arange(batch, device=device) // MAX_COMPANIONS.value * MAX_COMPANIONS.value
     num_blocks = num_shared // BLOCK_SIZE
     block_table[:, :num_blocks] = block_table[first, :num_blocks]
@@ -157,16 +155,15 @@ def prepare_decode(
     ends = torch.tensor(contexts, dtype=torch.int32, device=device)
     position = (ends[:, None] + torch.arange(-rows, 0, dtype=torch.int32, device=device)).flatten()
     plan = AttentionPlan(batch, most, Partitions(), torch.device(device))
-    group = config.num_heads // config.num_kv_heads
     scratch = AttentionScratch.allocate(
-        plan, num_kv_heads=config.num_kv_heads, num_rows=rows, group=group, head_dim=config.head_dim
+        plan, num_kv_heads=spec.num_kv_heads, num_rows=rows, group=spec.group, head_dim=spec.head_dim
     )
     planned = PlannedRows(slot, position, rows)
-    plan_attention(planned, plan, BlockTable(block_table, BLOCK_SIZE), group)
-    query = torch.randn(batch * rows, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
+    plan_attention(planned, plan, BlockTable(block_table, BLOCK_SIZE), spec.group)
+    query = torch.randn(batch * rows, spec.num_heads, spec.head_dim, device=device).to(torch.bfloat16)
     out = torch.empty_like(query)
     layers = [LayerAttention(query=query, out=out, kv=kv, block_table=block_table) for kv in caches]
-    options = attention_config(config.head_dim, dtype, plan.partitions.tile)
+    options = attention_config(spec.head_dim, dtype, plan.partitions.tile)
 
     def step() -> None:
         for layer in layers:
@@ -175,10 +172,10 @@ def prepare_decode(
     return Prepared(step, len(caches), (out,))
 
 
-def prepare_prefill(config: DecoderConfig, num_tokens: int, device: str, dtype: torch.dtype) -> Prepared:
+def prepare_prefill(spec: Attention, num_tokens: int, device: str, dtype: torch.dtype) -> Prepared:
     """Make the inputs of `prefill_case`: random queries, keys and values, and the table of tiles."""
-    attention = prefill_attention_config(config.head_dim, torch.bfloat16)
-    layers, tiles = chunk_of(config, 0, num_tokens, attention.tile_rows, device, dtype)
+    attention = prefill_attention_config(spec.head_dim, torch.bfloat16)
+    layers, tiles = chunk_of(spec, 0, num_tokens, attention.tile_rows, device, dtype)
 
     def step() -> None:
         for layer in layers:
@@ -188,11 +185,11 @@ def prepare_prefill(config: DecoderConfig, num_tokens: int, device: str, dtype: 
 
 
 def prepare_chunk(
-    config: DecoderConfig, num_before: int, num_rows: int, device: str, dtype: torch.dtype
+    spec: Attention, num_before: int, num_rows: int, device: str, dtype: torch.dtype
 ) -> Prepared:
     """Make the inputs of `chunk_case`, as those of `prefill_case`."""
-    attention = exact_prefill_config(config.head_dim, torch.bfloat16, num_rows)
-    layers, tiles = chunk_of(config, num_before, num_rows, attention.tile_rows, device, dtype)
+    attention = exact_prefill_config(spec.head_dim, torch.bfloat16, num_rows)
+    layers, tiles = chunk_of(spec, num_before, num_rows, attention.tile_rows, device, dtype)
 
     def step() -> None:
         for layer in layers:
@@ -202,7 +199,7 @@ def prepare_chunk(
 
 
 def chunk_of(
-    config: DecoderConfig,
+    spec: Attention,
     num_before: int,
     num_rows: int,
     tile_rows: int,
@@ -210,29 +207,29 @@ def chunk_of(
     dtype: torch.dtype,
 ) -> tuple[list[LayerAttention], Tensor]:
     """Return several layers with random keys, values and queries of a chunk, and its tiles of rows."""
-    caches, block_table = cache_of(config, num_before + num_rows, 1, device, dtype)
+    caches, block_table = cache_of(spec, num_before + num_rows, 1, device, dtype)
     found = np.empty((-(-num_rows // tile_rows), TILE_FIELDS), np.int32)
     prefill_tiles([(0, num_before, num_rows)], tile_rows, found)
-    query = torch.randn(num_rows, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
+    query = torch.randn(num_rows, spec.num_heads, spec.head_dim, device=device).to(torch.bfloat16)
     out = torch.empty_like(query)
     layers = [LayerAttention(query=query, out=out, kv=kv, block_table=block_table) for kv in caches]
     return layers, torch.from_numpy(found).to(device)
 
 
 def cache_of(
-    config: DecoderConfig, context: int, batch: int, device: str, dtype: torch.dtype = torch.bfloat16
+    spec: Attention, context: int, batch: int, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[list[LayerKV], Tensor]:
     """Return keys and values of several layers in `dtype`, those of e4m3 with scales of 1, and the block
     table of sequences with shuffled blocks."""
     num_blocks = -(-context // BLOCK_SIZE)
-    shape = (batch * num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    shape = (batch * num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
     layers = num_copies(
-        2 * batch * num_blocks * config.num_kv_heads * BLOCK_SIZE * config.head_dim * dtype.itemsize
+        2 * batch * num_blocks * spec.num_kv_heads * BLOCK_SIZE * spec.head_dim * dtype.itemsize
     )
 
     def random() -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_().to(dtype)
 
     table = torch.randperm(batch * num_blocks).to(device, torch.int32).view(batch, num_blocks)
-    scale = torch.ones(config.num_kv_heads, device=device) if dtype == E4M3 else None
+    scale = torch.ones(spec.num_kv_heads, device=device) if dtype == E4M3 else None
     return [LayerKV(random(), random(), scale, scale) for _ in range(layers)], table

@@ -21,8 +21,7 @@ from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gate
 from drift_sdk._kernels.experts.ring_products import RingTiles
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.experts_config import ExpertsConfig
+from drift_sdk.spec.model import Experts, Router
 from perf.cases.case import Case, Prepared
 from perf.cases.gemm import ITEMSIZE
 from perf.harness.shapes import MXFP4_BYTES, Model
@@ -37,6 +36,7 @@ __all__ = [
     "routed",
 ]
 
+SOFTMAX = Router(kind="softmax", is_normalised=True)
 NUM_ROUTES = 12
 """Different choices of experts in a step. Most of their weights are in no cache, as those of other layers."""
 SCALES = range(116, 124)
@@ -50,7 +50,7 @@ def expert_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, d
 
     A product's bytes are those of the experts that the rows have, on average. The table has no influence.
     """
-    experts = model.config.experts
+    experts = model.spec.experts
     if experts is None:
         return
 
@@ -69,7 +69,7 @@ def expert_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, d
                 prepare=partial(prepare, experts, num_rows, device),
             )
     for kernel in (GATE_UP, DOWN):
-        columns, inner = matrix_shape(model.config, experts, kernel)
+        columns, inner = matrix_shape(model, kernel)
         for num_rows in row_counts:
             yield Case(
                 kernel=kernel,
@@ -81,25 +81,25 @@ def expert_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, d
             )
 
 
-def matrix_shape(config: DecoderConfig, experts: ExpertsConfig, kernel: str) -> tuple[int, int]:
+def matrix_shape(model: Model, kernel: str) -> tuple[int, int]:
     """Return rows and columns of an expert's matrix."""
+    experts, hidden = model.spec.experts, model.spec.hidden_size
+    assert experts is not None
     if kernel == GATE_UP:
-        return 2 * experts.intermediate_size, config.hidden_size
+        return 2 * experts.intermediate_size, hidden
 
-    return config.hidden_size, experts.intermediate_size
+    return hidden, experts.intermediate_size
 
 
 def product_bytes(model: Model, kernel: str, num_rows: int) -> float:
     """Return the bytes of the matrices of the experts that `num_rows` rows have on average."""
-    experts = model.config.experts
-    assert experts is not None
-    columns, inner = matrix_shape(model.config, experts, kernel)
-    itemsize = MXFP4_BYTES if experts.is_quantised else ITEMSIZE
+    columns, inner = matrix_shape(model, kernel)
+    itemsize = MXFP4_BYTES if model.has_mxfp4_experts else ITEMSIZE
     return model.spread_experts(num_rows) * columns * inner * itemsize
 
 
 def routed(
-    experts: ExpertsConfig, num_rows: int, device: str, number: int | None = None
+    experts: Experts, num_rows: int, device: str, number: int | None = None
 ) -> list[tuple[ExpertRows, Tensor, Tensor]]:
     """Return `number` choices of experts for `num_rows` rows: the lists, and the logits and slots.
 
@@ -121,10 +121,10 @@ def routed(
 
 
 def choose(rows: ExpertRows, logits: Tensor, slot: Tensor) -> None:
-    choose_experts(logits, None, slot, rows, is_normalised=True, dtype=torch.bfloat16)
+    choose_experts(logits, None, slot, rows, SOFTMAX, dtype=torch.bfloat16)
 
 
-def prepare_choice(experts: ExpertsConfig, num_rows: int, device: str) -> Prepared:
+def prepare_choice(experts: Experts, num_rows: int, device: str) -> Prepared:
     """Make the inputs of `choose_experts`."""
     made = routed(experts, num_rows, device)
 
@@ -135,7 +135,7 @@ def prepare_choice(experts: ExpertsConfig, num_rows: int, device: str) -> Prepar
     return Prepared(step, len(made), tuple(rows.shares for rows, _, _ in made))
 
 
-def prepare_lists(experts: ExpertsConfig, num_rows: int, device: str) -> Prepared:
+def prepare_lists(experts: Experts, num_rows: int, device: str) -> Prepared:
     """Make the inputs of `list_rows`."""
     made = routed(experts, num_rows, device)
 
@@ -161,11 +161,11 @@ def prepare_product(
     tiles: of a kernel of Triton or of CUDA C++; None: those that the engine takes for decoding.
     num_routes: choices of experts; None: NUM_ROUTES.
     """
-    experts = model.config.experts
+    experts = model.spec.experts
     assert experts is not None
     made = routed(experts, num_rows, device, num_routes)
-    columns, inner = matrix_shape(model.config, experts, kernel)
-    matrix = random_matrix(experts, columns, inner, device)
+    columns, inner = matrix_shape(model, kernel)
+    matrix = random_matrix(model, kernel, device)
     if tiles is None:
         tiles = default_tiles(made[0][0], matrix, is_gated=kernel == GATE_UP)
     num_pairs = num_rows * experts.num_active
@@ -207,10 +207,13 @@ def default_tiles(
     return expert_gemm_config(rows, torch.bfloat16, is_gated=is_gated)
 
 
-def random_matrix(experts: ExpertsConfig, columns: int, inner: int, device: str) -> ExpertMatrix:
-    """Return matrices [E, columns, inner] of random numbers, in MXFP4 if the experts are."""
+def random_matrix(model: Model, kernel: str, device: str) -> ExpertMatrix:
+    """Return matrices [E, columns, inner] of random numbers, in MXFP4 if the model's are."""
+    experts = model.spec.experts
+    assert experts is not None
+    columns, inner = matrix_shape(model, kernel)
     shape = experts.num_experts, columns, inner
-    if not experts.is_quantised:
+    if not model.has_mxfp4_experts:
         values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, inner**-0.5)
         return ExpertMatrix(values, None, None)
 

@@ -47,16 +47,18 @@ def weight_roles(model: Model) -> dict[str, WeightShape]:
     They are qkv (queries, keys and values), output, gate_up and down; in a model with experts, qkv, output
     and the router.
     """
-    config = model.config
-    hidden = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    roles = {"qkv": WeightShape(queries + 2 * keys, hidden), "output": WeightShape(hidden, queries)}
-    if config.experts is not None:
-        roles["router"] = WeightShape(config.experts.num_experts, hidden)
+    spec, attention = model.spec, model.spec.attention
+    hidden, queries = spec.hidden_size, attention.num_heads * attention.head_dim
+    roles = {
+        "qkv": WeightShape(queries + attention.kv.size, hidden),
+        "output": WeightShape(hidden, attention.output_size),
+    }
+    if spec.experts is not None:
+        roles["router"] = WeightShape(spec.experts.num_experts, hidden)
     else:
-        roles["gate_up"] = WeightShape(2 * config.intermediate_size, hidden, is_gated=True)
-        roles["down"] = WeightShape(hidden, config.intermediate_size)
-    return roles | {"lm_head": WeightShape(config.vocab_size, hidden)}
+        roles["gate_up"] = WeightShape(2 * spec.mlp_size, hidden, is_gated=True)
+        roles["down"] = WeightShape(hidden, spec.mlp_size)
+    return roles | {"lm_head": WeightShape(spec.vocab_size, hidden)}
 
 
 def gemm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:

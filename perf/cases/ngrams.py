@@ -33,7 +33,7 @@ def ngram_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, de
                     num_rows=batch * (NUM_DRAFT_TOKENS + 1),
                     num_bytes=batch * context * ITEMSIZE,
                     num_flops=0.0,
-                    prepare=partial(prepare, model.config.vocab_size, context, batch, max_length, device),
+                    prepare=partial(prepare, model.spec.vocab_size, context, batch, max_length, device),
                 )
 
 

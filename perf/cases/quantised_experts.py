@@ -30,13 +30,13 @@ def quantised_expert_cases(
 
     A product's bytes are those of the experts that the rows have, on average. The table has no influence.
     """
-    experts = model.config.experts
-    if experts is None or experts.is_quantised:
+    experts = model.spec.experts
+    if experts is None or model.has_mxfp4_experts:
         return
 
     for form in FORMS:
         for kernel in (GATE_UP, DOWN):
-            columns, inner = matrix_shape(model.config, experts, kernel)
+            columns, inner = matrix_shape(model, kernel)
             if inner % form.multiple:
                 continue
 
@@ -53,10 +53,10 @@ def quantised_expert_cases(
 
 def prepare(model: Model, form: Form, kernel: str, num_rows: int, device: str) -> Prepared:
     """Make random rows and matrices, and several choices of experts."""
-    experts = model.config.experts
+    experts = model.spec.experts
     assert experts is not None
     made = routed(experts, num_rows, device)
-    columns, inner = matrix_shape(model.config, experts, kernel)
+    columns, inner = matrix_shape(model, kernel)
     num_pairs, is_gated = num_rows * experts.num_active, kernel == GATE_UP
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     matrices = tuple(form.draw(columns, inner, dtype, device) for _ in range(experts.num_experts))

@@ -14,7 +14,7 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.sampled_rows import sample_rows
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, num_mask_words
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.spec.model import Attention
 from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import ITEMSIZE
 from perf.harness.shapes import Model
@@ -34,8 +34,8 @@ with random weights."""
 
 def norm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
     """Yield cases of `add_norm`: a product's partial sums added to the residual stream, and its norm."""
-    size = model.config.hidden_size
-    gemm = table.gemm(size, model.config.num_heads * model.config.head_dim)
+    size = model.spec.hidden_size
+    gemm = table.gemm(size, model.spec.attention.output_size)
     for num_rows in row_counts:
         num_partials = gemm.config(num_rows).num_partials
         yield Case(
@@ -50,9 +50,9 @@ def norm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
 
 def rope_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
     """Yield cases of `rotate_and_store`, of a product's partial sums."""
-    config = model.config
-    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    gemm = table.gemm(width, config.hidden_size)
+    spec = model.spec.attention
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    gemm = table.gemm(width, model.spec.hidden_size)
     for num_rows in row_counts:
         num_partials = gemm.config(num_rows).num_partials
         yield Case(
@@ -60,9 +60,9 @@ def rope_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
             shape=f"{width} from {num_partials} sums",
             num_rows=num_rows,
             num_bytes=num_rows
-            * (width * (num_partials * SUM_ITEMSIZE + ITEMSIZE) + config.head_dim * ITEMSIZE),
+            * (width * (num_partials * SUM_ITEMSIZE + ITEMSIZE) + spec.head_dim * ITEMSIZE),
             num_flops=0.0,
-            prepare=partial(prepare_rope, config, num_partials, num_rows, device),
+            prepare=partial(prepare_rope, spec, num_partials, num_rows, device),
         )
 
 
@@ -70,7 +70,7 @@ def sampling_cases(
     model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str
 ) -> Iterator[Case]:
     """Yield cases of `sample_rows`: greedy, and with top-p. The bytes are those of the logits, read once."""
-    vocab_size = model.config.vocab_size
+    vocab_size = model.spec.vocab_size
     kinds: tuple[tuple[str, dict[str, float], float], ...] = (
         ("greedy", {}, PEAKED),
         ("top-p", FILTERED, PEAKED),
@@ -103,20 +103,20 @@ def prepare_norm(size: int, num_partials: int, num_rows: int, device: str) -> Pr
     return Prepared(step, copies, (normed,))
 
 
-def prepare_rope(config: DecoderConfig, num_partials: int, num_rows: int, device: str) -> Prepared:
+def prepare_rope(spec: Attention, num_partials: int, num_rows: int, device: str) -> Prepared:
     """Make the inputs of `rotate_and_store`: the newest row of each sequence, after CONTEXT tokens."""
-    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     copies = num_copies(num_rows * width * num_partials * SUM_ITEMSIZE)
     sums = torch.randn(copies, num_partials, num_rows, width, device=device)
     blocks_each = CONTEXT // BLOCK_SIZE + 1
     table = torch.arange(num_rows * blocks_each, dtype=torch.int32, device=device).view(num_rows, -1)
-    shape = (num_rows * blocks_each, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    shape = (num_rows * blocks_each, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
     kv = LayerKV(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
-    angles = torch.randn(CONTEXT + 1, config.head_dim // 2, device=device)
+    angles = torch.randn(CONTEXT + 1, spec.head_dim // 2, device=device)
     cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
     slot = torch.arange(num_rows, dtype=torch.int32, device=device)
     position = torch.full_like(slot, CONTEXT)
-    query = torch.empty(num_rows, config.num_heads, config.head_dim, dtype=torch.bfloat16, device=device)
+    query = torch.empty(num_rows, spec.num_heads, spec.head_dim, dtype=torch.bfloat16, device=device)
 
     def step() -> None:
         for index in range(copies):

@@ -23,7 +23,7 @@ from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import tree_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.spec.model import Attention, ModelSpec
 from perf.cases.attention import BLOCK_SIZE, cache_of
 from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import ITEMSIZE
@@ -71,9 +71,9 @@ def tree_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
     """Yield the cases of SHAPES; row_counts and table have no influence."""
     for num_trees, num_nodes in SHAPES:
         for context in CONTEXTS:
-            yield attention_case(model.config, num_trees, num_nodes, context, device)
-        yield accept_case(model.config, num_trees, num_nodes, device)
-        yield rewind_case(model.config, num_trees, num_nodes, device)
+            yield attention_case(model.spec.attention, num_trees, num_nodes, context, device)
+        yield accept_case(model.spec.vocab_size, num_trees, num_nodes, device)
+        yield rewind_case(model.spec, num_trees, num_nodes, device)
     for num_rows in (1, 4, 16, 64):
         for num_candidates in (1, NUM_CANDIDATES, 16):
             yield choice_case(num_rows, num_candidates, device)
@@ -81,35 +81,32 @@ def tree_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
         yield plan_case(num_trees, num_nodes, device)
 
 
-def attention_case(config: DecoderConfig, num_trees: int, num_nodes: int, context: int, device: str) -> Case:
+def attention_case(spec: Attention, num_trees: int, num_nodes: int, context: int, device: str) -> Case:
     """The case of all nodes of trees behind `context` tokens. Bytes: the keys once, as of chains."""
-    row_size, num_rows = config.num_heads * config.head_dim, num_trees * num_nodes
+    row_size, num_rows = spec.num_heads * spec.head_dim, num_trees * num_nodes
     num_keys = num_trees * (context + num_nodes)
     return Case(
         kernel="tree attention",
         shape=f"{num_trees} of {num_nodes}, {context} keys",
         num_rows=num_rows,
-        num_bytes=(num_keys * 2 * config.num_kv_heads * config.head_dim + 2 * num_rows * row_size) * ITEMSIZE,
+        num_bytes=(num_keys * 2 * spec.num_kv_heads * spec.head_dim + 2 * num_rows * row_size) * ITEMSIZE,
         num_flops=4 * num_rows * context * row_size,
-        prepare=partial(prepare_attention, config, num_trees, num_nodes, context, device),
+        prepare=partial(prepare_attention, spec, num_trees, num_nodes, context, device),
     )
 
 
-def prepare_attention(
-    config: DecoderConfig, num_trees: int, num_nodes: int, context: int, device: str
-) -> Prepared:
-    caches, table = cache_of(config, context + BLOCK_SIZE, num_trees + 1, device)
+def prepare_attention(spec: Attention, num_trees: int, num_nodes: int, context: int, device: str) -> Prepared:
+    caches, table = cache_of(spec, context + BLOCK_SIZE, num_trees + 1, device)
     num_blocks = table.numel() - table.shape[1]  # the last sequence's blocks are those of the nodes
     table = torch.arange(num_blocks, dtype=torch.int32, device=device).view(num_trees, -1)
     trees = PlacedTrees(num_trees, num_nodes, context, table, num_blocks)
     plan = AttentionPlan(num_trees, context + PATH_ENTRIES, Partitions(), torch.device(device))
-    group = config.num_heads // config.num_kv_heads
     scratch = AttentionScratch.allocate(
-        plan, num_kv_heads=config.num_kv_heads, num_rows=num_nodes, group=group, head_dim=config.head_dim
+        plan, num_kv_heads=spec.num_kv_heads, num_rows=num_nodes, group=spec.group, head_dim=spec.head_dim
     )
     rows = PlannedRows(trees.slot, trees.position, num_nodes)
     plan_attention(rows, plan)
-    shape = (num_trees * num_nodes, config.num_heads, config.head_dim)
+    shape = (num_trees * num_nodes, spec.num_heads, spec.head_dim)
     query = torch.randn(shape, device=device).to(torch.bfloat16)
     out, paths = torch.empty_like(query), TreePaths(trees.position, trees.kv_slot, trees.path)
     layers = [LayerAttention(query=query, out=out, kv=kv, block_table=table) for kv in caches]
@@ -121,7 +118,7 @@ def prepare_attention(
     return Prepared(step, len(caches), (out,))
 
 
-def accept_case(config: DecoderConfig, num_trees: int, num_nodes: int, device: str) -> Case:
+def accept_case(vocab_size: int, num_trees: int, num_nodes: int, device: str) -> Case:
     """The case of a walk along the first path of each tree."""
     return Case(
         kernel="tree accept",
@@ -129,7 +126,7 @@ def accept_case(config: DecoderConfig, num_trees: int, num_nodes: int, device: s
         num_rows=num_trees * num_nodes,
         num_bytes=float(num_trees * (56 + 20 * num_nodes)),
         num_flops=0.0,
-        prepare=partial(prepare_accept, config.vocab_size, num_trees, num_nodes, device),
+        prepare=partial(prepare_accept, vocab_size, num_trees, num_nodes, device),
     )
 
 
@@ -156,23 +153,23 @@ def prepare_accept(vocab_size: int, num_trees: int, num_nodes: int, device: str)
     return Prepared(step, 8, ())
 
 
-def rewind_case(config: DecoderConfig, num_trees: int, num_nodes: int, device: str) -> Case:
+def rewind_case(spec: ModelSpec, num_trees: int, num_nodes: int, device: str) -> Case:
     """The case of paths of four nodes, three of which are moved, in all layers."""
-    row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * ITEMSIZE
+    row_bytes = spec.num_layers * spec.attention.kv.size * ITEMSIZE
     return Case(
         kernel="kv rewind",
         shape=f"{num_trees} of {num_nodes}",
         num_rows=num_trees * num_nodes,
         num_bytes=2.0 * num_trees * 3 * row_bytes,
         num_flops=0.0,
-        prepare=partial(prepare_rewind, config, num_trees, num_nodes, device),
+        prepare=partial(prepare_rewind, spec, num_trees, num_nodes, device),
     )
 
 
-def prepare_rewind(config: DecoderConfig, num_trees: int, num_nodes: int, device: str) -> Prepared:
-    num_blocks = num_trees + -(-num_trees * num_nodes // BLOCK_SIZE)
-    shape = (config.num_layers, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    copies = num_copies(2 * config.num_layers * num_blocks * BLOCK_SIZE * config.num_kv_heads * 256)
+def prepare_rewind(spec: ModelSpec, num_trees: int, num_nodes: int, device: str) -> Prepared:
+    num_blocks, kv = num_trees + -(-num_trees * num_nodes // BLOCK_SIZE), spec.attention.kv
+    shape = (spec.num_layers, num_blocks, kv.num_kv_heads, BLOCK_SIZE, kv.head_dim)
+    copies = num_copies(2 * spec.num_layers * num_blocks * BLOCK_SIZE * kv.num_kv_heads * 256)
     caches = [
         [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)] for _ in range(copies)
     ]

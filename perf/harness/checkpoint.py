@@ -10,8 +10,6 @@ from torch import Tensor
 
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.safetensors import INDEX_FILE
-from drift_sdk.models.expert_weights import MODULES
-from drift_sdk.models.tied_head import EMBEDDING, HEAD
 from drift_sdk.models.weights import tensor_shapes
 from perf.harness.shapes import Model
 
@@ -39,9 +37,9 @@ def write_checkpoint(model: Model, device: str, head_gain: float) -> None:
     if model.load != "random":
         raise ValueError(f"{model.path}: expected a model with random weights: its files would be replaced")
 
-    shapes = tensor_shapes(model.config)
+    shapes = tensor_shapes(model.spec)
     source = RandomTensors(shapes, device=torch.device(device), dtype=torch.bfloat16, seed=0)
-    groups = ExpertGroups(model, device) if model.config.experts is not None else None
+    groups = ExpertGroups(model, device) if model.spec.experts is not None else None
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 
@@ -57,7 +55,7 @@ def write_checkpoint(model: Model, device: str, head_gain: float) -> None:
         source.read_into(name, tensor)
         if groups is not None:
             tensor = groups.applied(name, tensor)
-        if name == HEAD:
+        if name == model.spec.names.head:
             tensor *= head_gain
         shard[name] = tensor.cpu()
         if sum(each.nbytes for each in shard.values()) >= SHARD_BYTES:
@@ -78,13 +76,13 @@ class ExpertGroups:
     """
 
     def __init__(self, model: Model, device: str) -> None:
-        experts = model.config.experts
+        experts = model.spec.experts
         assert experts is not None
-        _, router, _ = MODULES[experts.storage]
-        self._router = f".{router}.weight"
+        self._names = model.spec.names
+        self._router = f".{self._names.experts.router}.weight"
         self._num_active = experts.num_active
         generator = torch.Generator(device).manual_seed(0)
-        size = model.config.hidden_size, experts.num_experts // experts.num_active
+        size = model.spec.hidden_size, experts.num_experts // experts.num_active
         numbers = torch.randn(size, generator=generator, device=device)
         self._directions: Tensor = torch.linalg.qr(numbers).Q.T.contiguous()  # [groups, hidden], of length 1
 
@@ -92,11 +90,11 @@ class ExpertGroups:
         """A tensor of the model, with the directions added to the embedding and routers, and removed from the
         head; other tensors are unchanged."""
         num_groups, hidden = self._directions.shape
-        if name == EMBEDDING:
+        if name == self._names.embedding:
             scale = EMBEDDING_DEVIATION * hidden**0.5
             group = torch.arange(len(tensor), device=tensor.device) % num_groups
             changed: Tensor = scale * (tensor + self._directions[group])
-        elif name == HEAD:
+        elif name == self._names.head:
             changed = tensor - tensor.float() @ self._directions.T @ self._directions
         elif name.endswith(self._router):
             # A normalised row has half of its square in its direction.

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.tree_attention import StepRows
+from drift_sdk.models.mixers.attention import AttentionStep
 from perf.harness.plain_draft import PlainDraft
 
 __all__ = ["Reference", "StageDifference", "compare", "compare_reference", "own_reference"]
@@ -84,20 +83,13 @@ class RecordedDraft(DraftDecoder):
 
     stages: dict[str, torch.Tensor]
 
-    def _attention(
-        self,
-        index: int,
-        inputs: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        batch: StepRows,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        added = super()._attention(index, inputs, rotary, batch, cache)
+    def _attend(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        added = super()._attend(index, inputs, step)
         self.stages[f"attention.{index}"] = added
         return added
 
-    def _mlp(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        added = super()._mlp(index, hidden)
+    def _apply_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        added = super()._apply_mlp(index, normed)
         self.stages[f"mlp.{index}"] = added
         return added
 
@@ -166,7 +158,7 @@ def own_stages(
     aux_hidden: the residual streams to start from; those of the target if None. Raises ValueError for streams
     of other shapes than the target's.
     """
-    vocab_size = target.config.vocab_size
+    vocab_size = target.spec.vocab_size
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
         raise ValueError(
             f"token ids from {token_ids.min()} to {token_ids.max()}: expected 0 to {vocab_size - 1}"

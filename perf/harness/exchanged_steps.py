@@ -14,7 +14,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk.execution.device.device import Device
 from drift_sdk.execution.device.exchange import Exchange
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = ["LAYERS", "SUMS", "Layers", "PartWeights", "Sums"]
 
@@ -72,9 +72,9 @@ class PartWeights(Struct, frozen=True):
     down: list[Tensor]
 
     @classmethod
-    def random(cls, config: DecoderConfig, device: torch.device) -> PartWeights:
-        """config: of the part."""
-        size, inner = config.hidden_size, config.num_heads * config.head_dim
+    def random(cls, spec: ModelSpec, device: torch.device) -> PartWeights:
+        """spec: of the part."""
+        size, attention = spec.hidden_size, spec.attention
 
         def draw(num_columns: int, inner: int) -> list[Tensor]:
             return [
@@ -83,10 +83,10 @@ class PartWeights(Struct, frozen=True):
             ]
 
         return cls(
-            qkv=draw(inner + 2 * config.num_kv_heads * config.head_dim, size),
-            output=draw(size, inner),
-            gate_up=draw(2 * config.intermediate_size, size),
-            down=draw(size, config.intermediate_size),
+            qkv=draw(attention.num_heads * attention.head_dim + attention.kv.size, size),
+            output=draw(size, attention.output_size),
+            gate_up=draw(2 * spec.mlp_size, size),
+            down=draw(size, spec.mlp_size),
         )
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from drift_sdk import Engine
-from drift_sdk.execution.forward.expert_forward import take_counts
+from drift_sdk.execution.forward.experts import take_counts
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.spec.model import Experts
 from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.scenario import Scenario
-from perf.harness.shapes import EMBEDDING, EXPERTS, Model
+from perf.harness.shapes import EXPERTS, Model
 
 __all__ = ["distinct_experts", "measured_experts", "write_routing_weights"]
 
@@ -28,15 +29,15 @@ def distinct_experts(executor: Any, model: Model, num_rows: int) -> float | None
     """The mean number of experts of a layer in the latest pass, over the layers in which it had `num_rows`
     rows; None if there is none. The device may be at work on a pass, whose later layers are then those of the
     pass before."""
-    experts = model.config.experts
+    experts = model.spec.experts
     assert experts is not None
     # Read from private attributes: only measurements need to know.
     workspace = getattr(executor, "_executor", executor)._resources.workspace
-    counts = take_counts(workspace, model.config.num_layers, experts.num_experts).cpu()
+    counts = take_counts(workspace, model.spec.num_layers, experts.num_experts).cpu()
     used = [
         int((layer > 0).sum())
-        for index, layer in enumerate(counts)
-        if model.config.layer_experts(index) is not None
+        for spec, layer in zip(model.spec.layers, counts, strict=True)
+        if isinstance(spec.channel, Experts)
         and int(layer.sum()) == num_rows * experts.num_active
         and int(layer.max()) <= num_rows
     ]
@@ -51,11 +52,11 @@ async def measured_experts(
     A generation of its own, during which the device's counts are read. None for a model without experts, for
     the eager executor, and if no full round was seen.
     """
-    if model.config.experts is None or engine.executor != "graph":
+    if model.spec.experts is None or engine.executor != "graph":
         return None
 
     executor = engine._running_driver()._executor
-    prompts = options.prompts(scenario, model.config.vocab_size)
+    prompts = options.prompts(scenario, model.spec.vocab_size)
     generation = asyncio.ensure_future(
         generation_seconds(engine, prompts, options.lengths[1], options.params)
     )
@@ -77,11 +78,12 @@ def write_routing_weights(model: Model, file: Path) -> None:
     them, because generators of devices differ.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = tensor_shapes(model.config)
+    shapes = tensor_shapes(model.spec)
     tensors = RandomTensors(shapes, device=device, dtype=torch.bfloat16, seed=0)
     names = [
         name
         for name in shapes
-        if EXPERTS not in name and (name == EMBEDDING or any(part in name for part in ROUTERS))
+        if EXPERTS not in name
+        and (name == model.spec.names.embedding or any(part in name for part in ROUTERS))
     ]
     torch.save({name: tensors.get(name).cpu() for name in names}, file)

@@ -10,12 +10,13 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from drift_sdk.families import read_spec
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import load_draft_weights
 from drift_sdk.models.weights import DecoderWeights
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = ["HeadFiles", "check_files"]
 
@@ -46,9 +47,9 @@ class StandIn(Struct, frozen=True):
     head: torch.Tensor
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> StandIn:
-        row = torch.zeros(config.hidden_size, dtype=torch.bfloat16)
-        table = row.expand(config.vocab_size, -1)
+    def of(cls, spec: ModelSpec) -> StandIn:
+        row = torch.zeros(spec.hidden_size, dtype=torch.bfloat16)
+        table = row.expand(spec.vocab_size, -1)
         return cls(row, table, table)
 
 
@@ -57,7 +58,7 @@ def check_files(target: Path, draft: Path, convention: str | None = None) -> Hea
 
     Raises ModelLoadError naming file, tensor, found and expected shape.
     """
-    config = DecoderConfig.from_hf(resolve(target).config)
+    config = read_spec(resolve(target).config)
     settings = resolve(draft, role="draft").config
     head = DraftConfig.from_hf(settings, config, aux_layer_convention=convention)
     tensors = DraftTensors(draft)

@@ -44,7 +44,7 @@ def meta_draft(settings: Mapping[str, object], decoder: Decoder) -> DraftDecoder
 
     settings: the config.json of the target, which has NUM_META_LAYERS layers or more.
     """
-    config = DraftConfig.from_hf(draft_settings(settings), decoder.config)
+    config = DraftConfig.from_hf(draft_settings(settings), decoder.spec)
     tensors = MetaTensors(required_shapes(config) | shareable_shapes(config))
     ids = torch.arange(config.draft_vocab_size, device="cpu")
     return DraftDecoder(config, load_draft_weights(config, tensors, ids, decoder.weights), decoder)

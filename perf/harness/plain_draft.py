@@ -68,7 +68,7 @@ class PlainDraft:
         """The target's features, fused as the draft's settings say."""
         streams = [stream.double() for stream in aux_hidden]
         if not streams:
-            weights, eps = self._target.weights, self._target.config.rms_norm_eps
+            weights, eps = self._target.weights, self._target.spec.final_norm.eps
             return rms_norm(final.double(), weights.final_norm.double(), eps)
 
         if self._settings.get("fc_norm"):

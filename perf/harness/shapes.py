@@ -14,13 +14,14 @@ import torch
 from msgspec import Struct
 
 from drift_sdk import NGram
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm, quantised_bytes
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
+from drift_sdk.spec.model import Experts, KVShape, ModelSpec
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED
@@ -29,6 +30,7 @@ __all__ = [
     "MODELS",
     "Draft",
     "Model",
+    "attention_flops",
     "draft_settings",
     "model_name",
     "prepare",
@@ -38,7 +40,6 @@ __all__ = [
 
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
-EMBEDDING = "model.embed_tokens.weight"
 EXPERTS = ".experts."
 MXFP4_BYTES = 0.5 + 1 / 32
 """Bytes of a number: 4 bits, and a byte for every 32."""
@@ -60,15 +61,14 @@ class Model(Struct, frozen=True, kw_only=True):
     name: str
     path: Path
     load: Literal["auto", "random"]
-    config: DecoderConfig
+    spec: ModelSpec
     weights: WeightForm | None = None
     kv_dtype: KVForm | None = None
 
     @property
     def dtype_name(self) -> str | None:
         """The names of the types of weights and KV cache, where they are not that of the computation."""
-        experts = self.config.experts
-        form = "mxfp4" if experts is not None and experts.is_quantised else self.weights
+        form = "mxfp4" if self.has_mxfp4_experts else self.weights
         names = [name for name in (form, self.kv_dtype and f"{self.kv_dtype} KV") if name]
         return ", ".join(names) or None
 
@@ -79,27 +79,31 @@ class Model(Struct, frozen=True, kw_only=True):
         All are read except the embedding table, of which only a few rows are, and the experts that are not
         active. If the table is also the head, it is read as a whole.
         """
-        experts = self.config.experts
+        experts = self.spec.experts
         num_active = 0 if experts is None else experts.num_active * self.num_expert_layers
         return self._num_shared_parameters + num_active * self._num_expert_parameters
 
     @property
     def num_expert_layers(self) -> int:
         """Number of layers that have experts."""
-        config = self.config
-        return sum(config.layer_experts(index) is not None for index in range(config.num_layers))
+        return sum(isinstance(layer.channel, Experts) for layer in self.spec.layers)
+
+    @property
+    def has_mxfp4_experts(self) -> bool:
+        """Whether files have the experts' projections in MXFP4."""
+        return self.spec.experts is not None and self.spec.names.experts.layout == "mxfp4"
 
     @property
     def _num_shared_parameters(self) -> int:
         """Number of parameters that every step reads: all but the embedding table and the experts."""
-        shapes = tensor_shapes(self.config)
-        skipped = 0 if self.config.is_head_tied else math.prod(shapes[EMBEDDING])
+        shapes = tensor_shapes(self.spec)
+        skipped = 0 if self.spec.is_head_tied else math.prod(shapes[self.spec.names.embedding])
         return sum(math.prod(shape) for name, shape in shapes.items() if EXPERTS not in name) - skipped
 
     @property
     def _num_expert_parameters(self) -> int:
         """Number of parameters of one expert of a layer: three matrices and their biases."""
-        experts, hidden = self.config.experts, self.config.hidden_size
+        experts, hidden = self.spec.experts, self.spec.hidden_size
         if experts is None:
             return 0
 
@@ -108,13 +112,13 @@ class Model(Struct, frozen=True, kw_only=True):
 
     def expert_bytes(self, itemsize: int) -> float:
         """Bytes of one expert of a layer. itemsize: bytes of a number that is not quantised."""
-        experts, hidden = self.config.experts, self.config.hidden_size
-        if experts is not None and not experts.is_quantised and self.weights in QUANTISERS:
+        experts, hidden = self.spec.experts, self.spec.hidden_size
+        if experts is not None and not self.has_mxfp4_experts and self.weights in QUANTISERS:
             size = experts.intermediate_size
             shapes = (size, hidden), (size, hidden), (hidden, size)
             return float(sum(quantised_bytes(*shape, self.weights) for shape in shapes))
 
-        if experts is None or not experts.is_quantised:
+        if experts is None or not self.has_mxfp4_experts:
             return float(itemsize * self._num_expert_parameters)
 
         weights = 3 * experts.intermediate_size * hidden
@@ -123,7 +127,7 @@ class Model(Struct, frozen=True, kw_only=True):
     def spread_experts(self, num_rows: int) -> float:
         """Mean number of experts of a layer that `num_rows` rows have together, if all are equally likely; 0
         for a model without experts."""
-        experts = self.config.experts
+        experts = self.spec.experts
         if experts is None:
             return 0.0
 
@@ -132,13 +136,20 @@ class Model(Struct, frozen=True, kw_only=True):
     @property
     def num_cached_per_token(self) -> int:
         """Numbers that a token adds to the KV cache."""
-        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim
+        return sum(layer.mixer.kv.size for layer in self.spec.layers)
 
     def kv_bytes(self, mean_context: float, itemsize: int) -> float:
         """Bytes of keys and values that a row sees: in layers with a window, those in the window."""
-        seen = sum(min(mean_context, window or mean_context) for window in self.config.windows)
-        head_bytes = bytes_of_head(self.config.head_dim, DTYPES[itemsize], self.kv_dtype)
-        return seen * 2 * self.config.num_kv_heads * head_bytes
+        mixers = [layer.mixer for layer in self.spec.layers]
+        return sum(
+            min(mean_context, mixer.window or mean_context) * self._token_bytes(mixer.kv, itemsize)
+            for mixer in mixers
+        )
+
+    def _token_bytes(self, kv: KVShape, itemsize: int) -> int:
+        """Bytes of the keys and values of a token in a layer."""
+        dims, dtype = (kv.head_dim, kv.value_dim), DTYPES[itemsize]
+        return kv.num_kv_heads * sum(bytes_of_head(dim, dtype, self.kv_dtype) for dim in dims)
 
     def decode_bytes(
         self, batch: int, mean_context: float, itemsize: int, num_experts: float | None = None
@@ -159,9 +170,9 @@ class Model(Struct, frozen=True, kw_only=True):
         if self.weights not in QUANTISERS:
             return 0.0
 
-        experts = self.config.experts
-        saved = weight_bytes(self.config, dtype) - weight_bytes(self.config, dtype, self.weights)
-        if experts is None or experts.is_quantised:
+        experts = self.spec.experts
+        saved = weight_bytes(self.spec, dtype) - weight_bytes(self.spec, dtype, self.weights)
+        if experts is None or self.has_mxfp4_experts:
             return saved
 
         of_expert = itemsize * self._num_expert_parameters - self.expert_bytes(itemsize)
@@ -178,10 +189,10 @@ class Model(Struct, frozen=True, kw_only=True):
         They are 2 per weight and token, the head for the last token only, and causal attention, in which a
         token attends to half of the others on average.
         """
-        config = self.config
-        head = config.vocab_size * config.hidden_size
+        spec = self.spec
+        head = spec.vocab_size * spec.hidden_size
         weights = 2 * (self.num_read_parameters - head) * num_tokens + 2 * head
-        attention = 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 / 2
+        attention = attention_flops(spec) * num_tokens**2 / 2
         return weights + attention
 
 
@@ -206,7 +217,7 @@ class Draft(Struct, frozen=True, kw_only=True):
         fusion = self._tensor_bytes(shapes.pop(DRAFT_FUSION, (0,)), itemsize)
         shapes[DRAFT_HEAD] = shareable_shapes(config)[DRAFT_HEAD]
         step = sum(self._tensor_bytes(shape, itemsize) for shape in shapes.values())
-        step_kv = batch * mean_context * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        step_kv = batch * mean_context * config.num_layers * config.attention.kv.size
         return num_drafts * (step + itemsize * step_kv) + fusion
 
     def _tensor_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
@@ -215,6 +226,12 @@ class Draft(Struct, frozen=True, kw_only=True):
             return itemsize * math.prod(shape)
 
         return quantised_bytes(shape[0], shape[1], self.weights)
+
+
+def attention_flops(spec: ModelSpec) -> int:
+    """Operations of the attention of all layers for a row and a key that it sees."""
+    mixers = [layer.mixer for layer in spec.layers]
+    return sum(2 * mixer.num_heads * (mixer.head_dim + mixer.value_dim) for mixer in mixers)
 
 
 def model_name(text: str) -> str:
@@ -240,8 +257,8 @@ def prepare(
     if name == SMOLLM2 or (name not in PUBLISHED and Path(name).exists()):
         path = _smollm2_file() if name == SMOLLM2 else Path(name)
         name = path.resolve().name if name != SMOLLM2 else name
-        config = DecoderConfig.from_hf(resolve(path).config)
-        return Model(name=name, path=path, load="auto", config=config, weights=weights, kv_dtype=kv_dtype)
+        spec = read_spec(resolve(path).config)
+        return Model(name=name, path=path, load="auto", spec=spec, weights=weights, kv_dtype=kv_dtype)
 
     if name not in PUBLISHED:
         raise ValueError(f"model={name!r}: expected a path that exists, or one of {', '.join(MODELS)}")
@@ -250,8 +267,8 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published, indent=1))
     write_tokenizer(folder, published["vocab_size"])
-    config = DecoderConfig.from_hf(published)
-    return Model(name=name, path=folder, load="random", config=config, weights=weights, kv_dtype=kv_dtype)
+    spec = read_spec(published)
+    return Model(name=name, path=folder, load="random", spec=spec, weights=weights, kv_dtype=kv_dtype)
 
 
 def prepare_draft(
@@ -275,7 +292,7 @@ def prepare_draft(
         (path / "config.json").write_text(json.dumps(draft_settings(target), indent=1))
 
     found = resolve(path).config
-    config = DraftConfig.from_hf(found, model.config, aux_layer_convention=aux_layer_convention)
+    config = DraftConfig.from_hf(found, model.spec, aux_layer_convention=aux_layer_convention)
     return Draft(path=path, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
 
 

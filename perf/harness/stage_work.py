@@ -7,7 +7,7 @@ import math
 from msgspec import Struct
 
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
-from perf.harness.shapes import DRAFT_FUSION, DRAFT_HEAD, Draft, Model
+from perf.harness.shapes import DRAFT_FUSION, DRAFT_HEAD, Draft, Model, attention_flops
 
 __all__ = ["Work", "stage_work"]
 
@@ -34,15 +34,14 @@ def stage_work(
     itemsize: bytes of a weight. Weights are counted once for each pass, KV of every sequence once for each
     layer, and features once.
     """
-    config, rows = model.config, batch * (num_drafts + 1)
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * mean_context
+    rows = batch * (num_drafts + 1)
     forward = Work(
         model.decode_bytes(batch, mean_context, itemsize, model.spread_experts(rows)),
-        rows * (2 * model.num_read_parameters + attention),
+        rows * (2 * model.num_read_parameters + attention_flops(model.spec) * mean_context),
     )
     work = {
         "verify" if num_drafts else "base_decode": forward,
-        "accept": Work(LOGIT_BYTES * rows * config.vocab_size),
+        "accept": Work(LOGIT_BYTES * rows * model.spec.vocab_size),
         "commit": Work(),
     }
     if draft is None:
@@ -53,9 +52,9 @@ def stage_work(
     mlp = sum(math.prod(shape) for name, shape in shapes.items() if ".mlp." in name)
     attending = sum(map(math.prod, shapes.values())) - mlp
     head = math.prod(shareable_shapes(draft.config)[DRAFT_HEAD])
-    shape = draft.config
-    kv = batch * mean_context * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    scores = 4 * shape.num_layers * shape.num_heads * shape.head_dim * mean_context
+    shape, spec = draft.config, draft.config.attention
+    kv = batch * mean_context * shape.num_layers * spec.kv.size
+    scores = 4 * shape.num_layers * spec.output_size * mean_context
     features = rows * len(shape.aux_layers) * shape.target_hidden_size
     num_passes = max(num_drafts - 1, 0)
     if num_drafts:

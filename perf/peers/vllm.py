@@ -175,7 +175,7 @@ def _prepared(model: Model, job: Job) -> Iterator[Job]:
     if model.load != "random":
         raise RuntimeError(f"model {model.name}: the vllm peer measures random weights only")
 
-    if model.config.experts is None:
+    if model.spec.experts is None:
         yield job
         return
 
@@ -189,11 +189,11 @@ def _prepared(model: Model, job: Job) -> Iterator[Job]:
 def _counted_experts(model: Model, job: Job) -> dict[str, float | None]:
     """Distinct experts of a layer in a step, by scenario. Without those of scenarios from a process that has
     failed: what is timed does not depend on them."""
-    if model.config.experts is None:
+    if model.spec.experts is None:
         return {}
 
     counts: dict[str, float | None] = {}
-    counting = msgspec.structs.replace(job, num_active=model.config.experts.num_active)
+    counting = msgspec.structs.replace(job, num_active=model.spec.experts.num_active)
     try:
         for line in _process_lines(counting, EXPERTS_MARK):
             found = msgspec.json.decode(line, type=Experts)
@@ -236,7 +236,7 @@ def _fields(model: Model, times: Times) -> dict[str, Any]:
 
 def _expert_fields(model: Model, times: Times, num_experts: float | None) -> dict[str, Any]:
     """Fields of decoding with a model with experts."""
-    if model.config.experts is None:
+    if model.spec.experts is None:
         return {}
 
     return {"num_experts": num_experts, "num_distinct_tokens": times.num_distinct_tokens}

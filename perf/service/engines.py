@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from perf.harness.processes import module_command, with_paths
 from perf.harness.shapes import Model, prepare, prepare_draft
 
@@ -114,7 +114,7 @@ def find_model(name: str, folder: Path) -> Model | None:
         name=path.name,
         path=path,
         load="auto" if has_weights else "random",
-        config=DecoderConfig.from_hf(resolve(path).config),
+        spec=read_spec(resolve(path).config),
     )
 
 
@@ -132,8 +132,8 @@ def drift_engine(model: Model | None, drafts: Drafts | None, given: Sequence[str
             job,
             model=str(model.path),
             load=model.load,
-            vocab_size=model.config.vocab_size,
-            max_model_len=model.config.max_position_embeddings,
+            vocab_size=model.spec.vocab_size,
+            max_model_len=model.spec.max_position_embeddings,
             measures_machine=True,
         )
     if drafts is not None:

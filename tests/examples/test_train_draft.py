@@ -61,10 +61,10 @@ def target(folder: Path) -> Target:
 
 def new_head(target: Target, *, draft_vocab_size: int = 300) -> DraftHead:
     """A head whose weights are all random, so that no part of it can be left out unnoticed."""
-    settings = head_settings(target.config, draft_vocab_size, intermediate_size=48)
-    ids = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(1))
+    settings = head_settings(target.spec, draft_vocab_size, intermediate_size=48)
+    ids = torch.randperm(target.spec.vocab_size, generator=torch.Generator().manual_seed(1))
     sizes = feature_sizes(target, (1, 2), [list(range(9)), list(range(50, 90))])
-    sizes = torch.cat((sizes, sizes[: target.config.hidden_size] * 3.0))
+    sizes = torch.cat((sizes, sizes[: target.spec.hidden_size] * 3.0))
     head = DraftHead.start(settings, target, ids[:draft_vocab_size].sort().values, sizes, seed=2)
     generator = torch.Generator().manual_seed(3)
     for weight in head.weights.values():
@@ -76,7 +76,7 @@ def drawn_answers(target: Target, number: int, seed: int = 0) -> list[Answer]:
     draw = random.Random(seed)
 
     def tokens(least: int, most: int) -> list[int]:
-        return [draw.randrange(target.config.vocab_size) for _ in range(draw.randint(least, most))]
+        return [draw.randrange(target.spec.vocab_size) for _ in range(draw.randint(least, most))]
 
     return [
         Answer(kind=KINDS[index % 3], temperature=0.0, prompt_ids=tokens(3, 9), token_ids=tokens(8, 30))
@@ -258,16 +258,16 @@ def test_committed_head_is_that_of_its_record() -> None:
 def test_features_are_those_of_the_decoder(index: int, tmp_path: Path) -> None:
     make_model(index, tmp_path)
     target = load_target(tmp_path, CPU)
-    config, decoder = target.config, target.decoder
-    token_ids = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(index))
-    aux_layers = (1, config.num_layers - 1, config.num_layers)
+    spec, decoder = target.spec, target.decoder
+    token_ids = torch.randint(spec.vocab_size, (2, 40), generator=torch.Generator().manual_seed(index))
+    aux_layers = (1, spec.num_layers - 1, spec.num_layers)
     features, final = target.run(token_ids, aux_layers)
     cache = decoder.empty_kv_cache(80, 1)
     rows = [SequenceRows(range(first, first + 40), 0, 40) for first in (0, 40)]
     hidden, aux = decoder.forward(token_ids.view(-1), AttentionBatch(rows, cache), cache, aux_layers)
     torch.testing.assert_close(features.flatten(0, 1), torch.cat(aux, -1).clone(), rtol=1e-3, atol=1e-4)
     wanted = decoder.logits(hidden).clone()
-    everything = target.head_rows(torch.arange(config.vocab_size))
+    everything = target.head_rows(torch.arange(spec.vocab_size))
     torch.testing.assert_close(target.logits(final, everything).flatten(0, 1), wanted, rtol=1e-3, atol=1e-4)
 
 

@@ -30,8 +30,8 @@ from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
 from drift_sdk.execution.stages import NO_STAGE_MARKS
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import kv_demand
@@ -43,7 +43,7 @@ LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_s
 
 @pytest.fixture
 def target() -> Decoder:
-    return Decoder.random(DecoderConfig.from_hf(TARGET), device="cpu", dtype=torch.float32)
+    return Decoder.random(read_spec(TARGET), device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture
@@ -111,7 +111,8 @@ def test_kv_demand_is_what_caches_allocate(target: Decoder, draft: DraftDecoder)
     """Bytes of a block: keys and values of the target, and all that the drafter keeps for it."""
     block_size, itemsize = LIMITS.block_size, 4
     cache = PagedKVCache(target, LIMITS)
-    target_bytes = (cache.keys.numel() + cache.values.numel()) * itemsize  # of its only block
+    (tensors,) = cache.groups
+    target_bytes = (tensors.keys.numel() + tensors.values.numel()) * itemsize  # of its only block
     assert kv_demand(target, NO_DRAFTER, block_size).bytes_per_block == target_bytes
     ngrams = NGramDrafterFactory(NGram(), (3,))
     assert kv_demand(target, ngrams, block_size).bytes_per_block == target_bytes
@@ -124,6 +125,6 @@ def test_kv_demand_is_what_caches_allocate(target: Decoder, draft: DraftDecoder)
     assert kv_demand(target, factory, block_size).bytes_per_block == target_bytes + draft_bytes
 
     # A cache of e4m3 has a byte for each number of the target; the draft's remains as it is.
-    narrow = Decoder.random(target.config, device="cpu", dtype=torch.float32, kv_form="fp8")
-    assert PagedKVCache(narrow, LIMITS).keys.nbytes == cache.keys.numel()
+    narrow = Decoder.random(target.spec, device="cpu", dtype=torch.float32, kv_form="fp8")
+    assert PagedKVCache(narrow, LIMITS).groups[0].keys.nbytes == tensors.keys.numel()
     assert kv_demand(narrow, factory, block_size).bytes_per_block == target_bytes // itemsize + draft_bytes

@@ -22,9 +22,9 @@ from drift_sdk.execution.drafter_factory import NO_DRAFTER, EagleDrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.stages import NO_STAGE_MARKS, NvtxStageMarks, StageMarks
+from drift_sdk.families import read_spec
 from drift_sdk.measurement import profiled_engine, recorded_engine
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, StepPlan
 from perf.harness.manual_driver import ManualDriver
@@ -55,7 +55,7 @@ class FakeMark:
 
 @pytest.fixture
 def target() -> Decoder:
-    return Decoder.random(DecoderConfig.from_hf(TARGET), device=DEVICE, dtype=torch.float32, seed=2)
+    return Decoder.random(read_spec(TARGET), device=DEVICE, dtype=torch.float32, seed=2)
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from drift_sdk.execution.device.slot_table import NO_UPDATES
 from drift_sdk.execution.graph import executor as graph_executor
 from drift_sdk.execution.graph.executor import AllocationCount, GraphExecutor, GraphOptions
 from drift_sdk.execution.strict import StrictExecutor
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.prometheus import metrics_text
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -212,9 +212,7 @@ def test_weights_for_which_cublas_has_other_bits_count_as_untuned(
     monkeypatch.setattr(cublas_gemm, "library_way", lambda *_: "slices" if has_same_bits else None)
     for name in ("library_multiply", "library_gated_multiply"):
         monkeypatch.setattr(cublas_gemm, name, lambda *_: None)
-    decoder = Decoder.random(
-        DecoderConfig.from_hf(tiny_llama(vocab_size=80)), device="cpu", dtype=torch.float32
-    )
+    decoder = Decoder.random(read_spec(tiny_llama(vocab_size=80)), device="cpu", dtype=torch.float32)
     by_library = TunedTiles(((1, GemmTiles(True, 64, 16, 64, 3, 4, is_library=True)),))
     weights = {"64x32", "32x32", "48x32 gated", "32x24", "80x32"}  # qkv, output, gate and up, down, head
     watched = WatchedTable(gemms=dict.fromkeys(weights, by_library))

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.families import read_spec
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.rope import Rope
+from drift_sdk.spec.rope import Rope
 
 ROPE = {
     "rope_type": "llama3",
@@ -102,14 +102,16 @@ def run(data: tuple[dict[str, Any] | None, dict[str, Any]]) -> None:
     """A draft's config if the family is None."""
     family, changes = data
     if family is None:
-        target = DecoderConfig.from_hf(MODEL)
+        target = read_spec(MODEL)
         draft = DraftConfig.from_hf(copy.deepcopy(DRAFT | changes), target)
         assert draft.target_hidden_size == target.hidden_size
-        ropes: tuple[Rope, ...] = (draft.rope,)
+        assert draft.attention.rope is not None
+        ropes: tuple[Rope, ...] = (draft.attention.rope,)
     else:
-        found = DecoderConfig.from_hf(copy.deepcopy(MODEL | family | changes))
+        found = read_spec(copy.deepcopy(MODEL | family | changes))
         assert found.max_position_embeddings >= 2
-        assert len(found.windows) == len(found.layer_ropes) == found.num_layers
+        used = [layer.mixer.rope for layer in found.layers if layer.mixer.rope is not None]
+        assert set(used) == set(found.ropes)
         ropes = found.ropes
 
     for rope in ropes:

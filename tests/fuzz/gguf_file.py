@@ -12,9 +12,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from hypothesis import strategies as st
 
+from drift_sdk.families import read_spec
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.source import Source, eos_token_ids
-from drift_sdk.models.decoder_config import DecoderConfig
 
 TOKENS = ["<s>", "</s>", "a", "b", "ab", "\u0120", "\u0120a"]
 FOLDER = tempfile.TemporaryDirectory()
@@ -196,4 +196,4 @@ def run(data: bytes) -> None:
     eos_token_ids(source, 7)
     tokenizer = source.tokenizer()
     tokenizer.decode(tokenizer.encode("ab a<s>"))
-    DecoderConfig.from_hf(source.config)
+    read_spec(source.config)

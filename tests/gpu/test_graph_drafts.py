@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, EngineStats, NGram, SamplingParams, Speculation
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes
 
@@ -35,7 +35,7 @@ def save_random_head(folder: Path) -> Path:
     settings = target | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     settings["draft_vocab_size"] = settings["vocab_size"]
     settings.pop("quantization_config", None)
-    config = DraftConfig.from_hf(settings, DecoderConfig.from_hf(target))
+    config = DraftConfig.from_hf(settings, read_spec(target))
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)

@@ -15,8 +15,8 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -60,7 +60,7 @@ class LaunchingDevice(GpuDevice):
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    config = DecoderConfig.from_hf({"model_type": "llama", **SHAPES})
+    config = read_spec({"model_type": "llama", **SHAPES})
     return Decoder.random(config, device="cuda", dtype=torch.bfloat16, seed=1)
 
 
@@ -83,7 +83,8 @@ def executors(decoder: Decoder, request: pytest.FixtureRequest) -> Iterator[list
     torch.cuda.synchronize()  # steps that were run instead of captured may still be in their stream
     for executor in found:
         cache = cache_of(executor)
-        for tensor in (*executor._resources.workspace._buffers.values(), cache.keys, cache.values):
+        pairs = (tensor for pair in cache.groups for tensor in pair)
+        for tensor in (*executor._resources.workspace._buffers.values(), *pairs):
             tensor.flatten().view(torch.uint8).fill_(255)  # the same in both executors: NaN, -1
     torch.cuda.synchronize()
     yield found
@@ -155,8 +156,8 @@ def test_replays_equal_launches_in_every_step(executors: list[GraphExecutor]) ->
         differing = [name for name in step.state if not torch.equal(step.state[name], other.state[name])]
         assert not differing, f"step {number}: {differing}"
 
-    for name in ("keys", "values"):
-        one, two = (getattr(cache_of(executor), name) for executor in executors)
+    (pair,), (others,) = (cache_of(executor).groups for executor in executors)
+    for name, one, two in zip(pair._fields, pair, others, strict=True):
         assert torch.equal(bits(one), bits(two)), name
         assert one.isfinite().float().mean() > 0.1
 

@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from tolerances import assert_near, bound
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.draft import TorchFile
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.spec.model import ModelSpec
+from drift_sdk.spec.rope import Rope
 from perf import compare_stages, reduce_vocab
 from perf.harness import draft_stages
 
@@ -64,7 +66,7 @@ def _change(folder: Path, changes: dict[str, torch.Tensor | None]) -> str:
     return str(file)
 
 
-def _llama(num_layers: int, **changes: Any) -> tuple[dict[str, Any], DecoderConfig]:
+def _llama(num_layers: int, **changes: Any) -> tuple[dict[str, Any], ModelSpec]:
     """The flat config of a draft, and the config of a target it fits."""
     shape = {
         "architectures": ["LlamaForCausalLM"],
@@ -74,7 +76,7 @@ def _llama(num_layers: int, **changes: Any) -> tuple[dict[str, Any], DecoderConf
         "num_attention_heads": 4,
     }
     target = {"num_hidden_layers": num_layers, "max_position_embeddings": 4096, "rope_theta": 5e5}
-    return shape | {"num_hidden_layers": 1} | changes, DecoderConfig.from_hf(shape | target)
+    return shape | {"num_hidden_layers": 1} | changes, read_spec(shape | target)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,8 @@ def test_aux_layers_of_ids(
 def test_rope_settings_are_the_drafts() -> None:
     config, target = _llama(36)
     draft = DraftConfig.from_hf(config, target)
-    assert (draft.rope.theta, draft.rope.scaling, target.ropes[0].theta) == (10_000.0, None, 5e5)
+    assert draft.attention.rope == Rope(theta=10_000.0, rotary_dim=draft.attention.head_dim)
+    assert target.ropes[0].theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -402,7 +405,7 @@ def test_reduced_vocabulary(name: str, target: Decoder, target_folder: Path, tmp
     assert small.config.draft_vocab_size == 11
     rows = torch.searchsorted(whole.target_ids, small.target_ids)
     assert torch.equal(small.weights.head, whole.weights.head[rows])
-    assert torch.equal(small.weights.layers[-1].down, whole.weights.layers[-1].down)
+    assert torch.equal(small.weights.layers[-1].channel.down, whole.weights.layers[-1].channel.down)
     hidden = torch.randn(3, whole.config.hidden_size, generator=generator)
     assert_near(small.logits(hidden), whole.logits(hidden)[:, rows], inner=whole.config.hidden_size)
     assert ("lm_head.weight" in load_file(tmp_path / "small" / "model.safetensors")) == (name != "ids only")
@@ -461,8 +464,8 @@ def test_wrong_stage_is_found(
     target: Decoder, target_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = draft_stages
-    mlp = DraftDecoder._mlp
-    monkeypatch.setattr(DraftDecoder, "_mlp", lambda *inputs: mlp(*inputs) * 1.5)
+    apply_mlp = DraftDecoder._apply_mlp
+    monkeypatch.setattr(DraftDecoder, "_apply_mlp", lambda *inputs: apply_mlp(*inputs) * 1.5)
     found = {row.stage: row for row in tool.compare(target, folder, list(range(7, 40)))}
     assert found["attention.0"].max_difference < bound(16.0, inner=192) < 0.01
     assert found["mlp.0"].max_difference > 0.01

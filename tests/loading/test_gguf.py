@@ -18,12 +18,13 @@ from decoder_parity import assert_parity, load_decoder, random_tokens
 from gguf import GGMLQuantizationType as Q
 from gguf_files import write_gguf
 from model_zoo import make_model
+from msgspec import structs
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.source import eos_token_ids, resolve
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import FrequencyFactors
+from drift_sdk.spec.rope import FrequencyFactors
 
 # Indices of models in the zoo. Their widths are 32, 64 or 96, so that the rows of most matrices are whole
 # blocks.
@@ -52,7 +53,7 @@ def test_decoder_equals_transformers_on_dequantised_weights(
         assert_read_in_place(tensors, name, parameter)
 
     decoder = load_decoder(tmp_path / "model.gguf")
-    assert_parity(decoder, stored, random_tokens(decoder.config, 24), (20, 1, 3))
+    assert_parity(decoder, stored, random_tokens(decoder.spec, 24), (20, 1, 3))
 
 
 @pytest.mark.parametrize("quantisation", K_QUANTS, ids=lambda kind: kind.name)
@@ -91,9 +92,9 @@ def assert_read_in_place(tensors: GGUFFile, name: str, expected: torch.Tensor) -
 def test_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
     stored = write_gguf(make_model(LLAMA3, tmp_path / "hf"), tmp_path / "model.gguf")
     decoder = load_decoder(tmp_path / "model.gguf")
-    scaling = decoder.config.ropes[0].scaling
+    scaling = decoder.spec.ropes[0].scaling
     assert isinstance(scaling, FrequencyFactors) and max(scaling.factors) == pytest.approx(4.0)
-    assert_parity(decoder, stored, random_tokens(decoder.config, 24), (24,))
+    assert_parity(decoder, stored, random_tokens(decoder.spec, 24), (24,))
 
 
 def test_frequency_factors_beside_another_scaling_are_rejected(tmp_path: Path) -> None:
@@ -106,12 +107,11 @@ def test_frequency_factors_beside_another_scaling_are_rejected(tmp_path: Path) -
 def test_config_and_tokenizer(tmp_path: Path) -> None:
     write_gguf(make_model(LLAMA_PLAIN, tmp_path / "hf"), tmp_path / "model.gguf")
     source = resolve(tmp_path / "model.gguf")
-    found = DecoderConfig.from_hf(source.config)
-    expected = DecoderConfig.from_hf(resolve(tmp_path / "hf").config)
-    assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps, rel=1e-6)
-    for field in found.__struct_fields__:
-        if field != "rms_norm_eps":
-            assert getattr(found, field) == getattr(expected, field), field
+    found = read_spec(source.config)
+    expected = read_spec(resolve(tmp_path / "hf").config)
+    assert found.final_norm.eps == pytest.approx(expected.final_norm.eps, rel=1e-6)
+    layers = tuple(structs.replace(layer, norm=found.final_norm) for layer in expected.layers)
+    assert found == structs.replace(expected, final_norm=found.final_norm, layers=layers)
 
     assert eos_token_ids(source, 100) == (7, 9)
     assert source.chat_templates == {"default": "{{ messages }}"}
@@ -177,7 +177,7 @@ def test_settings_that_are_not_implemented_are_rejected_by_the_config(
     shapes |= {"block_count": 1, "context_length": 8}
     _small(tmp_path / "m.gguf", **({f"llama.{key}": value for key, value in shapes.items()} | metadata))
     with pytest.raises(ModelLoadError, match=message):
-        DecoderConfig.from_hf(GGUFFile(tmp_path / "m.gguf").config)
+        read_spec(GGUFFile(tmp_path / "m.gguf").config)
 
 
 def test_linear_scaling(tmp_path: Path) -> None:

@@ -20,15 +20,16 @@ from tolerances import assert_near
 
 from drift_sdk import Engine, EngineConfig, inspect
 from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.families import read_spec
+from drift_sdk.families.mixtral import FAMILY as MIXTRAL
 from drift_sdk.loading.gguf import GGUFFile
-from drift_sdk.loading.gguf_architectures import MIXTRAL
 from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.loading.source import resolve
 from drift_sdk.loading.tensors import InPlaceSource
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import LinearScaling, Rope
+from drift_sdk.spec.model import ModelSpec
+from drift_sdk.spec.rope import LinearScaling, Rope
 
 NUM_MODELS = 3
 NUM_TOKENS = 40
@@ -45,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @torch.inference_mode()
 def _logits(decoder: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
-    cache = poisoned_cache(decoder.config)
+    cache = poisoned_cache(decoder.spec)
     batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, len(token_ids))], cache)
     return decoder.logits(decoder.forward(token_ids, batch, cache)[0])
 
@@ -70,6 +71,14 @@ def _assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+def _without_scaling(spec: ModelSpec) -> ModelSpec:
+    layers = []
+    for layer in spec.layers:
+        rope = layer.mixer.rope and structs.replace(layer.mixer.rope, scaling=None)
+        layers.append(structs.replace(layer, mixer=structs.replace(layer.mixer, rope=rope)))
+    return structs.replace(spec, layers=tuple(layers))
+
+
 @pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3", "smollm3", "granite"])
 def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
     for seed in range(NUM_MODELS):
@@ -77,8 +86,8 @@ def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
         max_model_len = (512, 64)[seed % 2]
         write_gguf(model, tmp_path / "model.gguf")
         source = resolve(tmp_path / "model.gguf")
-        config = DecoderConfig.from_hf(source.config, max_model_len=max_model_len)
-        decoder = Decoder.load(config, source.tensors(), device="cpu", dtype=torch.float32)
+        spec = read_spec(source.config, max_model_len=max_model_len)
+        decoder = Decoder.load(spec, source.tensors(), device="cpu", dtype=torch.float32)
         expected = own_decoder(model, max_model_len=max_model_len)
         for name, parameter in model.named_parameters():
             stored = source.tensors().get(name)
@@ -86,13 +95,14 @@ def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
             offset = 1.0 if family == "gemma3" and name.endswith("norm.weight") else 0.0
             assert torch.equal(stored + offset, parameter + offset), name
 
-        for field in config.__struct_fields__:
-            # Llama 3.1's scaling is stored as factors.
-            if field != "ropes" or model.config.rope_parameters.get("rope_type") != "llama3":
-                _assert_same(_flat(getattr(config, field)), _flat(getattr(expected.config, field)))
+        found, own = spec, expected.spec
+        if model.config.rope_parameters.get("rope_type") == "llama3":
+            # The scaling is stored as factors.
+            found, own = _without_scaling(found), _without_scaling(own)
+        _assert_same(_flat(found), _flat(own))
 
-        token_ids = random_tokens(config, NUM_TOKENS, seed=seed)
-        inner, depth = inner_terms(config), config.num_layers + 1
+        token_ids = random_tokens(spec, NUM_TOKENS, seed=seed)
+        inner, depth = inner_terms(spec), spec.num_layers + 1
         assert_near(_logits(decoder, token_ids), _logits(expected, token_ids), inner=inner, depth=depth)
 
 
@@ -110,13 +120,13 @@ def test_experts_are_those_of_the_model(kind: Q, experts: Any, tmp_path: Path) -
     assert set(source.tensors().names()) == set(expected.tensors().names())
     for name in expected.tensors().names():
         assert torch.equal(source.tensors().get(name), expected.tensors().get(name)), name
-    config, own = DecoderConfig.from_hf(source.config), DecoderConfig.from_hf(expected.config)
-    assert config.experts == own.experts and config.experts is not None
+    spec, own = read_spec(source.config), read_spec(expected.config)
+    assert spec.experts == own.experts and spec.experts is not None
     decoder, other = (
         Decoder.load(shapes, each.tensors(), device="cpu", dtype=torch.float32)
-        for shapes, each in ((config, source), (own, expected))
+        for shapes, each in ((spec, source), (own, expected))
     )
-    token_ids = random_tokens(config, NUM_TOKENS, seed=1)
+    token_ids = random_tokens(spec, NUM_TOKENS, seed=1)
     assert torch.equal(_logits(decoder, token_ids), _logits(other, token_ids))
 
 
@@ -153,13 +163,12 @@ def test_gpt_oss_is_that_of_the_folder(gpt_oss: tuple[Path, Path]) -> None:
         place = torch.empty_like(tensors.get(name))
         stored.read_into(name, place)
         assert torch.equal(place, tensors.get(name)), name
-    config, own = (DecoderConfig.from_hf(each.config, max_model_len=512) for each in (source, expected))
-    for field in config.__struct_fields__:
-        _assert_same(_flat(getattr(config, field)), _flat(getattr(own, field)))
+    spec, own = (read_spec(each.config, max_model_len=512) for each in (source, expected))
+    _assert_same(_flat(spec), _flat(own))
     decoder, other = (
-        Decoder.load(config, each.tensors(), device="cpu", dtype=torch.float32) for each in (source, expected)
+        Decoder.load(spec, each.tensors(), device="cpu", dtype=torch.float32) for each in (source, expected)
     )
-    token_ids = random_tokens(config, NUM_TOKENS, seed=1)
+    token_ids = random_tokens(spec, NUM_TOKENS, seed=1)
     assert torch.equal(_logits(decoder, token_ids), _logits(other, token_ids))
 
 
@@ -238,9 +247,10 @@ def test_number_of_experts_is_bounded(num_experts: int, tmp_path: Path) -> None:
 
 
 def test_experts_in_old_files_of_mixtral_have_tensors_of_their_own() -> None:
+    (architecture,) = MIXTRAL.gguf
     for name in ("blk.3.ffn_up.7.weight", "blk.3.ffn_up_exps.7.weight"):
-        assert MIXTRAL.tensor_name(name) == "model.layers.3.block_sparse_moe.experts.7.w3.weight"
-    assert MIXTRAL.tensor_name("blk.3.ffn_up.weight") == "blk.3.ffn_up.weight"
+        assert architecture.tensor_name(name) == "model.layers.3.block_sparse_moe.experts.7.w3.weight"
+    assert architecture.tensor_name("blk.3.ffn_up.weight") == "blk.3.ffn_up.weight"
 
 
 def test_experts_that_are_cut_already_are_refused(experts: Any, tmp_path: Path) -> None:
@@ -295,16 +305,16 @@ async def test_attention_of_gpt_oss_stays_blocks(gpt_oss: tuple[Path, Path], tmp
         await Engine(file, EngineConfig(device="cpu", weights="int4", max_model_len=64)).start()
 
 
-def _decoder_config(model: Any, file: Path) -> DecoderConfig:
+def _spec_of(model: Any, file: Path) -> ModelSpec:
     write_gguf(model, file)
-    return DecoderConfig.from_hf(GGUFFile(file).config)
+    return read_spec(GGUFFile(file).config)
 
 
 def test_window_of_zero_is_none(tmp_path: Path) -> None:
     """Files of Phi-4 have a window of 0."""
     model = draw_model("phi3", 1, sliding_window=None)
-    config = _decoder_config(model, tmp_path / "model.gguf")
-    assert set(config.windows) == {None}
+    spec = _spec_of(model, tmp_path / "model.gguf")
+    assert set(spec.windows) == {None}
 
 
 def test_files_of_gemma_3_without_a_pattern(tmp_path: Path) -> None:
@@ -333,19 +343,20 @@ def test_files_of_gemma_3_without_a_pattern(tmp_path: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        found[num_layers] = DecoderConfig.from_hf(GGUFFile(file).config)
+        found[num_layers] = read_spec(GGUFFile(file).config)
 
-    config = found[7]
-    assert config.windows == (24,) * 5 + (None, 24)
+    spec = found[7]
+    assert spec.windows == (24,) * 5 + (None, 24)
     local, whole = (
         Rope(theta=1e4, rotary_dim=16),
         Rope(theta=1e6, rotary_dim=16, scaling=LinearScaling(factor=8.0)),
     )
-    assert (config.ropes, config.layer_ropes) == ((local, whole), (0,) * 5 + (1, 0))
-    assert config.attention_scale == 16**-0.5
-    assert found[62].attention_scale == 12**-0.5  # the 27B model: the width of heads is not the scale's
+    assert [layer.mixer.rope for layer in spec.layers] == [local] * 5 + [whole, local]
+    assert spec.ropes == (local, whole)
+    assert {layer.mixer.scale for layer in spec.layers} == {16**-0.5}
+    assert found[62].attention.scale == 12**-0.5  # the 27B model: the width of heads is not the scale's
     assert (found[8].windows, found[8].ropes) == ((None,) * 8, (whole,))  # no windows at all
-    assert config.is_head_tied and config.embedding_multiplier == 48**0.5
+    assert spec.is_head_tied and spec.embedding_multiplier == 48**0.5
 
 
 @pytest.mark.parametrize(
@@ -378,4 +389,4 @@ def test_factors_of_long_rope_that_do_not_fit(
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelLoadError, match=message):
-        DecoderConfig.from_hf(GGUFFile(tmp_path / "model.gguf").config)
+        read_spec(GGUFFile(tmp_path / "model.gguf").config)

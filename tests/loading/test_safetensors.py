@@ -13,11 +13,11 @@ from model_zoo import make_model
 from safetensors.torch import save_file
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.families import read_spec
 from drift_sdk.loading import safetensors
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 
 SHARDED, SINGLE = 0, 1
 
@@ -148,7 +148,7 @@ def test_file_truncated_while_it_is_loaded_kills_nothing(form: Any, tmp_path: Pa
     """A read through a mapping would: the file is replaced in place, by a download for example."""
     make_model(SINGLE, tmp_path)
     source = Source(tmp_path)
-    tensors, config = source.tensors(), DecoderConfig.from_hf(source.config)
+    tensors, config = source.tensors(), read_spec(source.config)
     with (tmp_path / SINGLE_FILE).open("r+b") as stored:
         stored.truncate(4096)
     with pytest.raises(ModelLoadError, match="cannot be read: the file has become shorter"):

@@ -76,8 +76,8 @@ def test_text_part_equals_transformers(model: Any, is_old: bool, tmp_path: Path)
         save_file({_name_of_2025(name): tensor for name, tensor in tensors.items()}, file)
 
     decoder = load_decoder(tmp_path)
-    assert decoder.config.windows == (8, None, 8)
-    assert_parity(decoder, model, random_tokens(decoder.config, 30), (17, 1, 12))
+    assert decoder.spec.windows == (8, None, 8)
+    assert_parity(decoder, model, random_tokens(decoder.spec, 30), (17, 1, 12))
 
 
 def test_unknown_tensor_beside_the_text_part(model: Any, tmp_path: Path) -> None:

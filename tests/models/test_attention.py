@@ -10,12 +10,13 @@ from decoder_parity import inner_terms, load_decoder, poisoned_cache, random_tok
 from model_zoo import make_model
 from tolerances import assert_near
 
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models import attention
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.spec.model import KVShape, ModelSpec
 
 NUM_BLOCKS = 256
 WINDOWED = 30  # a Gemma 3 of the zoo, with layers of both kinds
@@ -55,11 +56,11 @@ def _run(
     decoder: Decoder, sequences: list[tuple[int, int]], *, together: bool
 ) -> tuple[list[torch.Tensor], KVCache]:
     """Hidden rows of each sequence, computed together in one step or in one step for each sequence."""
-    cache = poisoned_cache(decoder.config, NUM_BLOCKS)
+    cache = poisoned_cache(decoder.spec, NUM_BLOCKS)
     tables = _tables([start + num_rows for start, num_rows in sequences])
     tokens, rows = [], []
     for index, (start, num_rows) in enumerate(sequences):
-        token_ids = random_tokens(decoder.config, start + num_rows, seed=index)
+        token_ids = random_tokens(decoder.spec, start + num_rows, seed=index)
         if start:
             batch = AttentionBatch([SequenceRows(tables[index], 0, start)], cache)
             decoder.forward(token_ids[:start], batch, cache)
@@ -76,20 +77,20 @@ def _run(
 
 
 def _assert_same(
-    config: DecoderConfig,
+    spec: ModelSpec,
     found: tuple[list[torch.Tensor], KVCache],
     expected: tuple[list[torch.Tensor], KVCache],
 ) -> None:
-    inner, depth = inner_terms(config), config.num_layers + 1
+    inner, depth = inner_terms(spec), spec.num_layers + 1
     for mine, theirs in zip(found[0], expected[0], strict=True):
         assert_near(mine, theirs, inner=inner, depth=depth)
 
-    for mine, theirs in ((found[1].keys, expected[1].keys), (found[1].values, expected[1].values)):
+    for mine, theirs in zip(found[1].tensors, expected[1].tensors, strict=True):
         assert_near(mine, theirs, inner=inner, depth=depth)
 
 
 def test_mixed_step_equals_single_sequences(decoder: Decoder) -> None:
-    _assert_same(decoder.config, _run(decoder, MIXED, together=True), _run(decoder, MIXED, together=False))
+    _assert_same(decoder.spec, _run(decoder, MIXED, together=True), _run(decoder, MIXED, together=False))
 
 
 @pytest.mark.parametrize("padding, max_slots", [(0, 32_768), (10_000, 32_768), (10_000, 80)])
@@ -99,7 +100,7 @@ def test_grouping_does_not_change_the_output(
     expected = _run(decoder, MIXED, together=True)
     monkeypatch.setattr(attention, "MIN_PADDING", padding)
     monkeypatch.setattr(attention, "MAX_PADDED_SLOTS", max_slots)
-    _assert_same(decoder.config, _run(decoder, MIXED, together=True), expected)
+    _assert_same(decoder.spec, _run(decoder, MIXED, together=True), expected)
 
 
 def test_sequences_of_very_different_lengths_are_not_grouped() -> None:
@@ -112,9 +113,9 @@ def test_sequences_of_very_different_lengths_are_not_grouped() -> None:
 
 def test_long_chunk_after_a_long_context() -> None:
     """Some key blocks of the attention kernel are masked completely for a row and must not contribute."""
-    cache = KVCache((1, 400, BLOCK_SIZE, 2, 16), torch.float32, "cpu")
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    cache = KVCache([KVShape(2, 16, 16)], 400, BLOCK_SIZE, torch.float32, "cpu")
+    for tensor in cache.tensors:
+        tensor.fill_(float("nan"))
     start, num_rows = 700, 1500
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, start + num_rows, 2, 16, generator=generator)
@@ -138,9 +139,9 @@ def test_rows_see_the_keys_of_their_window_alone(window: int) -> None:
     are NaN, which would spread to the rows."""
     sequences = [(40, 1), (3, 1), (90, 1), (25, 6), (60, 6), (0, 6), (50, 30), (0, 30)]
     generator = torch.Generator().manual_seed(window)
-    cache = KVCache((1, NUM_BLOCKS, BLOCK_SIZE, 2, 16), torch.float32, "cpu")
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    cache = KVCache([KVShape(2, 16, 16)], NUM_BLOCKS, BLOCK_SIZE, torch.float32, "cpu")
+    for tensor in cache.tensors:
+        tensor.fill_(float("nan"))
     tables = _tables([start + num_rows for start, num_rows in sequences])
     rows, queries, newest, expected = [], [], [], []
     for (start, num_rows), table in zip(sequences, tables, strict=True):
@@ -149,10 +150,8 @@ def test_rows_see_the_keys_of_their_window_alone(window: int) -> None:
         query = torch.randn(num_rows, 4, 16, generator=generator)
         first = max(0, start + 1 - window)
         slots = torch.tensor([table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(num_keys)])
-        cache.keys[0, slots[first:start]], cache.values[0, slots[first:start]] = (
-            key[first:start],
-            value[first:start],
-        )
+        for places, stored in zip(cache.layer(0), (key, value), strict=True):
+            places[slots[first:start]] = stored[first:start]
         distance = torch.arange(start, num_keys)[:, None] - torch.arange(num_keys)
         scores = torch.einsum("rhd,khd->hrk", query, key.repeat_interleave(2, 1)) * 0.3
         is_hidden = (distance < 0) | (distance >= window)
@@ -171,7 +170,7 @@ def test_rows_see_the_keys_of_their_window_alone(window: int) -> None:
 
 
 def test_positions_and_slots_are_in_the_order_of_rows(decoder: Decoder) -> None:
-    cache = poisoned_cache(decoder.config, 8)
+    cache = poisoned_cache(decoder.spec, 8)
     batch = AttentionBatch(
         [SequenceRows([5, 2], 9, 1), SequenceRows([3, 0], 6, 4), SequenceRows([7], 2, 1)], cache
     )
@@ -184,16 +183,16 @@ def test_all_tensors_are_on_the_given_device(tmp_path: Path) -> None:
     """On the meta device, an operation with a tensor of the CPU fails."""
     make_model(1, tmp_path)
     source = resolve(tmp_path)
-    config = DecoderConfig.from_hf(source.config)
-    away = Decoder.load(config, source.tensors(), device="meta", dtype=torch.bfloat16)
-    cache = KVCache((config.num_layers, 64, 8, config.num_kv_heads, config.head_dim), torch.bfloat16, "meta")
+    spec = read_spec(source.config)
+    away = Decoder.load(spec, source.tensors(), device="meta", dtype=torch.bfloat16)
+    cache = away.empty_kv_cache(64, 8)
     sequences = [(0, 20), (7, 30), (3, 1), (60, 1), (4, 3), (9, 3), (11, 1)]
     rows = [SequenceRows(range(16), start, num_rows) for start, num_rows in sequences]
     batch = AttentionBatch(rows, cache)
     tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device="meta")
     hidden, _ = away.forward(tokens, batch, cache)
-    assert away.logits(hidden).shape == (batch.num_rows, config.vocab_size)
-    for tensor in (hidden, batch.positions, batch.slot_mapping, cache.keys, cache.values, away.weights.head):
+    assert away.logits(hidden).shape == (batch.num_rows, spec.vocab_size)
+    for tensor in (hidden, batch.positions, batch.slot_mapping, *cache.tensors, away.weights.head):
         assert tensor.device.type == "meta"
 
 
@@ -202,14 +201,14 @@ def test_all_tensors_are_on_the_given_device(tmp_path: Path) -> None:
 )
 def test_invalid_rows_are_rejected(decoder: Decoder, rows: SequenceRows, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AttentionBatch([rows], poisoned_cache(decoder.config, 8))
+        AttentionBatch([rows], poisoned_cache(decoder.spec, 8))
 
 
 def test_wrong_token_shapes_and_aux_layers_are_rejected(decoder: Decoder) -> None:
-    cache = poisoned_cache(decoder.config, 8)
+    cache = poisoned_cache(decoder.spec, 8)
     batch = AttentionBatch([SequenceRows([1], 0, 2)], cache)
     with pytest.raises(ValueError, match=r"expected \[2\]"):
         decoder.forward(torch.tensor([1, 2, 3]), batch, cache)
 
     with pytest.raises(ValueError, match="expected each from 0"):
-        decoder.forward(torch.tensor([1, 2]), batch, cache, (decoder.config.num_layers + 1,))
+        decoder.forward(torch.tensor([1, 2]), batch, cache, (decoder.spec.num_layers + 1,))

@@ -6,6 +6,7 @@ from tolerances import assert_near
 
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.spec.model import KVShape
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 8
 SINKS = torch.tensor([-3.0, 0.0, 2.0, 30.0])
@@ -49,9 +50,11 @@ def test_attention_with_sinks_is_near_the_formula(
     step: tuple[tuple[int, int], ...], window: int | None, scale: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(3)
-    cache = KVCache((1, 8 * len(step), BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), torch.float32, "cpu")
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    cache = KVCache(
+        [KVShape(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM)], 8 * len(step), BLOCK_SIZE, torch.float32, "cpu"
+    )
+    for tensor in cache.tensors:
+        tensor.fill_(float("nan"))
     sequences = [
         SequenceRows(range(8 * index, 8 * index + 8), start, num_rows)
         for index, (start, num_rows) in enumerate(step)

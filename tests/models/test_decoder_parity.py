@@ -23,11 +23,13 @@ from model_zoo import NUM_MODELS, make_model
 from tolerances import assert_near
 from transformers.models.llama import modeling_llama
 
-from drift_sdk.models import decoder as decoder_module
+from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import inverse_frequencies, rotary_tables, rotate
+from drift_sdk.models.mixers import attention as attention_module
+from drift_sdk.models.norms import rms_norm
+from drift_sdk.models.rope import rotary_tables, rotate
+from drift_sdk.spec.rope import inverse_frequencies
 
 NUM_DECODE_STEPS = 8
 CHUNKINGS = ((45,), (1, 44), (16, 17, 12), (7,) * 6 + (3,), (40, 5))
@@ -37,7 +39,7 @@ CHUNKINGS = ((45,), (1, 44), (16, 17, 12), (7,) * 6 + (3,), (40, 5))
 def test_decoder_equals_transformers(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     decoder = load_decoder(tmp_path)
-    token_ids = random_tokens(decoder.config, 45 + NUM_DECODE_STEPS, seed=index)
+    token_ids = random_tokens(decoder.spec, 45 + NUM_DECODE_STEPS, seed=index)
     for chunks in CHUNKINGS:
         assert_parity(decoder, model, token_ids, (*chunks, *(1,) * NUM_DECODE_STEPS))
 
@@ -46,16 +48,16 @@ def test_decoder_equals_transformers(index: int, tmp_path: Path) -> None:
 def test_last_aux_layer_is_the_stream_before_the_final_norm(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     decoder = load_decoder(tmp_path)
-    token_ids = random_tokens(decoder.config, 20)
+    token_ids = random_tokens(decoder.spec, 20)
     streams: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0][0]))
     with torch.inference_mode():
         model(token_ids[None])
 
-    cache = poisoned_cache(decoder.config)
+    cache = poisoned_cache(decoder.spec)
     batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, 20)], cache)
     hidden, _ = decoder.forward(token_ids, batch, cache)
-    inner, depth = inner_terms(decoder.config), decoder.config.num_layers + 1
+    inner, depth = inner_terms(decoder.spec), decoder.spec.num_layers + 1
     assert_near(hidden, streams[0], inner=inner, depth=depth)
 
 
@@ -68,7 +70,7 @@ def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
     config = transformers.LlamaConfig(hidden_size=48, num_attention_heads=2, head_dim=24)
     positions = torch.tensor([0, 1, 2, 77, 500, 1000, 1003, 1500, 2000])
     with torch.inference_mode():
-        assert torch.equal(decoder_module.rms_norm(x, norm.weight, 1e-5), norm(x))
+        assert torch.equal(rms_norm(x, norm.weight, 1e-5), norm(x))
         theirs = modeling_llama.LlamaRotaryEmbedding(config)(x, positions[None])
         expected, _ = modeling_llama.apply_rotary_pos_emb(x[None], x[None], *theirs, unsqueeze_dim=2)
         tables = rotary_tables(positions, inverse_frequencies(24, 10_000.0, None), dtype)
@@ -81,9 +83,9 @@ def test_embeddings_round_as_transformers(family: str, dtype: torch.dtype) -> No
     """transformers rounds the multiplier of Gemma alone. 10.3 is no number of bfloat16."""
     changes = {"embedding_multiplier": 10.3} if family == "granite" else {}
     model = draw_model(family, 3, **changes).to(dtype)
-    config = DecoderConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    decoder = Decoder.load(config, StateTensors(model), device="cpu", dtype=dtype)
-    token_ids = torch.arange(config.vocab_size)
+    spec = read_spec(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    decoder = Decoder.load(spec, StateTensors(model), device="cpu", dtype=dtype)
+    token_ids = torch.arange(spec.vocab_size)
     expected = model.model.embed_tokens(token_ids)
     if family == "granite":
         expected = expected * model.model.embedding_multiplier
@@ -93,15 +95,16 @@ def test_embeddings_round_as_transformers(family: str, dtype: torch.dtype) -> No
 def _rope_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """Shift the positions of queries alone: shifting those of keys too would have no effect."""
 
+    attention = decoder.spec.attention
+    (frequencies,) = decoder._frequencies.values()
+
     def shifted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rotated = rotate(x, cos, sin)
-        late_cos, late_sin = rotary_tables(
-            torch.ones(len(x), dtype=torch.int64), decoder._frequencies[0], decoder.dtype
-        )
-        num_heads = decoder.config.num_heads
+        late_cos, late_sin = rotary_tables(torch.ones(len(x), dtype=torch.int64), frequencies, decoder.dtype)
+        num_heads = attention.num_heads
         return torch.cat((rotate(rotated[:, :num_heads], late_cos, late_sin), rotated[:, num_heads:]), dim=1)
 
-    monkeypatch.setattr(decoder_module, "rotate", shifted)
+    monkeypatch.setattr(attention_module, "rotate", shifted)
     return decoder
 
 
@@ -132,21 +135,23 @@ def _wrong_gqa_map(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder
 
 
 def _wrong_eps(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    eps = 10 * decoder.config.rms_norm_eps
-    return Decoder(msgspec.structs.replace(decoder.config, rms_norm_eps=eps), decoder.weights)
+    norm = msgspec.structs.replace(decoder.spec.final_norm, eps=10 * decoder.spec.final_norm.eps)
+    layers = tuple(msgspec.structs.replace(layer, norm=norm) for layer in decoder.spec.layers)
+    spec = msgspec.structs.replace(decoder.spec, layers=layers, final_norm=norm)
+    return Decoder(spec, decoder.weights)
 
 
 def _untied_head(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """Use a random head instead of the embedding."""
-    config = msgspec.structs.replace(decoder.config, is_head_tied=False)
-    other = Decoder.random(config, device="cpu", dtype=decoder.dtype)
+    spec = msgspec.structs.replace(decoder.spec, is_head_tied=False)
+    other = Decoder.random(spec, device="cpu", dtype=decoder.dtype)
     weights = type(decoder.weights)(
         embedding=decoder.weights.embedding,
         layers=decoder.weights.layers,
         final_norm=decoder.weights.final_norm,
         head=other.weights.head,
     )
-    return Decoder(config, weights)
+    return Decoder(spec, weights)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,7 @@ def test_planted_fault_is_found(
 ) -> None:
     model = make_model(index, tmp_path)
     decoder = load_decoder(tmp_path)
-    token_ids = random_tokens(decoder.config, 24)
+    token_ids = random_tokens(decoder.spec, 24)
     chunks = (20, 1, 1, 1, 1)
     assert_parity(decoder, model, token_ids, chunks)
     with monkeypatch.context() as context:

@@ -17,14 +17,16 @@ from model_zoo import make_model
 from safetensors.torch import load_file
 from tolerances import assert_near
 
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models import eagle3
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.decoder import Decoder, offset_rms_norm
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.norms import offset_rms_norm
+from drift_sdk.spec.model import KVShape
 
 INNER = 192  # terms of the longest sum: three hidden states of 64
 NUM_BLOCKS = 16
@@ -171,8 +173,8 @@ def target(target_folder: Path) -> Decoder:
 
 def _cache(draft: DraftDecoder) -> KVCache:
     cache = draft.empty_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    for tensor in cache.tensors:
+        tensor.fill_(float("nan"))
     return cache
 
 
@@ -180,7 +182,7 @@ def _cache(draft: DraftDecoder) -> KVCache:
 def _target_states(
     target: Decoder, tokens: torch.Tensor, aux_layers: Sequence[int]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    cache = poisoned_cache(target.config)
+    cache = poisoned_cache(target.spec)
     batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, len(tokens))], cache)
     final, aux_hidden = target.forward(tokens, batch, cache, aux_layers)
     return aux_hidden, final
@@ -191,7 +193,7 @@ def _assert_parity(draft: DraftDecoder, target: Decoder, reference: Reference) -
     """Compare all rows of a prefill in chunks and of draft steps after it, and at the end all KV slots."""
     assert list(draft.aux_layers) == reference.aux_layers
     assert torch.equal(draft.target_ids, reference.ids)
-    tokens = random_tokens(target.config, NUM_PROMPT_TOKENS + 1, seed=3)
+    tokens = random_tokens(target.spec, NUM_PROMPT_TOKENS + 1, seed=3)
     aux_hidden, final = _target_states(target, tokens[:-1], draft.aux_layers)
     features = draft.fuse(aux_hidden, final)
     streams = [stream.double() for stream in (*aux_hidden, final)]
@@ -258,7 +260,7 @@ def test_draft_equals_the_reference(name: str, target: Decoder, target_folder: P
     make_draft(name, tmp_path, target_folder)
     draft = DraftDecoder.load(tmp_path, target)
     assert draft.num_layers == VARIANTS[name].num_layers
-    _assert_parity(draft, target, Reference(tmp_path, target_folder, target.config.num_layers))
+    _assert_parity(draft, target, Reference(tmp_path, target_folder, target.spec.num_layers))
 
 
 def test_draft_of_a_tied_target_of_four_layers(tmp_path: Path) -> None:
@@ -305,8 +307,8 @@ def test_planted_fault_is_found(
         monkeypatch.setattr(DraftDecoder, "fuse", lambda *inputs: fuse(*inputs).roll(1, 0))
     elif fault == "halves":
         first = draft.weights.layers[0]
-        qkv = first.qkv.roll(draft.config.hidden_size, 1)
-        layers = (dataclasses.replace(first, qkv=qkv), *draft.weights.layers[1:])
+        mixer = dataclasses.replace(first.mixer, qkv=first.mixer.qkv.roll(draft.config.hidden_size, 1))
+        layers = (dataclasses.replace(first, mixer=mixer), *draft.weights.layers[1:])
         draft = DraftDecoder(draft.config, dataclasses.replace(draft.weights, layers=layers), target)
     elif fault == "norm twice":
         norm, eps = draft.weights.final_norm, draft.config.rms_norm_eps
@@ -321,7 +323,7 @@ def test_planted_fault_is_found(
         draft.config = _replace(draft.config, is_residual_normed=True)
 
     with pytest.raises(AssertionError, match="differ by"):
-        _assert_parity(draft, target, Reference(tmp_path, target_folder, target.config.num_layers))
+        _assert_parity(draft, target, Reference(tmp_path, target_folder, target.spec.num_layers))
 
 
 def _replace(config: DraftConfig, **changes: Any) -> DraftConfig:
@@ -340,12 +342,12 @@ def test_batch_equals_single_sequences(target: Decoder, target_folder: Path, tmp
     ]
     generator = torch.Generator().manual_seed(5)
     features = [torch.randn(s + n, draft.config.hidden_size, generator=generator) for s, n in starts_and_rows]
-    tokens = [random_tokens(target.config, s + n, seed=i) for i, (s, n) in enumerate(starts_and_rows)]
+    tokens = [random_tokens(target.spec, s + n, seed=i) for i, (s, n) in enumerate(starts_and_rows)]
 
     def run(*, together: bool) -> tuple[torch.Tensor, KVCache]:
-        cache = KVCache((3, 64, BLOCK_SIZE, 2, 12), torch.float32, "cpu")
-        cache.keys.fill_(float("nan"))
-        cache.values.fill_(float("nan"))
+        cache = draft.empty_kv_cache(64, BLOCK_SIZE)
+        for tensor in cache.tensors:
+            tensor.fill_(float("nan"))
         rows = [SequenceRows(t, s, n) for t, (s, n) in zip(tables, starts_and_rows, strict=True)]
         for index, (start, _) in enumerate(starts_and_rows):
             if start:
@@ -367,11 +369,11 @@ def test_batch_equals_single_sequences(target: Decoder, target_folder: Path, tmp
     (found, found_cache), (expected, expected_cache) = run(together=True), run(together=False)
     depth = draft.num_layers + 1
     assert_near(found, expected, inner=INNER, depth=depth)
-    assert_near(found_cache.keys, expected_cache.keys, inner=INNER, depth=depth)
+    assert_near(found_cache.tensors[0], expected_cache.tensors[0], inner=INNER, depth=depth)
 
 
 def test_slot_offset_shifts_slots_but_not_positions() -> None:
-    cache = KVCache((1, 8, BLOCK_SIZE, 1, 4), torch.float32, "cpu")
+    cache = KVCache([KVShape(1, 4, 4)], 8, BLOCK_SIZE, torch.float32, "cpu")
     rows = [SequenceRows([5, 2], 7, 1), SequenceRows([3, 0], 6, 4), SequenceRows([7], 2, 1)]
     batch = AttentionBatch(rows, cache, slot_offset=1)
     assert batch.positions.tolist() == [7, 6, 7, 8, 9, 2]
@@ -388,10 +390,10 @@ def test_context_longer_than_the_drafts(target: Decoder, target_folder: Path, tm
     """The zoo's drafts have a context of 16; rows beyond it are rotated by their positions."""
     make_draft("reference", tmp_path, target_folder)
     draft = DraftDecoder.load(tmp_path, target)
-    reference = Reference(tmp_path, target_folder, target.config.num_layers)
+    reference = Reference(tmp_path, target_folder, target.spec.num_layers)
     cache, start = _cache(draft), 90
-    cache.keys.zero_()
-    cache.values.zero_()
+    for tensor in cache.tensors:
+        tensor.zero_()
     feature = torch.randn(1, draft.config.hidden_size, generator=torch.Generator().manual_seed(1))
     blocks = shuffled_blocks(NUM_BLOCKS)
     draft.forward(feature, torch.tensor([9]), _batch(blocks, start, 1, cache), cache)
@@ -406,15 +408,15 @@ def test_context_longer_than_the_drafts(target: Decoder, target_folder: Path, tm
 def test_random_draft(target: Decoder, target_folder: Path, tmp_path: Path) -> None:
     for name in ("reference", "narrow", "final hidden", "deep"):
         make_draft(name, tmp_path / name, target_folder)
-        config = DraftConfig.from_hf(resolve(tmp_path / name).config, target.config)
+        config = DraftConfig.from_hf(resolve(tmp_path / name).config, target.spec)
         first, again, other = (DraftDecoder.random(config, target, seed) for seed in (4, 4, 5))
-        assert torch.equal(first.weights.layers[0].qkv, again.weights.layers[0].qkv)
-        assert not torch.equal(first.weights.layers[0].qkv, other.weights.layers[0].qkv)
+        assert torch.equal(first.weights.layers[0].mixer.qkv, again.weights.layers[0].mixer.qkv)
+        assert not torch.equal(first.weights.layers[0].mixer.qkv, other.weights.layers[0].mixer.qkv)
         assert (first.target_ids.diff() > 0).all() and first.target_ids[-1] < config.vocab_size
-        aux_hidden, final = _target_states(target, random_tokens(target.config, 8), first.aux_layers)
+        aux_hidden, final = _target_states(target, random_tokens(target.spec, 8), first.aux_layers)
         cache = _cache(first)
         batch = _batch(shuffled_blocks(NUM_BLOCKS), 0, 8, cache)
-        hidden = first.forward(first.fuse(aux_hidden, final), random_tokens(target.config, 8), batch, cache)
+        hidden = first.forward(first.fuse(aux_hidden, final), random_tokens(target.spec, 8), batch, cache)
         logits = first.logits(hidden)
         assert logits.shape == (8, config.draft_vocab_size) and logits.isfinite().all()
 
@@ -422,14 +424,12 @@ def test_random_draft(target: Decoder, target_folder: Path, tmp_path: Path) -> N
 def test_all_tensors_have_the_targets_dtype_and_device(target_folder: Path, tmp_path: Path) -> None:
     """On the meta device, an operation with a tensor of the CPU fails."""
     source = resolve(target_folder)
-    away = Decoder.load(
-        DecoderConfig.from_hf(source.config), source.tensors(), device="meta", dtype=torch.bfloat16
-    )
+    away = Decoder.load(read_spec(source.config), source.tensors(), device="meta", dtype=torch.bfloat16)
     for name in ("fc norm and output norm", "final hidden", "ids only"):
         make_draft(name, tmp_path / name, target_folder)
         draft = DraftDecoder.load(tmp_path / name, away)
         states = [torch.empty(4, 64, dtype=torch.bfloat16, device="meta") for _ in range(4)]
-        cache = KVCache((1, 4, BLOCK_SIZE, 2, 12), torch.bfloat16, "meta")
+        cache = draft.empty_kv_cache(4, BLOCK_SIZE)
         batch = _batch([1, 2], 0, 4, cache)
         features = draft.fuse(states[: len(draft.aux_layers)], states[-1])
         ids = torch.zeros(4, dtype=torch.int64, device="meta")
@@ -457,7 +457,7 @@ def test_final_hidden_state_is_normed_as_by_the_target(tmp_path: Path) -> None:
     target = load_decoder(tmp_path / "target")
     make_draft("final hidden", tmp_path / "draft", tmp_path / "target")
     draft = DraftDecoder.load(tmp_path / "draft", target)
-    hidden = torch.randn(3, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(3, target.spec.hidden_size, generator=torch.Generator().manual_seed(0))
     found = draft.fuse([], hidden)
     norm = target.weights.final_norm
-    assert torch.equal(found, offset_rms_norm(hidden, norm, target.config.rms_norm_eps))
+    assert torch.equal(found, offset_rms_norm(hidden, norm, target.spec.final_norm.eps))

@@ -16,13 +16,13 @@ from model_zoo import save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import eos_token_ids, resolve
+from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.experts import QuantisedMatrices
-from drift_sdk.models.experts_config import ClampedGate
-from drift_sdk.models.rope import YarnScaling
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
+from drift_sdk.spec.model import ClampedGate, Mlp
+from drift_sdk.spec.rope import YarnScaling
 
 YARN = {
     "rope_type": "yarn",
@@ -99,10 +99,8 @@ def copied(folder: Path, to: Path, **changes: torch.Tensor) -> Path:
 @pytest.mark.parametrize("size", SIZES)
 def test_tensors_of_both_sizes_of_gpt_oss(size: str) -> None:
     num_layers, num_experts = SIZES[size]
-    config = DecoderConfig.from_hf(
-        GPT_OSS | {"num_hidden_layers": num_layers, "num_local_experts": num_experts}
-    )
-    shapes = tensor_shapes(config)
+    spec = read_spec(GPT_OSS | {"num_hidden_layers": num_layers, "num_local_experts": num_experts})
+    shapes = tensor_shapes(spec)
     assert len(shapes) == 19 * num_layers + 3
     layer = f"model.layers.{num_layers - 1}"
     expected = {
@@ -120,18 +118,18 @@ def test_tensors_of_both_sizes_of_gpt_oss(size: str) -> None:
         "self_attn.o_proj.bias": (2880,),
     }
     assert {name: shapes[f"{layer}.{name}"] for name in expected} == expected
-    assert config.windows == (128, None) * (num_layers // 2)
+    assert spec.windows == (128, None) * (num_layers // 2)
     # Quantised weights keep their bytes: 17 for 32 numbers.
     experts = num_layers * num_experts * 3 * 2880 * 2880 * 17 // 32
     others = sum(
         math.prod(shape) for name, shape in shapes.items() if not name.endswith(("blocks", "scales"))
     )
-    assert weight_bytes(config, torch.bfloat16) == experts + 2 * others
+    assert weight_bytes(spec, torch.bfloat16) == experts + 2 * others
 
 
 def test_rotation_of_gpt_oss() -> None:
-    config = DecoderConfig.from_hf(GPT_OSS | {"num_hidden_layers": 2})
-    (rope,) = config.ropes
+    spec = read_spec(GPT_OSS | {"num_hidden_layers": 2})
+    (rope,) = spec.ropes
     assert isinstance(rope.scaling, YarnScaling)
     assert (rope.scaling.first, rope.scaling.last) == pytest.approx((8.0928, 17.3980), abs=1e-4)
     assert rope.magnitude == pytest.approx(1.34657, abs=1e-5)
@@ -142,7 +140,7 @@ def test_rotation_of_gpt_oss() -> None:
     assert rope.magnitude == theirs.attention_scaling
     # The defaults of gpt-oss are those of its files.
     fewer = {name: value for name, value in GPT_OSS.items() if name not in ("rope_theta", "rope_scaling")}
-    assert DecoderConfig.from_hf(fewer | {"num_hidden_layers": 2}) == config
+    assert read_spec(fewer | {"num_hidden_layers": 2}) == spec
 
 
 def test_ends_of_original_files(tmp_path: Path) -> None:
@@ -194,19 +192,21 @@ def test_original_files_equal_those_of_hugging_face(quantised: Path, tmp_path: P
     }
     (tmp_path / "config.json").write_text(json.dumps(original))
     save_tokenizer(tmp_path, config["vocab_size"])
-    assert DecoderConfig.from_hf(resolve(tmp_path).config).max_position_embeddings == 131_072
+    assert read_spec(resolve(tmp_path).config).max_position_embeddings == 131_072
     found, expected = load_decoder(tmp_path), load_decoder(quantised)
-    assert found.config.ropes == expected.config.ropes
-    assert found.config.experts == expected.config.experts
+    assert found.spec.ropes == expected.spec.ropes
+    assert found.spec.experts == expected.spec.experts
     assert torch.equal(found.weights.embedding, expected.weights.embedding)
     assert torch.equal(found.weights.head, expected.weights.head)
     for ours, theirs in zip(found.weights.layers, expected.weights.layers, strict=True):
-        for name in ("input_norm", "qkv", "qkv_bias", "output", "output_bias", "mlp_norm", "sinks"):
+        for name in ("mixer_norm", "channel_norm"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        for name in ("qkv", "qkv_bias", "output", "output_bias", "sinks"):
+            assert torch.equal(getattr(ours.mixer, name), getattr(theirs.mixer, name)), name
         for name in ("router", "router_bias", "gate_up_bias", "down_bias"):
-            assert torch.equal(getattr(ours.experts, name), getattr(theirs.experts, name)), name
+            assert torch.equal(getattr(ours.channel, name), getattr(theirs.channel, name)), name
         for name in ("gate_up", "down"):
-            mine, other = getattr(ours.experts, name), getattr(theirs.experts, name)
+            mine, other = getattr(ours.channel, name), getattr(theirs.channel, name)
             assert torch.equal(mine.blocks, other.blocks) and torch.equal(mine.scales, other.scales)
 
 
@@ -236,14 +236,14 @@ def test_quantised_experts_are_rejected_in_float16(quantised: Path) -> None:
 def test_random_quantised_weights_have_the_scale_of_others() -> None:
     changes = {"num_hidden_layers": 2, "num_local_experts": 4, "vocab_size": 50}
     small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = DecoderConfig.from_hf(GPT_OSS | changes | small)
-    first, again = (Decoder.random(config, device="cpu", dtype=torch.float32, seed=3) for _ in range(2))
+    spec = read_spec(GPT_OSS | changes | small)
+    first, again = (Decoder.random(spec, device="cpu", dtype=torch.float32, seed=3) for _ in range(2))
     for layer, same in zip(first.weights.layers, again.weights.layers, strict=True):
-        experts = layer.experts
-        assert experts is not None and same.experts is not None
+        experts = layer.channel
+        assert isinstance(experts, ExpertWeights) and isinstance(same.channel, ExpertWeights)
         for matrices, twin, inner in (
-            (experts.gate_up, same.experts.gate_up, 64),
-            (experts.down, same.experts.down, 96),
+            (experts.gate_up, same.channel.gate_up, 64),
+            (experts.down, same.channel.down, 96),
         ):
             assert isinstance(matrices, QuantisedMatrices) and isinstance(twin, QuantisedMatrices)
             assert torch.equal(matrices.blocks, twin.blocks)
@@ -254,20 +254,21 @@ def test_random_quantised_weights_have_the_scale_of_others() -> None:
 
 
 def test_settings_of_experts() -> None:
-    plain = DecoderConfig.from_hf(QWEN3_MOE)
+    plain = read_spec(QWEN3_MOE)
     assert plain.experts is not None
     assert (plain.experts.num_experts, plain.experts.num_active) == (8, 8)
-    assert not plain.experts.is_normalised and plain.mlp_layers == () and plain.has_qk_norm
-    some = DecoderConfig.from_hf(
-        QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True}
-    )
-    assert some.experts is not None and some.experts.is_normalised
-    assert some.mlp_layers == (0, 1, 2)
-    assert [some.layer_experts(layer) is not None for layer in range(4)] == [False, False, False, True]
+    assert not plain.experts.router.is_normalised
+    assert {layer.channel for layer in plain.layers} == {plain.experts}
+    assert all(layer.mixer.head_norm is not None for layer in plain.layers)
+    some = read_spec(QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True})
+    assert some.experts is not None and some.experts.router.is_normalised
+    assert [layer.channel == some.experts for layer in some.layers] == [False, False, False, True]
+    mlp = Mlp(intermediate_size=QWEN3_MOE["intermediate_size"])
+    assert [layer.channel for layer in some.layers[:3]] == [mlp] * 3
     # Files of transformers 5 have the other name.
     renamed = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
-    assert DecoderConfig.from_hf(renamed | {"num_local_experts": 8}) == plain
-    gpt_oss = DecoderConfig.from_hf(GPT_OSS | {"num_hidden_layers": 2, "swiglu_limit": None})
+    assert read_spec(renamed | {"num_local_experts": 8}) == plain
+    gpt_oss = read_spec(GPT_OSS | {"num_hidden_layers": 2, "swiglu_limit": None})
     assert gpt_oss.experts is not None
     assert gpt_oss.experts.clamped_gate == ClampedGate(alpha=1.702, limit=7.0)
 
@@ -301,4 +302,4 @@ def test_settings_of_experts() -> None:
 )
 def test_settings_that_are_rejected(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        DecoderConfig.from_hf({"num_hidden_layers": 2} | config | changes)
+        read_spec({"num_hidden_layers": 2} | config | changes)

@@ -12,12 +12,12 @@ from decoder_parity import assert_parity, load_decoder, random_tokens
 from expert_zoo import EXPERT_MODELS, QUANTISED, make_expert_model, quantise_folder
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from drift_sdk.execution.forward.residual_stream import norm_kind
 from drift_sdk.models import attention
 from drift_sdk.models import decoder as decoder_module
-from drift_sdk.models import experts as experts_module
+from drift_sdk.models.channels import experts as experts_module
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.experts_config import ClampedGate
+from drift_sdk.models.norms import normalise, rms_norm
+from drift_sdk.spec.model import ClampedGate
 
 NUM_TOKENS = 53
 CHUNKINGS = ((45, *(1,) * 8), (1, 44, 3, 5), (16, 17, 12, 8))
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Re
     for name in EXPERT_MODELS:
         folder = tmp_path_factory.mktemp("model")
         model = make_expert_model(name, folder)
-        tokens = random_tokens(load_decoder(folder).config, NUM_TOKENS)
+        tokens = random_tokens(load_decoder(folder).spec, NUM_TOKENS)
         found[name] = folder, Recorded(model, tokens), tokens
         if name == QUANTISED:
             quantise_folder(model, folder, folder / "mxfp4")
@@ -63,14 +63,15 @@ def test_norms_of_gpt_oss_round_as_transformers(dtype: torch.dtype, models: dict
     decoder = load_decoder(models["gpt_oss"][0])
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 64, generator=generator).to(dtype)
-    norm = modeling_gpt_oss.GptOssRMSNorm(64, eps=decoder.config.rms_norm_eps).to(dtype)
+    spec = decoder.spec.final_norm
+    assert spec.kind == "wide" and {layer.norm for layer in decoder.spec.layers} == {spec}
+    norm = modeling_gpt_oss.GptOssRMSNorm(64, eps=spec.eps).to(dtype)
     torch.nn.init.normal_(norm.weight, 1.0, 0.3, generator=generator)
     with torch.inference_mode():
-        found = decoder.normalise(x, norm.weight)
+        found = normalise(x, norm.weight, spec)
         assert torch.equal(found, norm(x))
-        plain = decoder_module.rms_norm(x, norm.weight, decoder.config.rms_norm_eps)
+        plain = rms_norm(x, norm.weight, spec.eps)
     assert torch.equal(found, plain) == (dtype == torch.float32)
-    assert norm_kind(decoder.config) == "wide"
 
 
 def _no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,40 +8,39 @@ import torch
 from tolerances import assert_near
 
 from drift_sdk.loading.mxfp4 import dequantise
-from drift_sdk.models.experts import (
+from drift_sdk.models.channels.experts import (
     ExpertWeights,
     QuantisedMatrices,
     apply_experts,
     choose_experts,
     gated,
 )
-from drift_sdk.models.experts_config import ClampedGate, ExpertsConfig
+from drift_sdk.spec.model import ClampedGate, Experts, Router
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 64, 32, 6
 CLAMPED = ClampedGate(alpha=1.702, limit=7.0)
 
 
-def experts_config(**changes: object) -> ExpertsConfig:
+def experts_spec(**changes: object) -> Experts:
     options = {
         "num_experts": NUM_EXPERTS,
         "num_active": 3,
         "intermediate_size": INTERMEDIATE,
-        "is_normalised": True,
+        "router": Router(),
         "has_bias": True,
         "clamped_gate": CLAMPED,
-        "storage": "transposed",
     }
-    return ExpertsConfig(**options | changes)
+    return Experts(**options | changes)
 
 
-def random_weights(config: ExpertsConfig) -> ExpertWeights:
+def random_weights(spec: Experts, *, is_quantised: bool = False) -> ExpertWeights:
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
     def matrices(rows: int, columns: int) -> torch.Tensor | QuantisedMatrices:
-        if not config.is_quantised:
+        if not is_quantised:
             return draw(NUM_EXPERTS, rows, columns)
 
         shape = NUM_EXPERTS, rows, columns // 32
@@ -51,7 +50,7 @@ def random_weights(config: ExpertsConfig) -> ExpertWeights:
         )
 
     def bias(*shape: int) -> torch.Tensor | None:
-        return draw(*shape) if config.has_bias else None
+        return draw(*shape) if spec.has_bias else None
 
     return ExpertWeights(
         router=draw(NUM_EXPERTS, HIDDEN),
@@ -63,7 +62,7 @@ def random_weights(config: ExpertsConfig) -> ExpertWeights:
     )
 
 
-def reference(x: torch.Tensor, weights: ExpertWeights, config: ExpertsConfig) -> torch.Tensor:
+def reference(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
     """The formula, row by row and expert by expert, in float64."""
 
     def matrix(matrices: torch.Tensor | QuantisedMatrices, expert: int) -> torch.Tensor:
@@ -79,13 +78,13 @@ def reference(x: torch.Tensor, weights: ExpertWeights, config: ExpertsConfig) ->
         logits = [
             float(weights.router[e].double() @ row + bias(weights.router_bias, e)) for e in range(NUM_EXPERTS)
         ]
-        chosen = sorted(range(NUM_EXPERTS), key=lambda e: (-logits[e], e))[: config.num_active]
-        among = chosen if config.is_normalised else range(NUM_EXPERTS)
+        chosen = sorted(range(NUM_EXPERTS), key=lambda e: (-logits[e], e))[: spec.num_active]
+        among = chosen if spec.router.is_normalised else range(NUM_EXPERTS)
         norm = sum(math.exp(logits[e]) for e in among)
         total = torch.zeros(HIDDEN, dtype=torch.float64)
         for expert in chosen:
             projected = matrix(weights.gate_up, expert) @ row + bias(weights.gate_up_bias, expert)
-            if config.clamped_gate is None:
+            if spec.clamped_gate is None:
                 gate, up = projected[:INTERMEDIATE], projected[INTERMEDIATE:]
                 activated = gate * torch.sigmoid(gate) * up
             else:
@@ -98,22 +97,30 @@ def reference(x: torch.Tensor, weights: ExpertWeights, config: ExpertsConfig) ->
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "is_quantised"),
     [
-        {},
-        {"storage": "mxfp4"},
-        {"clamped_gate": None, "has_bias": False},
-        {"clamped_gate": None, "has_bias": False, "is_normalised": False, "num_active": 1},
-        {"num_active": NUM_EXPERTS},
+        ({}, False),
+        ({}, True),
+        ({"clamped_gate": None, "has_bias": False}, False),
+        (
+            {
+                "clamped_gate": None,
+                "has_bias": False,
+                "router": Router(is_normalised=False),
+                "num_active": 1,
+            },
+            False,
+        ),
+        ({"num_active": NUM_EXPERTS}, False),
     ],
     ids=str,
 )
-def test_output_is_near_the_formula(changes: dict[str, object]) -> None:
-    config = experts_config(**changes)
-    weights = random_weights(config)
+def test_output_is_near_the_formula(changes: dict[str, object], is_quantised: bool) -> None:
+    spec = experts_spec(**changes)
+    weights = random_weights(spec, is_quantised=is_quantised)
     x = 4 * torch.randn(23, HIDDEN, generator=torch.Generator().manual_seed(2))
-    expected = reference(x, weights, config)
-    assert_near(apply_experts(x, weights, config), expected, inner=HIDDEN, depth=3)
+    expected = reference(x, weights, spec)
+    assert_near(apply_experts(x, weights, spec), expected, inner=HIDDEN, depth=3)
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -149,8 +156,8 @@ def test_the_clamped_gate_clamps_gates_from_above_and_up_on_both_sides() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantised_experts_equal_their_dequantised_twins(dtype: torch.dtype) -> None:
-    config = experts_config(storage="mxfp4", has_bias=False)
-    weights = random_weights(config)
+    spec = experts_spec(has_bias=False)
+    weights = random_weights(spec, is_quantised=True)
     weights = replace(weights, router=weights.router.to(dtype))
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
     dense = replace(
@@ -158,6 +165,6 @@ def test_quantised_experts_equal_their_dequantised_twins(dtype: torch.dtype) -> 
         gate_up=dequantise(weights.gate_up.blocks, weights.gate_up.scales, dtype),
         down=dequantise(weights.down.blocks, weights.down.scales, dtype),
     )
-    found = apply_experts(x, weights, config)
+    found = apply_experts(x, weights, spec)
     assert found.dtype == dtype
-    assert torch.equal(found, apply_experts(x, dense, config))
+    assert torch.equal(found, apply_experts(x, dense, spec))

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
 
 from drift_sdk import EngineConfig, ModelLoadError, SyncEngine, inspect
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.kv_scales import KVScales
 from drift_sdk.models.shard import Shard, load_shard
 from drift_sdk.quantised.e4m3 import quantise_e4m3
+from drift_sdk.spec.model import KVShape
 from drift_sdk.startup.weight_form import choose_weight_form
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     sizes = {"num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "num_key_value_heads": NUM_KV_HEADS}
     shapes = tiny_llama() | sizes | {"hidden_size": 32}
-    tensors = random_tensors(DecoderConfig.from_hf(shapes), device=CPU, dtype=torch.float32)
+    tensors = random_tensors(read_spec(shapes), device=CPU, dtype=torch.float32)
     save_file({name: tensors.get(name) for name in tensors.names()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(shapes))
     return folder
@@ -65,7 +66,7 @@ def source_of(
 
 
 def load(source: Source, **options: Any) -> Decoder:
-    config = DecoderConfig.from_hf(source.config)
+    config = read_spec(source.config)
     return Decoder.load(config, source.tensors(), device=CPU, dtype=torch.float32, kv_form="fp8", **options)
 
 
@@ -119,7 +120,7 @@ def test_scales_are_not_read_for_other_caches(
 ) -> None:
     scales = {"k_scale": torch.zeros(1), "v_scale": torch.zeros(3)}
     source = source_of(plain, tmp_path, scales, settings)
-    config = DecoderConfig.from_hf(source.config)
+    config = read_spec(source.config)
     decoder = Decoder.load(config, source.tensors(), device=CPU, dtype=torch.bfloat16)
     assert decoder.weights.kv_scales is None
     expected = load_file(plain / "model.safetensors")
@@ -141,7 +142,7 @@ def test_parts_of_a_model_have_the_scales_of_their_heads(
 ) -> None:
     scales = {"k_scale": torch.arange(1.0, 5.0), "v_scale": torch.arange(5.0, 9.0)}
     source = source_of(plain, tmp_path, scales, settings)
-    config = DecoderConfig.from_hf(source.config)
+    config = read_spec(source.config)
     for rank in range(2):
         shard = Shard(rank=rank, size=2)
         options = {"device": CPU, "dtype": torch.float32, "kv_form": "fp8"}
@@ -251,16 +252,14 @@ def test_scales_of_other_schemes_are_refused(
 
 
 def test_random_weights_have_scales_of_1() -> None:
-    decoder = Decoder.random(
-        DecoderConfig.from_hf(tiny_llama()), device=CPU, dtype=torch.float32, kv_form="fp8"
-    )
+    decoder = Decoder.random(read_spec(tiny_llama()), device=CPU, dtype=torch.float32, kv_form="fp8")
     assert decoder.weights.kv_scales is not None and decoder.weights.kv_scales.keys.eq(1).all()
     assert decoder.kv_dtype == torch.float8_e4m3fn
 
 
 def test_eager_caches_store_codes_and_read_their_numbers() -> None:
     scales = KVScales(torch.tensor([[0.5, 4.0]]), torch.tensor([[3.0, 0.125]]))
-    cache = KVCache((1, 2, 4, 2, 8), torch.bfloat16, CPU, scales)
+    cache = KVCache([KVShape(2, 8, 8)], 2, 4, torch.bfloat16, CPU, scales)
     generator = torch.Generator().manual_seed(1)
     key, value = torch.randn(2, 3, 2, 8, generator=generator)
     slots = torch.tensor([5, 0, 2])

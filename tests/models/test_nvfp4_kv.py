@@ -12,14 +12,15 @@ from decoder_parity import random_tokens, shuffled_blocks
 from model_zoo import make_model
 
 from drift_sdk import Completion, Engine, EngineConfig, SamplingParams, inspect
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.kv_numbers import bytes_of_head, decode, encode, stored_shape
 from drift_sdk.models.kv_scales import KVScales
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, nvfp4_numbers, quantise_groups
+from drift_sdk.spec.model import KVShape
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
@@ -58,9 +59,8 @@ def test_codes_of_a_head_are_before_its_scales(head_dim: int) -> None:
 
 
 def rounded_cache(decoder: Decoder, scales: KVScales | None) -> KVCache:
-    config = decoder.config
-    shape = config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim
-    return KVCache(shape, decoder.dtype, CPU, scales)
+    shapes = [layer.mixer.kv for layer in decoder.spec.layers]
+    return KVCache(shapes, NUM_BLOCKS, BLOCK_SIZE, decoder.dtype, CPU, scales)
 
 
 class RoundingCache(KVCache):
@@ -80,7 +80,7 @@ class RoundingCache(KVCache):
 def logits(decoder: Decoder, cache: KVCache) -> torch.Tensor:
     """Logits of a prompt in two chunks, and of a token after it, with blocks in any order; its last block is
     moved in between."""
-    blocks, tokens = shuffled_blocks(), random_tokens(decoder.config, 12)
+    blocks, tokens = shuffled_blocks(), random_tokens(decoder.spec, 12)
     found = []
     for start, num_rows in ((0, 5), (5, 6), (11, 1)):
         batch = AttentionBatch([SequenceRows(blocks, start, num_rows)], cache)
@@ -92,8 +92,8 @@ def logits(decoder: Decoder, cache: KVCache) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_read_the_numbers_that_were_stored(folder: Path, dtype: torch.dtype) -> None:
     source = Source(folder)
-    config = DecoderConfig.from_hf(source.config)
-    decoder = Decoder.load(config, source.tensors(), device=CPU, dtype=dtype, kv_form="nvfp4")
+    spec = read_spec(source.config)
+    decoder = Decoder.load(spec, source.tensors(), device=CPU, dtype=dtype, kv_form="nvfp4")
     scales = decoder.weights.kv_scales
     assert scales is not None and scales.form == decoder.kv_form == "nvfp4"
     heads = torch.rand(scales.keys.shape, generator=torch.Generator().manual_seed(0)) / 8 + 0.01
@@ -110,7 +110,7 @@ def test_rows_read_the_numbers_that_were_stored(folder: Path, dtype: torch.dtype
 
 def test_slots_are_moved_with_their_scales() -> None:
     scales = KVScales(torch.full((2, 2), 0.25), torch.full((2, 2), 0.125), "nvfp4")
-    cache = KVCache((2, 4, 4, 2, 40), torch.float32, CPU, scales)
+    cache = KVCache([KVShape(2, 40, 40)] * 2, 4, 4, torch.float32, CPU, scales)
     x = torch.randn((3, 2, 40), generator=torch.Generator().manual_seed(0)) * torch.tensor([[[9.0], [0.1]]])
     slots, targets = torch.tensor([1, 7, 12]), torch.tensor([7, 2, 15])
     for layer in range(2):
@@ -125,10 +125,10 @@ def test_slots_are_moved_with_their_scales() -> None:
 def test_engines_serve_from_it(folder: Path) -> None:
     wide, narrow = (inspect(folder, CONFIG.replace(kv_dtype=kind)) for kind in (None, "nvfp4"))
     assert narrow.kv_dtype == "nvfp4" and "nvfp4, " in narrow.text()
-    config = DecoderConfig.from_hf(Source(folder).config)
-    heads = 2 * config.num_layers * config.num_kv_heads
-    assert wide.kv_bytes_per_token == 4 * heads * config.head_dim
-    assert narrow.kv_bytes_per_token == heads * bytes_of_head(config.head_dim, torch.float32, "nvfp4")
+    spec = read_spec(Source(folder).config)
+    heads, head_dim = 2 * spec.num_layers * spec.attention.num_kv_heads, spec.attention.head_dim
+    assert wide.kv_bytes_per_token == 4 * heads * head_dim
+    assert narrow.kv_bytes_per_token == heads * bytes_of_head(head_dim, torch.float32, "nvfp4")
 
     async def main(kv_dtype: str | None) -> Completion:
         params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)

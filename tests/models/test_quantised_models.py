@@ -21,10 +21,11 @@ from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, WeightForm
 from drift_sdk.models.weights import weight_bytes
@@ -58,15 +59,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | st
 
 def load(path: Path, form: WeightForm = "expanded", dtype: torch.dtype = torch.float32) -> Decoder:
     source = Source(path)
-    config = DecoderConfig.from_hf(source.config)
-    return Decoder.load(config, source.tensors(), device="cpu", dtype=dtype, form=form)
+    spec = read_spec(source.config)
+    return Decoder.load(spec, source.tensors(), device="cpu", dtype=dtype, form=form)
 
 
 @torch.inference_mode()
 def logits(decoder: Decoder) -> torch.Tensor:
     """Logits after a prompt, and after one more token."""
-    cache, blocks = poisoned_cache(decoder.config, dtype=decoder.dtype), shuffled_blocks()
-    tokens = random_tokens(decoder.config, 12)
+    cache, blocks = poisoned_cache(decoder.spec, dtype=decoder.dtype), shuffled_blocks()
+    tokens = random_tokens(decoder.spec, 12)
     found = []
     for start, num_rows in ((0, 11), (11, 1)):
         batch = AttentionBatch([SequenceRows(blocks, start, num_rows)], cache)
@@ -81,9 +82,11 @@ def all_matrices(decoder: Decoder) -> Iterator[Any]:
     if weights.head is not weights.embedding:
         yield weights.head
     for layer in weights.layers:
-        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
-        if layer.experts is not None:
-            yield from (*layer.experts.gate_up, *layer.experts.down)
+        yield from (layer.mixer.qkv, layer.mixer.output)
+        if isinstance(layer.channel, MlpWeights):
+            yield from (layer.channel.gate_up, layer.channel.down)
+        else:
+            yield from (*layer.channel.gate_up, *layer.channel.down)
 
 
 def kinds_of(decoder: Decoder) -> set[type]:
@@ -235,8 +238,8 @@ def test_projections_are_quantised_at_load(
 
 
 def test_random_weights_are_quantised_as_well(model_folder: Callable[[int | str], Path]) -> None:
-    config = load(model_folder(TIED)).config
-    random = Decoder.random(config, device="cpu", dtype=torch.float32, form="fp8")
+    spec = load(model_folder(TIED)).spec
+    random = Decoder.random(spec, device="cpu", dtype=torch.float32, form="fp8")
     assert kinds_of(random) == {Fp8Weight, torch.Tensor}
 
 
@@ -250,11 +253,11 @@ def test_bytes_are_known_before_loading(
         write_checkpoint(folder, "awq", tmp_path / "quantised", tmp_path / "twin")
         folder = tmp_path / "quantised"
     source = Source(folder)
-    config = DecoderConfig.from_hf(source.config)
+    spec = read_spec(source.config)
     announced: list[int] = []
     progress: list[tuple[int, int]] = []
     decoder = Decoder.load(
-        config,
+        spec,
         source.tensors(),
         device="cpu",
         dtype=torch.bfloat16,
@@ -270,8 +273,8 @@ def test_bytes_are_known_before_loading(
         for name in source.tensors().names()
         if len(source.tensors().shape(name)) == 1 or "mlp.gate.weight" in name
     )
-    assert announced == [weight_bytes(config, torch.bfloat16, form, source.tensors())] == [quantised + others]
-    assert announced[0] < 0.75 * weight_bytes(config, torch.bfloat16)
+    assert announced == [weight_bytes(spec, torch.bfloat16, form, source.tensors())] == [quantised + others]
+    assert announced[0] < 0.75 * weight_bytes(spec, torch.bfloat16)
 
 
 def test_stored_form_of_plain_files_is_plain(model_folder: Callable[[int | str], Path]) -> None:
@@ -339,7 +342,8 @@ def test_drafts_are_quantised_at_load(
         (quantised.weights.head, plain.weights.head),
     ]
     for found, layer in zip(quantised.weights.layers, plain.weights.layers, strict=True):
-        pairs += [(getattr(found, n), getattr(layer, n)) for n in ("qkv", "output", "gate_up", "down")]
+        pairs += [(getattr(found.mixer, n), getattr(layer.mixer, n)) for n in ("qkv", "output")]
+        pairs += [(getattr(found.channel, n), getattr(layer.channel, n)) for n in ("gate_up", "down")]
     for found, matrix in pairs:
         assert type(found) is kind and isinstance(matrix, torch.Tensor)
         expected = QUANTISERS[form](matrix).dequantise(torch.float32)
@@ -362,7 +366,7 @@ def test_odd_columns_of_drafts_cannot_be_int4(
     target = load(model_folder(UNTIED))
     make_draft("specforge", tmp_path, model_folder(UNTIED))
     file = tmp_path / "config.json"
-    settings = {"target_hidden_size": target.config.hidden_size} | json.loads(file.read_text())
+    settings = {"target_hidden_size": target.spec.hidden_size} | json.loads(file.read_text())
     file.write_text(json.dumps(settings | size))
     DraftDecoder.load_random(str(tmp_path), target, form="fp8")
     expected = f"tensor {name} has {columns} columns, an odd number: expected draft_weights other than .int4"

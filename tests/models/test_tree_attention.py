@@ -12,6 +12,7 @@ from tolerances import assert_near
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.tree_attention import TreeAttentionBatch, TreeRows
+from drift_sdk.spec.model import KVShape
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 30
 
@@ -25,8 +26,9 @@ def test_each_node_sees_its_path(
 ) -> None:
     rng = random.Random(num_sequences)
     generator = torch.Generator().manual_seed(offset)
-    cache = KVCache((2, NUM_BLOCKS, BLOCK_SIZE, 2, 8), torch.float32, "cpu")
-    cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
+    cache = KVCache([KVShape(2, 8, 8)] * 2, NUM_BLOCKS, BLOCK_SIZE, torch.float32, "cpu")
+    for tensor in cache.tensors:
+        tensor.fill_(torch.nan)
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     free_slots = iter(range((NUM_BLOCKS - 8) * BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE))
     blocks = [block for block in blocks if block < NUM_BLOCKS - 8]
@@ -37,7 +39,7 @@ def test_each_node_sees_its_path(
         prefix = [
             table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(offset, length + offset)
         ]
-        for tensor in (cache.keys, cache.values):
+        for tensor in cache.tensors:
             tensor[:, prefix] = torch.randn(2, length, 2, 8, generator=generator)
         trees.append(tree)
         sequences.append(

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import assert_near
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.source import resolve
@@ -26,9 +27,8 @@ from drift_sdk.loading.tensors import InPlaceSource
 from drift_sdk.models import tied_head
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.linear import MIN_ONEDNN_ELEMENTS, linear
-from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.models.weights import LayerWeights, tensor_shapes
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.weight import dequantised
 
@@ -161,10 +161,10 @@ def test_folders_that_transformers_loads(
     ).eval()
     caplog.clear()
     decoder = load_decoder(tmp_path)
-    assert_parity(decoder, model, random_tokens(decoder.config, 24), (17, 1, 6))
+    assert_parity(decoder, model, random_tokens(decoder.spec, 24), (17, 1, 6))
     if change is _other_head:
         assert "lm_head.weight differs from model.embed_tokens.weight, so it is the head" in caplog.text
-    if decoder.config.num_layers == 1:
+    if decoder.spec.num_layers == 1:
         assert "layer 1 and later are left out: the config says num_hidden_layers=1" in caplog.text
 
 
@@ -179,7 +179,7 @@ def write_tied(folder: Path, out: Path) -> None:
 
 def load_quantised(folder: Path, **options: Any) -> Decoder:
     source = resolve(folder)
-    config = DecoderConfig.from_hf(source.config)
+    config = read_spec(source.config)
     options = {"device": "cpu", "dtype": torch.float32, "form": "stored"} | options
     return Decoder.load(config, source.tensors(), **options)
 
@@ -199,7 +199,7 @@ def test_quantised_tied_head_is_compared_in_parts(
 
     monkeypatch.setattr(Fp8Weight, "dequantise", noted)
     decoder = load_quantised(tmp_path / "quantised", form=form)
-    rows = decoder.config.vocab_size
+    rows = decoder.spec.vocab_size
     num_parts = 2 * -(-rows // 7)
     assert max(expanded[:num_parts]) == 7 and sum(expanded[:num_parts]) == 2 * rows
 
@@ -256,23 +256,25 @@ def test_missing_quantisation_is_said(folder: Path, tmp_path: Path, kind: str, e
 
 def test_loading_reports_each_tensor(folder: Path) -> None:
     source = resolve(folder)
-    config = DecoderConfig.from_hf(source.config)
+    spec = read_spec(source.config)
     seen: list[tuple[int, int]] = []
     Decoder.load(
-        config,
+        spec,
         source.tensors(),
         device="cpu",
         dtype=torch.float32,
         on_tensor=lambda done, total: seen.append((done, total)),
     )
-    num_tensors = len(tensor_shapes(config))
+    num_tensors = len(tensor_shapes(spec))
     assert seen == [(index, num_tensors) for index in range(1, num_tensors + 1)]
 
 
 def test_dtype_is_converted(folder: Path) -> None:
     full, half = load_decoder(folder), load_decoder(folder, torch.bfloat16)
     assert half.dtype == torch.bfloat16 and half.device == torch.device("cpu")
-    assert torch.equal(half.weights.layers[1].down, full.weights.layers[1].down.to(torch.bfloat16))
+    assert torch.equal(
+        half.weights.layers[1].channel.down, full.weights.layers[1].channel.down.to(torch.bfloat16)
+    )
 
 
 def test_random_weights_are_drawn_in_place() -> None:
@@ -286,15 +288,21 @@ def test_random_weights_are_drawn_in_place() -> None:
         assert not place[0].any() and not place[2].any()
 
 
+def tensors_of(layer: LayerWeights) -> list[torch.Tensor | None]:
+    parts = (layer, layer.mixer, layer.channel)
+    values = [getattr(part, field.name) for part in parts for field in dataclasses.fields(part)]
+    return [value for value in values if not dataclasses.is_dataclass(value)]
+
+
 @pytest.mark.parametrize("index", [0, 3, 13, 20, GEMMA3])
 def test_random_weights(index: int, tmp_path: Path) -> None:
     make_model(index, tmp_path)
-    config = DecoderConfig.from_hf(resolve(tmp_path).config)
+    spec = read_spec(resolve(tmp_path).config)
     first, again, other = (
-        Decoder.random(config, device="cpu", dtype=torch.float32, seed=seed) for seed in (5, 5, 6)
+        Decoder.random(spec, device="cpu", dtype=torch.float32, seed=seed) for seed in (5, 5, 6)
     )
-    for field in dataclasses.fields(first.weights.layers[0]):
-        tensors = [getattr(decoder.weights.layers[0], field.name) for decoder in (first, again, other)]
+    layers = [tensors_of(decoder.weights.layers[0]) for decoder in (first, again, other)]
+    for tensors in zip(*layers, strict=True):
         if tensors[0] is not None:
             assert torch.equal(tensors[0], tensors[1])
             assert not torch.equal(tensors[0], tensors[2])
@@ -302,9 +310,9 @@ def test_random_weights(index: int, tmp_path: Path) -> None:
 
     mean = 0.0 if index == GEMMA3 else 1.0  # Gemma's norms multiply by 1 + weight
     assert (first.weights.final_norm - mean).abs().max() < 0.2
-    cache = poisoned_cache(config)
+    cache = poisoned_cache(spec)
     batch = AttentionBatch([SequenceRows(range(32), 0, 40)], cache)
-    hidden, _ = first.forward(random_tokens(config, 40), batch, cache)
+    hidden, _ = first.forward(random_tokens(spec, 40), batch, cache)
     logits = first.logits(hidden)
     assert logits.dtype == torch.float32 and logits.isfinite().all()
     assert 0.1 < logits.std() < 10
@@ -313,7 +321,7 @@ def test_random_weights(index: int, tmp_path: Path) -> None:
 def test_process_wide_settings_are_neither_used_nor_changed(folder: Path) -> None:
     def run() -> torch.Tensor:
         decoder = load_decoder(folder)
-        cache = poisoned_cache(decoder.config)
+        cache = poisoned_cache(decoder.spec)
         batches = [
             AttentionBatch([SequenceRows([3, 1, 4], 0, 6), SequenceRows([9, 2], 0, 6)], cache),
             AttentionBatch([SequenceRows([3, 1, 4], 6, 3), SequenceRows([9, 2], 6, 1)], cache),
@@ -321,7 +329,7 @@ def test_process_wide_settings_are_neither_used_nor_changed(folder: Path) -> Non
         tokens = torch.arange(12, dtype=torch.int64, device="cpu")
         decoder.forward(tokens, batches[0], cache)
         hidden, _ = decoder.forward(tokens[:4], batches[1], cache)
-        assert Decoder.random(decoder.config, device="cpu", dtype=torch.float32).dtype == torch.float32
+        assert Decoder.random(decoder.spec, device="cpu", dtype=torch.float32).dtype == torch.float32
         return decoder.logits(hidden)
 
     expected = run()
@@ -377,7 +385,7 @@ def test_weights_too_large_for_half_precision(folder: Path) -> None:
     tensor[3, 5] = 70_000.0
     _change(folder, **{DOWN: tensor})
     for dtype in (torch.float32, torch.bfloat16):
-        assert load_decoder(folder, dtype).weights.layers[1].down[3, 5] > 69_000
+        assert load_decoder(folder, dtype).weights.layers[1].channel.down[3, 5] > 69_000
     with pytest.raises(ModelLoadError, match=f"tensor {DOWN} has .*too large for float16"):
         load_decoder(folder, torch.float16)
 
@@ -386,7 +394,7 @@ def test_no_memory_for_weights(folder: Path) -> None:
     """The config asks for more memory than the device has, as random weights may."""
     shapes = resolve(folder).config | {"hidden_size": 2**22, "vocab_size": 2**24}
     with pytest.raises(ModelLoadError, match=r"not enough memory on cpu for \d+\.\d GiB of weights"):
-        Decoder.random(DecoderConfig.from_hf(shapes), device="cpu", dtype=torch.float32)
+        Decoder.random(read_spec(shapes), device="cpu", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])

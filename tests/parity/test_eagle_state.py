@@ -82,12 +82,12 @@ class StaleDraftKV(WatchedDrafter):
     """Fault: KV computed from the draft's own outputs is kept when the target's features are known."""
 
     def draft_extend(self, spans, aux_hidden, hidden) -> None:
-        keys, values = self._cache.keys.clone(), self._cache.values.clone()
+        kept = [tensor.clone() for tensor in self._cache.tensors]
         super().draft_extend(spans, aux_hidden, hidden)
         for span in spans:
             if len(span.next_token_ids) > 1 and span.start > 30:
-                self._cache.keys.copy_(keys)
-                self._cache.values.copy_(values)
+                for tensor, old in zip(self._cache.tensors, kept, strict=True):
+                    tensor.copy_(old)
 
 
 class RewindOneShort(WatchedDrafter):
@@ -150,7 +150,7 @@ def check(
     (drafter,) = drafters
     expected = {seed: whole_pass(drafter.target, drafter.draft, tokens) for seed, tokens in histories.items()}
     assert len(drafter.seen) > 200
-    depth = drafter.target.config.num_layers + drafter.draft.num_layers + 1
+    depth = drafter.target.spec.num_layers + drafter.draft.num_layers + 1
     for seed, num_rows, hidden in drafter.seen:
         if num_rows <= expected[seed].shape[0]:
             name = f"{num_rows} rows of seed {seed}"

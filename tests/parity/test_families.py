@@ -15,6 +15,8 @@ from tolerances import assert_near, tie_gap
 
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.weights import LayerWeights
+from drift_sdk.spec.model import Norm
 
 NUM_MODELS = dict.fromkeys(FAMILIES, 16) | {"qwen2": 5, "qwen3": 5}  # others of these are in the zoo
 NUM_TOKENS = 64
@@ -28,7 +30,7 @@ def greedy(decoder: Decoder, prompts: torch.Tensor) -> torch.Tensor:
     """NUM_TOKENS tokens [B, NUM_TOKENS] after prompts
     [B, PROMPT_LENGTH]. Each prompt is computed in chunks of its own,
     and all are decoded together."""
-    cache = poisoned_cache(decoder.config, 32)
+    cache = poisoned_cache(decoder.spec, 32)
     blocks = shuffled_blocks(32)
     tables = [blocks[:16], blocks[16:]]
     newest = []
@@ -61,20 +63,20 @@ def num_wrong(decoder: Decoder, logits: torch.Tensor, tokens: torch.Tensor) -> i
     Of two tokens whose logits differ by no more than rounding explains, either is a choice.
     """
     chosen = logits.gather(-1, tokens[..., None])[..., 0]
-    gap = tie_gap(logits, inner=inner_terms(decoder.config), depth=decoder.config.num_layers + 1)
+    gap = tie_gap(logits, inner=inner_terms(decoder.spec), depth=decoder.spec.num_layers + 1)
     return int((logits.amax(-1) - chosen > gap).sum())
 
 
 @torch.inference_mode()
 def assert_logits(decoder: Decoder, token_ids: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare the logits after token_ids [N], computed in two steps, with those of transformers."""
-    cache, table, found = poisoned_cache(decoder.config), shuffled_blocks(), []
+    cache, table, found = poisoned_cache(decoder.spec), shuffled_blocks(), []
     for start, end in ((0, 9), (9, len(token_ids))):
         batch = AttentionBatch([SequenceRows(table, start, end - start)], cache)
         found.append(decoder.logits(decoder.forward(token_ids[start:end], batch, cache)[0]))
 
-    depth = decoder.config.num_layers + 1
-    assert_near(torch.cat(found), expected, inner=inner_terms(decoder.config), depth=depth, name="logits")
+    depth = decoder.spec.num_layers + 1
+    assert_near(torch.cat(found), expected, inner=inner_terms(decoder.spec), depth=depth, name="logits")
 
 
 def _prompts(model: Any, seed: int) -> torch.Tensor:
@@ -101,53 +103,86 @@ def test_greedy_tokens_equal_transformers(family: str) -> None:
 
 
 def _change(decoder: Decoder, **fields: Any) -> Decoder:
-    return Decoder(structs.replace(decoder.config, **fields), decoder.weights)
+    return Decoder(structs.replace(decoder.spec, **fields), decoder.weights)
+
+
+def _change_layers(decoder: Decoder, part: str, fields: Callable[[Any], dict[str, Any]]) -> Decoder:
+    """part: "mixer" or "channel". fields: those that change, from the part of a layer."""
+    layers = []
+    for layer in decoder.spec.layers:
+        value = getattr(layer, part)
+        layers.append(structs.replace(layer, **{part: structs.replace(value, **fields(value))}))
+    return _change(decoder, layers=tuple(layers))
 
 
 def _wider_windows(decoder: Decoder) -> Decoder:
-    return _change(decoder, windows=tuple(w and w + 1 for w in decoder.config.windows))
+    return _change_layers(decoder, "mixer", lambda mixer: {"window": mixer.window and mixer.window + 1})
 
 
 def _narrower_windows(decoder: Decoder) -> Decoder:
-    return _change(decoder, windows=tuple(w and w - 1 for w in decoder.config.windows))
+    return _change_layers(decoder, "mixer", lambda mixer: {"window": mixer.window and mixer.window - 1})
 
 
 def _windows_of_other_layers(decoder: Decoder) -> Decoder:
-    return _change(decoder, windows=decoder.config.windows[::-1])
+    windows = iter(decoder.spec.windows[::-1])
+    return _change_layers(decoder, "mixer", lambda mixer: {"window": next(windows)})
 
 
 def _swapped_ropes(decoder: Decoder) -> Decoder:
-    return _change(decoder, ropes=decoder.config.ropes[::-1])
+    first, second = decoder.spec.ropes
+    other = {first: second, second: first}
+    return _change_layers(decoder, "mixer", lambda mixer: {"rope": other[mixer.rope]})
 
 
 def _rotation_in_all_layers(decoder: Decoder) -> Decoder:
-    return _change(decoder, layer_ropes=(0,) * decoder.config.num_layers)
+    (rope,) = decoder.spec.ropes
+    return _change_layers(decoder, "mixer", lambda mixer: {"rope": rope})
 
 
 def _whole_rotation(decoder: Decoder) -> Decoder:
-    rope = structs.replace(decoder.config.ropes[0], rotary_dim=decoder.config.head_dim, scaling=None)
-    return _change(decoder, ropes=(rope,))
+    (rope,) = decoder.spec.ropes
+    whole = structs.replace(rope, rotary_dim=decoder.spec.attention.head_dim, scaling=None)
+    return _change_layers(decoder, "mixer", lambda mixer: {"rope": whole})
 
 
 def _rope_of_magnitude_1(decoder: Decoder) -> Decoder:
-    rope = decoder.config.ropes[0]
-    return _change(
-        decoder, ropes=(structs.replace(rope, scaling=structs.replace(rope.scaling, magnitude=1.0)),)
-    )
+    (rope,) = decoder.spec.ropes
+    changed = structs.replace(rope, scaling=structs.replace(rope.scaling, magnitude=1.0))
+    return _change_layers(decoder, "mixer", lambda mixer: {"rope": changed})
 
 
 def _attention_scale_of_head_dim(decoder: Decoder) -> Decoder:
-    return _change(decoder, attention_scale=decoder.config.head_dim**-0.5)
+    return _change_layers(decoder, "mixer", lambda mixer: {"scale": mixer.head_dim**-0.5})
+
+
+def _silu(decoder: Decoder) -> Decoder:
+    return _change_layers(decoder, "channel", lambda channel: {"activation": "silu"})
+
+
+def _no_residual_multiplier(decoder: Decoder) -> Decoder:
+    layers = (structs.replace(layer, multiplier=1.0) for layer in decoder.spec.layers)
+    return _change(decoder, layers=tuple(layers))
+
+
+def _plain_norms(decoder: Decoder) -> Decoder:
+    norm = Norm(decoder.spec.final_norm.eps)
+    changed = _change_layers(decoder, "mixer", lambda mixer: {"head_norm": norm})
+    layers = (structs.replace(layer, norm=norm, post_norm=norm) for layer in changed.spec.layers)
+    return _change(changed, layers=tuple(layers), final_norm=norm)
+
+
+def _change_weights(decoder: Decoder, change: Callable[[LayerWeights], LayerWeights]) -> Decoder:
+    layers = tuple(change(layer) for layer in decoder.weights.layers)
+    return Decoder(decoder.spec, replace(decoder.weights, layers=layers))
 
 
 def _without(name: str) -> Callable[[Decoder], Decoder]:
-    """Leave out the norms `name`."""
+    """Leave out the norms `name` of layers."""
+    return lambda decoder: _change_weights(decoder, lambda layer: replace(layer, **{name: None}))
 
-    def plant(decoder: Decoder) -> Decoder:
-        layers = tuple(replace(layer, **{name: None}) for layer in decoder.weights.layers)
-        return Decoder(decoder.config, replace(decoder.weights, layers=layers))
 
-    return plant
+def _without_head_norms(decoder: Decoder) -> Decoder:
+    return _change_weights(decoder, lambda layer: replace(layer, mixer=replace(layer.mixer, query_norm=None)))
 
 
 def _with(**fields: Any) -> Callable[[Decoder], Decoder]:
@@ -166,13 +201,13 @@ FAULTS: dict[str, tuple[str, int, Callable[[Decoder], Decoder]]] = {
     "attention multiplier": ("granite", 0, _attention_scale_of_head_dim),
     "embedding multiplier": ("granite", 0, _with(embedding_multiplier=1.0)),
     "embedding scale": ("gemma3", 0, _with(embedding_multiplier=1.0)),
-    "residual multiplier": ("granite", 0, _with(residual_multiplier=1.0)),
+    "residual multiplier": ("granite", 0, _no_residual_multiplier),
     "divisor of logits": ("granite", 0, _with(logits_divisor=1.0)),
-    "activation": ("gemma3", 0, _with(activation="silu")),
-    "plain norms": ("gemma3", 0, _with(has_offset_norms=False)),
-    "no norm of attention's output": ("gemma3", 0, _without("attention_post_norm")),
-    "no norm of the MLP's output": ("gemma3", 0, _without("mlp_post_norm")),
-    "no norm of queries and keys": ("gemma3", 0, _without("query_norm")),
+    "activation": ("gemma3", 0, _silu),
+    "plain norms": ("gemma3", 0, _plain_norms),
+    "no norm of attention's output": ("gemma3", 0, _without("mixer_post_norm")),
+    "no norm of the MLP's output": ("gemma3", 0, _without("channel_post_norm")),
+    "no norm of queries and keys": ("gemma3", 0, _without_head_norms),
 }
 
 

@@ -14,8 +14,8 @@ from drift_sdk.execution.eager import executor as eager
 from drift_sdk.execution.eager.drafters import Drafter, NGramDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import Rope
+from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec, Norm
+from drift_sdk.spec.rope import Rope
 from drift_sdk.steps import (
     BlockUpdate,
     DecodeRow,
@@ -40,27 +40,24 @@ Sequences = list[list[int]]
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    config = DecoderConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=2,
+    attention = Attention(
         num_heads=2,
         num_kv_heads=1,
         head_dim=8,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        has_qkv_bias=False,
-        has_output_bias=False,
-        has_mlp_bias=False,
-        has_qk_norm=False,
-        is_head_tied=False,
-        windows=(None, None),
-        ropes=(Rope(theta=10_000.0, rotary_dim=8),),
-        layer_ropes=(0, 0),
-        attention_scale=8**-0.5,
+        value_dim=8,
+        scale=8**-0.5,
+        rope=Rope(theta=10_000.0, rotary_dim=8),
     )
-    decoder = Decoder.random(config, device="cpu", dtype=torch.float32, seed=1)
+    norm = Norm(1e-5)
+    spec = ModelSpec(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        layers=(LayerSpec(mixer=attention, channel=Mlp(intermediate_size=24), norm=norm),) * 2,
+        max_position_embeddings=512,
+        final_norm=norm,
+        is_head_tied=False,
+    )
+    decoder = Decoder.random(spec, device="cpu", dtype=torch.float32, seed=1)
     with torch.inference_mode():
         decoder.weights.embedding.mul_(3)  # makes the next token depend strongly on the last one
     return decoder

@@ -205,7 +205,7 @@ def test_draft_is_extended_by_the_rows_of_the_accepted_path(
     assert_same(found, plain[:4])
     (drafter,) = drafters
     draft, target = drafter.parts
-    depth = target.config.num_layers + draft.num_layers + 1
+    depth = target.spec.num_layers + draft.num_layers + 1
     for case, completion in zip(CASES[:4], plain, strict=False):
         expected = whole_pass(target, draft, [*case.prompt, *completion.token_ids])
         outputs = [(rows, hidden) for seed, rows, hidden in drafter.seen if seed == case.params.seed]

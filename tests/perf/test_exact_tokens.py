@@ -42,7 +42,7 @@ def test_differences_are_counted(tmp_path: Path) -> None:
     model = prepare("tiny", tmp_path)
     fields = {"device": "cpu", "executor": "eager", "load": "random", "kv_cache_tokens": 512}
     conditions = Conditions(model=model, fields=fields)
-    cases = make_cases(3, model.config.vocab_size, 5, seed=1)
+    cases = make_cases(3, model.spec.vocab_size, 5, seed=1)
     mode = Mode(name="plain", fields={}, subjects=("num_preemptions",), is_untuned=True)
 
     async def found() -> ModeResult:

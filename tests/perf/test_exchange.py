@@ -11,7 +11,7 @@ from lockstep_devices import Lockstep, LockstepDevice, LockstepReplay
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.families import read_spec
 from perf import exchange
 from perf.harness import exchanged_steps
 
@@ -68,7 +68,7 @@ def test_sums_and_layers_are_timed_with_and_without_an_exchange(monkeypatch: pyt
     monkeypatch.setattr(LockstepDevice, "capture", capture_alone)
     group = Lockstep(2, monkeypatch)
     monkeypatch.setattr(exchanged_steps, "add_norm_across", group._meeting(add_norm_across))
-    measurement = exchange.Measurement(group.devices, DecoderConfig.from_hf(CONFIG), TunedTable(), 3)
+    measurement = exchange.Measurement(group.devices, read_spec(CONFIG), TunedTable(), 3)
     found = measurement.fields(3)
     assert found["has_same_bits"] and found["num_rows"] == 3
     assert min(found[name] for name in ("us", "local_us", "layer_us", "local_layer_us")) > 0

@@ -17,6 +17,7 @@ from drift_sdk._kernels.experts.ring_products import RingTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
 from drift_sdk.quantised.e4m3 import E4M3
+from drift_sdk.spec.names import Names
 from perf.cases import ngrams
 from perf.cases.attention import attention_cases, chunk_case, decode_case, prefill_case
 from perf.cases.case import Case, Prepared
@@ -140,29 +141,29 @@ def test_attention_cases_fill_their_output(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("perf.cases.attention.attention_config", lambda *_: AttentionConfig(num_programs=4))
     # The interpreter multiplies bfloat16 as if its bits were integers: other queries have scores of any size.
     monkeypatch.setattr(torch, "randn", torch.zeros)
-    config = prepare("tiny", tmp_path).config
+    spec = prepare("tiny", tmp_path).spec.attention
     for case in (
-        decode_case(config, (150, 70), 1, "cpu"),
-        decode_case(config, (70,), 4, "cpu", E4M3),
-        decode_case(config, (200,) * 5, 1, "cpu", num_shared=128),
+        decode_case(spec, (150, 70), 1, "cpu"),
+        decode_case(spec, (70,), 4, "cpu", E4M3),
+        decode_case(spec, (200,) * 5, 1, "cpu", num_shared=128),
     ):
         filled(case)
-    filled(prefill_case(config, 100, "cpu", E4M3))
-    filled(chunk_case(config, 70, 30, "cpu"))
+    filled(prefill_case(spec, 100, "cpu", E4M3))
+    filled(chunk_case(spec, 70, 30, "cpu"))
 
 
 def test_attention_cases_count_bytes_read(tmp_path: Path) -> None:
-    config = prepare("tiny", tmp_path).config
-    one, four = (decode_case(config, (1000,) * 3, rows, "cpu") for rows in (1, 4))
+    spec = prepare("tiny", tmp_path).spec.attention
+    one, four = (decode_case(spec, (1000,) * 3, rows, "cpu") for rows in (1, 4))
     kv = 3 * 1000 * 2 * 2 * 16 * 2  # sequences, keys, keys and values, heads, head_dim, bytes
     assert one.num_bytes == kv + 3 * 2 * 4 * 16 * 2
     assert four.num_bytes - kv == 4 * (one.num_bytes - kv)
-    shared = decode_case(config, (1000,) * 5, 1, "cpu", num_shared=128)
+    shared = decode_case(spec, (1000,) * 5, 1, "cpu", num_shared=128)
     assert shared.num_bytes == (5 * 1000 - 3 * 128) * 2 * 2 * 16 * 2 + 5 * 2 * 4 * 16 * 2
     assert four.num_flops == 4 * one.num_flops == 4 * 3 * 1000 * 4 * 4 * 16
-    prompt = prefill_case(config, 1000, "cpu")
-    assert prompt.num_flops == 1000 * decode_case(config, (500,), 1, "cpu").num_flops
-    chunk, rest = chunk_case(config, 600, 400, "cpu"), prefill_case(config, 600, "cpu")
+    prompt = prefill_case(spec, 1000, "cpu")
+    assert prompt.num_flops == 1000 * decode_case(spec, (500,), 1, "cpu").num_flops
+    chunk, rest = chunk_case(spec, 600, 400, "cpu"), prefill_case(spec, 600, "cpu")
     assert chunk.num_flops == prompt.num_flops - rest.num_flops
     assert chunk.num_bytes == prompt.num_bytes - 600 * 2 * 4 * 16 * 2
 
@@ -244,9 +245,10 @@ def test_quantised_expert_cases_fill_their_output(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("perf.cases.experts.NUM_ROUTES", 2)
     model = prepare("tiny-experts", tmp_path)
     assert not list(quantised_expert_cases(model, (3,), TunedTable(), "cpu"))  # in MXFP4
-    assert model.config.experts is not None
-    experts = replace(model.config.experts, storage="qwen3_moe", intermediate_size=64)
-    model = replace(model, config=replace(model.config, experts=experts))
+    assert model.spec.experts is not None
+    experts = replace(model.spec.experts, intermediate_size=64)
+    layers = tuple(replace(layer, channel=experts) for layer in model.spec.layers)
+    model = replace(model, spec=replace(model.spec, layers=layers, names=Names()))
     found = list(quantised_expert_cases(model, (3,), TunedTable(), "cpu"))
     names = ("fp8", "int4", "nvfp4", "Q4_0", "Q4_1", "Q8_0", "Q5_1")
     assert [case.kernel for case in found] == [
@@ -295,8 +297,8 @@ def test_tiles_are_recorded_with_their_times(tmp_path: Path, monkeypatch: pytest
 def test_tree_cases_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.cases.case.MAX_COPIES", 2)
     monkeypatch.setattr("perf.cases.trees.DRAFT_VOCAB_SIZE", 1500)
-    config = prepare("tiny", tmp_path).config
+    spec = prepare("tiny", tmp_path).spec
     assert filled(choice_case(2, 3, "cpu")).outputs
-    prepared = rewind_case(config, 2, 8, "cpu").prepare()
+    prepared = rewind_case(spec, 2, 8, "cpu").prepare()
     prepared.step()
     assert prepared.num_calls == 2

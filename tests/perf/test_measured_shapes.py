@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,36 @@ import torch
 from msgspec import structs
 
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
-from drift_sdk.models.experts import QuantisedMatrices
 from drift_sdk.models.matrix_reader import WeightForm
-from drift_sdk.models.weights import weight_bytes
+from drift_sdk.models.mixers.attention import AttentionWeights
+from drift_sdk.models.weights import LayerWeights, weight_bytes
+from drift_sdk.quantised.weight import Matrix
+from drift_sdk.spec.names import Names
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import prepare, prepare_draft
 
 
+def tensors_of(layers: Iterable[LayerWeights]) -> Iterator[Matrix]:
+    """The weights of layers that have MLPs."""
+    for layer in layers:
+        for part in (layer, layer.mixer, layer.channel):
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                if value is not None and not isinstance(value, AttentionWeights | MlpWeights):
+                    yield value
+
+
 def test_bytes_equal_the_size_of_the_tensors_that_a_step_reads(tmp_path: Path) -> None:
     model = prepare("tiny", tmp_path)
-    weights = Decoder.random(model.config, device=torch.device("cpu"), dtype=torch.bfloat16).weights
-    layers = [getattr(layer, field.name) for layer in weights.layers for field in dataclasses.fields(layer)]
-    read = [tensor for tensor in (*layers, weights.final_norm, weights.head) if tensor is not None]
-    num_bytes = sum(tensor.nbytes for tensor in read)
+    weights = Decoder.random(model.spec, device=torch.device("cpu"), dtype=torch.bfloat16).weights
+    num_bytes = sum(
+        tensor.nbytes for tensor in (*tensors_of(weights.layers), weights.final_norm, weights.head)
+    )
     assert model.decode_bytes(0, 0, 2) == num_bytes
     kv_of_a_token = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, head_dim, bytes
     assert model.decode_bytes(3, 10.5, 2) == num_bytes + 3 * 10.5 * kv_of_a_token
@@ -65,9 +80,9 @@ def test_limits_of_models_with_experts(
 
 def test_bytes_of_experts_are_those_of_their_tensors(tmp_path: Path) -> None:
     model = prepare("tiny-experts", tmp_path)
-    weights = Decoder.random(model.config, device=torch.device("cpu"), dtype=torch.bfloat16).weights
-    experts = weights.layers[0].experts
-    assert experts is not None
+    weights = Decoder.random(model.spec, device=torch.device("cpu"), dtype=torch.bfloat16).weights
+    experts = weights.layers[0].channel
+    assert isinstance(experts, ExpertWeights)
     gate_up, down = experts.gate_up, experts.down
     assert isinstance(gate_up, QuantisedMatrices) and isinstance(down, QuantisedMatrices)
     assert experts.gate_up_bias is not None and experts.down_bias is not None
@@ -90,18 +105,18 @@ def test_keys_outside_a_window_are_not_counted(tmp_path: Path) -> None:
 
 def test_operations_of_a_prompt(tmp_path: Path) -> None:
     model = prepare("llama-3.1-8b", tmp_path)
-    config = model.config
+    spec = model.spec
     one = model.prefill_flops(1)
     assert one == pytest.approx(2 * model.num_read_parameters, rel=1e-4)
     layers = 2 * 8192 * (8_030_261_248 - 2 * 128_256 * 4096)
-    attention = 2 * 2 * config.num_layers * config.num_heads * config.head_dim * 8192 * 8192 / 2
+    attention = 2 * 2 * spec.num_layers * spec.attention.num_heads * spec.attention.head_dim * 8192 * 8192 / 2
     assert model.prefill_flops(8192) == pytest.approx(layers + attention, rel=1e-3)
 
 
 def test_8b_shapes_have_the_published_number_of_parameters(tmp_path: Path) -> None:
     model = prepare("llama-3.1-8b", tmp_path)
     assert model.num_read_parameters + 128_256 * 4096 == 8_030_261_248
-    assert model.config.ropes[0].scaling is not None
+    assert model.spec.ropes[0].scaling is not None
 
 
 def test_byte_tokenizer_fills_the_vocabulary(tmp_path: Path) -> None:
@@ -150,16 +165,13 @@ def test_measured_speeds_of_the_machine_are_plausible() -> None:
 
 def test_bytes_of_quantised_weights_are_those_of_their_tensors(tmp_path: Path) -> None:
     plain = prepare("tiny", tmp_path)
-    config, device = plain.config, torch.device("cpu")
+    spec, device = plain.spec, torch.device("cpu")
     sizes = {}
     for form in ("fp8", "int4"):
         model = prepare("tiny", tmp_path, form)
         assert model.dtype_name == form
-        weights = Decoder.random(config, device=device, dtype=torch.bfloat16, form=form).weights
-        layers = [
-            getattr(layer, field.name) for layer in weights.layers for field in dataclasses.fields(layer)
-        ]
-        read = [tensor for tensor in (*layers, weights.final_norm, weights.head) if tensor is not None]
+        weights = Decoder.random(spec, device=device, dtype=torch.bfloat16, form=form).weights
+        read = *tensors_of(weights.layers), weights.final_norm, weights.head
         sizes[form] = sum(tensor.nbytes for tensor in read)
         assert model.decode_bytes(0, 0, 2) == sizes[form]
     assert sizes["int4"] < sizes["fp8"] < plain.decode_bytes(0, 0, 2)
@@ -168,15 +180,17 @@ def test_bytes_of_quantised_weights_are_those_of_their_tensors(tmp_path: Path) -
 @pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4"])
 def test_bytes_of_quantised_experts_are_those_of_their_tensors(form: WeightForm, tmp_path: Path) -> None:
     plain = prepare("tiny-experts", tmp_path)
-    assert plain.config.experts is not None
-    experts = structs.replace(plain.config.experts, storage="qwen3_moe", has_bias=False, clamped_gate=None)
-    config = structs.replace(plain.config, experts=experts)
-    model = structs.replace(plain, config=config, weights=form)
-    weights = Decoder.random(config, device=torch.device("cpu"), dtype=torch.bfloat16, form=form).weights
-    layer = weights.layers[0].experts
-    assert layer is not None and isinstance(layer.gate_up, tuple) and isinstance(layer.down, tuple)
+    assert plain.spec.experts is not None
+    experts = structs.replace(plain.spec.experts, has_bias=False, clamped_gate=None)
+    layers = tuple(structs.replace(layer, channel=experts) for layer in plain.spec.layers)
+    spec = structs.replace(plain.spec, layers=layers, names=Names())
+    model = structs.replace(plain, spec=spec, weights=form)
+    weights = Decoder.random(spec, device=torch.device("cpu"), dtype=torch.bfloat16, form=form).weights
+    layer = weights.layers[0].channel
+    assert isinstance(layer, ExpertWeights)
+    assert isinstance(layer.gate_up, tuple) and isinstance(layer.down, tuple)
     assert model.expert_bytes(2) == layer.gate_up[0].nbytes + layer.down[0].nbytes
-    all_experts = weight_bytes(config, torch.bfloat16, form) - config.vocab_size * config.hidden_size * 2
+    all_experts = weight_bytes(spec, torch.bfloat16, form) - spec.vocab_size * spec.hidden_size * 2
     assert model.decode_bytes(0, 0, 2, experts.num_experts) == all_experts
 
 

@@ -308,7 +308,7 @@ def test_vllm_counts_experts_before_it_is_timed(tmp_path: Path, monkeypatch: pyt
         ["start", True], ["copy"], ["count"], ["take"], ["start", False], ["copy"],
     ]  # fmt: skip
     prompts = [note[1] for note in notes if note[0] == "prompts"]
-    assert prompts == [scenario.prompts(model.config.vocab_size)] * len(prompts)
+    assert prompts == [scenario.prompts(model.spec.vocab_size)] * len(prompts)
 
     draft = prepare_draft(model)
     (drafted,) = measure_drafts(model, draft, [scenario], 1, 0.01, num_draft_tokens=3, acceptance_length=2.5)

@@ -11,8 +11,8 @@ from model_zoo import make_model
 from quantised_files import write_checkpoint
 
 from drift_sdk import EngineConfig
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from perf.harness.shapes import Model, prepare
 from perf.perplexity import measure
 
@@ -33,7 +33,7 @@ async def test_forms_differ_from_the_first_by_their_rounding(tiny: Model, tmp_pa
     assert expanded.max_difference == expanded.mean_difference == 0
     assert 0 < fp8.mean_difference < int4.mean_difference <= int4.max_difference
     assert expanded.weight_bytes > fp8.weight_bytes > int4.weight_bytes
-    assert expanded.num_tokens == tiny.config.max_position_embeddings - 2
+    assert expanded.num_tokens == tiny.spec.max_position_embeddings - 2
 
 
 async def test_perplexity_is_that_of_the_tokens(
@@ -51,8 +51,8 @@ async def test_stored_weights_are_their_numbers_and_are_quantised_anew_from_them
     make_model(1, tmp_path / "plain")
     write_checkpoint(tmp_path / "plain", "gptq", tmp_path / "quantised", tmp_path / "twin")
     path = tmp_path / "quantised"
-    config = DecoderConfig.from_hf(resolve(path).config)
-    model = Model(name="gptq", path=path, load="auto", config=config)
+    spec = read_spec(resolve(path).config)
+    model = Model(name="gptq", path=path, load="auto", spec=spec)
     expanded, stored, fp8 = await measure(model, ("expanded", "stored", "fp8"), SETTINGS, tmp_path)
     assert stored.perplexity == expanded.perplexity and stored.max_difference == 0
     assert stored.weight_bytes < fp8.weight_bytes < expanded.weight_bytes

@@ -31,9 +31,9 @@ def tiny(tmp_path: Path) -> Model:
 
 @pytest.fixture
 def executor(tiny: Model) -> EagerExecutor:
-    decoder = Decoder.random(tiny.config, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = Decoder.random(tiny.spec, device=torch.device("cpu"), dtype=torch.float32)
     limits = ExecutorLimits(
-        max_num_seqs=3, max_model_len=128, num_blocks=40, block_size=16, vocab_size=tiny.config.vocab_size
+        max_num_seqs=3, max_model_len=128, num_blocks=40, block_size=16, vocab_size=tiny.spec.vocab_size
     )
     return EagerExecutor(decoder, limits)
 

@@ -53,7 +53,7 @@ def trace_of(names: list[str], num_steps: int) -> dict[str, Any]:
 
 
 def test_kernels_of_a_step_are_grouped_by_place(tiny: Model) -> None:
-    names = step_names(tiny.config.num_layers)
+    names = step_names(tiny.spec.num_layers)
     kernels = kernels_of_trace(trace_of(names, 4))
     assert len(kernels) == 4 * len(names)
     runs = list(profile_runs(kernels, 4, tiny, Scenario.parse("batch2-64"), OPTIONS, 0.001))
@@ -148,7 +148,7 @@ def test_memory_is_measured_for_every_graph(tiny: Model) -> None:
 
     memory = NotesMemory(free_bytes)
     limits = ExecutorLimits(
-        max_num_seqs=2, max_model_len=64, num_blocks=4, block_size=16, vocab_size=tiny.config.vocab_size
+        max_num_seqs=2, max_model_len=64, num_blocks=4, block_size=16, vocab_size=tiny.spec.vocab_size
     )
     executor = open_executor(tiny, InterpretedDevice(), limits, torch.float32, 2, memory)
     graphs = captured_graphs(executor, memory.taken)
@@ -187,7 +187,7 @@ def test_products_of_few_rows_take_the_place_of_others(tiny: Model) -> None:
     """Some weights are multiplied by another kernel, all by one of two."""
     output = LAYER.index("_multiply", 1)
     layer = [*LAYER[:output], "few_rows_product", *LAYER[output + 1 :], *MLP]
-    kernels = kernels_of_trace(trace_of([*layer * tiny.config.num_layers, "_multiply"], 2))
+    kernels = kernels_of_trace(trace_of([*layer * tiny.spec.num_layers, "_multiply"], 2))
     runs = profile_runs(kernels, 2, tiny, SINGLE, OPTIONS, 0.001)
     assert [(run.kernel, run.shape, run.launches) for run in runs if run.shape] == [
         ("_multiply", "qkv 128x64", 3),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from drift_sdk import EngineConfig
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.channels.experts import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from perf import teacher_forced
 from perf.harness.checkpoint import ExpertGroups, write_checkpoint
@@ -49,18 +50,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def test_checkpoint_has_the_random_weights_of_layers(model: Model) -> None:
-    drawn = Decoder.random(model.config, device="cpu", dtype=torch.bfloat16)
-    loaded = Decoder.load(model.config, resolve(model.path).tensors(), device="cpu", dtype=torch.bfloat16)
+    drawn = Decoder.random(model.spec, device="cpu", dtype=torch.bfloat16)
+    loaded = Decoder.load(model.spec, resolve(model.path).tensors(), device="cpu", dtype=torch.bfloat16)
     own, other = (decoder.weights.layers[1] for decoder in (drawn, loaded))
-    assert own.experts is not None and other.experts is not None
-    assert torch.equal(own.qkv, other.qkv)
+    assert isinstance(own.channel, ExpertWeights) and isinstance(other.channel, ExpertWeights)
+    assert torch.equal(own.mixer.qkv, other.mixer.qkv)
     for name in ("blocks", "scales"):
-        assert torch.equal(getattr(own.experts.down, name), getattr(other.experts.down, name))
+        assert torch.equal(getattr(own.channel.down, name), getattr(other.channel.down, name))
 
 
 def test_routers_choose_the_group_of_a_token_by_a_wide_margin(model: Model) -> None:
     """And the head has no part in the directions of groups, so that logits depend on what layers compute."""
-    loaded = Decoder.load(model.config, resolve(model.path).tensors(), device="cpu", dtype=torch.float32)
+    loaded = Decoder.load(model.spec, resolve(model.path).tensors(), device="cpu", dtype=torch.float32)
     reference = Reference(model.path, model, "cpu")
     prompts = random.Random(0).choices(range(5, 320), k=100)
     logits, leads = reference.rows(prompts, [7] * 20)
@@ -69,9 +70,9 @@ def test_routers_choose_the_group_of_a_token_by_a_wide_margin(model: Model) -> N
     directions = ExpertGroups(model, "cpu")._directions
     assert torch.allclose(directions @ directions.T, torch.eye(4), atol=1e-5)
     assert (loaded.weights.head @ directions.T).abs().max() < 0.02 * loaded.weights.head.std() * 8
-    layer = loaded.weights.layers[1].experts
-    assert layer is not None
-    chosen = (layer.router @ directions.T).argmax(dim=1)
+    experts = loaded.weights.layers[1].channel
+    assert isinstance(experts, ExpertWeights)
+    chosen = (experts.router @ directions.T).argmax(dim=1)
     assert chosen.tolist() == [1, 1, 2, 2, 3, 3, 0, 0]
 
 

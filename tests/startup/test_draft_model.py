@@ -19,9 +19,10 @@ from drift_sdk.execution.drafter_factory import (
     HybridDrafterFactory,
     ModelDrafterFactory,
 )
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import kv_demand
 from drift_sdk.startup.gemm_tuning import weights_to_tune
@@ -45,7 +46,7 @@ def target(tmp_path: Path) -> Path:
 
 def opened(target: Path, draft: Path, **fields: Any) -> DrafterFactory:
     config = EngineConfig(load="random", speculation=Speculation(draft=draft, **fields))
-    decoder = Decoder.random(DecoderConfig.from_hf(TARGET), device="cpu", dtype=torch.float32)
+    decoder = Decoder.random(read_spec(TARGET), device="cpu", dtype=torch.float32)
     return open_drafter_factory(config, decoder, lambda stage, fraction: None, Source(target))
 
 
@@ -55,7 +56,7 @@ def test_model_of_the_same_vocabulary_drafts(target: Path, tmp_path: Path) -> No
     assert isinstance(factory, ModelDrafterFactory)
     assert factory.needs_draft_kv and factory.needs_first_token and factory.always_drafts
     assert not factory.needs_history
-    assert (factory.draft.config.num_layers, factory.draft_choices) == (1, (1, 3))
+    assert (factory.draft.spec.num_layers, factory.draft_choices) == (1, (1, 3))
 
     both = opened(target, small, ngrams=NGram())
     assert isinstance(both, HybridDrafterFactory)
@@ -63,7 +64,7 @@ def test_model_of_the_same_vocabulary_drafts(target: Path, tmp_path: Path) -> No
     assert both.draft_choices == factory.draft_choices
 
     # Memory and tuning at start include it.
-    decoder = Decoder.random(DecoderConfig.from_hf(TARGET), device="cpu", dtype=torch.float32)
+    decoder = Decoder.random(read_spec(TARGET), device="cpu", dtype=torch.float32)
     kv = [kv_demand(decoder, each, 4).bytes_per_block for each in (NO_DRAFTER, factory, both)]
     assert kv[1] == kv[2] == kv[0] * 3 // 2
     assert factory.num_graph_layers == both.num_graph_layers == 3  # a layer for each of three drafts
@@ -127,7 +128,9 @@ def test_quantised_files_are_not_quantised_again(target: Path, tmp_path: Path) -
 def test_quantised_draft_keeps_its_head(target: Path, tmp_path: Path) -> None:
     factory = opened(target, make_folder(tmp_path / "small", hidden_size=64), draft_weights="fp8")
     weights = factory.draft.weights
-    assert isinstance(weights.head, torch.Tensor) and not isinstance(weights.layers[0].down, torch.Tensor)
+    channel = weights.layers[0].channel
+    assert isinstance(weights.head, torch.Tensor) and isinstance(channel, MlpWeights)
+    assert not isinstance(channel.down, torch.Tensor)
 
 
 def test_short_context_is_a_warning(target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

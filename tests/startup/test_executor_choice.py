@@ -13,8 +13,8 @@ from drift_sdk._kernels.common.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.speculation import Chain, DynamicTree, Speculation, StaticTree
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.attention_room import check_chain, check_head_size
@@ -88,7 +88,7 @@ def test_setting_without_graphs_is_named() -> None:
 
 @pytest.mark.parametrize(("head_dim", "is_large"), [(128, False), (256, False), (258, True), (320, True)])
 def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) -> None:
-    model = DecoderConfig.from_hf(CONFIG | {"head_dim": head_dim})
+    model = read_spec(CONFIG | {"head_dim": head_dim})
     reason = f"CUDA graphs support heads of up to 256 dimensions, this model has {head_dim}"
     expected = ("eager", reason) if is_large else ("graph", None)
     assert choose_executor(EngineConfig(), GPU, model) == expected
@@ -136,7 +136,7 @@ def test_chains_longer_than_attention_has_room_for_are_refused(
 ) -> None:
     """Longest chains have 16 drafts."""
     settings = CONFIG | {"head_dim": head_dim, "num_attention_heads": num_heads, "num_key_value_heads": 1}
-    config = DecoderConfig.from_hf(settings)
+    config = read_spec(settings)
     with limited_gpu(GPUS[capability]):
         for num_drafts in range(most + 1):
             check_chain(num_drafts, config, dtype)

@@ -17,8 +17,8 @@ from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.tuned_files import add_to_user_table, measured_on, user_table
 from drift_sdk._kernels.gemm.tuner import FULL, SHORT, Effort, WeightToTune
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.startup import gemm_tuning
@@ -53,7 +53,7 @@ class Tuner:
 
 
 def decoder(dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=2, tie_word_embeddings=True))
+    config = read_spec(tiny_llama(num_hidden_layers=2, tie_word_embeddings=True))
     return Decoder.random(config, device="cpu", dtype=dtype)
 
 
@@ -131,7 +131,7 @@ def test_parts_of_a_model_are_tuned_with_the_slices_that_they_run_with() -> None
     settings = {"hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1}
     shard = Shard(rank=1, size=2)
-    part = shard.config(DecoderConfig.from_hf(tiny_llama(**settings, **heads)))
+    part = shard.spec(read_spec(tiny_llama(**settings, **heads)))
     weights = weights_to_tune(meta_weights(part, torch.bfloat16), None, shard)
     slices = {weight.key: weight.shape.num_slices for weight in weights}
     assert {"3072x4096": 2, "4096x2048": 1, "14336x4096 gated": 1, "4096x7168": 1}.items() <= slices.items()

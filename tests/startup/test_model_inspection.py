@@ -29,9 +29,10 @@ from drift_sdk import (
     inspect,
 )
 from drift_sdk.cli.command_line import main
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models import decoder
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.channels.mlp import MlpWeights
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_cache_tokens=1024, max_model_len=256)
 
@@ -90,7 +91,7 @@ def test_findings_are_those_of_an_engine(models: Path, monkeypatch: pytest.Monke
                 assert found.max_model_len == engine.max_model_len
                 assert found.executor == engine.executor
                 cache = engine._driver._executor._cache
-                assert found.kv_bytes_per_token * 1024 == cache.keys.nbytes + cache.values.nbytes
+                assert found.kv_bytes_per_token * 1024 == sum(tensor.nbytes for tensor in cache.tensors)
 
         anyio.run(start, models / file, info)
 
@@ -240,14 +241,17 @@ def test_bytes_of_symmetric_weights_are_those_in_memory(kind: str, models: Path,
     folder = quantised_folder(models, tmp_path, kind)
     found = inspect(folder, CONFIG.replace(weights="stored")).weight_bytes
     source = Source(folder)
-    shapes = DecoderConfig.from_hf(source.config)
+    shapes = read_spec(source.config)
     model = decoder.Decoder.load(
         shapes, source.tensors(), device="cpu", dtype=torch.float32, form="stored"
     ).weights
     matrices = {id(each): each for each in (model.embedding, model.head)}.values()
     vectors = [tensor for tensor in load_file(folder / "model.safetensors").values() if tensor.ndim == 1]
     norms = sum(4 * len(tensor) for tensor in vectors if tensor.dtype == torch.float32)
-    layers = [each for layer in model.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    layers = []
+    for layer in model.layers:
+        assert isinstance(layer.channel, MlpWeights)
+        layers += [layer.mixer.qkv, layer.mixer.output, layer.channel.gate_up, layer.channel.down]
     assert found == norms + sum(each.nbytes for each in (*matrices, *layers))
 
 

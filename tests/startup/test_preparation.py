@@ -11,17 +11,18 @@ import pytest
 import torch
 from tiny_llama import tiny_llama
 
+from drift_sdk.families import read_spec
+
 pytest.importorskip("cuda.core")
 
 from drift_sdk import EngineConfig
 from drift_sdk._kernels.common import cache_keys
 from drift_sdk.execution.device import streams
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.startup import device_memory
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.preparation import prepared_graphs
 
-MODEL = DecoderConfig.from_hf(tiny_llama())
+MODEL = read_spec(tiny_llama())
 FREE = 1000
 
 

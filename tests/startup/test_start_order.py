@@ -13,6 +13,8 @@ import torch
 from model_zoo import make_model
 from tiny_llama import tiny_llama
 
+from drift_sdk.families import read_spec
+
 pytest.importorskip("cuda.core")
 
 from drift_sdk import ConfigError, EngineConfig, ModelLoadError
@@ -20,7 +22,6 @@ from drift_sdk.execution.device import streams
 from drift_sdk.execution.drafter_factory import NO_DRAFTER
 from drift_sdk.execution.forward import kernel_weights
 from drift_sdk.loading.source import Source
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.progress import ignore_progress
 from drift_sdk.startup import executor_factory, gemm_tuning, graph_startup, model_startup
 from drift_sdk.startup.device_memory import DeviceMemory
@@ -103,8 +104,8 @@ def test_memory_and_products_are_measured_when_the_threads_have_ended(
 
     def part(index: int) -> ModelPart:
         device = torch.device("cuda", index)
-        config = SimpleNamespace(vocab_size=64, num_layers=1)
-        decoder: Any = SimpleNamespace(device=device, config=config)
+        spec = SimpleNamespace(vocab_size=64, num_layers=1)
+        decoder: Any = SimpleNamespace(device=device, spec=spec)
         memory: Any = NotedMemory([], device)
         memory._events = events
         return ModelPart(decoder=decoder, memory=memory, drafter_factory=NO_DRAFTER)
@@ -135,7 +136,7 @@ def test_executor_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch,
     executor = SimpleNamespace(round_costs=round_costs, close=lambda: closed.append("executor"))
     table = SimpleNamespace(untuned={"256x256"} if is_strict else set())
     device = torch.device("cuda", 0)
-    decoder: Any = SimpleNamespace(device=device, config=SimpleNamespace(vocab_size=64, num_layers=1))
+    decoder: Any = SimpleNamespace(device=device, spec=SimpleNamespace(vocab_size=64, num_layers=1))
     drafter: Any = SimpleNamespace(draft=None, draft_choices=(0, 3), num_graph_layers=0, is_adaptive=True)
     memory: Any = NotedMemory([], device)
     monkeypatch.setattr(streams, "wait_for_preparation", lambda index: None)
@@ -154,6 +155,6 @@ def test_executor_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_part_keeps_the_memory_that_was_measured_before_it_was_loaded() -> None:
     config = EngineConfig(device="cpu", dtype="float32", load="random")
-    model, memory = DecoderConfig.from_hf(tiny_llama()), DeviceMemory(torch.device("cpu"), config)
+    model, memory = read_spec(tiny_llama()), DeviceMemory(torch.device("cpu"), config)
     weights = StoredWeights(Source(Path()), model, torch.float32, None, memory)
     assert load_part(weights, config, ignore_progress).memory is memory

@@ -12,7 +12,7 @@ from random_folder import make_random_folder
 from tiny_llama import tiny_llama
 
 from drift_sdk import ConfigError, Engine, EngineConfig, RequestError, SamplingParams, inspect
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.families import read_spec
 from drift_sdk.models.shard import Shard
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices, shards_of
 from drift_sdk.testing import scripted_engine
@@ -25,7 +25,7 @@ SHAPES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-MODEL = DecoderConfig.from_hf(tiny_llama() | SHAPES)
+MODEL = read_spec(tiny_llama() | SHAPES)
 
 
 @pytest.fixture
@@ -90,12 +90,12 @@ def test_a_model_that_cannot_be_divided_is_refused(
 def test_fast_prompts_are_refused_for_a_divided_model() -> None:
     config = EngineConfig(tensor_parallel=2, fast_prompts=True)
     with pytest.raises(ConfigError, match="fast_prompts=True: expected False for a model divided"):
-        check_division(config, DecoderConfig.from_hf(tiny_llama()), "graph")
+        check_division(config, read_spec(tiny_llama()), "graph")
 
 
 def test_all_possible_numbers_of_gpus_are_named() -> None:
     wide = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64, "hidden_size": 4096}
-    model = DecoderConfig.from_hf(tiny_llama() | SHAPES | wide | {"intermediate_size": 8192})
+    model = read_spec(tiny_llama() | SHAPES | wide | {"intermediate_size": 8192})
     with pytest.raises(
         ConfigError, match="tensor_parallel=48: expected 1, 2, 4, 8, 16, 32, 64 for this model"
     ):

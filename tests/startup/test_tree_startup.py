@@ -11,8 +11,8 @@ from draft_zoo import make_draft
 from tiny_llama import tiny_llama
 
 from drift_sdk import ConfigError, DynamicTree, EngineConfig, Speculation, StaticTree
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.draft_startup import open_drafter_factory
 
@@ -33,7 +33,7 @@ def test_tree_needs_as_many_candidates_as_the_draft_has_tokens(tmp_path: Path) -
     settings = tiny_llama(vocab_size=160, num_hidden_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     make_draft("reference", tmp_path / "draft", tmp_path)
-    target = Decoder.random(DecoderConfig.from_hf(settings), device="cpu", dtype=torch.float32)
+    target = Decoder.random(read_spec(settings), device="cpu", dtype=torch.float32)
     speculation = Speculation(draft=tmp_path / "draft", shape=StaticTree(((2,),)))
     config = EngineConfig(speculation=speculation)
     factory = open_drafter_factory(config, target, lambda stage, fraction: None)

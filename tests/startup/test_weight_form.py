@@ -12,21 +12,22 @@ from tiny_llama import tiny_llama
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.families import read_spec
 from drift_sdk.quantised.scheme import BLOCK_SCHEME, config_scheme
+from drift_sdk.spec.model import Experts, ModelSpec
 from drift_sdk.startup import weight_form
 from drift_sdk.startup.weight_form import choose_weight_form, with_weight_form
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
-PLAIN = DecoderConfig.from_hf(tiny_llama())
+PLAIN = read_spec(tiny_llama())
 
 
-def quantised(kind: str) -> DecoderConfig:
+def quantised(kind: str) -> ModelSpec:
     return structs.replace(PLAIN, quantisation=config_scheme({"quantization_config": FORMATS[kind].config}))
 
 
 def form_of(
-    model: DecoderConfig, *, executor: str = "graph", device: torch.device = GPU, **settings: Any
+    model: ModelSpec, *, executor: str = "graph", device: torch.device = GPU, **settings: Any
 ) -> str | None:
     config = EngineConfig(**settings)
     found = with_weight_form(config, model, executor, device, torch.bfloat16)
@@ -56,10 +57,10 @@ def test_weights_that_kernels_multiply_by_stay_quantised(kind: str) -> None:
 def test_experts_stay_quantised_too() -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
     names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    experts = DecoderConfig.from_hf(tiny_llama(**names, **sizes)).experts
-    assert experts is not None
-    assert form_of(structs.replace(quantised("awq"), experts=experts)) == "stored"
-    assert form_of(structs.replace(PLAIN, experts=experts)) == "expanded"
+    layers = read_spec(tiny_llama(**names, **sizes)).layers
+    assert isinstance(layers[0].channel, Experts)
+    assert form_of(structs.replace(quantised("awq"), layers=layers)) == "stored"
+    assert form_of(structs.replace(PLAIN, layers=layers)) == "expanded"
 
 
 @pytest.mark.usefixtures("products")

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from tolerances import assert_near
 
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = [
     "assert_parity",
@@ -30,23 +31,23 @@ MAX_MODEL_LEN = 256
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     source = resolve(folder)
-    config = DecoderConfig.from_hf(source.config, max_model_len=MAX_MODEL_LEN)
-    return Decoder.load(config, source.tensors(), device="cpu", dtype=dtype)
+    spec = read_spec(source.config, max_model_len=MAX_MODEL_LEN)
+    return Decoder.load(spec, source.tensors(), device="cpu", dtype=dtype)
 
 
-def inner_terms(config: DecoderConfig) -> int:
+def inner_terms(spec: ModelSpec) -> int:
     """Number of terms of a decoder's longest sums."""
-    return max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    experts = 0 if spec.experts is None else spec.experts.intermediate_size
+    widths = (layer.mixer.output_size for layer in spec.layers)
+    return max(spec.hidden_size, spec.mlp_size, experts, *widths)
 
 
-def poisoned_cache(
-    config: DecoderConfig, num_blocks: int = 32, dtype: torch.dtype = torch.float32
-) -> KVCache:
+def poisoned_cache(spec: ModelSpec, num_blocks: int = 32, dtype: torch.dtype = torch.float32) -> KVCache:
     """A cache filled with NaN, so that reading a slot before it was written shows in the result."""
-    shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    cache = KVCache(shape, dtype, "cpu")
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    shapes = [layer.mixer.kv for layer in spec.layers]
+    cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype, "cpu")
+    for tensor in cache.tensors:
+        tensor.fill_(float("nan"))
     return cache
 
 
@@ -54,9 +55,9 @@ def shuffled_blocks(num_blocks: int = 32, seed: int = 0) -> list[int]:
     return torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def random_tokens(config: DecoderConfig, num_tokens: int, seed: int = 0) -> torch.Tensor:
+def random_tokens(spec: ModelSpec, num_tokens: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, config.vocab_size, (num_tokens,), generator=generator)
+    return torch.randint(0, spec.vocab_size, (num_tokens,), generator=generator)
 
 
 @torch.inference_mode()
@@ -67,9 +68,9 @@ def assert_parity(decoder: Decoder, model: Any, token_ids: torch.Tensor, chunks:
     """
     assert sum(chunks) == len(token_ids)
     expected = model(token_ids[None], output_hidden_states=True, use_cache=False)
-    cache, blocks = poisoned_cache(decoder.config), shuffled_blocks()
-    aux_layers = range(decoder.config.num_layers + 1)
-    inner = inner_terms(decoder.config)
+    cache, blocks = poisoned_cache(decoder.spec), shuffled_blocks()
+    aux_layers = range(decoder.spec.num_layers + 1)
+    inner = inner_terms(decoder.spec)
     start = 0
     for num_rows in chunks:
         rows = slice(start, start + num_rows)

@@ -6,9 +6,9 @@ import torch
 
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = ["drawn_decoder"]
 
@@ -22,11 +22,11 @@ class _DrawnTensors(RandomTensors):
         place.copy_(drawn)
 
 
-def drawn_decoder(config: DecoderConfig, device: str, seed: int, form: WeightForm = "expanded") -> Decoder:
+def drawn_decoder(spec: ModelSpec, device: str, seed: int, form: WeightForm = "expanded") -> Decoder:
     """A decoder in float32; its weights are quantised as `form` says.
 
     Tests that depend on the output of a random model get the same one on any device.
     """
     cpu = torch.device("cpu")
-    tensors = _DrawnTensors(tensor_shapes(config), device=cpu, dtype=torch.float32, seed=seed)
-    return Decoder.load(config, tensors, device=device, dtype=torch.float32, form=form)
+    tensors = _DrawnTensors(tensor_shapes(spec), device=cpu, dtype=torch.float32, seed=seed)
+    return Decoder.load(spec, tensors, device=device, dtype=torch.float32, form=form)

@@ -10,8 +10,8 @@ import torch
 import transformers
 from model_zoo import random_model
 
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 
 __all__ = ["FAMILIES", "StateTensors", "draw_config", "draw_model", "own_decoder"]
 
@@ -174,5 +174,5 @@ def draw_model(family: str, seed: int, **changes: Any) -> Any:
 def own_decoder(model: Any, *, max_model_len: int | None = None) -> Decoder:
     """The decoder of a transformers model, with the same weights."""
     settings = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    config = DecoderConfig.from_hf(settings, max_model_len=max_model_len)
-    return Decoder.load(config, StateTensors(model), device="cpu", dtype=torch.float32)
+    spec = read_spec(settings, max_model_len=max_model_len)
+    return Decoder.load(spec, StateTensors(model), device="cpu", dtype=torch.float32)

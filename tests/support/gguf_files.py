@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file
 
-from drift_sdk.models.rope import inverse_frequencies
+from drift_sdk.spec.rope import inverse_frequencies
 
 __all__ = ["write_gguf", "write_gpt_oss"]
 

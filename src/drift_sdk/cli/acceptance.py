@@ -125,8 +125,8 @@ def layers_by_convention(
     head.
     """
     # Imported here, so that the command line starts without torch.
+    from drift_sdk.families import read_spec
     from drift_sdk.loading.source import resolve
-    from drift_sdk.models.decoder_config import DecoderConfig
     from drift_sdk.models.draft_config import DraftConfig
     from drift_sdk.models.eagle3 import is_whole_model
 
@@ -134,7 +134,7 @@ def layers_by_convention(
     find = partial(
         resolve, cache_dir=config.cache_dir, local_files_only=config.local_files_only, has_weights=False
     )
-    target = DecoderConfig.from_hf(find(model, revision=config.revision).config)
+    target = read_spec(find(model, revision=config.revision).config)
     source = find(config.speculation.draft, role="draft")
     if is_whole_model(source):
         raise ConfigError.of("draft", config.speculation.draft, "an EAGLE-3 head; this is a whole model")

@@ -61,7 +61,7 @@ class DrafterFactory(ABC):
     max_tree_depth: int | None = None
 
     def __init__(self, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
-        self.draft_choices = tuple(draft_choices)
+        self.draft_choices: tuple[int, ...] = tuple(draft_choices)
         self.is_adaptive = is_adaptive
         self.tree_plans: dict[int, TreePlan] = {}
 
@@ -164,8 +164,7 @@ class EagleDrafterFactory(DrafterFactory):
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers, and the feature kept beside each block."""
         config = self.draft.config
-        values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return values_per_token * block_size + config.hidden_size
+        return config.num_layers * config.attention.kv.size * block_size + config.hidden_size
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
         return EagleDrafter(self.draft, target, limits, self._tree)
@@ -210,12 +209,11 @@ class ModelDrafterFactory(DrafterFactory):
         super().__init__(draft_choices, is_adaptive=is_adaptive)
         self.draft = draft
         # Each drafted token is a pass, the first one that of the tokens of the round before.
-        self.num_graph_layers = draft.config.num_layers * self.draft_choices[-1]
+        self.num_graph_layers = draft.spec.num_layers * self.draft_choices[-1]
 
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers."""
-        config = self.draft.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size
+        return sum(layer.mixer.kv.size for layer in self.draft.spec.layers) * block_size
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
         return ModelDrafter(self.draft, limits)
@@ -241,7 +239,7 @@ class HybridDrafterFactory(DrafterFactory):
         super().__init__(model.draft_choices, is_adaptive=model.is_adaptive)
         self._model, self._ngram, self.draft = model, ngram, model.draft
         self.needs_draft_kv, self.needs_first_token = model.needs_draft_kv, model.needs_first_token
-        self.num_graph_layers = model.num_graph_layers
+        self.num_graph_layers: int = model.num_graph_layers
 
     def num_values_per_block(self, block_size: int) -> int:
         return self._model.num_values_per_block(block_size)

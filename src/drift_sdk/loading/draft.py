@@ -37,7 +37,7 @@ class TorchFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.location = str(path)
+        self.location: str = str(path)
         try:
             contents = _load(path)
         except OSError as error:
@@ -74,7 +74,7 @@ class DraftTensors:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.location = str(folder)
+        self.location: str = str(folder)
         self._tensors: TensorSource
         if has_file(folder / SINGLE_FILE) or has_file(folder / INDEX_FILE):
             self._tensors = SafetensorsFolder(folder)

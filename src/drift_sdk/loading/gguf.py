@@ -16,8 +16,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from msgspec import structs
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.gguf_config import ROPE_FACTORS, find_architecture, read_gguf_config
-from drift_sdk.loading.gguf_experts import GptOssTensors, cut_by_expert
+from drift_sdk.families import gguf_architecture
+from drift_sdk.loading.gguf_config import ROPE_FACTORS, read_gguf_config
+from drift_sdk.loading.gguf_experts import Mxfp4Experts, cut_by_expert
 from drift_sdk.loading.gguf_header import is_block_matrix
 from drift_sdk.loading.gguf_parts import GGUFParts
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
@@ -52,12 +53,16 @@ class GGUFFile:
         header = self._parts.header
         self.files = self._parts.files
         self.metadata = header.metadata
-        self._architecture = find_architecture(self.metadata, self.location)
+        self._family, self._architecture = gguf_architecture(self.metadata, self.location)
         if self._architecture.has_expert_matrices:
             header = structs.replace(header, tensors=cut_by_expert(header.tensors, self.location))
         self._header = header
         self.config = read_gguf_config(
-            self._header, self.location, lambda name: self._dequantise(name).tolist()
+            self._header,
+            self._family,
+            self._architecture,
+            self.location,
+            lambda name: self._dequantise(name).tolist(),
         )
         self._stored_names: dict[str, str] = {}
         for stored in self._header.tensors:
@@ -69,8 +74,8 @@ class GGUFFile:
             self._stored_names.pop(name, None)
 
     def tensors(self) -> InPlaceSource:
-        """The model's weights: this source, but of gpt-oss with experts as Hugging Face has them."""
-        return GptOssTensors(self) if self._architecture.model_type == "gpt_oss" else self
+        """The model's weights: this source, but experts in MXFP4 as Hugging Face has them."""
+        return Mxfp4Experts(self) if self._family.has_mxfp4 else self
 
     def names(self) -> Collection[str]:
         return self._stored_names.keys()

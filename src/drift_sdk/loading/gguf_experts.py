@@ -1,5 +1,5 @@
 """Experts in GGUF files, which have one tensor for a projection of all experts of a layer: as a matrix of
-each for Qwen3-MoE and Mixtral, and as Hugging Face's tensors of MXFP4 for gpt-oss.
+each, or as Hugging Face's tensors of MXFP4.
 
 A block of MXFP4 in these files is a scale and 16 bytes, with the first half of the 32 numbers in their low
 bits, the second half in their high ones. Gate and up projections are apart.
@@ -22,7 +22,7 @@ from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
 from drift_sdk.quantised.weight import QuantisedWeight
 
-__all__ = ["GptOssTensors", "cut_by_expert"]
+__all__ = ["Mxfp4Experts", "cut_by_expert"]
 
 STACKED = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down)_exps)\.weight")
 CUT = re.compile(r"blk\.[0-9]+\.ffn_(?:gate|up|down)_exps\.[0-9]+\.weight")
@@ -77,16 +77,16 @@ class ExpertBlocks(InPlaceSource, QuantisedSource, Protocol):
         ModelLoadError for a tensor in another format."""
 
 
-class GptOssTensors:
-    """The QuantisedSource of a GGUF file of gpt-oss. Experts are MXFP4, as they are in memory; other weights
+class Mxfp4Experts:
+    """The QuantisedSource of a GGUF file with experts in MXFP4, as they are in memory. Other weights are
     numbers or blocks.
 
     Raises ModelLoadError for gate and up projections of different shapes, or without the other.
     """
 
     def __init__(self, file: ExpertBlocks) -> None:
-        self.location = file.location
-        self.num_readers = file.num_readers
+        self.location: str = file.location
+        self.num_readers: int = file.num_readers
         self._file = file
         self._names = {name for name in file.names() if not STORED_NAME.fullmatch(name)}
         for name in filter(OWN_NAME.fullmatch, self._names):

@@ -36,7 +36,7 @@ class GGUFParts:
 
     def __init__(self, path: Path) -> None:
         part = part_of(path.name)
-        self.files = [path]
+        self.files: list[Path] = [path]
         if part is not None:
             self.files = [path.with_name(part.file(index)) for index in range(1, part.num_parts + 1)]
             for file in self.files:
@@ -48,7 +48,7 @@ class GGUFParts:
         headers = [header for _, header in opened]
         for index, header in enumerate(headers):
             self._check_split(index, header.metadata)
-        self.header = GGUFHeader(metadata=headers[0].metadata, tensors=self._joined(headers))
+        self.header: GGUFHeader = GGUFHeader(metadata=headers[0].metadata, tensors=self._joined(headers))
 
     def file(self, tensor: GGUFTensor) -> str:
         """The file that holds a tensor."""

@@ -27,7 +27,7 @@ class DownloadCounter:
     """
 
     def __init__(self, stage: str, files: Sequence[HubFile], report: Report | None) -> None:
-        self.stopped = threading.Event()
+        self.stopped: threading.Event = threading.Event()
         self._stage = stage
         self._sizes = {file.name: file.num_bytes or 0 for file in files}
         self._report = report

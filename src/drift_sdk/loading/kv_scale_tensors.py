@@ -127,8 +127,8 @@ class ScaledTensors:
     """
 
     def __init__(self, tensors: StoredSource) -> None:
-        self.location = tensors.location
-        self.num_readers = tensors.num_readers
+        self.location: str = tensors.location
+        self.num_readers: int = tensors.num_readers
         self._tensors = tensors
         self._names = dict.fromkeys(name for name in tensors.names() if not name.endswith(ENDS))
 

@@ -87,7 +87,7 @@ class QuantisedTensors:
     """
 
     def __init__(self, tensors: StoredSource, scheme: Scheme) -> None:
-        self.location = tensors.location
+        self.location: str = tensors.location
         self.num_readers = 1  # numbers that are dequantised take memory for a while
         self._tensors = tensors
         self._scheme = scheme

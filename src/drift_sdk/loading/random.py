@@ -31,7 +31,7 @@ class RandomTensors:
         seed: int,
         norm_mean: float = 1.0,
     ) -> None:
-        self.location = f"random weights of seed {seed}"
+        self.location: str = f"random weights of seed {seed}"
         self._shapes = shapes
         self._dtype = dtype
         self._seed = seed

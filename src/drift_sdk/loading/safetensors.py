@@ -26,9 +26,13 @@ INDEX_FILE = "model.safetensors.index.json"
 TEXT_PREFIXES = ("model.language_model.", "language_model.")
 OTHER_PARTS = (
     "model.multi_modal_projector.",
+    "model.vision_adapter.",
+    "model.vision_projection.",
     "model.vision_tower.",
+    "model.visual.",
     "multi_modal_projector.",
     "vision_tower.",
+    "visual.",
 )
 MODEL_PREFIX, HEAD_PREFIX = "model.", "lm_head."
 FIRST_TENSOR = "embed_tokens.weight"
@@ -83,7 +87,7 @@ class SafetensorsFolder:
     num_readers = NUM_READERS
 
     def __init__(self, folder: Path, *, is_decoder: bool = False) -> None:
-        self.location = str(folder)
+        self.location: str = str(folder)
         if has_file(folder / SINGLE_FILE):
             handle = _open(folder / SINGLE_FILE)
             files = dict.fromkeys(handle.keys(), SINGLE_FILE)

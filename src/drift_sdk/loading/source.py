@@ -13,11 +13,12 @@ from msgspec import Struct
 
 from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.loading.gpt_oss import OriginalTensors, hf_settings, is_original
+from drift_sdk.families import original_files
 from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
 from drift_sdk.loading.json_object import read_object
 from drift_sdk.loading.kv_scale_tensors import ScaledTensors, has_kv_scales
 from drift_sdk.loading.quantised_tensors import QuantisedTensors
+from drift_sdk.loading.renamed_tensors import RenamedTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.progress import Report
@@ -80,7 +81,8 @@ class Source:
             raise ModelLoadError(f"{self.path}: holds no config.json{hint}")
 
         settings = self._settings
-        return hf_settings(settings) if is_original(settings) else settings
+        original = original_files(settings)
+        return settings if original is None else original.settings(settings)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -144,8 +146,9 @@ class Source:
 
         folder = SafetensorsFolder(self.path, is_decoder=True)
         settings = self._settings
-        if is_original(settings):
-            return OriginalTensors(folder)
+        original = original_files(settings)
+        if original is not None:
+            return RenamedTensors(folder, original.tensor_name)
 
         scheme = config_scheme(settings)
         if scheme is not None:

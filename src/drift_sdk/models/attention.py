@@ -64,13 +64,13 @@ class AttentionBatch:
             _check(sequence, cache, slot_offset)
 
         first_rows = list(accumulate((sequence.num_rows for sequence in sequences), initial=0))
-        self.num_rows = first_rows[-1]
+        self.num_rows: int = first_rows[-1]
         self._groups = [
             _Group([sequences[i] for i in group], [first_rows[i] for i in group], cache, slot_offset)
             for group in _group_sequences(sequences)
         ]
-        self.positions = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
-        self.slot_mapping = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
+        self.positions: torch.Tensor = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
+        self.slot_mapping: torch.Tensor = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
         for group in self._groups:
             self.positions[group.rows] = group.positions
             self.slot_mapping[group.rows] = group.row_slots
@@ -90,18 +90,19 @@ class AttentionBatch:
         """Write the rows' keys and values to the cache, then compute their attention in one layer.
 
         query:       [N, num_heads, head_dim].
-        key, value:  [N, num_kv_heads, head_dim].
+        key:         [N, num_kv_heads, head_dim].
+        value:       [N, num_kv_heads, value_dim].
         window:      number of keys that a row sees at most, its own included; None: all before it.
         scale:       factor of the products of queries and keys; None: 1 / sqrt(head_dim).
         sinks:       [num_heads], a logit of each head that takes part in the softmax and has no value.
 
-        Returns [N, num_heads * head_dim].
+        Returns [N, num_heads * value_dim].
         """
         cache.store(layer, self.slot_mapping, key, value)
         if len(self._groups) == 1:
             return self._groups[0].attend(query, cache, layer, window, scale, sinks)
 
-        shape = (query.shape[0], query.shape[1] * query.shape[2])
+        shape = (query.shape[0], query.shape[1] * value.shape[2])
         output = torch.empty(shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
             output[group.rows] = group.attend(query[group.rows], cache, layer, window, scale, sinks)
@@ -141,7 +142,7 @@ class _Group:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of the group's rows: query [M, num_heads, head_dim], in a layer of the cache.
-        Returns [M, num_heads * head_dim]."""
+        Returns [M, num_heads * value_dim]."""
         kind = window, sinks is not None
         if kind not in self._keys:
             self._keys[kind] = self._find_keys(*kind)
@@ -149,10 +150,9 @@ class _Group:
         found = self._keys[kind]
         batch, num_heads, head_dim = self.num_sequences, query.shape[1], query.shape[2]
         keys, values = cache.read(layer, found.slots)
-        gathered_shape = (batch, -1, *keys.shape[1:])
         query = query.view(batch, self.num_rows, num_heads, head_dim).transpose(1, 2)
-        key = keys.view(gathered_shape).transpose(1, 2)
-        value = values.view(gathered_shape).transpose(1, 2)
+        key = keys.view(batch, -1, *keys.shape[1:]).transpose(1, 2)
+        value = values.view(batch, -1, *values.shape[1:]).transpose(1, 2)
         if sinks is not None:
             scale = head_dim**-0.5 if scale is None else scale
             query, key, value = with_sinks(query, key, value, sinks / scale)
@@ -165,8 +165,9 @@ class _Group:
             scale=scale,
             enable_gqa=True,
         )
-        output = output[..., :head_dim]
-        return output.transpose(1, 2).reshape(batch * self.num_rows, num_heads * head_dim)
+        value_dim = values.shape[-1]
+        output = output[..., :value_dim]
+        return output.transpose(1, 2).reshape(batch * self.num_rows, num_heads * value_dim)
 
     def _find_keys(self, window: int | None, has_sinks: bool) -> _Keys:
         """The keys that the rows see in layers with this window: of each sequence, from the first that its

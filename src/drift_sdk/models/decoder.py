@@ -6,24 +6,24 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.experts import QuantisedMatrices, apply_experts
+from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices, apply_experts
+from drift_sdk.models.channels.mlp import MlpWeights, apply_mlp
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.kv_numbers import KVForm, stored_shape
 from drift_sdk.models.linear import embed, linear
 from drift_sdk.models.matrix_reader import WeightForm
-from drift_sdk.models.rope import rotary_tables, rotate
+from drift_sdk.models.mixers.attention import AttentionStep, attend
+from drift_sdk.models.norms import normalise, rms_norm
+from drift_sdk.models.rope import rotary_tables
 from drift_sdk.models.tree_attention import StepRows
-from drift_sdk.models.weights import DecoderWeights, LayerWeights, load_weights, tensor_shapes
+from drift_sdk.models.weights import DecoderWeights, load_weights, tensor_shapes
+from drift_sdk.spec.model import Channel, Experts, LayerSpec, ModelSpec
+from drift_sdk.spec.rope import Rope
 
 __all__ = ["Decoder", "random_tensors"]
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, as `rotary_tables` returns them."""
 
 
 class Decoder:
@@ -32,23 +32,23 @@ class Decoder:
     It owns only weights. The rows of a step and the keys they see are given by an AttentionBatch; keys and
     values are kept in a KVCache.
 
-    embedding_multiplier: the config's, rounded to the model's dtype where the config says so.
+    embedding_multiplier: the spec's, rounded to the model's dtype where the spec says so.
     """
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
-        self.config = config
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
+        self.spec = spec
         self.weights = weights
-        self._frequencies = [rope.frequencies().to(self.device) for rope in config.ropes]
-        self.embedding_multiplier = config.embedding_multiplier
-        if config.has_rounded_multiplier:
-            rounded = torch.tensor(config.embedding_multiplier, dtype=self.dtype, device="cpu")
+        self._frequencies = {rope: rope.frequencies().to(self.device) for rope in spec.ropes}
+        self.embedding_multiplier = spec.embedding_multiplier
+        if spec.has_rounded_multiplier:
+            rounded = torch.tensor(spec.embedding_multiplier, dtype=self.dtype, device="cpu")
             self.embedding_multiplier = float(rounded)
 
     @classmethod
     @torch.inference_mode()
     def load(
         cls,
-        config: DecoderConfig,
+        spec: ModelSpec,
         tensors: TensorSource,
         *,
         device: torch.device | str,
@@ -67,7 +67,7 @@ class Decoder:
         Raises ModelLoadError naming tensor, file, found and expected shape.
         """
         weights = load_weights(
-            config,
+            spec,
             tensors,
             device=torch.device(device),
             dtype=dtype,
@@ -76,12 +76,12 @@ class Decoder:
             on_tensor=on_tensor,
             check_bytes=check_bytes,
         )
-        return cls(config, weights)
+        return cls(spec, weights)
 
     @classmethod
     def random(
         cls,
-        config: DecoderConfig,
+        spec: ModelSpec,
         *,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -92,9 +92,9 @@ class Decoder:
     ) -> Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
         seed. `form`, `kv_form` and `check_bytes` as in `load`."""
-        tensors = random_tensors(config, device=torch.device(device), dtype=dtype, seed=seed)
+        tensors = random_tensors(spec, device=torch.device(device), dtype=dtype, seed=seed)
         return cls.load(
-            config,
+            spec,
             tensors,
             device=device,
             dtype=dtype,
@@ -119,13 +119,12 @@ class Decoder:
     @property
     def kv_dtype(self) -> torch.dtype:
         """The dtype of its KV cache."""
-        return stored_shape(self.config.head_dim, self.dtype, self.kv_form)[0]
+        return stored_shape(self.spec.attention.head_dim, self.dtype, self.kv_form)[0]
 
     def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A KV cache for this decoder, not initialised."""
-        config = self.config
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        return KVCache(shape, self.dtype, self.device, self.weights.kv_scales)
+        shapes = [layer.mixer.kv for layer in self.spec.layers]
+        return KVCache(shapes, num_blocks, block_size, self.dtype, self.device, self.weights.kv_scales)
 
     @cached_property
     def max_expert_scale(self) -> int:
@@ -133,8 +132,8 @@ class Decoder:
         largest = [
             matrices.scales.amax()
             for layer in self.weights.layers
-            if layer.experts is not None
-            for matrices in (layer.experts.gate_up, layer.experts.down)
+            if isinstance(layer.channel, ExpertWeights)
+            for matrices in (layer.channel.gate_up, layer.channel.down)
             if isinstance(matrices, QuantisedMatrices)
         ]
         return int(torch.stack(largest).max()) if largest else 0
@@ -155,22 +154,27 @@ class Decoder:
         The rows' keys and values are written to the cache. Raises ValueError for another shape of `token_ids`
         or a layer out of range.
         """
-        num_layers = self.config.num_layers
+        num_layers = self.spec.num_layers
         if token_ids.shape != (batch.num_rows,):
             raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected [{batch.num_rows}]")
 
         if not all(0 <= aux_layer <= num_layers for aux_layer in aux_layers):
             raise ValueError(f"aux_layers={list(aux_layers)}: expected each from 0 to {num_layers}")
 
-        rotary = self._rotary(batch)
+        step = AttentionStep(batch, cache, self._rotary(batch))
         hidden = self._embed(token_ids)
         aux_hidden = {}
-        for index in range(num_layers):
+        layers = zip(self.spec.layers, self.weights.layers, strict=True)
+        for index, (layer, weights) in enumerate(layers):
             if index in aux_layers:
                 aux_hidden[index] = hidden
 
-            hidden = self._add(hidden, self._attention(index, hidden, rotary[index], batch, cache))
-            hidden = self._add(hidden, self._mlp(index, hidden))
+            normed = normalise(hidden, weights.mixer_norm, layer.norm)
+            mixed = attend(normed, weights.mixer, layer.mixer, step, index)
+            hidden = _add(hidden, mixed, weights.mixer_post_norm, layer)
+            normed = normalise(hidden, weights.channel_norm, layer.norm)
+            output = _apply(normed, weights.channel, layer.channel)
+            hidden = _add(hidden, output, weights.channel_post_norm, layer)
 
         aux_hidden[num_layers] = hidden
         return hidden, [aux_hidden[aux_layer] for aux_layer in aux_layers]
@@ -179,114 +183,51 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [M, vocab] of rows [M, hidden] of the residual stream after the last layer, before
         the final norm."""
-        logits = linear(self.normalise(hidden, self.weights.final_norm), self.weights.head)
-        return logits.to(torch.float32).div_(self.config.logits_divisor)
+        logits = linear(self.final_normed(hidden), self.weights.head)
+        logits = logits.to(torch.float32).div_(self.spec.logits_divisor)
+        cap = self.spec.logits_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [..., D], normalised with `weight` [D] as the model's norms do."""
-        if self.config.has_wide_norms:
-            norm = wide_rms_norm
-        else:
-            norm = offset_rms_norm if self.config.has_offset_norms else rms_norm
-        return norm(x, weight, self.config.rms_norm_eps)
+    def final_normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [M, hidden] of the residual stream after the last layer, normalised."""
+        return normalise(hidden, self.weights.final_norm, self.spec.final_norm)
 
-    def _rotary(self, batch: StepRows) -> list[Rotary | None]:
-        """The rotation tables of each layer; None without rotation."""
-        tables = [
-            rotary_tables(batch.positions, frequencies, self.dtype, rope.magnitude)
-            for rope, frequencies in zip(self.config.ropes, self._frequencies, strict=True)
-        ]
-        return [None if rope is None else tables[rope] for rope in self.config.layer_ropes]
+    def _rotary(self, batch: StepRows) -> dict[Rope, tuple[torch.Tensor, torch.Tensor]]:
+        """The rotation tables of the rows."""
+        return {
+            rope: rotary_tables(batch.positions, frequencies, self.dtype, rope.magnitude)
+            for rope, frequencies in self._frequencies.items()
+        }
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         embedded = embed(token_ids, self.weights.embedding, self.dtype)
-        return embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
+        embedded = embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
+        norm = self.spec.embedding_norm
+        return embedded if norm is None else rms_norm(embedded, torch.ones_like(embedded[0]), norm.eps)
 
-    def _add(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """The residual stream [N, hidden] after the output [N, hidden] of attention or an MLP."""
-        multiplier = self.config.residual_multiplier
-        return hidden + (output if multiplier == 1.0 else output * multiplier)
 
-    def _attention(
-        self, index: int, hidden: torch.Tensor, rotary: Rotary | None, batch: StepRows, cache: KVCache
-    ) -> torch.Tensor:
-        """The attention output [N, hidden] of layer `index`, from its input [N, hidden]."""
-        layer, config = self.weights.layers[index], self.config
-        query, key, value = self._project(layer, hidden, rotary)
-        attended = batch.attend(
-            query,
-            key,
-            value,
-            cache,
-            index,
-            window=config.windows[index],
-            scale=config.attention_scale,
-            sinks=layer.sinks,
-        )
-        output = linear(attended, layer.output, layer.output_bias)
-        return (
-            output if layer.attention_post_norm is None else self.normalise(output, layer.attention_post_norm)
-        )
+def _apply(x: torch.Tensor, weights: MlpWeights | ExpertWeights, spec: Channel) -> torch.Tensor:
+    """The output [N, hidden] of a channel for its normalised input [N, hidden]."""
+    if isinstance(weights, ExpertWeights):
+        assert isinstance(spec, Experts)
+        return apply_experts(x, weights, spec)
 
-    def _project(
-        self, layer: LayerWeights, hidden: torch.Tensor, rotary: Rotary | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [N, num_heads, head_dim] and keys [N, num_kv_heads, head_dim], both rotated, and values
-        [N, num_kv_heads, head_dim], from the layer's input [N, hidden]."""
-        config = self.config
-        normed = self.normalise(hidden, layer.input_norm)
-        num_rotated = config.num_heads + config.num_kv_heads
-        qkv = linear(normed, layer.qkv, layer.qkv_bias).view(
-            -1, num_rotated + config.num_kv_heads, config.head_dim
-        )
-        query_key, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = self.normalise(query_key[:, : config.num_heads], layer.query_norm)
-            key = self.normalise(query_key[:, config.num_heads :], layer.key_norm)
-            query_key = torch.cat((query, key), dim=1)
+    assert not isinstance(spec, Experts)
+    return apply_mlp(x, weights, spec)
 
-        if rotary is not None:
-            query_key = rotate(query_key, *rotary)
 
-        return query_key[:, : config.num_heads], query_key[:, config.num_heads :], value
-
-    def _mlp(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        layer, experts = self.weights.layers[index], self.config.layer_experts(index)
-        normed = self.normalise(hidden, layer.mlp_norm)
-        if experts is not None and layer.experts is not None:
-            return apply_experts(normed, layer.experts, experts)
-
-        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        gate = F.silu(gate) if self.config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        output = linear(gate.mul_(up), layer.down, layer.down_bias)
-        return output if layer.mlp_post_norm is None else self.normalise(output, layer.mlp_post_norm)
+def _add(
+    hidden: torch.Tensor, output: torch.Tensor, post_norm: torch.Tensor | None, layer: LayerSpec
+) -> torch.Tensor:
+    """The residual stream [N, hidden] after the output [N, hidden] of a mixer or channel."""
+    if layer.post_norm is not None and post_norm is not None:
+        output = normalise(output, post_norm, layer.post_norm)
+    return hidden + (output if layer.multiplier == 1.0 else output * layer.multiplier)
 
 
 def random_tensors(
-    config: DecoderConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> RandomTensors:
     """The random weights of a decoder, drawn on a device."""
-    norm_mean = 0.0 if config.has_offset_norms else 1.0
-    return RandomTensors(tensor_shapes(config), device=device, dtype=dtype, seed=seed, norm_mean=norm_mean)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D] divided by its root mean square over the last dimension, times weight [D].
-
-    The division is computed in float32, the product in x's dtype. RMSNorm: arXiv 1910.07467.
-    """
-    return weight * F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps).to(x.dtype)
-
-
-def offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D] divided by its root mean square over the last dimension, times 1 + weight [D], all in
-    float32: the norm of Gemma."""
-    normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
-    return (normed * (1.0 + weight.to(torch.float32))).to(x.dtype)
-
-
-def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D] divided by its root mean square over the last dimension, times weight [D], all in float32:
-    the norm of gpt-oss."""
-    normed = F.rms_norm(x.to(torch.float32), (x.shape[-1],), eps=eps)
-    return (normed * weight.to(torch.float32)).to(x.dtype)
+    norm_mean = 0.0 if spec.layers[0].norm.kind == "offset" else 1.0
+    return RandomTensors(tensor_shapes(spec), device=device, dtype=dtype, seed=seed, norm_mean=norm_mean)

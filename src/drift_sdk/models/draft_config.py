@@ -13,9 +13,8 @@ from typing import Any
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.models.decoder_config import ARCHITECTURES as MODEL_ARCHITECTURES
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import Rope
+from drift_sdk.families import families, read_spec
+from drift_sdk.spec.model import Attention, Mlp, ModelSpec
 
 __all__ = ["DraftConfig", "draft_settings", "is_model_config"]
 
@@ -79,15 +78,10 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     draft_vocab_size: int
     hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: Attention
+    mlp: Mlp
     rms_norm_eps: float
-    rope: Rope
-    has_attention_bias: bool
-    has_mlp_bias: bool
     is_head_tied: bool
     aux_layers: tuple[int, ...]
     has_input_norm: bool
@@ -97,7 +91,7 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_hf(
-        cls, config: Mapping[str, Any], target: DecoderConfig, *, aux_layer_convention: str | None = None
+        cls, config: Mapping[str, Any], target: ModelSpec, *, aux_layer_convention: str | None = None
     ) -> DraftConfig:
         """From the contents of a draft's config.json.
 
@@ -113,22 +107,17 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
         # The layers are Llama's. The rotation is computed from positions, so the draft's own context is no
         # limit.
         llama = {"max_position_embeddings": target.max_position_embeddings} | settings
-        shape = DecoderConfig.from_hf(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
-        _check_layers(shape)
+        shape = read_spec(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+        attention, mlp = _check_layers(shape)
         draft = cls(
             vocab_size=shape.vocab_size,
             draft_vocab_size=_draft_vocab_size(settings, shape.vocab_size),
             hidden_size=shape.hidden_size,
             target_hidden_size=settings.get("target_hidden_size", shape.hidden_size),
-            intermediate_size=shape.intermediate_size,
             num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            rms_norm_eps=shape.rms_norm_eps,
-            rope=shape.ropes[0],
-            has_attention_bias=shape.has_qkv_bias,
-            has_mlp_bias=shape.has_mlp_bias,
+            attention=attention,
+            mlp=mlp,
+            rms_norm_eps=shape.final_norm.eps,
             is_head_tied=shape.is_head_tied,
             aux_layers=_aux_layers(settings, target.num_layers, aux_layer_convention),
             has_input_norm=_flag(settings, "norm_before_fc"),
@@ -160,7 +149,7 @@ def is_model_config(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes a language model rather than a draft head of one."""
     is_draft = any(name in config for name in (*OPTIONS, "eagle_config", "transformer_layer_config"))
     architectures = config.get("architectures")
-    is_known = any(architectures == [architecture] for architecture in MODEL_ARCHITECTURES.values())
+    is_known = any(architectures == [family.architectures[0]] for family in families())
     return is_known and not is_draft
 
 
@@ -210,8 +199,9 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             raise ModelLoadError(f"config: eagle_config has {name}={short_repr(value)}, which is not known")
 
 
-def _check_layers(shape: DecoderConfig) -> None:
-    """ModelLoadError for options of Llama layers that a draft's layers do not implement."""
+def _check_layers(shape: ModelSpec) -> tuple[Attention, Mlp]:
+    """The attention and the MLP of the draft's layers. ModelLoadError for options of Llama layers that these
+    do not implement."""
     if shape.quantisation is not None:
         found = f"quantization_config ({shape.quantisation.name})"
         raise ModelLoadError(f"config: {found} is not implemented in drafts")
@@ -219,8 +209,12 @@ def _check_layers(shape: DecoderConfig) -> None:
     if any(window is not None for window in shape.windows):
         raise ModelLoadError("config: sliding_window is in use: only full attention is implemented in drafts")
 
-    if shape.activation != "silu":
-        raise ModelLoadError(f"config: hidden_act={shape.activation!r}: only 'silu' is implemented in drafts")
+    mlp = shape.layers[0].channel
+    assert isinstance(mlp, Mlp)
+    if mlp.activation != "silu":
+        raise ModelLoadError(f"config: hidden_act={mlp.activation!r}: only 'silu' is implemented in drafts")
+
+    return shape.attention, mlp
 
 
 def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
@@ -293,7 +287,7 @@ def _layers_of_ids(ids: list[int], num_layers: int, convention: str | None) -> l
     return aux_layers
 
 
-def _check_fit(draft: DraftConfig, target: DecoderConfig) -> None:
+def _check_fit(draft: DraftConfig, target: ModelSpec) -> None:
     """ModelLoadError for shapes that are not the target's, and for options that exclude each other."""
     if draft.vocab_size != target.vocab_size:
         raise ModelLoadError(

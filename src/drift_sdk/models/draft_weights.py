@@ -10,8 +10,10 @@ import torch
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import OFFSETS, PROPOSABLE
 from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, WeightForm
+from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
 from drift_sdk.quantised.weight import Matrix, take_rows
 
@@ -172,27 +174,32 @@ class _Reader:
 def _read_layer(config: DraftConfig, reader: _Reader, index: int) -> LayerWeights:
     prefix = f"layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    has_bias, has_mlp_bias = config.has_attention_bias, config.has_mlp_bias
+    has_bias, has_mlp_bias = config.attention.has_bias, config.mlp.has_bias
     return LayerWeights(
-        input_norm=reader.read(f"{prefix}.input_layernorm.weight"),
-        qkv=reader.read_projection(attention, "q k v"),
-        qkv_bias=reader.read_biases(attention, "q k v") if has_bias else None,
-        query_norm=None,
-        key_norm=None,
-        output=reader.read_matrix(f"{attention}.o_proj.weight"),
-        output_bias=reader.read(f"{attention}.o_proj.bias") if has_bias else None,
-        mlp_norm=reader.read(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=reader.read_projection(mlp, "gate up"),
-        gate_up_bias=reader.read_biases(mlp, "gate up") if has_mlp_bias else None,
-        down=reader.read_matrix(f"{mlp}.down_proj.weight"),
-        down_bias=reader.read(f"{mlp}.down_proj.bias") if has_mlp_bias else None,
+        mixer_norm=reader.read(f"{prefix}.input_layernorm.weight"),
+        mixer=AttentionWeights(
+            qkv=reader.read_projection(attention, "q k v"),
+            qkv_bias=reader.read_biases(attention, "q k v") if has_bias else None,
+            query_norm=None,
+            key_norm=None,
+            output=reader.read_matrix(f"{attention}.o_proj.weight"),
+            output_bias=reader.read(f"{attention}.o_proj.bias") if has_bias else None,
+        ),
+        channel_norm=reader.read(f"{prefix}.post_attention_layernorm.weight"),
+        channel=MlpWeights(
+            gate_up=reader.read_projection(mlp, "gate up"),
+            gate_up_bias=reader.read_biases(mlp, "gate up") if has_mlp_bias else None,
+            down=reader.read_matrix(f"{mlp}.down_proj.weight"),
+            down_bias=reader.read(f"{mlp}.down_proj.bias") if has_mlp_bias else None,
+        ),
     )
 
 
 def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors of one layer, without the hidden norm of the first."""
     prefix, hidden = f"layers.{index}", config.hidden_size
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query_size = config.attention.output_size
+    kv_size = config.attention.num_kv_heads * config.attention.head_dim
     width = 2 * hidden if index == 0 else hidden
     attention = {
         "q": (query_size, width),
@@ -200,15 +207,15 @@ def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]
         "v": (kv_size, width),
         "o": (hidden, query_size),
     }
-    size = config.intermediate_size
+    size = config.mlp.intermediate_size
     mlp = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}.input_layernorm.weight": (hidden,),
         f"{prefix}.post_attention_layernorm.weight": (hidden,),
     }
     for part, modules, has_bias in (
-        ("self_attn", attention, config.has_attention_bias),
-        ("mlp", mlp, config.has_mlp_bias),
+        ("self_attn", attention, config.attention.has_bias),
+        ("mlp", mlp, config.mlp.has_bias),
     ):
         for module, shape in modules.items():
             shapes[f"{prefix}.{part}.{module}_proj.weight"] = shape

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import Source, name_role, resolve
-from drift_sdk.models.decoder import Decoder, rms_norm
+from drift_sdk.models.channels.mlp import MlpWeights, apply_mlp
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.draft_weights import (
     DraftForm,
@@ -29,7 +29,9 @@ from drift_sdk.models.draft_weights import (
 )
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import embed, linear
-from drift_sdk.models.rope import rotary_tables, rotate
+from drift_sdk.models.mixers.attention import AttentionStep, attend
+from drift_sdk.models.norms import rms_norm
+from drift_sdk.models.rope import rotary_tables
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.progress import Report
 
@@ -55,7 +57,9 @@ class DraftDecoder:
         self.config = config
         self.weights = weights
         self._target = target
-        self._frequencies = config.rope.frequencies().to(self.device)
+        rope = config.attention.rope
+        assert rope is not None
+        self._rope, self._frequencies = rope, rope.frequencies().to(self.device)
 
     @classmethod
     @torch.inference_mode()
@@ -150,9 +154,8 @@ class DraftDecoder:
 
     def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A KV cache for this draft, not initialised."""
-        config = self.config
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        return KVCache(shape, self.dtype, self.device)
+        shapes = [self.config.attention.kv] * self.config.num_layers
+        return KVCache(shapes, num_blocks, block_size, self.dtype, self.device)
 
     @torch.inference_mode()
     def fuse(self, aux_hidden: Sequence[torch.Tensor], final_hidden: torch.Tensor) -> torch.Tensor:
@@ -169,7 +172,7 @@ class DraftDecoder:
 
         weights, eps = self.weights, self.config.rms_norm_eps
         if weights.fc is None:
-            return self._target.normalise(final_hidden, self._target.weights.final_norm)
+            return self._target.final_normed(final_hidden)
 
         if weights.feature_norms:
             pairs = zip(aux_hidden, weights.feature_norms, strict=True)
@@ -202,19 +205,21 @@ class DraftDecoder:
             )
 
         weights, eps = self.weights, self.config.rms_norm_eps
-        rotary = rotary_tables(batch.positions, self._frequencies, self.dtype, self.config.rope.magnitude)
+        rope = self._rope
+        tables = rotary_tables(batch.positions, self._frequencies, self.dtype, rope.magnitude)
+        step = AttentionStep(batch, cache, {rope: tables})
         hidden = features
         for index, layer in enumerate(weights.layers):
             if index == 0:
                 embedded = embed(token_ids, weights.embedding, self.dtype)
                 normed = rms_norm(features, weights.hidden_norm, eps)
                 hidden = normed if self.config.is_residual_normed else features
-                inputs = torch.cat((rms_norm(embedded, layer.input_norm, eps), normed), dim=-1)
+                inputs = torch.cat((rms_norm(embedded, layer.mixer_norm, eps), normed), dim=-1)
             else:
-                inputs = rms_norm(hidden, layer.input_norm, eps)
+                inputs = rms_norm(hidden, layer.mixer_norm, eps)
 
-            hidden = hidden + self._attention(index, inputs, rotary, batch, cache)
-            hidden = hidden + self._mlp(index, hidden)
+            hidden = hidden + self._attend(index, inputs, step)
+            hidden = hidden + self._apply_mlp(index, rms_norm(hidden, layer.channel_norm, eps))
 
         return rms_norm(hidden, weights.final_norm, eps) if self.config.is_output_normed else hidden
 
@@ -223,29 +228,15 @@ class DraftDecoder:
         """Float32 logits [M, draft_vocab] of rows [M, hidden] that `forward` returned."""
         return linear(self._head_input(hidden), self.weights.head).to(torch.float32)
 
-    def _attention(
-        self,
-        index: int,
-        inputs: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        batch: StepRows,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        """The attention output [N, hidden] of layer `index` for its normalised inputs [N, hidden], or
-        [N, 2 * hidden] in layer 0."""
-        layer, head_dim = self.weights.layers[index], self.config.head_dim
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = linear(inputs, layer.qkv, layer.qkv_bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        query_key, value = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
-        rotated = rotate(query_key, *rotary)
-        attended = batch.attend(rotated[:, :num_heads], rotated[:, num_heads:], value, cache, index)
-        return linear(attended, layer.output, layer.output_bias)
+    def _attend(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """The output [N, hidden] of the attention of layer `index`, for its normalised input."""
+        return attend(inputs, self.weights.layers[index].mixer, self.config.attention, step, index)
 
-    def _mlp(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        layer = self.weights.layers[index]
-        normed = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+    def _apply_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        """The output [N, hidden] of the MLP of layer `index`, for its normalised input."""
+        weights = self.weights.layers[index].channel
+        assert isinstance(weights, MlpWeights)
+        return apply_mlp(normed, weights, self.config.mlp)
 
     def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.config.is_output_normed:
@@ -258,7 +249,7 @@ def _read_config(source: Source, target: Decoder, aux_layer_convention: str | No
     """The draft's config; ModelLoadError naming the folder or its config.json."""
     settings = source.config  # its errors name the file
     try:
-        return DraftConfig.from_hf(settings, target.config, aux_layer_convention=aux_layer_convention)
+        return DraftConfig.from_hf(settings, target.spec, aux_layer_convention=aux_layer_convention)
     except ModelLoadError as error:
         raise ModelLoadError(f"{source.path}: {error}") from error
 

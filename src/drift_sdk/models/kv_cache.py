@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from drift_sdk.models.kv_numbers import decode, encode, stored_shape
 from drift_sdk.models.kv_scales import KVScales
+from drift_sdk.spec.model import KVShape
 
 __all__ = ["KVCache"]
 
@@ -15,41 +18,47 @@ class KVCache:
     token's.
 
     dtype: of the keys and values that are stored and read.
-    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], not initialised: a slot must
-    be written before it is read. They are of `dtype`, or with scales e4m3: what is read was rounded then. In
-    NVFP4 they are uint8, and the last dimension has the bytes of a head.
+    tensors: keys, then values, of the layers of each shape: [layers, num_blocks * block_size, num_kv_heads,
+    head_dim or value_dim], not initialised: a slot must be written before it is read. They are of `dtype`, or
+    with scales e4m3: what is read was rounded then. In NVFP4 they are uint8, and the last dimension has the
+    bytes of a head.
     """
 
     def __init__(
         self,
-        shape: tuple[int, int, int, int, int],
+        shapes: Sequence[KVShape],
+        num_blocks: int,
+        block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
         scales: KVScales | None = None,
     ) -> None:
-        """shape: (num_layers, num_blocks, block_size, num_kv_heads, head_dim)."""
-        num_layers, self.num_blocks, self.block_size, num_kv_heads, self._head_dim = shape
-        self.dtype = dtype
-        self._scales = scales
-        stored, size = stored_shape(self._head_dim, dtype, scales.form if scales is not None else None)
-        self.keys, self.values = (
-            torch.empty(
-                num_layers, self.num_blocks * self.block_size, num_kv_heads, size, dtype=stored, device=device
-            )
-            for _ in range(2)
-        )
-        self._layers = tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+        """shapes: of each layer."""
+        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        self._shapes, self._scales = tuple(shapes), scales
+        form = None if scales is None else scales.form
+        self.tensors: list[torch.Tensor] = []
+        by_layer: list[list[torch.Tensor]] = [[] for _ in shapes]
+        for shape in dict.fromkeys(shapes):
+            layers = [index for index, each in enumerate(shapes) if each == shape]
+            for size in (shape.head_dim, shape.value_dim):
+                stored, length = stored_shape(size, dtype, form)
+                sizes = len(layers), num_blocks * block_size, shape.num_kv_heads, length
+                self.tensors.append(torch.empty(sizes, dtype=stored, device=device))
+                for index, tensor in zip(layers, self.tensors[-1].unbind(0), strict=True):
+                    by_layer[index].append(tensor)
+        self._layers = tuple((keys, values) for keys, values in by_layer)
 
     @property
     def device(self) -> torch.device:
-        return self.keys.device
+        return self.tensors[0].device
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer as stored, [num_blocks * block_size, num_kv_heads, head_dim] each."""
+        """Keys and values of one layer as stored, [num_blocks * block_size, num_kv_heads, dim] each."""
         return self._layers[index]
 
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values [N, num_kv_heads, head_dim] of one layer to slots [N] int64."""
+        """Write keys and values [N, num_kv_heads, dim] of one layer to slots [N] int64."""
         pairs = zip(self._layers[layer], (key, value), strict=True)
         if self._scales is None:
             for cache, x in pairs:
@@ -60,19 +69,22 @@ class KVCache:
             cache.view(torch.uint8).index_copy_(0, slots, encode(x, scale, self._scales.form))
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [N, num_kv_heads, head_dim] of one layer in slots [N] int64, in `dtype`."""
+        """Keys and values [N, num_kv_heads, dim] of one layer in slots [N] int64, in `dtype`."""
         keys, values = (cache.index_select(0, slots) for cache in self._layers[layer])
         if self._scales is None:
             return keys, values
 
         of_keys, of_values = self._scales_of(layer, self._scales)
-        form = self._scales.form
-        numbers = decode(keys, of_keys, form, self._head_dim), decode(values, of_values, form, self._head_dim)
+        form, shape = self._scales.form, self._shapes[layer]
+        numbers = (
+            decode(keys, of_keys, form, shape.head_dim),
+            decode(values, of_values, form, shape.value_dim),
+        )
         return numbers[0].to(self.dtype), numbers[1].to(self.dtype)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy slots [N] int64 to others in all layers, as they are. All are read before any is written."""
-        for cache in (self.keys, self.values):
+        for cache in self.tensors:
             bits = cache.view(torch.uint8)
             bits.index_copy_(1, targets, bits.index_select(1, sources))
 

@@ -47,7 +47,7 @@ class MatrixReader:
         dtype: torch.dtype,
         on_read: Callable[[], None],
     ) -> None:
-        self.finite = FiniteCheck(tensors)
+        self.finite: FiniteCheck = FiniteCheck(tensors)
         self._tensors = tensors
         self._quantised: QuantisedSource | None = None
         if form == "stored" and isinstance(tensors, QuantisedSource):  # asked once: the check takes long

@@ -8,7 +8,7 @@
 | embedding, norms, biases of output and down | all | |
 
 Keys and values are those of a GPU's heads, and so are their scales. A GPU thus runs a smaller model
-(`Shard.config`), whose attention output and down products are added across GPUs.
+(`Shard.spec`), whose attention output and down products are added across GPUs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-import msgspec
 import torch
 from msgspec import Struct
+from msgspec.structs import replace as replace_fields
 
 from drift_sdk._kernels.gemm.slices import num_slices, shard_slices
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScaleSource
 from drift_sdk.models.weights import check_tensors
+from drift_sdk.spec.model import LayerSpec, Mlp, ModelSpec
+from drift_sdk.spec.names import AttentionNames, MlpNames
 
 __all__ = ["Shard", "ShardedTensors", "cut_head", "load_shard", "shard_obstacles"]
 
@@ -42,13 +43,24 @@ class Shard(Struct, frozen=True, kw_only=True):
     rank: int
     size: int
 
-    def config(self, config: DecoderConfig) -> DecoderConfig:
-        """The shapes of the part."""
-        return msgspec.structs.replace(
-            config,
-            num_heads=config.num_heads // self.size,
-            num_kv_heads=config.num_kv_heads // self.size,
-            intermediate_size=config.intermediate_size // self.size,
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """The description of the part."""
+        return replace_fields(spec, layers=tuple(map(self._layer, spec.layers)))
+
+    def _layer(self, layer: LayerSpec) -> LayerSpec:
+        if self.size == 1:
+            return layer
+
+        mixer, channel = layer.mixer, layer.channel
+        assert isinstance(channel, Mlp)
+        return replace_fields(
+            layer,
+            mixer=replace_fields(
+                mixer,
+                num_heads=mixer.num_heads // self.size,
+                num_kv_heads=mixer.num_kv_heads // self.size,
+            ),
+            channel=replace_fields(channel, intermediate_size=channel.intermediate_size // self.size),
         )
 
     def part(self, number: int) -> slice:
@@ -64,27 +76,43 @@ class Shard(Struct, frozen=True, kw_only=True):
         return shard_slices(num_columns, inner * self.size, self.size)
 
 
-def shard_obstacles(config: DecoderConfig, size: int) -> Iterator[str]:
+def shard_obstacles(spec: ModelSpec, size: int) -> Iterator[str]:
     """Yield why a model cannot be divided between `size` GPUs, in words; nothing if it can."""
-    if config.experts is not None:
+    if len({(layer.mixer.num_heads, layer.mixer.kv, layer.channel) for layer in spec.layers}) > 1:
+        yield "layers of different shapes"
+    known = (AttentionNames(), AttentionNames(fused="qkv_proj")), (MlpNames(), MlpNames(fused="gate_up_proj"))
+    if spec.names.attention not in known[0] or spec.names.mlp not in known[1]:
+        yield "tensors of other names"
+    yield from _layer_obstacles(spec.layers[0], spec.hidden_size, size)
+
+
+def _layer_obstacles(layer: LayerSpec, hidden_size: int, size: int) -> Iterator[str]:
+    mixer, channel = layer.mixer, layer.channel
+    if not isinstance(channel, Mlp):
         yield "a mixture of experts"
+        return
+
+    if mixer.has_gate:
+        yield "gates of attention"
+    if mixer.head_dim != mixer.value_dim:
+        yield "keys and values of different sizes"
     for number, what in (
-        (config.num_kv_heads, "KV heads"),
-        (config.num_heads, "heads"),
-        (config.intermediate_size, "columns of the MLP"),
+        (mixer.num_kv_heads, "KV heads"),
+        (mixer.num_heads, "heads"),
+        (channel.intermediate_size, "columns of the MLP"),
     ):
         if number % size:
             yield f"{number} {what}"
     for inner, what in (
-        (config.num_heads * config.head_dim, "attention's output"),
-        (config.intermediate_size, "the MLP's down projection"),
+        (mixer.output_size, "attention's output"),
+        (channel.intermediate_size, "the MLP's down projection"),
     ):
-        if not shard_slices(config.hidden_size, inner, size):
+        if not shard_slices(hidden_size, inner, size):
             yield f"{inner} columns of {what}, which are not {size} equal slices of a multiple of 64"
 
 
 def load_shard(
-    config: DecoderConfig,
+    spec: ModelSpec,
     tensors: TensorSource,
     shard: Shard,
     *,
@@ -97,12 +125,12 @@ def load_shard(
     """A decoder with a part of a model's layers, and all of its embedding and head: a draft may use them, so
     that the head is cut later, by `cut_head`.
 
-    config, tensors: of the whole model. The other arguments and errors are those of `Decoder.load`.
+    spec, tensors: of the whole model. The other arguments and errors are those of `Decoder.load`.
     """
-    check_tensors(config, tensors, kv_form)
+    check_tensors(spec, tensors, kv_form)
     return Decoder.load(
-        shard.config(config),
-        ShardedTensors(tensors, config, shard),
+        shard.spec(spec),
+        ShardedTensors(tensors, spec, shard),
         device=device,
         dtype=dtype,
         kv_form=kv_form,
@@ -125,14 +153,14 @@ def cut_head(decoder: Decoder, shard: Shard) -> None:
 class ShardedTensors:
     """The TensorSource of a part of a model, which reads a source of the whole model."""
 
-    def __init__(self, tensors: TensorSource, config: DecoderConfig, shard: Shard) -> None:
-        """config: of the whole model, to which `tensors` are known to belong."""
+    def __init__(self, tensors: TensorSource, spec: ModelSpec, shard: Shard) -> None:
+        """spec: of the whole model, to which `tensors` are known to belong."""
         self._tensors, self._shard = tensors, shard
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._fused = {
-            "qkv_proj": (query, kv, kv),
-            "gate_up_proj": (config.intermediate_size, config.intermediate_size),
-        }
+        mixer, channel = spec.attention, spec.layers[0].channel
+        assert isinstance(channel, Mlp)
+        query, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        size = channel.intermediate_size
+        self._fused = {"qkv_proj": (query, kv, kv), "gate_up_proj": (size, size)}
 
     @property
     def location(self) -> str:

@@ -9,18 +9,18 @@ from collections.abc import Collection, Mapping
 import torch
 
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.filling import read_tensor
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = ["later_layers", "zero_biases"]
 
-LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
 
 log = logging.getLogger("drift_sdk")
 
 
 def zero_biases(
-    config: DecoderConfig,
+    spec: ModelSpec,
     tensors: TensorSource,
     places: Mapping[str, torch.Tensor],
     extra: Collection[str],
@@ -30,7 +30,7 @@ def zero_biases(
 
     places: the model's own tensors, by name.
     """
-    if config.quantisation is None or "gptq" not in config.quantisation.storages:
+    if spec.quantisation is None or "gptq" not in spec.quantisation.storages:
         return set()
 
     matrices = {name: places.get(name.removesuffix("bias") + "weight") for name in extra}
@@ -44,16 +44,16 @@ def zero_biases(
     }
 
 
-def later_layers(config: DecoderConfig, tensors: TensorSource, extra: Collection[str]) -> set[str]:
+def later_layers(spec: ModelSpec, tensors: TensorSource, extra: Collection[str]) -> set[str]:
     """The `extra` tensors of layers after the config's last one: as in transformers, the config counts. A
     warning says so."""
     layers = {name: int(found[1]) for name in extra if (found := LAYER.match(name))}
-    later = {name for name, layer in layers.items() if layer >= config.num_layers}
+    later = {name for name, layer in layers.items() if layer >= spec.num_layers}
     if later:
         log.warning(
             "%s: tensors of layer %d and later are left out: the config says num_hidden_layers=%d",
             tensors.location,
             min(layers[name] for name in later),
-            config.num_layers,
+            spec.num_layers,
         )
     return later

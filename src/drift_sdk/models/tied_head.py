@@ -9,40 +9,40 @@ from msgspec import structs
 
 from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.filling import read_tensor
 from drift_sdk.quantised.weight import Matrix, dequantised, take_rows
+from drift_sdk.spec.model import ModelSpec
 
-__all__ = ["EMBEDDING", "HEAD", "with_stored_head"]
+__all__ = ["with_stored_head"]
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096
 """Rows of both that are compared at a time."""
 
 log = logging.getLogger("drift_sdk")
 
 
-def with_stored_head(config: DecoderConfig, tensors: TensorSource) -> DecoderConfig:
-    """The config, with a head that is not tied to the embedding if files store one that differs from it: the
+def with_stored_head(spec: ModelSpec, tensors: TensorSource) -> ModelSpec:
+    """The spec, with a head that is not tied to the embedding if files store one that differs from it: the
     files count, as in transformers. A warning says so.
 
-    tensors: known to be those of the config. Embedding and head are read as they are stored.
+    tensors: known to be those of the spec. Embedding and head are read as they are stored.
     """
-    if not config.is_head_tied or HEAD not in tensors.names() or _are_same(config, tensors):
-        return config
+    head, embedding = spec.names.head, spec.names.embedding
+    if not spec.is_head_tied or head not in tensors.names() or _are_same(spec, tensors):
+        return spec
 
     log.warning(
         "%s: tensor %s differs from %s, so it is the head, although the config says tie_word_embeddings",
-        tensors.file(HEAD),
-        HEAD,
-        EMBEDDING,
+        tensors.file(head),
+        head,
+        embedding,
     )
-    return structs.replace(config, is_head_tied=False)
+    return structs.replace(spec, is_head_tied=False)
 
 
-def _are_same(config: DecoderConfig, tensors: TensorSource) -> bool:
-    head, embedding = _stored_matrix(tensors, HEAD), _stored_matrix(tensors, EMBEDDING)
-    for index in torch.arange(config.vocab_size, device="cpu").split(COMPARED_ROWS):
+def _are_same(spec: ModelSpec, tensors: TensorSource) -> bool:
+    head, embedding = (_stored_matrix(tensors, name) for name in (spec.names.head, spec.names.embedding))
+    for index in torch.arange(spec.vocab_size, device="cpu").split(COMPARED_ROWS):
         parts = (dequantised(take_rows(matrix, index), torch.float32) for matrix in (head, embedding))
         if not torch.equal(*parts):
             return False

@@ -50,7 +50,7 @@ class TreeAttentionBatch:
     def __init__(self, sequences: Sequence[TreeRows], cache: KVCache, *, slot_offset: int = 0) -> None:
         device = cache.device
         first_rows = list(accumulate((sequence.num_rows for sequence in sequences), initial=0))
-        self.num_rows = first_rows[-1]
+        self.num_rows: int = first_rows[-1]
         num_keys = [sequence.num_prefix + len(sequence.key_slots) for sequence in sequences]
         self._most_rows = max(sequence.num_rows for sequence in sequences)
         key_slots = torch.zeros(len(sequences), max(num_keys), dtype=torch.int64)
@@ -75,9 +75,9 @@ class TreeAttentionBatch:
 
         positions = [position for sequence in sequences for position in sequence.positions]
         row_slots = [slot for sequence in sequences for slot in sequence.key_slots[-sequence.num_rows :]]
-        self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.tensor(row_slots, dtype=torch.int64, device=device)
-        self.visible = [
+        self.positions: torch.Tensor = torch.tensor(positions, dtype=torch.int64, device=device)
+        self.slot_mapping: torch.Tensor = torch.tensor(row_slots, dtype=torch.int64, device=device)
+        self.visible: list[torch.Tensor] = [
             visible[index, : sequence.num_rows, : num_keys[index]] for index, sequence in enumerate(sequences)
         ]
         self._dtype, self._device = cache.dtype, device
@@ -106,11 +106,11 @@ class TreeAttentionBatch:
         batch, (num_heads, head_dim) = self._visible.shape[0], query.shape[1:]
         padded = query.new_zeros(batch * self._most_rows, num_heads, head_dim)
         padded.index_copy_(0, self._padded_rows, query)
-        gathered_shape = (batch, -1, *key.shape[1:])
         queries = padded.view(batch, self._most_rows, num_heads, head_dim).transpose(1, 2)
         keys, values = cache.read(layer, self._key_slots)
-        gathered_keys = keys.view(gathered_shape).transpose(1, 2)
-        gathered_values = values.view(gathered_shape).transpose(1, 2)
+        gathered_keys = keys.view(batch, -1, *keys.shape[1:]).transpose(1, 2)
+        gathered_values = values.view(batch, -1, *values.shape[1:]).transpose(1, 2)
+        value_dim = values.shape[-1]
         mask = self._masks[window]
         if sinks is not None:
             scale = head_dim**-0.5 if scale is None else scale
@@ -120,8 +120,8 @@ class TreeAttentionBatch:
             mask = F.pad(mask, (0, 1))
         output = F.scaled_dot_product_attention(
             queries, gathered_keys, gathered_values, attn_mask=mask, scale=scale, enable_gqa=True
-        )[..., :head_dim]
-        rows = output.transpose(1, 2).reshape(batch * self._most_rows, num_heads * head_dim)
+        )[..., :value_dim]
+        rows = output.transpose(1, 2).reshape(batch * self._most_rows, num_heads * value_dim)
         return rows.index_select(0, self._padded_rows)
 
     def _mask(self, window: int | None) -> torch.Tensor:

@@ -37,14 +37,14 @@ class ViewAttentionBatch:
     """
 
     def __init__(self, sequences: Sequence[ViewRows], cache: KVCache) -> None:
-        self.num_rows = sum(sequence.num_rows for sequence in sequences)
+        self.num_rows: int = sum(sequence.num_rows for sequence in sequences)
         self._sequences, self._size = sequences, cache.block_size
         positions = [
             torch.arange(sequence.start, sequence.start + sequence.num_rows) for sequence in sequences
         ]
         slots = [self._slots(sequence, at) for sequence, at in zip(sequences, positions, strict=True)]
-        self.positions = torch.cat(positions).to(cache.device)
-        self.slot_mapping = torch.cat(slots).to(cache.device)
+        self.positions: torch.Tensor = torch.cat(positions).to(cache.device)
+        self.slot_mapping: torch.Tensor = torch.cat(slots).to(cache.device)
 
     def attend(
         self,
@@ -90,6 +90,7 @@ class ViewAttentionBatch:
         mask.masked_fill_(seen > rows[:, None], float("-inf"))
         mask = mask.to(cache.device)
         keys, values = cache.read(layer, self._slots(sequence, seen).to(cache.device))
+        value_dim = values.shape[-1]
         query, keys, values = (each.transpose(0, 1)[None] for each in (query, keys, values))
         if sinks is not None:
             scale = head_dim**-0.5 if scale is None else scale
@@ -98,7 +99,7 @@ class ViewAttentionBatch:
         output = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )
-        return output[0, ..., :head_dim].transpose(0, 1).reshape(num_rows, num_heads * head_dim)
+        return output[0, ..., :value_dim].transpose(0, 1).reshape(num_rows, -1)
 
     def _slots(self, sequence: ViewRows, positions: torch.Tensor) -> torch.Tensor:
         """The cache slots of positions."""

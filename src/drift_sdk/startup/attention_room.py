@@ -8,18 +8,18 @@ import torch
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.speculation import Chain, Speculation
 
 __all__ = ["check_attention_room", "check_chain", "check_head_size"]
 
 
 def check_attention_room(
-    config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ConfigError for heads or chains of drafts that attention has no room for on a GPU."""
     with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
-        check_head_size(config, model.head_dim, dtype)
+        check_head_size(config, model.attention.head_dim, dtype)
         if config.speculation is not None:
             check_chain(_longest_chain(config.speculation), model, dtype)
 
@@ -46,13 +46,13 @@ def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> 
         raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
 
 
-def check_chain(num_drafts: int, model: DecoderConfig, dtype: torch.dtype) -> None:
+def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError for a chain of more drafts than attention can verify at once on the current GPU."""
     from drift_sdk._kernels.attention.attention_config import most_query_rows
     from drift_sdk._kernels.attention.partitions import Partitions
 
-    group = model.num_heads // model.num_kv_heads
-    most = most_query_rows(model.head_dim, dtype, Partitions().tile) // group - 1
+    group = model.attention.group
+    most = most_query_rows(model.attention.head_dim, dtype, Partitions().tile) // group - 1
     if num_drafts > max(most, 0):
         reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
         raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")

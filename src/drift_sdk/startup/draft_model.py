@@ -12,7 +12,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
 from drift_sdk.loading.source import TOKENIZER_FILE, Source
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.speculation import Chain, Speculation
 from drift_sdk.startup.model_config import read_config
 
@@ -38,15 +38,15 @@ def load_draft_model(
     """
     model = read_config(source, config)
     _check_settings(speculation, model)
-    if model.vocab_size != target.config.vocab_size:
+    if model.vocab_size != target.spec.vocab_size:
         raise ModelLoadError(
-            f"{source.path}: vocab_size={model.vocab_size}: expected {target.config.vocab_size}, "
+            f"{source.path}: vocab_size={model.vocab_size}: expected {target.spec.vocab_size}, "
             "the vocabulary of the model that it drafts for"
         )
 
     if target_source is not None:
         _check_tokens(source, target_source)
-    longest = config.max_model_len or target.config.max_position_embeddings
+    longest = config.max_model_len or target.spec.max_position_embeddings
     if model.max_position_embeddings < longest:
         log.warning(
             "the draft %s has a context of %d tokens: behind that, its drafts are accepted less often",
@@ -59,7 +59,7 @@ def load_draft_model(
     return load(model, device=target.device, dtype=target.dtype, form=form, check_bytes=check_bytes)
 
 
-def _check_settings(speculation: Speculation, model: DecoderConfig) -> None:
+def _check_settings(speculation: Speculation, model: ModelSpec) -> None:
     """Raise ConfigError for settings that a model as the draft does not have."""
     if not isinstance(speculation.shape, Chain):
         raise ConfigError.of("shape", speculation.shape, "a Chain with a model as the draft")

@@ -22,9 +22,9 @@ from drift_sdk.execution.eager.round_checks import RoundChecks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.startup.tensor_parallel import shards_of
@@ -79,7 +79,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
 
 
 def choose_executor(
-    config: EngineConfig, device: torch.device, model: DecoderConfig | None = None
+    config: EngineConfig, device: torch.device, model: ModelSpec | None = None
 ) -> tuple[str, str | None]:
     """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
 
@@ -110,19 +110,24 @@ def choose_executor(
 
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
-    config = decoder.config
-    target_bytes = kv_bytes_per_token(config, decoder.dtype, decoder.kv_form) * block_size
+    spec = decoder.spec
+    target_bytes = kv_bytes_per_token(spec, decoder.dtype, decoder.kv_form) * block_size
     draft_bytes = drafter_factory.num_values_per_block(block_size) * decoder.dtype.itemsize
     return KVDemand(
-        context=config.max_position_embeddings,
+        context=spec.max_position_embeddings,
         block_size=block_size,
         bytes_per_block=target_bytes + draft_bytes,
     )
 
 
-def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype, form: KVForm | None) -> int:
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype, form: KVForm | None) -> int:
     """Bytes in the KV cache for a token of a model of `dtype`, of all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * bytes_of_head(config.head_dim, dtype, form)
+    shapes = [layer.mixer.kv for layer in spec.layers]
+    return sum(
+        shape.num_kv_heads * bytes_of_head(size, dtype, form)
+        for shape in shapes
+        for size in (shape.head_dim, shape.value_dim)
+    )
 
 
 def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand) -> OpenedExecutor:
@@ -137,7 +142,7 @@ def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand
     has_checks = config.speculation is not None and config.speculation.checks
     checks = RoundChecks(limits) if has_checks and drafter is not None else None
     layout = view_layout(config, limits, drafter_factory.draft_choices)
-    partial = None if layout is None else PartialRounds(layout, decoder.config.num_layers)
+    partial = None if layout is None else PartialRounds(layout, decoder.spec.num_layers)
     return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter, checks, partial))
 
 
@@ -176,7 +181,7 @@ def open_graph_executor(
         return min((part.memory.room(reserve=reserve) for part in parts), key=lambda room: room.share)
 
     def fit_blocks(num_graphs: int) -> int:
-        num_layers = decoder.config.num_layers + drafter_factory.num_graph_layers
+        num_layers = decoder.spec.num_layers + drafter_factory.num_graph_layers
         reserve = RESERVE_BYTES + num_graphs * num_layers * GRAPH_BYTES_PER_LAYER
         return size_kv(config, demand, least_room(reserve)).num_blocks
 
@@ -237,7 +242,7 @@ def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: Memo
         max_model_len=size.max_model_len,
         num_blocks=size.num_blocks,
         block_size=demand.block_size,
-        vocab_size=decoder.config.vocab_size,
+        vocab_size=decoder.spec.vocab_size,
     )
 
 
@@ -275,12 +280,26 @@ def _config_obstacle(config: EngineConfig) -> str | None:
     return "CUDA graphs do not support a KV cache in NVFP4" if config.kv_dtype == "nvfp4" else None
 
 
-def _model_obstacle(model: DecoderConfig | None) -> str | None:
+def _model_obstacle(model: ModelSpec | None) -> str | None:
     """Why the graph executor cannot run a model; None if it can, or if the model is not known yet."""
-    if model is None or model.head_dim <= MAX_HEAD_DIM:
+    if model is None:
         return None
 
-    return f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {model.head_dim}"
+    forms = {(layer.mixer.num_heads, layer.mixer.kv) for layer in model.layers}
+    if len(forms) > 1:
+        return f"CUDA graphs support heads of one form, this model has {len(forms)}"
+
+    attention = model.attention
+    if attention.head_dim != attention.value_dim:
+        sizes = f"{attention.head_dim} and {attention.value_dim}"
+        return f"CUDA graphs support keys and values of one size, this model has {sizes} dimensions"
+
+    if attention.head_dim <= MAX_HEAD_DIM:
+        return None
+
+    return (
+        f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {attention.head_dim}"
+    )
 
 
 def _is_installed(package: str) -> bool:

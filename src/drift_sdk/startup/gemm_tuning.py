@@ -27,6 +27,8 @@ from drift_sdk._kernels.gemm.tuned_files import (
 from drift_sdk._kernels.gemm.tuner import FULL, SHORT, Effort, WeightToTune, tune
 from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable, gemm_key, gpu_key
 from drift_sdk.config import EngineConfig
+from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import DraftWeights
 from drift_sdk.models.shard import Shard
@@ -157,9 +159,12 @@ def _layer_products(
     of_rows: SlicesOf = num_slices if shard is None else shard.row_slices
     of_columns: SlicesOf = num_slices if shard is None else shard.column_slices
     for layer in layers:
-        yield layer.qkv, False, False, of_rows
-        for weight in (layer.output, layer.down):
-            yield weight, False, False, of_columns
-        yield layer.gate_up, layer.gate_up_bias is None, False, of_rows
-        if layer.experts is not None:
-            yield layer.experts.router, False, False, num_slices
+        mixer, channel = layer.mixer, layer.channel
+        yield mixer.qkv, False, False, of_rows
+        yield mixer.output, False, False, of_columns
+        mlp = channel if isinstance(channel, MlpWeights) else channel.shared
+        if mlp is not None:
+            yield mlp.down, False, False, of_columns
+            yield mlp.gate_up, mlp.gate_up_bias is None, False, of_rows
+        if isinstance(channel, ExpertWeights):
+            yield channel.router, False, False, num_slices

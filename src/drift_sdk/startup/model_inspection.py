@@ -13,11 +13,11 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
 from drift_sdk.startup.kv_sizing import KVDemand, KVSize, size_kv
@@ -113,7 +113,7 @@ class Inspection:
                 self._reasons.append(str(error))
             return None
 
-    def _as_stored(self, shapes: DecoderConfig) -> DecoderConfig:
+    def _as_stored(self, shapes: ModelSpec) -> ModelSpec:
         """The shapes with the head that files have, if the files are there and nothing is wrong with them:
         numbers are read, which takes long."""
         if self._reasons or self._config.load != "auto" or self._found.missing:
@@ -122,15 +122,15 @@ class Inspection:
         found = self._try(lambda: with_stored_head(shapes, self._found.source.tensors()))
         return shapes if found is None else found
 
-    def _part(self, shapes: DecoderConfig) -> DecoderConfig | None:
+    def _part(self, shapes: ModelSpec) -> ModelSpec | None:
         """The shapes of what a GPU has; None if the model cannot be divided between so many."""
         size = self._config.tensor_parallel
         if size > 1 and any(shard_obstacles(shapes, size)):
             return None
 
-        return Shard(rank=0, size=size).config(shapes)
+        return Shard(rank=0, size=size).spec(shapes)
 
-    def _held(self, shapes: DecoderConfig, dtype: torch.dtype) -> int:
+    def _held(self, shapes: ModelSpec, dtype: torch.dtype) -> int:
         """Bytes of the weights in memory. Of quantised weights that are not downloaded: the size of their
         files."""
         form = choose_weight_form(self._config, shapes)
@@ -144,13 +144,13 @@ class Inspection:
     def _has_tokenizer(self) -> bool:
         return self._config.tokenizer is not None or self._found.source.has_tokenizer
 
-    def _has_template(self, shapes: DecoderConfig) -> bool:
+    def _has_template(self, shapes: ModelSpec) -> bool:
         """Whether there is a chat template. Reads all that concerns text."""
         text = load_text(self._found.source, self._config, shapes.vocab_size, ignore_progress)
         return text.chat_template is not None
 
     def _kv_size(
-        self, device: torch.device, shapes: DecoderConfig, held: int, kv_bytes: int, executor: str
+        self, device: torch.device, shapes: ModelSpec, held: int, kv_bytes: int, executor: str
     ) -> KVSize:
         memory = DeviceMemory(device, self._config)
         memory.check_weights(held)

@@ -11,9 +11,9 @@ from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.loading.source import Source
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, cut_head, load_shard
 from drift_sdk.progress import Report
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.weight_form import choose_weight_form
@@ -34,7 +34,7 @@ class StoredWeights(Struct, frozen=True):
     memory of the device to load them on."""
 
     source: Source
-    config: DecoderConfig
+    spec: ModelSpec
     dtype: torch.dtype
     shard: Shard | None
     memory: DeviceMemory
@@ -60,13 +60,13 @@ def _load_decoder(
     weights: StoredWeights, config: EngineConfig, memory: DeviceMemory, report: Report
 ) -> Decoder:
     report("load weights", 0.0)
-    form = choose_weight_form(config, weights.config)
+    form = choose_weight_form(config, weights.spec)
     if weights.shard is not None:
         return _load_shard(weights, weights.shard, config, memory, report)
 
     if config.load == "random":
         return Decoder.random(
-            weights.config,
+            weights.spec,
             device=weights.device,
             dtype=weights.dtype,
             form=form,
@@ -75,7 +75,7 @@ def _load_decoder(
         )
 
     return Decoder.load(
-        weights.config,
+        weights.spec,
         weights.source.tensors(),
         device=weights.device,
         dtype=weights.dtype,
@@ -91,11 +91,11 @@ def _load_shard(
 ) -> Decoder:
     tensors: TensorSource
     if config.load == "random":
-        tensors = random_tensors(weights.config, device=weights.device, dtype=weights.dtype)
+        tensors = random_tensors(weights.spec, device=weights.device, dtype=weights.dtype)
     else:
         tensors = weights.source.tensors()
     return load_shard(
-        weights.config,
+        weights.spec,
         tensors,
         shard,
         device=weights.device,

@@ -20,11 +20,11 @@ from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, resolve
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.attention_room import check_attention_room
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import (
@@ -90,18 +90,18 @@ def open_model(
         has_weights=config.load == "auto",
     )
     chosen = _choose(source, config, device, dtype)
-    config, decoder_config, executor_name = chosen.config, chosen.decoder_config, chosen.executor_name
+    config, spec, executor_name = chosen.config, chosen.spec, chosen.executor_name
     report("load tokenizer", 0.0)
-    load = partial(load_text, source, config, decoder_config.vocab_size)
+    load = partial(load_text, source, config, spec.vocab_size)
     with ExitStack() as stack:
         stack.enter_context(opening_locks(devices, lambda: report("load tokenizer", 0.0)))
         weights = [
-            StoredWeights(source, decoder_config, dtype, shard, DeviceMemory(place, config))
+            StoredWeights(source, spec, dtype, shard, DeviceMemory(place, config))
             for place, shard in zip(devices, shards_of(config), strict=True)
         ]
         if executor_name == "graph":
             memories = [each.memory for each in weights]
-            stack.enter_context(prepared_graphs(config, decoder_config, dtype, memories))
+            stack.enter_context(prepared_graphs(config, spec, dtype, memories))
         loading_text = stack.enter_context(loaded_beside(config, load, report))
         parts = _load_parts(weights, config, checked(report, loading_text))
         first, drafter_factory = parts[0], parts[0].drafter_factory
@@ -121,7 +121,7 @@ def open_model(
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
-        scheduling=_scheduling(config, device, opened, drafter_factory, decoder_config),
+        scheduling=_scheduling(config, device, opened, drafter_factory, spec),
         text=model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
     )
 
@@ -140,7 +140,7 @@ def _scheduling(
     device: torch.device,
     opened: OpenedExecutor,
     drafter_factory: DrafterFactory,
-    model: DecoderConfig,
+    model: ModelSpec,
 ) -> SchedulerConfig:
     limits = opened.executor.limits
     layout = view_layout(config, limits, drafter_factory.draft_choices)
@@ -188,24 +188,22 @@ class Choices(Struct, frozen=True, kw_only=True):
     """
 
     config: EngineConfig
-    decoder_config: DecoderConfig
+    spec: ModelSpec
     executor_name: str
     fallback: str | None
 
 
 def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Choices:
     """Choose how to open a model. Raises ModelLoadError or ConfigError for what cannot be served."""
-    decoder_config = read_config(source, config)
-    check_kv_scheme(source, config, decoder_config)
-    executor_name, fallback = choose_executor(config, device, decoder_config)
-    config = with_weight_form(config, decoder_config, executor_name, device, dtype)
-    check_division(config, decoder_config, executor_name)
-    check_views(config, decoder_config)
+    spec = read_config(source, config)
+    check_kv_scheme(source, config, spec)
+    executor_name, fallback = choose_executor(config, device, spec)
+    config = with_weight_form(config, spec, executor_name, device, dtype)
+    check_division(config, spec, executor_name)
+    check_views(config, spec)
     if executor_name == "graph":
-        check_attention_room(config, decoder_config, dtype, device)
-    return Choices(
-        config=config, decoder_config=decoder_config, executor_name=executor_name, fallback=fallback
-    )
+        check_attention_room(config, spec, dtype, device)
+    return Choices(config=config, spec=spec, executor_name=executor_name, fallback=fallback)
 
 
 def _check_before_download(
@@ -213,12 +211,12 @@ def _check_before_download(
 ) -> None:
     """Raise the errors of opening a model that its config shows, before its weights are downloaded."""
     chosen = _choose(source, config, device, dtype)
-    config, decoder_config = chosen.config, chosen.decoder_config
-    check_model_len(config, decoder_config.max_position_embeddings)
-    form = choose_weight_form(config, decoder_config)
-    decoder_config = Shard(rank=0, size=config.tensor_parallel).config(decoder_config)
-    if form != "stored" or stored_scheme(config, decoder_config) is None:  # else files have the sizes
-        DeviceMemory(device, config).check_weights(weight_bytes(decoder_config, dtype, form))
+    config, spec = chosen.config, chosen.spec
+    check_model_len(config, spec.max_position_embeddings)
+    form = choose_weight_form(config, spec)
+    spec = Shard(rank=0, size=config.tensor_parallel).spec(spec)
+    if form != "stored" or stored_scheme(config, spec) is None:  # else files have the sizes
+        DeviceMemory(device, config).check_weights(weight_bytes(spec, dtype, form))
 
 
 def use_threads(num_threads: int | None) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory
 
 __all__ = ["prepared_graphs"]
@@ -22,7 +22,7 @@ __all__ = ["prepared_graphs"]
 @contextmanager
 def prepared_graphs(
     config: EngineConfig,
-    model: DecoderConfig,
+    model: ModelSpec,
     dtype: torch.dtype,
     memories: Sequence[DeviceMemory],
 ) -> Iterator[None]:

@@ -10,8 +10,8 @@ import torch
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, shard_obstacles
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import opening_lock
 from drift_sdk.startup.weight_form import choose_weight_form
 
@@ -28,7 +28,7 @@ def shards_of(config: EngineConfig) -> list[Shard | None]:
     return [None] if size == 1 else [Shard(rank=rank, size=size) for rank in range(size)]
 
 
-def check_division(config: EngineConfig, model: DecoderConfig, executor: str) -> None:
+def check_division(config: EngineConfig, model: ModelSpec, executor: str) -> None:
     """Raise ConfigError if the model, with these settings, cannot be divided between so many GPUs."""
     if config.tensor_parallel == 1:
         return

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from drift_sdk.config import EngineConfig
 from drift_sdk.draft_policy.view_gain import ViewCosts
 from drift_sdk.errors import ConfigError
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["check_views", "view_costs", "view_layout"]
@@ -22,7 +22,7 @@ def _configured(config: EngineConfig) -> PartialVerification | None:
     return None if config.speculation is None else config.speculation.partial_verification
 
 
-def check_views(config: EngineConfig, model: DecoderConfig) -> None:
+def check_views(config: EngineConfig, model: ModelSpec) -> None:
     """Raise ConfigError if partial verification is configured and the model has layers with windows, which
     read few keys anyway."""
     partial = _configured(config)
@@ -44,9 +44,9 @@ def view_layout(
     return layout if layout.capacity < limits.max_model_len else None
 
 
-def view_costs(layout: ViewLayout, model: DecoderConfig, refresh_costs: Mapping[int, float]) -> ViewCosts:
+def view_costs(layout: ViewLayout, model: ModelSpec, refresh_costs: Mapping[int, float]) -> ViewCosts:
     """The costs of partial verification. refresh_costs: as measured, empty if they were not."""
-    num_tiles, _ = layout.refresh_tiles(model.num_heads // model.num_kv_heads)
+    num_tiles, _ = layout.refresh_tiles(model.attention.group)
     return ViewCosts(
         refresh_tokens=layout.refresh_tokens,
         view_tokens=layout.capacity,

@@ -7,16 +7,16 @@ import torch
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.models.weights import odd_columns
 from drift_sdk.quantised.scheme import Scheme
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = ["choose_weight_form", "stored_scheme", "with_weight_form"]
 
 
 def with_weight_form(
-    config: EngineConfig, model: DecoderConfig, executor: str, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, model: ModelSpec, executor: str, device: torch.device, dtype: torch.dtype
 ) -> EngineConfig:
     """The config with the form of the weights that `EngineConfig.weights` = None stands for: "stored" if
     kernels multiply by the quantised weights of the files, which takes the least time and memory; else
@@ -40,7 +40,7 @@ def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
     return programs_run(device, dtype)
 
 
-def choose_weight_form(config: EngineConfig, model: DecoderConfig) -> WeightForm:
+def choose_weight_form(config: EngineConfig, model: ModelSpec) -> WeightForm:
     """The form of a model's weights, for a config of `with_weight_form` or for what is known before: None
     counts as "expanded".
 
@@ -59,7 +59,7 @@ def choose_weight_form(config: EngineConfig, model: DecoderConfig) -> WeightForm
     return form
 
 
-def stored_scheme(config: EngineConfig, model: DecoderConfig) -> Scheme | None:
+def stored_scheme(config: EngineConfig, model: ModelSpec) -> Scheme | None:
     """The scheme of the files that are loaded; None if they have no quantised weights but MXFP4 experts."""
     scheme = model.quantisation
     # A scheme without storages has scales of the KV cache alone.

@@ -72,6 +72,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, device: str, seed: i
         (1, 1, 1024, {}),
         (2, 3, 576, {"bias": True, "aux_hidden": True, "normed_multiplier": 0.5}),
         (2, 2, 80, {"delta_norm": True, "delta_multiplier": 0.3, "norm_kind": "offset"}),
+        (1, 2, 80, {"delta_norm": True, "delta_eps": 2.0, "norm_kind": "offset"}),
     ],
 )
 def test_sums_across_ranks_have_the_bits_of_one_gpu(

@@ -8,6 +8,7 @@ from references.experts import choose_experts_reference, list_rows_reference
 
 from drift_sdk._kernels.experts.cuda_routing import cuda_route, has_cuda_route
 from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk.spec.model import Router
 
 pytestmark = pytest.mark.gpu
 
@@ -40,12 +41,11 @@ def test_rows_equal_the_reference(num_rows: int, shape: tuple[int, int, int], is
     slot = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     slot[3::4] = -1
     rows = poisoned_rows(num_rows, num_experts, num_active)
-    assert has_cuda_route(weight, num_active)
+    router = Router(kind="softmax", is_normalised=is_normalised)
+    assert has_cuda_route(weight, num_active, router)
     cuda_route(x, weight, bias, slot, rows, is_normalised=is_normalised)
     logits = (x.float() @ weight.float().T)[None]
-    experts, shares = choose_experts_reference(
-        logits, bias, slot, num_active, is_normalised=is_normalised, dtype=BF16
-    )
+    experts, shares = choose_experts_reference(logits, bias, slot, num_active, router, dtype=BF16)
     assert torch.equal(rows.experts, experts)
     live = slot >= 0
     torch.testing.assert_close(rows.shares[live], shares[live], rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -76,7 +76,9 @@ def test_row_has_the_bits_that_it_has_alone() -> None:
 
 def test_router_that_the_program_does_not_know_is_named() -> None:
     weight = drawn(128, 64)
-    assert has_cuda_route(weight, 4)
+    softmax = Router(kind="softmax", is_normalised=True)
+    assert has_cuda_route(weight, 4, softmax)
     for other in (drawn(24, 64), drawn(256, 64), drawn(128, 68), weight.float()):
-        assert not has_cuda_route(other, 4)
-    assert not has_cuda_route(weight, 17)
+        assert not has_cuda_route(other, 4, softmax)
+    assert not has_cuda_route(weight, 17, softmax)
+    assert not has_cuda_route(weight, 4, Router(kind="sigmoid", is_normalised=True))

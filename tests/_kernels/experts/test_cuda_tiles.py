@@ -10,6 +10,7 @@ from drift_sdk._kernels.experts.cuda_routing import has_cuda_route
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
 from drift_sdk._kernels.experts.ring_products import MAX_INNER, RingTiles, has_ring
 from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk.spec.model import Router
 
 
 def rows_of(num_rows: int, num_experts: int, num_active: int) -> ExpertRows:
@@ -83,4 +84,5 @@ def test_ring_needs_whole_tiles_and_rows_that_fit(monkeypatch: pytest.MonkeyPatc
 
 def test_programs_need_a_gpu() -> None:
     assert not has_cuda_product(quantised_matrix(64), torch.bfloat16, MAX_SCALE)
-    assert not has_cuda_route(torch.empty(128, 64, dtype=torch.bfloat16), 4)
+    router = Router(kind="softmax", is_normalised=True)
+    assert not has_cuda_route(torch.empty(128, 64, dtype=torch.bfloat16), 4, router)

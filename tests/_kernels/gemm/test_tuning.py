@@ -23,7 +23,7 @@ from drift_sdk._kernels.gemm.heuristic import (
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
 from drift_sdk._kernels.gemm.tuner import FULL, candidates, tiles_of
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable, shape_of_key, table_for
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.families import read_spec
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.startup.gemm_tuning import weights_to_tune
 from perf.harness.published import PUBLISHED
@@ -148,11 +148,12 @@ DENSE = [
 @pytest.mark.parametrize("name", DENSE)
 def test_shipped_table_has_the_products_of_models_and_their_heads(name: str) -> None:
     """EAGLE-3 heads of models whose hidden size is 2048 or more."""
-    config = DecoderConfig.from_hf(PUBLISHED[name])
-    wanted = {weight.key for weight in weights_to_tune(meta_weights(config, torch.bfloat16), None)}
-    hidden = config.hidden_size
+    spec = read_spec(PUBLISHED[name])
+    wanted = {weight.key for weight in weights_to_tune(meta_weights(spec, torch.bfloat16), None)}
+    hidden = spec.hidden_size
     if hidden >= 2048:
-        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attention = spec.attention
+        qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
         wanted |= {f"{qkv}x{2 * hidden}", f"{hidden}x{3 * hidden}", f"32000x{hidden}"}
     assert wanted <= set(TUNED.gemms)
 

@@ -11,7 +11,7 @@ from references.layers import add_norm_reference, embed_norm_reference, rms_norm
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rms_norm import NormKind
-from drift_sdk.models.decoder import offset_rms_norm, rms_norm
+from drift_sdk.models.norms import offset_rms_norm, rms_norm
 
 pytestmark = pytest.mark.kernel
 
@@ -74,8 +74,14 @@ def test_the_reference_equals_the_decoder(dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES)
 @pytest.mark.parametrize(
-    ("has_norm", "multiplier", "norm_kind", "num_slices"),
-    [(True, 1.0, "offset", 3), (True, 0.3, "rounded", 1), (False, 0.22, "wide", 2)],
+    ("has_norm", "multiplier", "norm_kind", "num_slices", "delta_eps"),
+    [
+        (True, 1.0, "offset", 3, None),
+        (True, 0.3, "rounded", 1, None),
+        (False, 0.22, "wide", 2, None),
+        (True, 1.0, "offset", 2, 3.0),
+        (False, 0.22, "wide", 2, 3.0),
+    ],
 )
 def test_changed_deltas_are_near_the_reference(
     num_rows: int,
@@ -84,6 +90,7 @@ def test_changed_deltas_are_near_the_reference(
     multiplier: float,
     norm_kind: NormKind,
     num_slices: int,
+    delta_eps: float | None,
     dtype: torch.dtype,
     device: str,
 ) -> None:
@@ -93,6 +100,7 @@ def test_changed_deltas_are_near_the_reference(
     change = {
         "bias": bias,
         "delta_norm": norm if has_norm else None,
+        "delta_eps": delta_eps,
         "delta_multiplier": multiplier,
         "norm_kind": norm_kind,
     }
@@ -104,6 +112,18 @@ def test_changed_deltas_are_near_the_reference(
     torch.testing.assert_close(hidden, expected_hidden, rtol=tolerance, atol=4 * tolerance)
     expected = rms_norm_reference(hidden, weight, EPS, norm_kind=norm_kind)
     assert_normed(normed, expected)
+
+
+def test_epsilon_of_the_delta_is_not_the_other(device: str) -> None:
+    """Each value is exact in float32."""
+    for delta_eps, added in ((None, 2.0), (12.0, 1.0)):
+        hidden = torch.tensor([[0.0, 2.0]], device=device)
+        delta = torch.tensor([[2.0, -2.0]], device=device)
+        weight, norm = torch.ones(2, device=device), torch.full((2,), 2.0, device=device)
+        normed = torch.zeros_like(hidden)
+        add_norm(hidden, delta, weight, normed, eps=0.0, delta_norm=norm, delta_eps=delta_eps)
+        assert hidden.tolist() == [[added, 2.0 - added]]
+        assert torch.equal(normed, rms_norm_reference(hidden, weight, 0.0))
 
 
 def test_multiplier_of_the_normed_rows_is_applied_once(device: str) -> None:
@@ -211,6 +231,43 @@ def test_embed_norm_is_near_the_reference(
     assert_normed(normed, expected)
     assert torch.equal(hidden[0], embedding[10] * change.get("multiplier", 1.0))
     assert not hidden[1:3].any() and not normed[1:3].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+@pytest.mark.parametrize(("multiplier", "embedding_eps"), [(1.0, 1e-6), (0.7, 0.3)])
+def test_embedded_rows_are_normalised(
+    num_rows: int, size: int, multiplier: float, embedding_eps: float, dtype: torch.dtype, device: str
+) -> None:
+    """Rounded once; and the next norm is that of the rounded rows."""
+    embedding = random(11, size, dtype=dtype, device=device, seed=1)
+    embedding[7] = torch.nan
+    weight = random(size, dtype=dtype, device=device, seed=2)
+    row_token = torch.tensor([10, -1, 7, 3] * 5, dtype=torch.int32, device=device)[:num_rows]
+    row_slot = torch.tensor([0, 1, -1, 7] * 5, dtype=torch.int32, device=device)[:num_rows]
+    tables = (row_token, row_slot, embedding, weight)
+    change = {"eps": EPS, "embedding_eps": embedding_eps, "multiplier": multiplier}
+    hidden, normed = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
+    embed_norm(*tables, hidden, normed, **change)
+    assert_normed(hidden, embed_norm_reference(*tables, **change)[0])
+    assert not hidden[1:3].any() and not normed[1:3].any()
+    live = (row_token >= 0) & (row_slot >= 0)
+    assert_normed(normed[live], rms_norm_reference(hidden[live], weight, EPS))
+    embedded = (embedding[row_token[live]] * multiplier).double()
+    exact = embedded / (embedded.square().mean(-1, keepdim=True) + embedding_eps).sqrt()
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 0.51)
+    torch.testing.assert_close(hidden[live].double(), exact, rtol=tolerance, atol=1e-6)
+
+
+# The interpreter warns of the norm of zeros.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_padding_rows_are_zeros_without_an_epsilon(device: str) -> None:
+    row = torch.tensor([-1, 0], dtype=torch.int32, device=device)
+    embedding, weight = torch.full((1, 8), -3.0, device=device), torch.ones(8, device=device)
+    hidden, normed = (poisoned(2, 8, dtype=torch.float32, device=device) for _ in range(2))
+    embed_norm(row, row, embedding, weight, hidden, normed, eps=0.0, embedding_eps=0.0)
+    for found in (hidden, normed):
+        torch.testing.assert_close(found, torch.tensor([[0.0], [-1.0]], device=device).expand(2, 8))
 
 
 def test_errors_name_the_argument(device: str) -> None:

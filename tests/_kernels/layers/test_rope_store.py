@@ -10,9 +10,10 @@ from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers import rope_store
 from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk.models.decoder import offset_rms_norm, rms_norm
-from drift_sdk.models.rope import Rope, half_tables, rotary_tables, rotate
+from drift_sdk.models.norms import offset_rms_norm, rms_norm
+from drift_sdk.models.rope import half_tables, rotary_tables, rotate
 from drift_sdk.quantised.e4m3 import E4M3
+from drift_sdk.spec.rope import Rope
 
 pytestmark = pytest.mark.kernel
 
@@ -39,6 +40,7 @@ class Step:
         norm_kind: NormKind = "rounded",
         rotary_dim: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        has_query_scale: bool = False,
     ) -> None:
         """rotary_dim: elements of a head that are rotated; 0: no tables; None: all. kv_dtype: of the cache;
         None: dtype."""
@@ -79,6 +81,9 @@ class Step:
         }
         if has_norms:
             self.options |= {"query_norm": random(head_dim), "key_norm": random(head_dim)}
+
+        if has_query_scale:
+            self.options["query_scale"] = random(MAX_POSITIONS) + 2
 
         cache = (num_slots * max_blocks, num_kv_heads, block_size, head_dim)
         self.outputs = (self.num_rows, num_heads, head_dim), cache, cache
@@ -166,6 +171,55 @@ def test_parts_of_heads_are_rotated_as_in_the_reference(
     tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4) if has_norms else 0.0
     for found, wanted in zip(step.run(rotate_and_store), step.run(rotate_and_store_reference), strict=True):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=4 * tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim", "num_slices", "has_norms"),
+    [
+        (SHAPES[0], None, 0, False),
+        (SHAPES[1], None, 2, True),
+        (SHAPES[2], 6, 2, True),
+        (SHAPES[0], 48, 3, False),
+        (SHAPES[2], 0, 1, False),
+        (SHAPES[1], 0, 2, True),
+    ],
+)
+def test_queries_are_scaled_by_position_after_they_are_rounded(
+    shape: tuple[int, int, int, int, int],
+    rotary_dim: int | None,
+    num_slices: int,
+    has_norms: bool,
+    kv_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Bit for bit the product of the usual queries in the storage type. Keys and values are as usual."""
+    step = Step(
+        shape,
+        dtype,
+        device,
+        num_slices=num_slices,
+        has_bias=True,
+        has_norms=has_norms,
+        rotary_dim=rotary_dim,
+        kv_dtype=kv_dtype,
+        has_query_scale=True,
+    )
+    found = step.run(rotate_and_store)
+    expected = step.run(rotate_and_store_reference)
+    query_scale = step.options.pop("query_scale")
+    usual = step.run(rotate_and_store)
+    live = step.row_slot >= 0
+    by_row = query_scale[step.row_position[live].to(torch.int64)]
+    assert torch.equal(found[0][live], usual[0][live] * by_row[:, None, None])
+    assert not torch.equal(found[0], usual[0])
+    for cached, wanted in zip(found[1:], usual[1:], strict=True):
+        assert torch.equal(cached.view(torch.uint8), wanted.view(torch.uint8))
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4) if has_norms else 0.0
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=16 * tolerance)
+    assert not found[0][~live].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -285,6 +339,18 @@ def test_errors_name_the_argument(device: str) -> None:
 
     step.cos = step.sin = torch.zeros(MAX_POSITIONS, 33, device=device)
     with pytest.raises(ValueError, match=r"cos.shape\[1\]=33: expected 1 to 32"):
+        step.run(rotate_and_store)
+
+    step = Step((3, 4, 2, 64, 16), torch.float32, device, has_query_scale=True)
+    step.options["query_scale"] = step.options["query_scale"][1:]
+    with pytest.raises(
+        ValueError, match=r"query_scale: \[129\] torch.float32: expected \[130\] torch.float32"
+    ):
+        step.run(rotate_and_store)
+
+    step = Step((3, 4, 2, 64, 16), torch.float16, device, rotary_dim=0)
+    step.options["query_scale"] = torch.ones(7, device=device)
+    with pytest.raises(ValueError, match=r"query_scale: \[7\] torch.float32: expected \[7\] torch.float16"):
         step.run(rotate_and_store)
 
     step = Step((3, 4, 2, 64, 3), torch.float32, device)

@@ -22,8 +22,8 @@ from drift_sdk.execution.device.device import step_timeout
 from drift_sdk.execution.device.ring import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import (
     BlockUpdate,
     ExecutorLimits,
@@ -67,7 +67,7 @@ class HangingDevice(InterpretedDevice):
 
 
 def graph_executor(device: HangingDevice, step_timeout_s: float | None) -> GraphExecutor:
-    decoder = Decoder.random(DecoderConfig.from_hf(SHAPES), device="cpu", dtype=torch.float32)
+    decoder = Decoder.random(read_spec(SHAPES), device="cpu", dtype=torch.float32)
     options = GraphOptions(prefill_token_budget=16, step_timeout_s=step_timeout_s)
     return GraphExecutor(device, decoder, LIMITS, TunedTable(), options)
 

@@ -11,6 +11,7 @@ from drift_sdk.execution.eager.round_checks import RoundChecks, error_of_tree
 from drift_sdk.execution.eager.round_rows import SlotRows, attention_batch, place_rows
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.spec.model import KVShape
 from drift_sdk.steps import VIOLATIONS, ExecutorLimits, SlotOutput, SlotSampling
 from drift_sdk.trees.growth import Draft, DraftLimit
 from drift_sdk.trees.token_tree import TokenTree
@@ -40,15 +41,18 @@ class Round:
         self.slot = Slot(SAMPLING)
         self.slot.length, self.slot.last_token, self.slot.block_table = 6, 3, [5, 1, 7]
         self.rows: SlotRows = place_rows([self.slot], [Draft(TREE, TOKENS)], LIMITS)[0]
-        self.cache = KVCache((2, LIMITS.num_blocks + 2, LIMITS.block_size, 1, 2), torch.float32, "cpu")
-        self.cache.keys.normal_(), self.cache.values.normal_()
+        self.cache = KVCache(
+            [KVShape(1, 2, 2)] * 2, LIMITS.num_blocks + 2, LIMITS.block_size, torch.float32, "cpu"
+        )
+        for tensor in self.cache.tensors:
+            tensor.normal_()
         self.batch = attention_batch([self.rows], self.cache)
         self.hidden = torch.zeros(TREE.num_nodes, 4)
         self.path = (0, 2, 6)
         self.output = SlotOutput(token_ids=(11, 15, 40), num_drafted=7, num_accepted=2, accepted_nodes=(2, 6))
         self.slot.length = 9
         for depth, node in enumerate(self.path):
-            for tensor in (self.cache.keys, self.cache.values):
+            for tensor in self.cache.tensors:
                 tensor[:, self.slot.kv_slot(5 + depth, 4)] = tensor[:, self.rows.kv_slots[node]]
 
     def reasons(self) -> list[str]:
@@ -71,7 +75,7 @@ def miss_an_ancestor(found: Round) -> None:
 
 
 def change_kv(found: Round) -> None:
-    found.cache.values[1, found.slot.kv_slot(6, 4)] += 1
+    found.cache.layer(1)[1][found.slot.kv_slot(6, 4)] += 1
 
 
 FAULTS: dict[str, tuple[str, Callable[[Round], object]]] = {
@@ -109,10 +113,11 @@ def test_right_round_passes_and_rejected_rows_become_nan() -> None:
     found = Round()
     assert found.reasons() == []
     kept = {found.slot.kv_slot(position, 4) for position in (5, 6, 7)}
-    for kv_slot in range(found.cache.keys.shape[1]):
+    keys, values = found.cache.tensors
+    for kv_slot in range(keys.shape[1]):
         is_rejected = kv_slot in set(found.rows.kv_slots) - kept
-        assert found.cache.keys[:, kv_slot].isnan().all() == is_rejected
-        assert found.cache.values[:, kv_slot].isnan().all() == is_rejected
+        assert keys[:, kv_slot].isnan().all() == is_rejected
+        assert values[:, kv_slot].isnan().all() == is_rejected
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.eager.round_rows import SlotRows, draft_limit, place_rows, rewind
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.spec.model import KVShape
 from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotOutput, SlotSampling
 from drift_sdk.trees.growth import Draft
 from drift_sdk.trees.limits import MAX_TREE_DRAFTS, MAX_TREE_ROWS
@@ -69,9 +70,12 @@ class ChosenTokens(EagerExecutor):
 def test_accepted_paths_and_packed_rows_of_10000_trees() -> None:
     """Against all paths of each tree, one by one."""
     rng, executor = random.Random(1), ChosenTokens()
-    cache = KVCache((1, NUM_BLOCKS + MAX_TREE_ROWS // BLOCK_SIZE, BLOCK_SIZE, 1, 1), torch.float64, "cpu")
-    num_slots = cache.keys.shape[1]
-    cache.values.zero_()
+    cache = KVCache(
+        [KVShape(1, 1, 1)], NUM_BLOCKS + MAX_TREE_ROWS // BLOCK_SIZE, BLOCK_SIZE, torch.float64, "cpu"
+    )
+    keys, values = cache.tensors
+    num_slots = keys.shape[1]
+    values.zero_()
     lengths = [0] * 20
     for _ in range(10_000 // NUM_SLOTS):
         slot_rows = make_round(rng)
@@ -82,10 +86,10 @@ def test_accepted_paths_and_packed_rows_of_10000_trees() -> None:
                 if not tree.is_leaf(node) and rng.random() < 0.8:
                     child = rng.choice(list(tree.children(node)))
                     chosen[each.first_row + node] = each.draft.token_ids[child - 1]
-        cache.keys[0, :, 0, 0] = torch.arange(num_slots, dtype=torch.float64)
+        keys[0, :, 0, 0] = torch.arange(num_slots, dtype=torch.float64)
         outputs, paths = executor._verify(slot_rows, torch.tensor(chosen)[:, None])
         rewind(slot_rows, paths, cache)
-        kept = cache.keys[0, :, 0, 0].tolist()
+        kept = keys[0, :, 0, 0].tolist()
         for each, output, path in zip(slot_rows, outputs, paths, strict=True):
             own = chosen[each.first_row :][: each.draft.tree.num_nodes]
             expected = accepted_path(each.draft.tree.parents, each.draft.token_ids, own)
@@ -115,13 +119,14 @@ def test_rows_of_a_round_have_places_of_their_own(seed: int) -> None:
 def test_all_rows_are_read_before_any_is_written(shift: int) -> None:
     slot = make_slot(10, [3, 1, 2])
     (rows,) = place_rows([slot], [Draft.chain([1, 2, 3, 4])], LIMITS)
-    cache = KVCache((2, NUM_BLOCKS, BLOCK_SIZE, 1, 2), torch.float32, "cpu")
-    cache.keys.normal_(), cache.values.normal_()
+    cache = KVCache([KVShape(1, 2, 2)] * 2, NUM_BLOCKS, BLOCK_SIZE, torch.float32, "cpu")
+    keys, values = cache.tensors
+    keys.normal_(), values.normal_()
     places = torch.tensor(rows.kv_slots)
-    expected = cache.keys[:, places.roll(shift)].clone()
+    expected = keys[:, places.roll(shift)].clone()
     moved = rows._replace(kv_slots=places.roll(shift).tolist())
     rewind([moved], [(0, 1, 2, 3, 4)], cache)
-    assert torch.equal(cache.keys[:, places], expected)
+    assert torch.equal(keys[:, places], expected)
 
 
 def test_limits_of_a_draft() -> None:

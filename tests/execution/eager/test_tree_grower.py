@@ -16,9 +16,9 @@ from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
 from drift_sdk.execution.eager.sampling import rank
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.eager.tree_grower import max_draft_rows, target_logits
+from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees.growth import Draft, DraftLimit
@@ -44,7 +44,7 @@ class Prefilled:
     def __init__(self, folder: Path, tree: StaticTree | DynamicTree) -> None:
         (folder / "config.json").write_text(json.dumps(TARGET))
         make_draft("reference", folder / "draft", folder)
-        self.target = Decoder.random(DecoderConfig.from_hf(TARGET), device="cpu", dtype=torch.float32)
+        self.target = Decoder.random(read_spec(TARGET), device="cpu", dtype=torch.float32)
         self.draft = DraftDecoder.load(folder / "draft", self.target)
         self.drafter = EagleDrafter(self.draft, self.target, LIMITS, tree)
         cache = self.target.empty_kv_cache(30, 4)

@@ -11,10 +11,10 @@ import torch
 from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.expert_forward import ExpertForward
+from drift_sdk.execution.forward.experts import ExpertForward
+from drift_sdk.families import read_spec
+from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.experts import QuantisedMatrices
 
 SETTINGS: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -33,15 +33,15 @@ SETTINGS: dict[str, Any] = {
 
 def make_decoder(*, is_quantised: bool) -> Decoder:
     quantisation = {"quantization_config": {"quant_method": "mxfp4"}} if is_quantised else {}
-    config = DecoderConfig.from_hf(SETTINGS | quantisation)
+    config = read_spec(SETTINGS | quantisation)
     return Decoder.random(config, device="cpu", dtype=torch.bfloat16)
 
 
 def test_largest_scale_of_experts_is_found() -> None:
     assert make_decoder(is_quantised=False).max_expert_scale == 0
     decoder = make_decoder(is_quantised=True)
-    experts = decoder.weights.layers[1].experts
-    assert experts is not None and isinstance(experts.down, QuantisedMatrices)
+    experts = decoder.weights.layers[1].channel
+    assert isinstance(experts, ExpertWeights) and isinstance(experts.down, QuantisedMatrices)
     with torch.inference_mode():
         experts.down.scales[3, 5, 0] = 200
     assert decoder.max_expert_scale == 200
@@ -61,13 +61,14 @@ def test_kernels_for_few_rows_are_chosen(
         asked.append(max_scale)
         return True
 
-    monkeypatch.setattr("drift_sdk.execution.forward.expert_forward.has_cuda_product", has_cuda_product)
+    monkeypatch.setattr("drift_sdk.execution.forward.experts.has_cuda_product", has_cuda_product)
     decoder = make_decoder(is_quantised=True)
     resources = cast(Any, SimpleNamespace(decoder=decoder, tuned=TunedTable()))
     workspace = Workspace(torch.device("cpu"))
     slot, normed = torch.zeros(num_rows, dtype=torch.int32), torch.zeros(num_rows, 64, dtype=torch.bfloat16)
-    forward = ExpertForward.take(resources, slot, normed, workspace, is_decoding=is_decoding)
-    assert forward is not None
+    experts = decoder.spec.experts
+    assert experts is not None
+    forward = ExpertForward.take(resources, experts, slot, normed, workspace, is_decoding=is_decoding)
     matrix = ExpertMatrix(torch.empty(4, 64, 32, dtype=torch.uint8), None, None)
     assert forward._has_cuda_product(matrix) == is_used
     assert asked == [decoder.max_expert_scale] * is_used

@@ -18,21 +18,28 @@ from drift_sdk._kernels.attention.prefill_attention import prefill_attention_con
 from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward import prefill
+from drift_sdk.execution.forward import products
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import exact_pass, fast_pass
+from drift_sdk.execution.forward.head_product import multiply_head
 from drift_sdk.execution.forward.kernel_weights import KernelExperts, KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
-from drift_sdk.execution.forward.row_attention import ChunkAttention, RowAttention, SequenceAttention
+from drift_sdk.execution.forward.row_attention import (
+    ChunkAttention,
+    FastChunkAttention,
+    RowAttention,
+    SequenceAttention,
+)
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.experts import QuantisedMatrices
+from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.matrix_reader import WeightForm
+from drift_sdk.spec.model import Experts, LayerSpec, Mlp, ModelSpec, Norm, QueryScaling, Router
 from drift_sdk.steps import ExecutorLimits
 
 pytestmark = pytest.mark.kernel
@@ -47,7 +54,7 @@ VERIFIED = ((14, 17), (6, 9))
 Spans = Sequence[tuple[int, int]]
 
 
-def tiny(family: str, **more: object) -> DecoderConfig:
+def tiny(family: str, **more: object) -> ModelSpec:
     config: dict[str, Any] = {
         "model_type": family,
         "vocab_size": 40,
@@ -61,7 +68,7 @@ def tiny(family: str, **more: object) -> DecoderConfig:
         "rope_theta": 100.0,
         "tie_word_embeddings": True,
     }
-    return DecoderConfig.from_hf(config | more)
+    return read_spec(config | more)
 
 
 LONG_ROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
@@ -103,18 +110,82 @@ CONFIGS |= {
     ),
 }
 GEMMA = CONFIGS["gemma3"]
-# All options at once, with a window in the first layer and no rotation in the second.
+
+
+def with_all(layer: LayerSpec, *, has_rope: bool) -> LayerSpec:
+    """A layer of Gemma with biases, a multiplier, and a rotation of half of each head, or none."""
+    assert layer.mixer.rope is not None and isinstance(layer.channel, Mlp)
+    rope = structs.replace(layer.mixer.rope, rotary_dim=4) if has_rope else None
+    return structs.replace(
+        layer,
+        mixer=structs.replace(layer.mixer, rope=rope, has_bias=True),
+        channel=structs.replace(layer.channel, has_bias=True),
+        multiplier=0.7,
+    )
+
+
+# All options of these families at once, with a window in the first layer and no rotation in the second.
 CONFIGS["all"] = structs.replace(
     GEMMA,
-    layer_ropes=(0, None),
-    ropes=tuple(structs.replace(rope, rotary_dim=4) for rope in GEMMA.ropes),
-    has_qkv_bias=True,
-    has_mlp_bias=True,
-    residual_multiplier=0.7,
+    layers=tuple(with_all(layer, has_rope=index == 0) for index, layer in enumerate(GEMMA.layers)),
     logits_divisor=3.0,
+)
+
+
+def with_gate(layer: LayerSpec, norm: Norm, *, has_bias: bool) -> LayerSpec:
+    """A layer of Gemma whose attention has a gate, scales queries by position, and has norms of heads without
+    weights."""
+    mixer = structs.replace(
+        layer.mixer,
+        has_bias=has_bias,
+        head_norm=Norm(1e-5, "wide"),
+        has_head_weights=False,
+        query_scaling=QueryScaling(beta=0.5, context=4),
+        has_gate=True,
+    )
+    return structs.replace(layer, mixer=mixer, norm=norm, post_norm=Norm(1e-3, "offset"))
+
+
+# Every norm has another epsilon or kind.
+CONFIGS["gated"] = structs.replace(
+    GEMMA,
+    layers=(
+        with_gate(GEMMA.layers[0], Norm(1e-4, "wide"), has_bias=True),
+        with_gate(GEMMA.layers[1], Norm(1e-6, "offset"), has_bias=False),
+    ),
+    final_norm=Norm(1e-2, "wide"),
+    embedding_norm=Norm(0.1),
+    logits_divisor=0.5,
+    logits_cap=2.0,
+)
+SIGMOID_EXPERTS = Experts(
+    num_experts=6,
+    num_active=2,
+    intermediate_size=12,
+    router=Router(kind="sigmoid", scale=1.8, num_groups=3, num_active_groups=2),
+    shared=Mlp(intermediate_size=24),
+)
+QWEN = tiny("qwen3_moe", num_hidden_layers=3, **EXPERTS)
+CHANNELS = (
+    Mlp(intermediate_size=28),
+    SIGMOID_EXPERTS,
+    structs.replace(
+        SIGMOID_EXPERTS,
+        intermediate_size=8,
+        router=Router(kind="sigmoid", is_normalised=False, scale=0.7),
+        shared=None,
+    ),
+)
+CONFIGS["sigmoid experts"] = structs.replace(
+    QWEN,
+    layers=tuple(
+        structs.replace(layer, channel=channel) for layer, channel in zip(QWEN.layers, CHANNELS, strict=True)
+    ),
 )
 # Windows, scales, multipliers and biases; windows, sinks and experts.
 EXACT = ("all", "gpt_oss")
+BOTH = ("gated", "sigmoid experts")
+CASES = [(name, name in EXACT) for name in CONFIGS] + [(name, True) for name in BOTH]
 
 
 class Passes:
@@ -123,11 +194,16 @@ class Passes:
     is_exact: whether prompts get the bits of decoding.
     """
 
-    def __init__(self, config: DecoderConfig, form: WeightForm = "expanded", *, is_exact: bool) -> None:
+    def __init__(self, config: ModelSpec, form: WeightForm = "expanded", *, is_exact: bool) -> None:
         self.is_exact = is_exact
         self.decoder, self.eager = (
             drawn_decoder(config, device, seed=5, form=form) for device in (DEVICE, "cpu")
         )
+        for decoder in (self.decoder, self.eager):
+            for layer in decoder.weights.layers:
+                if isinstance(layer.channel, ExpertWeights) and layer.channel.correction is not None:
+                    with torch.inference_mode():
+                        layer.channel.correction.mul_(10)  # so that the choice of experts changes
         arrange_decoder(self.decoder)
         blocks_each = MAX_MODEL_LEN // BLOCK_SIZE + 1
         limits = ExecutorLimits(
@@ -153,39 +229,41 @@ class Passes:
         rows, is_live, tiles = self._rows(spans, rows_each)
         num_rows = len(rows.slot)
         found = HiddenStates.take(self.workspace, "step", self.decoder, num_rows, self.aux_layers)
-        if rows_each is None and not self.is_exact:
-            PrefillForward(self.model, rows, tiles, self.block_table, self.workspace, found).run()
-            normed = self._gathered(found.final, rows)
-        else:
-            attention = self._attention(tiles, rows, rows_each)
-            forward = ExactForward(self.model, rows, self.block_table, self.workspace, attention, found)
-            forward.run()
-            normed = forward.normed
+        is_fast = rows_each is None and not self.is_exact
+        make_pass = fast_pass if is_fast else exact_pass
+        attention = self._attention(tiles, rows, rows_each)
+        forward = make_pass(self.model, rows, self.block_table, self.workspace, attention, found)
+        forward.run()
+        normed = self._gathered(found.final, rows) if is_fast else forward.normed
 
         expected, expected_aux = self._eager(spans)
-        inner, depth = inner_terms(self.decoder.config), len(self.aux_layers)
+        inner, depth = inner_terms(self.decoder.spec), len(self.aux_layers)
         for layer, stream in found.by_layer.items():
             name = f"layer {layer}"
             assert_near(stream[is_live].cpu(), expected_aux[layer], inner=inner, depth=layer + 1, name=name)
 
         assert torch.equal(found.final[is_live], found.by_layer[depth - 1][is_live])
-        logits = normed[is_live].cpu() @ self.eager.weights.head.T
-        assert_near(logits, self.eager.logits(expected), inner=inner, depth=depth, name="logits")
+        logits = self._logits(normed)[is_live]
+        assert_near(logits.cpu(), self.eager.logits(expected), inner=inner, depth=depth, name="logits")
 
     def poison(self, spans: Spans) -> None:
         """Fill with NaN the keys and values that rows of these spans do not see in layers with a window."""
         cache = self.model.cache
-        for layer, window in enumerate(self.decoder.config.windows):
+        for layer, window in enumerate(self.decoder.spec.windows):
             for blocks, (first, _) in zip(self.blocks, spans, strict=True):
                 for position in range(first - window + 1 if window else 0):
                     block = blocks[position // BLOCK_SIZE]
-                    cache.keys[layer, block, :, position % BLOCK_SIZE] = torch.nan
-                    cache.values[layer, block, :, position % BLOCK_SIZE] = torch.nan
+                    kv = cache.layer(layer)
+                    kv.keys[block, :, position % BLOCK_SIZE] = torch.nan
+                    kv.values[block, :, position % BLOCK_SIZE] = torch.nan
 
     def _attention(self, tiles: torch.Tensor, rows: Rows, rows_each: int | None) -> RowAttention:
         if rows_each is None:
-            config = exact_prefill_config(self.decoder.config.head_dim, self.decoder.dtype)
-            return ChunkAttention(tiles, config)
+            head_dim, dtype = self.decoder.spec.attention.head_dim, self.decoder.dtype
+            if self.is_exact:
+                return ChunkAttention(tiles, exact_prefill_config(head_dim, dtype))
+
+            return FastChunkAttention(tiles, prefill_attention_config(head_dim, dtype))
 
         groups = AttentionGroups.of_model(
             self.model,
@@ -209,7 +287,7 @@ class Passes:
         tokens = self.tokens[torch.tensor(slots).clamp(min=0), torch.tensor(positions)]
         columns = torch.stack((torch.tensor(slots), tokens, torch.tensor(positions))).int().to(DEVICE)
         attention_config = exact_prefill_config if self.is_exact else prefill_attention_config
-        tile_rows = attention_config(self.decoder.config.head_dim, self.decoder.dtype).tile_rows
+        tile_rows = attention_config(self.decoder.spec.attention.head_dim, self.decoder.dtype).tile_rows
         tiles = np.zeros((len(slots) // tile_rows + 2, 4), dtype=np.int32)
         prefill_tiles([(slot, a, b - a) for slot, (a, b) in enumerate(spans)], tile_rows, tiles)
         return Rows(*columns), is_live.to(DEVICE), torch.from_numpy(tiles).to(DEVICE)
@@ -222,6 +300,12 @@ class Passes:
         stream.gather(source, row, rows.slot)
         return stream.normed
 
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        cap, head = self.decoder.spec.logits_cap, self.decoder.weights.head
+        logits = torch.full((len(normed), self.decoder.spec.vocab_size), torch.nan, device=DEVICE)
+        multiply_head(normed, head, logits, self.model.tuned, cap)
+        return logits
+
     def _eager(self, spans: Spans) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sequences = [
             SequenceRows(blocks.tolist(), first, end - first)
@@ -232,7 +316,7 @@ class Passes:
         return self.eager.forward(torch.cat(tokens), batch, self.eager_cache, self.aux_layers)
 
 
-@pytest.mark.parametrize(("name", "is_exact"), [(name, name in EXACT) for name in CONFIGS])
+@pytest.mark.parametrize(("name", "is_exact"), CASES)
 def test_passes_equal_those_of_the_eager_decoder(name: str, is_exact: bool) -> None:
     """In layers with a window, keys outside it are NaN when the last rows are computed."""
     passes = Passes(CONFIGS[name], is_exact=is_exact)
@@ -251,16 +335,17 @@ def test_passes_with_quantised_weights_equal_those_of_the_eager_decoder(
 ) -> None:
     """Prefill multiplies by the quantised weights for few rows, and expands them for many."""
     if not has_few_rows:
-        monkeypatch.setattr(prefill, "MAX_KERNEL_ROWS", 0)
+        monkeypatch.setattr(products, "MAX_KERNEL_ROWS", 0)
     config = tiny(
         "granite", hidden_size=64, intermediate_size=64, num_hidden_layers=1, mlp_bias=True, **GRANITE
     )
     passes = Passes(config, form, is_exact=False)
     for layer in passes.decoder.weights.layers:
-        matrices = layer.qkv, layer.gate_up, layer.down
+        assert isinstance(layer.channel, MlpWeights)
+        matrices = layer.mixer.qkv, layer.channel.gate_up, layer.channel.down
         assert all(isinstance(matrix, KernelWeight) for matrix in matrices)
         # Its 16 columns are no multiple of 64.
-        assert isinstance(layer.output, torch.Tensor)
+        assert isinstance(layer.mixer.output, torch.Tensor)
     with torch.inference_mode():
         passes.compare(PROMPT_STEPS[0], None)
         passes.is_exact = True
@@ -272,10 +357,10 @@ def test_passes_with_quantised_experts_equal_those_of_the_eager_decoder(form: We
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2}
     passes = Passes(tiny("qwen3_moe", **sizes), form, is_exact=False)
     for layer in passes.decoder.weights.layers:
-        assert layer.experts is not None
-        assert isinstance(layer.experts.gate_up, KernelExperts)
-        assert isinstance(layer.experts.down, KernelExperts)
-        assert layer.experts.gate_up.shape == (5 * 128, 64)
+        assert isinstance(layer.channel, ExpertWeights)
+        assert isinstance(layer.channel.gate_up, KernelExperts)
+        assert isinstance(layer.channel.down, KernelExperts)
+        assert layer.channel.gate_up.shape == (5 * 128, 64)
     with torch.inference_mode():
         for spans in PROMPT_STEPS:
             passes.compare(spans, None)
@@ -289,8 +374,8 @@ def test_passes_with_quantised_attention_beside_experts_in_mxfp4(form: WeightFor
     mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
     passes = Passes(tiny("gpt_oss", **sizes, **mxfp4, **GPT_OSS), form, is_exact=False)
     (layer,) = passes.decoder.weights.layers
-    assert isinstance(layer.qkv, KernelWeight) and layer.experts is not None
-    assert isinstance(layer.experts.gate_up, QuantisedMatrices)
+    assert isinstance(layer.mixer.qkv, KernelWeight) and isinstance(layer.channel, ExpertWeights)
+    assert isinstance(layer.channel.gate_up, QuantisedMatrices)
     with torch.inference_mode():
         for spans in PROMPT_STEPS:
             passes.compare(spans, None)

@@ -11,13 +11,14 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.forward import library_loading, prefill
+from drift_sdk.execution.forward import library_loading, products
 from drift_sdk.execution.forward.library_loading import library_loader
 from drift_sdk.execution.graph.buckets import prefill_buckets
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.steps import ExecutorLimits
 
 BUDGET = 40
@@ -42,36 +43,36 @@ class Products:
         self.found.append((x.shape, x.stride(), columns.shape, columns.stride(), columns.dtype, *form))
 
 
-def loaded(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch, *, room: int = 2**40) -> list[Product]:
-    products = Products()
-    monkeypatch.setattr(library_loading, "library_product", products)
+def loaded(config: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, room: int = 2**40) -> list[Product]:
+    made = Products()
+    monkeypatch.setattr(library_loading, "library_product", made)
     library_loader(config, torch.float32, prefill_buckets(BUDGET), CPU, room)()
-    return products.found
+    return made.found
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("model", MODELS)
 def test_products_are_those_of_prefill_steps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DecoderConfig.from_hf(MODELS[model])
-    products = Products()
-    monkeypatch.setattr(prefill, "library_product", products)
+    config = read_spec(MODELS[model])
+    found = Products()
+    monkeypatch.setattr(products, "library_product", found)
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
     options = GraphOptions(prefill_token_budget=BUDGET, fast_prompts=True)
     GraphExecutor(FirstRunDevice(), decoder, LIMITS, TunedTable(), options).close()
     made = loaded(config, monkeypatch)
-    assert set(made) == set(products.found)
+    assert set(made) == set(found.found)
     assert len(made) == len(set(made))  # each once
     assert any(bias is not None for *_, bias, _ in made) == (model == "biased")
 
 
 def test_larger_products_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = loaded(DecoderConfig.from_hf(tiny_llama()), monkeypatch)
+    found = loaded(read_spec(tiny_llama()), monkeypatch)
     rows = [product[0][0] for product in found]
     assert rows == sorted(rows, reverse=True) and rows[0] == 48
 
 
 def test_products_that_would_take_too_much_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DecoderConfig.from_hf(tiny_llama())
+    config = read_spec(tiny_llama())
     every = loaded(config, monkeypatch)
     rows = max(x[0] for x, *_ in every)
     columns, inner = (max(weight[dim] for _, _, weight, *_ in every) for dim in (1, 0))
@@ -82,17 +83,17 @@ def test_products_that_would_take_too_much_memory_are_left_out(monkeypatch: pyte
 
 
 def test_without_row_counts_nothing_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = Products()
-    monkeypatch.setattr(library_loading, "library_product", products)
-    library_loader(DecoderConfig.from_hf(tiny_llama()), torch.float32, (), CPU, 2**40)()
-    assert products.found == []
+    made = Products()
+    monkeypatch.setattr(library_loading, "library_product", made)
+    library_loader(read_spec(tiny_llama()), torch.float32, (), CPU, 2**40)()
+    assert made.found == []
 
 
 def test_in_two_bytes_a_number_cublas_is_started_by_a_product_in_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[Any] = []
-    device, config = torch.device("meta"), DecoderConfig.from_hf(tiny_llama())
+    device, config = torch.device("meta"), read_spec(tiny_llama())
 
     def bmm(rows: Tensor, others: Tensor, *, out_dtype: torch.dtype) -> None:
         assert rows.dtype == others.dtype == torch.bfloat16 and rows.device == others.device == device

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from interpreted_device import FirstRunDevice, InterpretedDevice, InterpretedReplay
 from tiny_llama import tiny_llama
+from torch import Tensor
 
 from drift_sdk import NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
-from drift_sdk.execution.forward.exact import ExactForward
-from drift_sdk.execution.forward.prefill import PrefillForward
+from drift_sdk.execution.forward.attention import AttentionForward
+from drift_sdk.execution.forward.mlp import MlpForward
+from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts
+from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, StartupHooks
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits
 
 pytestmark = pytest.mark.interpreter
@@ -46,7 +50,7 @@ class RecordingDevice(InterpretedDevice):
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
     device = RecordingDevice()
-    decoder = Decoder.random(DecoderConfig.from_hf(tiny_llama()), device="cpu", dtype=torch.float32)
+    decoder = Decoder.random(read_spec(tiny_llama()), device="cpu", dtype=torch.float32)
     drafter_factory: DrafterFactory = NGramDrafterFactory(NGram(), (1, 3)) if has_drafter else NO_DRAFTER
     counts: list[int] = []
     fractions: list[float] = []
@@ -92,13 +96,25 @@ def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
 def test_first_runs_compute_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only one layer launches has to be loaded before the step is captured."""
     num_layers = 6
-    found: dict[str, list[int]] = {"exact": [], "prefill": []}
-    monkeypatch.setattr(ExactForward, "_layer", lambda _, index, layer: found["exact"].append(index))
-    monkeypatch.setattr(PrefillForward, "_layer", lambda _, index, layer: found["prefill"].append(index))
-    config = DecoderConfig.from_hf(tiny_llama(num_hidden_layers=num_layers))
+    found: dict[type, list[int]] = {ExactProducts: [], LibraryProducts: []}
+
+    def mix(forward: AttentionForward, x: Tensor, weights: object, spec: object, index: int) -> Any:
+        found[type(forward._products)].append(index)
+        return x, None
+
+    def apply(forward: MlpForward, weights: object, spec: object, index: int) -> Any:
+        found[type(forward._products)].append(index)
+        return forward._normed, None
+
+    monkeypatch.setattr(AttentionForward, "run", mix)
+    monkeypatch.setattr(MlpForward, "run", apply)
+    for name in ("add_mixer", "add_channel"):
+        monkeypatch.setattr(ResidualStream, name, lambda *_: None)
+    config = read_spec(tiny_llama(num_hidden_layers=num_layers))
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
     options = GraphOptions(prefill_token_budget=16, fast_prompts=True)
     GraphExecutor(FirstRunDevice(), decoder, LIMITS, TunedTable(), options).close()
     for indices in found.values():
-        assert indices == list(range(num_layers)) * (len(indices) // num_layers)
+        every = [index for layer in range(num_layers) for index in (layer, layer)]
+        assert indices == every * (len(indices) // len(every))
         assert indices

@@ -24,8 +24,8 @@ from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.startup.gemm_tuning import weights_to_tune
 from drift_sdk.steps import Executor, ExecutorLimits
@@ -78,7 +78,7 @@ def executors(
 ) -> tuple[GraphExecutor, EagerExecutor]:
     """Both executors of a target with four layers, and a draft of the zoo."""
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    config = DecoderConfig.from_hf(settings)
+    config = read_spec(settings)
     target = drawn_decoder(config, "cuda" if IS_GPU else "cpu", seed=3)
     make_draft(variant, tmp_path / "draft", tmp_path)
     draft = DraftDecoder.load(tmp_path / "draft", target, aux_layer_convention=convention)
@@ -134,7 +134,7 @@ def check_log(logged: Counter[LoggedProduct], num_rounds: int, target: Decoder, 
             if each.role == role and each.num_rows in (rows_per_slot, 2 * rows_per_slot)
         )
 
-    num_layers = target.config.num_layers
+    num_layers = target.spec.num_layers
     for role in ("qkv", "output", "gate_up", "down"):
         assert count(role, 4) == num_layers * num_rounds
         assert count(f"draft {role}", 4) == num_rounds  # the draft extension
@@ -143,7 +143,9 @@ def check_log(logged: Counter[LoggedProduct], num_rounds: int, target: Decoder, 
     assert count("draft head", 1) == 3 * num_rounds
     assert count("head", 1) == 1
     shapes = {(each.num_columns, each.inner) for each in logged}
-    weights = target.weights, *target.weights.layers, draft.weights, *draft.weights.layers
+    layers = *target.weights.layers, *draft.weights.layers
+    parts = (part for layer in layers for part in (layer.mixer, layer.channel))
+    weights = target.weights, draft.weights, *parts
     roles = ("qkv", "output", "gate_up", "down", "head", "fc")
     found = [getattr(part, role, None) for part in weights for role in roles]
     assert shapes == {tuple(weight.shape) for weight in found if weight is not None}

@@ -18,9 +18,9 @@ from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.kv_scales import KVScales
 from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.weight import dense
@@ -77,19 +77,19 @@ Step = tuple[StepPlan, StepResult]
 def load(model: str | int, folder: Path) -> Decoder:
     """A tiny model by its family, or one of the zoo by its number."""
     if isinstance(model, str):
-        config = DecoderConfig.from_hf(TINY_MODELS[model])
+        config = read_spec(TINY_MODELS[model])
         device = "cuda" if IS_GPU else "cpu"
         return Decoder.random(config, device=device, dtype=torch.float32, seed=1)
 
     make_model(model, folder)
     source = resolve(str(folder), revision=None, cache_dir=None, local_files_only=True)
-    config = DecoderConfig.from_hf(source.config)
+    config = read_spec(source.config)
     return Decoder.load(config, source.tensors(), device="cuda", dtype=torch.float32)
 
 
 def limits_of(decoder: Decoder) -> ExecutorLimits:
     return ExecutorLimits(
-        vocab_size=decoder.config.vocab_size, max_num_seqs=3, max_model_len=32, num_blocks=24, block_size=4
+        vocab_size=decoder.spec.vocab_size, max_num_seqs=3, max_model_len=32, num_blocks=24, block_size=4
     )
 
 
@@ -167,7 +167,7 @@ def test_steps_equal_those_of_the_eager_executor(model: str | int, is_exact: boo
 def test_steps_with_quantised_weights_equal_those_of_the_eager_executor() -> None:
     """The head is quantised too, as files may store it."""
     sizes = {"hidden_size": 64, "intermediate_size": 64}
-    config = DecoderConfig.from_hf(tiny("qwen2", 1, (2, 1, 32), **sizes))
+    config = read_spec(tiny("qwen2", 1, (2, 1, 32), **sizes))
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32, form="int4")
     decoder.weights = replace(decoder.weights, head=quantise_fp8(dense(decoder.weights.head)))
     limits, requests = limits_of(decoder), requests_of(0)[1:3]
@@ -185,7 +185,7 @@ def test_steps_with_quantised_weights_equal_those_of_the_eager_executor() -> Non
 def test_steps_with_a_cache_of_e4m3_are_near_those_of_the_eager_executor(is_exact: bool) -> None:
     """A key that lies between two codes may be rounded to either: sums differ in the last bits."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = DecoderConfig.from_hf(TINY_MODELS["llama"] | sizes)
+    config = read_spec(TINY_MODELS["llama"] | sizes)
     device = torch.device("cuda" if IS_GPU else "cpu")
     decoder = Decoder.random(config, device=device, dtype=torch.float32, kv_form="fp8", seed=1)
     scales = [torch.tensor([numbers], device=device) for numbers in ((0.3, 0.01), (1.5, 0.02))]

@@ -38,8 +38,8 @@ from drift_sdk.execution.graph.step_launcher import StepLauncher
 from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
 from drift_sdk.execution.rounds.hybrid import HybridRoundDrafter
 from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan
@@ -173,7 +173,7 @@ def drafted(proposals: Proposals) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return drawn_decoder(DecoderConfig.from_hf(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
+    return drawn_decoder(read_spec(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def factory_of(kind: str, target: Decoder, tmp_path: Path) -> DrafterFactory:
         return NGramDrafterFactory(ngram, choices)
 
     if kind == "model":
-        small = drawn_decoder(DecoderConfig.from_hf(SMALL), "cuda" if IS_GPU else "cpu", seed=8)
+        small = drawn_decoder(read_spec(SMALL), "cuda" if IS_GPU else "cpu", seed=8)
         return ModelDrafterFactory(small, choices)
 
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
@@ -235,7 +235,8 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
 
 def check_products(file: Path, small: Decoder) -> None:
     """Check that the logged products, which can be tuned, are those of the small model's weights."""
-    weights = small.weights, *small.weights.layers
+    layers = small.weights.layers
+    weights = small.weights, *(part for layer in layers for part in (layer.mixer, layer.channel))
     roles = ("qkv", "output", "gate_up", "down", "head")
     found = {role: getattr(part, role) for part in weights for role in roles if hasattr(part, role)}
     logged = {each.role: (each.num_columns, each.inner) for each in read_products(file)}

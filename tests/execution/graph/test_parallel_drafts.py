@@ -25,8 +25,8 @@ from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import random_tensors
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.shard import Shard, cut_head, load_shard
 from drift_sdk.steps import Executor, ExecutorLimits
@@ -68,9 +68,9 @@ def test_rounds_are_those_of_the_whole_model(
     """Each GPU has the whole draft. The head here uses the target's embedding and rows of its whole head."""
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     make_draft("ids only", tmp_path / "draft", tmp_path)
-    config = DecoderConfig.from_hf(TARGET)
+    config = read_spec(TARGET)
     target = drawn_decoder(config, "cpu", seed=3)
-    small = drawn_decoder(DecoderConfig.from_hf(TARGET | {"num_hidden_layers": 1}), "cpu", seed=5)
+    small = drawn_decoder(read_spec(TARGET | {"num_hidden_layers": 1}), "cpu", seed=5)
     choices, has_trees = (SHAPE.num_draft_tokens,), kind == "trees of a head"
     max_depth = SHAPE.depth if has_trees else None
 

@@ -17,7 +17,7 @@ from drift_sdk._kernels.gemm.tuning import TunedGemm, TunedTable
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.exchange import Exchange, open_exchanges
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph import parallel_executor as parallel_executor_module
 from drift_sdk.execution.graph.executor import GraphExecutor
@@ -25,9 +25,10 @@ from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.execution.graph.parallel_executor import PEER_TIMEOUT_S, ParallelExecutor, peer_timeout
 from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, cut_head, load_shard
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 
@@ -51,11 +52,11 @@ BUDGET = 8
 Request = tuple[list[int], SlotSampling]
 
 
-def config_of(**changes: object) -> DecoderConfig:
-    return DecoderConfig.from_hf(SIZES | changes)
+def config_of(**changes: object) -> ModelSpec:
+    return read_spec(SIZES | changes)
 
 
-def limits_of(config: DecoderConfig) -> ExecutorLimits:
+def limits_of(config: ModelSpec) -> ExecutorLimits:
     return ExecutorLimits(
         vocab_size=config.vocab_size, max_num_seqs=2, max_model_len=32, num_blocks=16, block_size=4
     )
@@ -77,7 +78,7 @@ def requests_of(seed: int) -> list[Request]:
 
 
 def parallel_executor(
-    config: DecoderConfig, group: Lockstep, factory: DrafterFactory = NO_DRAFTER, **options: object
+    config: ModelSpec, group: Lockstep, factory: DrafterFactory = NO_DRAFTER, **options: object
 ) -> ParallelExecutor:
     placement = {"device": torch.device("cpu"), "dtype": torch.float32}
     models = []
@@ -90,7 +91,7 @@ def parallel_executor(
     return ParallelExecutor(models, limits_of(config), GraphOptions(**options))
 
 
-def single_executor(config: DecoderConfig, factory: DrafterFactory = NO_DRAFTER) -> GraphExecutor:
+def single_executor(config: ModelSpec, factory: DrafterFactory = NO_DRAFTER) -> GraphExecutor:
     decoder = Decoder.random(config, device="cpu", dtype=torch.float32)
     options = GraphOptions(prefill_token_budget=BUDGET)
     limits = limits_of(config)
@@ -126,9 +127,9 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
             rows.token[1::3] = 9
 
     verified: list[list[int]] = []
-    run = ExactForward.run
+    run = ForwardPass.run
 
-    def noting_run(forward: ExactForward) -> None:
+    def noting_run(forward: ForwardPass) -> None:
         verified.append(forward._rows.token.tolist())
         run(forward)
 
@@ -139,7 +140,7 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
     expected = run_scheduled(one, requests, prefill_token_budget=BUDGET)
     one.close()
     monkeypatch.setattr(NGramRoundDrafter, "propose", propose_on_each)
-    monkeypatch.setattr(ExactForward, "run", noting_run)
+    monkeypatch.setattr(ForwardPass, "run", noting_run)
     executor = parallel_executor(config, Lockstep(2, monkeypatch), NGramDrafterFactory(NGram(), (2,)))
     drafted: list[int] = []
     tokens = run_scheduled(

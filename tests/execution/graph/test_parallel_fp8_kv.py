@@ -15,9 +15,10 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.shard import Shard, cut_head, load_shard
+from drift_sdk.spec.model import ModelSpec
 from drift_sdk.steps import ExecutorLimits
 
 pytestmark = [pytest.mark.kernel, pytest.mark.interpreter]
@@ -30,7 +31,7 @@ SHAPES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "i
 class ScaledTensors:
     """Random weights, and scales that differ between heads."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: ModelSpec) -> None:
         self._tensors = random_tensors(config, device=CPU, dtype=torch.float32)
         self.location = self._tensors.location
         self.file, self.shape, self.get = self._tensors.file, self._tensors.shape, self._tensors.get
@@ -44,7 +45,7 @@ class ScaledTensors:
 
 
 def test_tokens_are_those_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DecoderConfig.from_hf(tiny_llama() | SHAPES)
+    config = read_spec(tiny_llama() | SHAPES)
     limits = ExecutorLimits(
         vocab_size=config.vocab_size, max_num_seqs=2, max_model_len=32, num_blocks=16, block_size=4
     )

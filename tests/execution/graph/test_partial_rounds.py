@@ -30,8 +30,8 @@ from drift_sdk.execution.eager.partial_rounds import PartialRounds, state_of
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.view_attention import ViewAttention
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.steps import (
@@ -65,7 +65,7 @@ KINDS: tuple[Verification, ...] = ("refresh", "partial", "partial", "refresh", "
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, DraftDecoder]:
     folder = tmp_path_factory.mktemp("models")
     (folder / "config.json").write_text(json.dumps(TARGET))
-    target = drawn_decoder(DecoderConfig.from_hf(TARGET), DEVICE, seed=3)
+    target = drawn_decoder(read_spec(TARGET), DEVICE, seed=3)
     make_draft("reference", folder / "draft", folder)
     return target, DraftDecoder.load(folder / "draft", target)
 
@@ -84,7 +84,7 @@ def graph_executor(
 
 
 def eager_executor(target: Decoder, factory: DrafterFactory, layout: ViewLayout = LAYOUT) -> EagerExecutor:
-    partial = PartialRounds(layout, target.config.num_layers)
+    partial = PartialRounds(layout, target.spec.num_layers)
     return EagerExecutor(target, LIMITS, factory.eager_drafter(target, LIMITS), partial=partial)
 
 
@@ -114,7 +114,7 @@ def rows_of(executor: GraphExecutor, num_positions: int) -> list[torch.Tensor]:
     num_blocks = -(-num_positions // LIMITS.block_size)
     return [
         each[:, :num_blocks].transpose(2, 3).flatten(1, 2)[:, :num_positions].clone()
-        for each in (cache.keys, cache.values)
+        for each in cache.groups[0]
     ]
 
 
@@ -148,7 +148,7 @@ def test_rounds_equal_those_of_the_eager_executor(models: tuple[Decoder, DraftDe
     assert len({tuple(blocks) for state in states for blocks in state.selected}) > 2
     num_positions = 44 + sum(len(each[0]) for each in expected)
     cache = eager._open_cache()
-    for found, rows in zip(rows_of(executor, num_positions), (cache.keys, cache.values), strict=True):
+    for found, rows in zip(rows_of(executor, num_positions), cache.tensors, strict=True):
         assert_near(found, rows[:, :num_positions], inner=TARGET["intermediate_size"], depth=4)
     executor.close()
 

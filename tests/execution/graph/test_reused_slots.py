@@ -12,8 +12,8 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
@@ -70,7 +70,7 @@ def graph_executor(decoder: Decoder, limits: ExecutorLimits) -> GraphExecutor:
 
 @pytest.mark.parametrize("ends_by_chunk", [True, False], ids=["chunk", "row"])
 def test_reused_slot_reports_logprobs_of_its_new_sequence(ends_by_chunk: bool) -> None:
-    config = DecoderConfig.from_hf(SHAPES)
+    config = read_spec(SHAPES)
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
     expected = first_output_after_reuse(EagerExecutor(decoder, LIMITS), ends_by_chunk=ends_by_chunk)
     executor = graph_executor(decoder, LIMITS)
@@ -119,7 +119,7 @@ def logprobs_of_preempted(executor: Executor) -> tuple[list[tuple[int, int | Non
 
 def test_step_of_a_preempted_sequence_has_its_own_logprobs() -> None:
     limits = ExecutorLimits(max_num_seqs=2, max_model_len=24, num_blocks=6, block_size=4, vocab_size=300)
-    config = DecoderConfig.from_hf(SHAPES)
+    config = read_spec(SHAPES)
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32)
     expected, num_preemptions = logprobs_of_preempted(EagerExecutor(decoder, limits))
     executor = graph_executor(decoder, limits)

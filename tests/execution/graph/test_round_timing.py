@@ -13,8 +13,8 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, time_rounds
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits
 
 IS_GPU = torch.cuda.is_available()
@@ -64,7 +64,7 @@ def test_round_cost_is_the_median() -> None:
 @pytest.mark.kernel
 def test_timing_rounds_does_not_change_tokens() -> None:
     decoder = Decoder.random(
-        DecoderConfig.from_hf(SHAPES), device="cuda" if IS_GPU else "cpu", dtype=torch.float32, seed=1
+        read_spec(SHAPES), device="cuda" if IS_GPU else "cpu", dtype=torch.float32, seed=1
     )
     requests = [([5, 6, 5, 6, 5], sampling_of(5, 4)), ([9, 8], sampling_of(2, 3))]
     tokens = []

@@ -15,8 +15,8 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 
@@ -29,7 +29,7 @@ BUDGET = 16
 
 def test_sequences_that_share_a_prefix_get_the_bits_of_each_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences with 144 tokens in common, and a fourth in the slot of one that has ended."""
-    config = DecoderConfig.from_hf(tiny_llama(max_position_embeddings=192))
+    config = read_spec(tiny_llama(max_position_embeddings=192))
     decoder = Decoder.random(config, device="cuda" if IS_GPU else "cpu", dtype=torch.float32, seed=1)
     prefix = [(7 * index) % 61 + 3 for index in range(144)]
     prompts = [[*prefix, 5 + index] for index in range(4)]

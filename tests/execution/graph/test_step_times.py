@@ -11,8 +11,8 @@ from scheduled_run import run_scheduled, sampling_of
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.steps import ExecutorLimits
 
 pytestmark = [
@@ -65,7 +65,7 @@ class CountedDevice(InterpretedDevice):
 
 def test_time_between_steps_is_measured() -> None:
     """Steps are launched ahead, and events are used again."""
-    decoder = Decoder.random(DecoderConfig.from_hf(CONFIG), device="cpu", dtype=torch.float32, seed=1)
+    decoder = Decoder.random(read_spec(CONFIG), device="cpu", dtype=torch.float32, seed=1)
     options = GraphOptions(prefill_token_budget=8)
     executor = GraphExecutor(CountedDevice(), decoder, LIMITS, TunedTable(), options)
     assert executor.is_done

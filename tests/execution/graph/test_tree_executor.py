@@ -23,8 +23,8 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import Executor, ExecutorLimits
 from perf.harness.manual_driver import ManualDriver
@@ -45,7 +45,7 @@ DYNAMIC = DynamicTree(top_k=3, depth=3, num_draft_tokens=7)
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, DraftDecoder]:
     folder = tmp_path_factory.mktemp("models")
     (folder / "config.json").write_text(json.dumps(TARGET))
-    target = drawn_decoder(DecoderConfig.from_hf(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
+    target = drawn_decoder(read_spec(TARGET), "cuda" if IS_GPU else "cpu", seed=3)
     make_draft("reference", folder / "draft", folder)
     return target, DraftDecoder.load(folder / "draft", target)
 

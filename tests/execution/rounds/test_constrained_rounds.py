@@ -30,8 +30,8 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
@@ -241,7 +241,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    config = DecoderConfig.from_hf(SHAPES)
+    config = read_spec(SHAPES)
     return drawn_decoder(config, "cuda" if IS_GPU else "cpu", seed=1)
 
 

@@ -30,10 +30,12 @@ from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.rounds import eagle as eagle_rounds
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
+from drift_sdk.families import read_spec
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.decoder_config import DecoderConfig
 from drift_sdk.models.draft_weights import DraftForm
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.spec.model import NormKind
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees.growth import DraftLimit
 
@@ -63,15 +65,17 @@ class Pair:
         folder: Path,
         block_size: int = 4,
         *,
-        has_offset_norms: bool = False,
+        norm_kind: NormKind = "rounded",
         form: DraftForm = "expanded",
         **sizes: int,
     ) -> None:
-        """form: of the draft's weights. sizes: those that are not TARGET's."""
+        """norm_kind: of the target's final norm. form: of the draft's weights. sizes: those that are not
+        TARGET's."""
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(TARGET | sizes))
-        config = structs.replace(DecoderConfig.from_hf(TARGET | sizes), has_offset_norms=has_offset_norms)
-        target = Decoder.random(config, device=DEVICE, dtype=torch.float32)
+        spec = read_spec(TARGET | sizes)
+        spec = structs.replace(spec, final_norm=structs.replace(spec.final_norm, kind=norm_kind))
+        target = Decoder.random(spec, device=DEVICE, dtype=torch.float32)
         make_draft(variant, folder / "draft", folder)
         draft, arranged = (DraftDecoder.load(folder / "draft", target, form=form) for _ in range(2))
         arrange_decoder(target, arranged)
@@ -99,7 +103,7 @@ class Pair:
         self.rounds.kv_cache.allocate(limits.num_blocks)
         self.generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(VOCAB_SIZE, (3, NUM_TOKENS), generator=self.generator)
-        shape = (len(draft.aux_layers) + 1, 3, NUM_TOKENS, config.hidden_size)
+        shape = (len(draft.aux_layers) + 1, 3, NUM_TOKENS, spec.hidden_size)
         self.features = torch.randn(shape, generator=self.generator)
         blocks = torch.randperm(limits.num_blocks, generator=self.generator).view(3, max_blocks)
         self.slots = []
@@ -236,7 +240,7 @@ class Pair:
             places = torch.arange(1, state.num_rows + 1, device=DEVICE)
             table = torch.tensor(slot.block_table, device=DEVICE)
             block, offset = table[places // size], places % size
-            for found, expected in ((cache.keys, eager._cache.keys), (cache.values, eager._cache.values)):
+            for found, expected in zip((cache.keys, cache.values), eager._cache.tensors, strict=True):
                 near(found[:, block, :, offset].transpose(0, 1), expected[:, block * size + offset])
             blocks = table[: state.num_rows // size]
             near(cache.block_features[blocks], eager._block_features[blocks])
@@ -284,7 +288,7 @@ def check(pair: Pair) -> None:
 )
 def test_state_and_drafts_equal_the_eager_drafter(variant: str, tmp_path: Path) -> None:
     # The final norm of the target makes the features where no projection does.
-    check(Pair(variant, tmp_path, has_offset_norms=variant == "final hidden"))
+    check(Pair(variant, tmp_path, norm_kind="offset" if variant == "final hidden" else "rounded"))
 
 
 @torch.inference_mode()
@@ -319,7 +323,9 @@ def test_long_blocks_and_many_rows_equal_the_eager_drafter(
 def test_quantised_draft_equals_the_eager_drafter(tmp_path: Path) -> None:
     pair = Pair("reference", tmp_path, form="fp8", hidden_size=64)
     weights = pair.arranged.weights
-    matrices = weights.fc, weights.layers[0].qkv, weights.layers[0].gate_up
+    layer = weights.layers[0]
+    assert isinstance(layer.channel, MlpWeights)
+    matrices = weights.fc, layer.mixer.qkv, layer.channel.gate_up
     assert all(isinstance(matrix, KernelWeight) for matrix in matrices)
     pair.prefill([(0, 0, 5)], num_rows=5)
     pair.round(2, [(0, 2, 2)])

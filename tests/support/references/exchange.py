@@ -19,6 +19,7 @@ def add_norm_across_reference(
     eps: float,
     bias: Tensor | None = None,
     delta_norm: Tensor | None = None,
+    delta_eps: float | None = None,
     delta_multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
 ) -> tuple[Tensor, Tensor]:
@@ -33,6 +34,7 @@ def add_norm_across_reference(
         eps=eps,
         bias=bias,
         delta_norm=delta_norm,
+        delta_eps=delta_eps,
         delta_multiplier=delta_multiplier,
         norm_kind=norm_kind,
     )

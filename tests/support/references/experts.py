@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
+from drift_sdk.spec.model import Router
+
+LOWEST = torch.finfo(torch.float32).min
 
 
 def expert_multiply_reference(
@@ -58,9 +61,10 @@ def choose_experts_reference(
     bias: Tensor | None,
     row_slot: Tensor,
     num_active: int,
+    router: Router,
     *,
-    is_normalised: bool,
     dtype: torch.dtype,
+    correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (experts [R, K] int32, shares [R, K] fp32) as `choose_experts` writes them.
 
@@ -74,11 +78,34 @@ def choose_experts_reference(
         total = total + bias.to(torch.float32)
 
     total = total.to(dtype).to(torch.float32)
-    known = total.nan_to_num(nan=torch.finfo(torch.float32).min)
+    scores = values = total.sigmoid() if router.kind == "sigmoid" else total
+    if correction_bias is not None:
+        scores = values + correction_bias
+
+    known = scores.nan_to_num(nan=LOWEST, posinf=torch.inf, neginf=LOWEST)
+    if router.num_groups > 1:
+        known = without_closed_groups(known, router)
+
     order = known.sort(dim=1, descending=True, stable=True).indices[:, :num_active]
-    shares = total.gather(1, order).softmax(dim=1) if is_normalised else total.softmax(dim=1).gather(1, order)
+    chosen = values.gather(1, order)
+    if router.kind == "sigmoid":
+        norm = chosen.sum(dim=1, keepdim=True) + 1e-20 if router.is_normalised else 1.0
+        shares = chosen / norm * router.scale
+    else:
+        shares = chosen.softmax(dim=1) if router.is_normalised else total.softmax(dim=1).gather(1, order)
+
     is_padding = (row_slot < 0)[:, None]
     return order.to(torch.int32).masked_fill(is_padding, -1), shares.masked_fill(is_padding, 0.0)
+
+
+def without_closed_groups(scores: Tensor, router: Router) -> Tensor:
+    """Return scores [R, E] with -inf for the experts of all but the groups that take part."""
+    groups = scores.view(scores.shape[0], router.num_groups, -1)
+    sums = groups.topk(2, dim=2).values.sum(dim=2).clamp(min=LOWEST)
+    order = sums.sort(dim=1, descending=True, stable=True).indices
+    is_closed = torch.ones_like(sums, dtype=torch.bool)
+    is_closed.scatter_(1, order[:, : router.num_active_groups], False)
+    return groups.masked_fill(is_closed[:, :, None], -torch.inf).flatten(1)
 
 
 def list_rows_reference(experts: Tensor, num_experts: int) -> list[list[int]]:

@@ -25,12 +25,16 @@ def embed_norm_reference(
     weight: Tensor,
     *,
     eps: float,
+    embedding_eps: float | None = None,
     multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
 ) -> tuple[Tensor, Tensor]:
     """Return (hidden, normed) as `embed_norm` writes them, in new tensors."""
     is_live = ((row_token >= 0) & (row_slot >= 0))[:, None]
     hidden = torch.where(is_live, embedding[row_token.clamp(min=0).to(torch.int64)], 0) * multiplier
+    if embedding_eps is not None:
+        hidden = F.rms_norm(hidden.to(torch.float32), hidden.shape[-1:], eps=embedding_eps).to(hidden.dtype)
+
     normed = rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
     return hidden, torch.where(is_live, normed, 0)
 
@@ -41,6 +45,15 @@ def glu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     return activate_reference(gate, activation) * up
 
 
+def gate_rows_reference(x: Tensor, weight: Tensor, activated: Tensor) -> Tensor:
+    """Return activated [R, I] times the sigmoid of x [R, H] . weight [H].
+
+    The logit, its sigmoid and the product are each rounded to the storage type.
+    """
+    logit = (x.to(torch.float32) @ weight.to(torch.float32)).to(x.dtype)
+    return activated * logit.sigmoid()[:, None]
+
+
 def add_norm_reference(
     hidden: Tensor,
     delta: Tensor | None,
@@ -49,6 +62,7 @@ def add_norm_reference(
     eps: float,
     bias: Tensor | None = None,
     delta_norm: Tensor | None = None,
+    delta_eps: float | None = None,
     delta_multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +74,9 @@ def add_norm_reference(
 
         total = total.to(hidden.dtype)
         if delta_norm is not None:
-            total = rms_norm_reference(total, delta_norm, eps, norm_kind=norm_kind)
+            total = rms_norm_reference(
+                total, delta_norm, eps if delta_eps is None else delta_eps, norm_kind=norm_kind
+            )
 
         hidden = hidden + total * delta_multiplier
 
@@ -102,6 +118,7 @@ def rotate_and_store_reference(
     eps: float = 0.0,
     norm_kind: NormKind = "rounded",
     row_kv_slot: Tensor | None = None,
+    query_scale: Tensor | None = None,
 ) -> None:
     """Write what `rotate_and_store` writes, row by row."""
     num_rows, num_heads, head_dim = query_out.shape
@@ -133,6 +150,8 @@ def rotate_and_store_reference(
                 rotated = _rotated(key[row], cos[position], sin[position])
             else:
                 query_out[row], rotated = query[row], key[row]
+            if query_scale is not None:
+                query_out[row] *= query_scale[position]
             _put(kv.keys[block, :, place], rotated, kv.key_scale)
             _put(kv.values[block, :, place], value[row], kv.value_scale)
 
@@ -152,3 +171,14 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[0]
     low, high, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
     return torch.cat((low * cos + high * -sin, high * cos + low * sin, rest), dim=-1)
+
+
+def gate_attention_reference(attended: Tensor, gate: Tensor) -> Tensor:
+    """Return attended [R, W] times sigmoid(gate), each rounded to the storage type."""
+    total = gate if gate.dim() == 2 else _sum_in_order(gate)
+    return attended * torch.sigmoid(total.to(attended.dtype))
+
+
+def soft_cap_reference(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap) in the type of logits."""
+    return cap * torch.tanh(logits / cap)

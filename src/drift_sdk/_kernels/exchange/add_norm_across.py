@@ -93,6 +93,7 @@ def _add_norm_across(
     normed_ptr,  # [R, SIZE], storage type
     aux_hidden_ptr,  # [R, SIZE], storage type: a copy of the updated hidden; or None
     eps,
+    delta_eps,  # or None: eps
     hidden_stride,
     parts_offset,  # bytes from a block's beginning to parts
     parts_rank_stride,
@@ -160,7 +161,7 @@ def _add_norm_across(
                 total += part
 
     x = add_total(
-        x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps,
+        x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps if delta_eps is None else delta_eps,
         SIZE, DELTA_MULTIPLIER, NORM_KIND,
     )  # fmt: skip
     tl.store(hidden_ptrs, x, mask=column_mask)
@@ -181,6 +182,7 @@ def add_norm_across(
     bias: Tensor | None = None,
     aux_hidden: Tensor | None = None,
     delta_norm: Tensor | None = None,
+    delta_eps: float | None = None,
     delta_multiplier: float = 1.0,
     normed_multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
@@ -214,6 +216,7 @@ def add_norm_across(
         normed_ptr=normed,
         aux_hidden_ptr=aux_hidden,
         eps=eps,
+        delta_eps=delta_eps,
         hidden_stride=hidden.stride(0),
         parts_offset=memory.offset(delta.parts),
         parts_rank_stride=delta.parts.stride(0),

@@ -1,8 +1,9 @@
 """Routing in one launch of CUDA C++: the router's product, and what routing.py does with it.
 
-For a decode pass of up to LISTED_ROWS rows, three launches become one; for more rows, `list_rows` follows.
-The CTAs of a cluster have 16 experts each, and write their logits to each other's shared memory: they wait
-for each other, but not for a launch. There are no atomic operations, and lists have a fixed order.
+It is for routers of the kind "softmax". For a decode pass of up to LISTED_ROWS rows, three launches become
+one; for more rows, `list_rows` follows. The CTAs of a cluster have 16 experts each, and write their logits to
+each other's shared memory: they wait for each other, but not for a launch. There are no atomic operations,
+and lists have a fixed order.
 
 Order of summation: warps take chunks by turns as in cuda_products.py. It is the same for any number of
 rows, and another than that of gemm.py.
@@ -21,6 +22,7 @@ from drift_sdk._kernels.common.kernel_access import KernelAccess
 from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.experts.cuda_products import FILES, NUM_THREADS
 from drift_sdk._kernels.experts.routing import ExpertRows, check_rows, list_rows
+from drift_sdk.spec.model import Router
 
 __all__ = ["LISTED_ROWS", "cuda_route", "has_cuda_route"]
 
@@ -31,10 +33,15 @@ CTA_EXPERTS, MAX_CTAS, MAX_ACTIVE = 16, 8, 16
 COLUMN_ALIGNMENT = 8
 
 
-def has_cuda_route(weight: Tensor, num_active: int) -> bool:
-    """Whether `cuda_route` routes with a router's weight [E, K]."""
+def has_cuda_route(weight: Tensor, num_active: int, router: Router) -> bool:
+    """Whether `cuda_route` routes with a router's weight [E, K]: never for sigmoids."""
     num_experts, inner = weight.shape
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or inner % COLUMN_ALIGNMENT:
+    if (
+        router.kind != "softmax"
+        or weight.device.type != "cuda"
+        or weight.dtype != torch.bfloat16
+        or inner % COLUMN_ALIGNMENT
+    ):
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.

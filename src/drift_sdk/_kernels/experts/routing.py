@@ -1,11 +1,19 @@
 """Routing of rows to experts, and for each expert the list of its rows.
 
-    choose_experts: the K experts of a row with the largest logits, largest first, and their weights
+    choose_experts: the K experts of a row with the largest scores, largest first, and their weights
     list_rows:      the pairs (row, rank) of each expert, in ascending order of rows
 
-A pair is the number row * K + rank: the rank-th expert of a row. Of equal logits, that of the lower expert
-comes first; NaN counts as the lowest number, so that a row always has K different experts, and its weights
-are NaN. A padding row has no experts (-1).
+Scores and weights, of logits l, by the kind of router:
+
+    softmax:  the score of an expert is l; weights are softmax(l), over the chosen or over all experts
+    sigmoid:  the score is sigmoid(l) + correction_bias; weights are sigmoid(l), divided by
+              (their sum over the chosen + 1e-20) where they are normalised, times the router's scale
+
+Groups of experts: only experts of the groups with the largest sums of two scores are chosen.
+
+A pair is the number row * K + rank: the rank-th expert of a row. Of equal scores, that of the lower expert
+or group comes first; NaN counts as the lowest number, so that a row always has K different experts, and the
+weights that are made of it are NaN. A padding row has no experts (-1).
 
 Grid: `_choose_experts` (rows): a program owns a row. `_list_rows` (experts): a program owns an expert's list,
 and reads the experts of all pairs. Neither uses atomics: lists have a fixed order.
@@ -26,9 +34,11 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
+from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk.spec.model import Router
 
 __all__ = [
     "ExpertRows",
@@ -41,6 +51,9 @@ MAX_BLOCK_PAIRS, WARP_PAIRS = 1_024, 256
 """The most pairs that a program of `_list_rows` reads at a time, and those of a warp: 8 for each thread."""
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+NORM_OFFSET = tl.constexpr(1e-20)
+"""Added to the sum of sigmoids by which they are divided, as in the models: all of them may be 0."""
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -88,10 +101,43 @@ class ExpertRows(Struct, frozen=True):
         return self.counts.shape[0]
 
 
+@device_function
+def _close_groups(
+    key,  # [PADDED_EXPERTS] fp32: scores, none below LOWEST
+    expert,  # [PADDED_EXPERTS]
+    NUM_EXPERTS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    NUM_ACTIVE_GROUPS: tl.constexpr,
+):
+    """Return the key with -inf for the experts of all but the best groups."""
+    group = expert // (NUM_EXPERTS // NUM_GROUPS)
+    group_range = tl.arange(0, PADDED_GROUPS)
+    group_key = tl.full((PADDED_GROUPS,), -float("inf"), tl.float32)
+    for group_index in tl.static_range(NUM_GROUPS):
+        members = tl.where(group == group_index, key, -float("inf"))
+        largest = tl.max(members, axis=0)
+        first = tl.min(tl.where(members == largest, expert, PADDED_EXPERTS), axis=0)
+        second = tl.max(tl.where(expert == first, -float("inf"), members), axis=0)
+        known = tl.maximum(largest + second, LOWEST)  # two of the lowest add up to -inf
+        group_key = tl.where(group_range == group_index, known, group_key)
+
+    is_open = expert < 0  # none
+    for _ in tl.static_range(NUM_ACTIVE_GROUPS):
+        best = tl.max(group_key, axis=0)
+        first = tl.min(tl.where(group_key == best, group_range, PADDED_GROUPS), axis=0)
+        group_key = tl.where(group_range == first, -float("inf"), group_key)
+        is_open = is_open | (group == first)
+
+    return tl.where(is_open, key, -float("inf"))
+
+
 @kernel
 def _choose_experts(
     logits_ptr,  # [NUM_SLICES, R, NUM_EXPERTS] fp32: partial sums
-    bias_ptr,  # [NUM_EXPERTS], storage type; or None
+    bias_ptr,  # [NUM_EXPERTS], DTYPE; or None
+    correction_ptr,  # [NUM_EXPERTS] fp32: added to sigmoids for the choice; or None
     row_slot_ptr,  # [R] int32
     experts_ptr,  # [R, NUM_ACTIVE] int32, written
     shares_ptr,  # [R, NUM_ACTIVE] fp32, written
@@ -101,8 +147,13 @@ def _choose_experts(
     PADDED_EXPERTS: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     PADDED_ACTIVE: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,  # weights of the chosen experts add up to 1
-    DTYPE: tl.constexpr,  # the storage type, to which logits are rounded
+    NUM_GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    NUM_ACTIVE_GROUPS: tl.constexpr,
+    KIND: tl.constexpr,  # see router.py, as for IS_NORMALISED and SCALE
+    IS_NORMALISED: tl.constexpr,
+    SCALE: tl.constexpr,
+    DTYPE: tl.constexpr,  # to which logits are rounded
     PDL: tl.constexpr,
 ):
     """Program (row): one row."""
@@ -124,23 +175,40 @@ def _choose_experts(
             logits += tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
 
         logits = logits.to(DTYPE).to(tl.float32)
-        known = tl.where(logits > LOWEST, logits, LOWEST)  # NaN is not larger
+        if KIND == "sigmoid":
+            values = 1.0 / (1.0 + tl.exp(-logits))
+        else:
+            values = logits
+        scores = values
+        if correction_ptr is not None:
+            scores += tl.load(correction_ptr + expert, mask=is_expert, other=0.0)
+        known = tl.where(scores > LOWEST, scores, LOWEST)  # NaN is not larger
         key = tl.where(is_expert, known, -float("inf"))
+        if NUM_GROUPS > 1:
+            key = _close_groups(
+                key, expert, NUM_EXPERTS, PADDED_EXPERTS, NUM_GROUPS, PADDED_GROUPS, NUM_ACTIVE_GROUPS
+            )
         for rank in tl.static_range(NUM_ACTIVE):
             best = tl.max(key, axis=0)
             first = tl.min(tl.where(key == best, expert, PADDED_EXPERTS), axis=0)
             is_first = expert == first
             key = tl.where(is_first, -float("inf"), key)
             chosen = tl.where(rank_range == rank, first, chosen)
-            ranked = tl.where(rank_range == rank, tl.sum(tl.where(is_first, logits, 0.0), axis=0), ranked)
+            ranked = tl.where(rank_range == rank, tl.sum(tl.where(is_first, values, 0.0), axis=0), ranked)
 
-        highest = tl.max(ranked, axis=0)
-        exponentials = tl.exp(ranked - highest)
-        if IS_NORMALISED:
-            norm = tl.sum(exponentials, axis=0)
+        if KIND == "sigmoid":
+            if IS_NORMALISED:
+                total = tl.sum(tl.where(rank_range < NUM_ACTIVE, ranked, 0.0), axis=0)
+                ranked = ranked / (total + NORM_OFFSET)
+            ranked = ranked * SCALE
         else:
-            norm = tl.sum(tl.where(is_expert, tl.exp(logits - highest), 0.0), axis=0)
-        ranked = exponentials / norm
+            highest = tl.max(ranked, axis=0)
+            exponentials = tl.exp(ranked - highest)
+            if IS_NORMALISED:
+                norm = tl.sum(exponentials, axis=0)
+            else:
+                norm = tl.sum(tl.where(is_expert, tl.exp(logits - highest), 0.0), axis=0)
+            ranked = exponentials / norm
 
     pair = row * NUM_ACTIVE + rank_range
     is_rank = rank_range < NUM_ACTIVE
@@ -180,15 +248,17 @@ def choose_experts(
     bias: Tensor | None,
     row_slot: Tensor,
     rows: ExpertRows,
+    router: Router,
     *,
-    is_normalised: bool,
     dtype: torch.dtype,
+    correction_bias: Tensor | None = None,
 ) -> None:
     """Fill `rows.experts` and `rows.shares`.
 
     logits: fp32 partial sums [num_slices, R, E], added in order, then bias [E] of type `dtype`, then rounded
-    to `dtype`. row_slot: [R] int32, -1 for a padding row. is_normalised: the weights of the chosen experts
-    add up to 1; otherwise those of all experts do. Raises ValueError for another shape, type or layout.
+    to `dtype`, which is float32 for a router whose logits are not rounded. row_slot: [R] int32, -1 for a
+    padding row. correction_bias: [E] float32, for a router of sigmoids: added for the choice, and no part of
+    the weights. Raises ValueError for another shape, type or layout, and for groups without experts enough.
     """
     num_slices = logits.shape[0]
     num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
@@ -196,12 +266,15 @@ def choose_experts(
     check_range("num_active", num_active, 1, num_experts)
     check_tensor("logits", logits, (num_slices, num_rows, num_experts), torch.float32)
     check_tensors((num_experts,), dtype, bias=bias)
+    check_tensors((num_experts,), torch.float32, correction_bias=correction_bias)
+    _check_router(router, num_experts, num_active, correction_bias)
     check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
     check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
     check_tensor("shares", rows.shares, (num_rows, num_active), torch.float32)
     _choose_experts[(num_rows,)](
         logits_ptr=logits,
         bias_ptr=bias,
+        correction_ptr=correction_bias,
         row_slot_ptr=row_slot,
         experts_ptr=rows.experts,
         shares_ptr=rows.shares,
@@ -211,11 +284,33 @@ def choose_experts(
         PADDED_EXPERTS=next_power_of_2(num_experts),
         NUM_ACTIVE=num_active,
         PADDED_ACTIVE=next_power_of_2(num_active),
-        IS_NORMALISED=is_normalised,
+        NUM_GROUPS=router.num_groups,
+        PADDED_GROUPS=next_power_of_2(router.num_groups),
+        NUM_ACTIVE_GROUPS=router.num_active_groups,
+        KIND=router.kind,
+        IS_NORMALISED=router.is_normalised,
+        SCALE=router.scale,
         DTYPE=TRITON_DTYPES[dtype],
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),
+    )
+
+
+def _check_router(router: Router, num_experts: int, num_active: int, correction_bias: Tensor | None) -> None:
+    if router.kind == "softmax" and correction_bias is not None:
+        raise ValueError("correction_bias: given for softmax: expected None")
+
+    if router.num_groups == 1 == router.num_active_groups:
+        return
+
+    check_range("num_groups", router.num_groups, 1, num_experts // 2)  # a group has two scores to add
+    if num_experts % router.num_groups:
+        raise ValueError(f"num_groups={router.num_groups}: expected a divisor of {num_experts} experts")
+
+    group_size = num_experts // router.num_groups
+    check_range(
+        "num_active_groups", router.num_active_groups, -(-num_active // group_size), router.num_groups
     )
 
 

@@ -1,6 +1,7 @@
 """Rows of the embedding as the residual stream, and its first norm.
 
     hidden[r] = embedding[row_token[r]] * multiplier
+    hidden[r] = rms_norm(hidden[r])                                      where its epsilon is given
     normed[r] = rms_norm(hidden[r]) * normed_multiplier * weight
 
 Grid: (rows). A program owns one row, in registers.
@@ -34,6 +35,7 @@ def _embed_norm(
     hidden_ptr,  # [R, SIZE], storage type
     normed_ptr,  # [R, SIZE], storage type
     eps,
+    embedding_eps,  # or None
     hidden_stride,
     normed_stride,
     SIZE: tl.constexpr,  # hidden size
@@ -56,6 +58,10 @@ def _embed_norm(
     x = tl.load(embedding_ptr + token * SIZE + column, mask=live_mask, other=0.0)
     if MULTIPLIER != 1.0:
         x = (x.to(tl.float32) * MULTIPLIER).to(x.dtype)
+    if embedding_eps is not None:
+        embedded = x.to(tl.float32)
+        embedded *= inverse_rms(tl.sum(embedded * embedded, axis=0), SIZE, embedding_eps)
+        x = tl.where(is_live, embedded, 0.0).to(x.dtype)
     tl.store(hidden_ptr + row * hidden_stride + column, x, mask=column_mask)
     wide = x.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
@@ -75,6 +81,7 @@ def embed_norm(
     normed: Tensor,
     *,
     eps: float,
+    embedding_eps: float | None = None,
     multiplier: float = 1.0,
     normed_multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
@@ -82,6 +89,7 @@ def embed_norm(
     """hidden = embedding[row_token] * multiplier, normed = rms_norm(hidden) * normed_multiplier * weight.
 
     row_token, row_slot: [R] int32; rows with a negative token or slot get zeros in both outputs.
+    embedding_eps: hidden is normalised with it, without a weight, after the multiplier; None: it is not.
     embedding [V, H], weight [H], hidden and normed [R, H]: in the storage type. Rows of hidden and normed may
     have any stride. Raises ValueError for another shape, type or layout.
     """
@@ -101,6 +109,7 @@ def embed_norm(
         hidden_ptr=hidden,
         normed_ptr=normed,
         eps=eps,
+        embedding_eps=embedding_eps,
         hidden_stride=hidden.stride(0),
         normed_stride=normed.stride(0),
         SIZE=size,

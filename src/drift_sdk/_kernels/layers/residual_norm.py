@@ -48,7 +48,7 @@ def add_total(
     bias,  # [PADDED_SIZE], storage type: what bias_ptr points to; without it anything
     delta_norm_ptr,  # [SIZE], storage type, or None
     delta_weight,  # [PADDED_SIZE], storage type: what delta_norm_ptr points to; without it anything
-    eps,
+    eps,  # of the norm of the delta
     SIZE: tl.constexpr,
     DELTA_MULTIPLIER: tl.constexpr,
     NORM_KIND: tl.constexpr,
@@ -93,6 +93,7 @@ def _add_norm(
     normed_ptr,  # [R, SIZE], storage type
     aux_hidden_ptr,  # [R, SIZE], storage type: a copy of the updated hidden; or None
     eps,
+    delta_eps,  # or None: eps
     hidden_stride,
     delta_slice_stride,
     delta_stride,
@@ -134,7 +135,7 @@ def _add_norm(
             total += tl.load(delta_ptrs + slice_index * delta_slice_stride, mask=column_mask, other=0.0)
 
         x = add_total(
-            x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps,
+            x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps if delta_eps is None else delta_eps,
             SIZE, DELTA_MULTIPLIER, NORM_KIND,
         )  # fmt: skip
         tl.store(hidden_ptrs, x, mask=column_mask)
@@ -156,6 +157,7 @@ def add_norm(
     bias: Tensor | None = None,
     aux_hidden: Tensor | None = None,
     delta_norm: Tensor | None = None,
+    delta_eps: float | None = None,
     delta_multiplier: float = 1.0,
     normed_multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
@@ -168,6 +170,7 @@ def add_norm(
     then bias [H] (storage type) if given, then rounded to the storage type; or None for the norm alone.
     Beside a delta, which a product made right before, hidden must be older than that product.
     delta_norm [H] in the storage type, if given: delta is normalised, and weighed by it, before it is added.
+    delta_eps: of the norm of delta; None: eps.
     delta_multiplier: delta is multiplied by it, after its norm.
     normed_multiplier: applied before the first rounding of `normed`. norm_kind: see rms_norm.py.
     aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
@@ -199,6 +202,7 @@ def add_norm(
         normed_ptr=normed,
         aux_hidden_ptr=aux_hidden,
         eps=eps,
+        delta_eps=delta_eps,
         hidden_stride=hidden.stride(0),
         delta_slice_stride=slices.slice_stride,
         delta_stride=0 if delta is None else delta.stride(-2),

@@ -3,6 +3,7 @@
     x = sum of slices of qkv[r] + bias                          heads of queries, then of keys, then of values
     x = rms_norm(x) * norm                                      queries and keys, where norms are given
     low', high' = low * cos - high * sin, high * cos + low * sin         queries and keys: rotated halves
+    x = x * query_scale[position[r]]                            queries, where scales are given
 
 The first 2 * HALF elements of a head are rotated, which are all of it in most models; the rest stays as it
 is. Without cosines and sines nothing is rotated.
@@ -14,17 +15,17 @@ In a cache of e4m3, what would be stored is divided by the scale of its head and
 e4m3.py, also for the order of dimensions.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type.
-Every product and sum of the rotation is rounded to the storage type. The order in which the squares of a head
-are added follows from the shape of a program. This shape depends on the size of heads, not on their number,
-which is smaller where a model is divided between GPUs.
+Every product and sum of the rotation is rounded to the storage type, and so is the product with the scale of
+a position. The order in which the squares of a head are added follows from the shape of a program. This shape
+depends on the size of heads, not on their number, which is smaller where a model is divided between GPUs.
 
 Bytes: a row of (num_heads + 2 * num_kv_heads) * head_dim, NUM_SLICES times in fp32 or once in the storage
 type, in, and once in the storage type out. Cosines and sines are read from tables: the GPU's fast
 instructions for them are wrong at large angles.
 
 Dependent launch: the kernel always follows the product that made qkv, so it permits its dependents to start
-at once. Before it waits, it reads biases and norms, which never change, and rows, their places, block table,
-cosines and sines, which are older than the product.
+at once. Before it waits, it reads biases, norms and scales of queries, which never change, and rows, their
+places, block table, cosines and sines, which are older than the product.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def _rotate_and_store(
     key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     value_scale_ptr,  # as key_scale_ptr
     row_kv_slot_ptr,  # [R] int64, or None
+    query_scale_ptr,  # [max_positions], storage type, or None
     eps,
     qkv_slice_stride,
     qkv_stride,
@@ -182,6 +184,8 @@ def _rotate_and_store(
     if cos_ptr is not None:
         cosines = tl.load(cos_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
         sines = tl.load(sin_ptr + angle_offset, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    if query_scale_ptr is not None:
+        query_scale = tl.load(query_scale_ptr + position).to(tl.float32)
     if PADDED_REST > 0:
         rest_dim = tl.arange(0, PADDED_REST)
         is_rest = rest_dim < HEAD_DIM - 2 * HALF
@@ -223,6 +227,11 @@ def _rotate_and_store(
             stored_high = _rotate(high, cosines, low, sines, DTYPE)
 
     if is_query:
+        if query_scale_ptr is not None:
+            stored_low = (stored_low.to(tl.float32) * query_scale).to(DTYPE)
+            stored_high = (stored_high.to(tl.float32) * query_scale).to(DTYPE)
+            if PADDED_REST > 0:
+                rest *= query_scale
         out_ptrs = query_out_ptr + row * NUM_HEADS * HEAD_DIM + element_offset
         tl.store(out_ptrs, tl.where(slot < 0, 0.0, stored_low), mask=element_mask)
         tl.store(out_ptrs + HALF, tl.where(slot < 0, 0.0, stored_high), mask=element_mask)
@@ -263,6 +272,7 @@ def rotate_and_store(
     eps: float = 0.0,
     norm_kind: NormKind = "rounded",
     row_kv_slot: Tensor | None = None,
+    query_scale: Tensor | None = None,
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
@@ -278,6 +288,8 @@ def rotate_and_store(
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
     norm_kind: of both, see rms_norm.py.
     row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
+    query_scale: [max_positions] in the storage type: queries are multiplied by the number at the position of
+    their row, after the rotation and its rounding, and rounded again.
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
@@ -285,6 +297,10 @@ def rotate_and_store(
     )
     num_rows, num_heads, head_dim = query_out.shape
     check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
+    if query_scale is not None:
+        max_positions = query_scale.numel() if cos is None else cos.shape[0]
+        check_tensor("query_scale", query_scale, (max_positions,), query_out.dtype)
+
     is_e4m3, num_kv_heads = kv.keys.dtype == E4M3, kv.num_heads
     half = head_dim // 2 if cos is None else cos.shape[1]
     padded_half, rest = next_power_of_2(half), head_dim - 2 * half
@@ -308,6 +324,7 @@ def rotate_and_store(
         key_scale_ptr=kv.key_scale,
         value_scale_ptr=kv.value_scale,
         row_kv_slot_ptr=row_kv_slot,
+        query_scale_ptr=query_scale,
         eps=eps,
         qkv_slice_stride=slices.slice_stride,
         qkv_stride=qkv.stride(-2),

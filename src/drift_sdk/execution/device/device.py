@@ -156,7 +156,7 @@ class GpuDevice:
     """
 
     def __init__(self, index: int) -> None:
-        self.torch_device = torch.device("cuda", index)
+        self.torch_device: torch.device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         torch.cuda.current_stream()  # makes torch's context, which cuda.core then shares
         self._device = CudaDevice(index)

@@ -30,8 +30,8 @@ class Results:
     __slots__ = ("is_pending", "words")
 
     def __init__(self, words: Words) -> None:
-        self.words = words
-        self.is_pending = True
+        self.words: Words = words
+        self.is_pending: bool = True
 
 
 class RingSizes(Struct, frozen=True, kw_only=True):
@@ -78,13 +78,15 @@ class Ring:
             return torch.full(shape, -1, dtype=torch.int32, pin_memory=is_pinned)
 
         num_entries = sizes.num_entries
-        self.max_updates = sizes.max_updates
-        self.input = pinned(num_entries, HEADER_WORDS + 2 * sizes.max_updates + sizes.payload_words)
-        self.output = pinned(num_entries, sizes.record_words)
-        self.masks = pinned(num_entries, sizes.max_slots, sizes.mask_words)
-        self.draft_masks = pinned(sizes.num_draft_masks, sizes.mask_words)
-        self.next_index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
-        self.current = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        self.max_updates: int = sizes.max_updates
+        self.input: torch.Tensor = pinned(
+            num_entries, HEADER_WORDS + 2 * sizes.max_updates + sizes.payload_words
+        )
+        self.output: torch.Tensor = pinned(num_entries, sizes.record_words)
+        self.masks: torch.Tensor = pinned(num_entries, sizes.max_slots, sizes.mask_words)
+        self.draft_masks: torch.Tensor = pinned(sizes.num_draft_masks, sizes.mask_words)
+        self.next_index: torch.Tensor = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        self.current: torch.Tensor = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self.input[:, 0] = 0
         # Parts of each entry, so that no views are made while replays are launched.
         self._input: list[Words] = list(self.input.numpy())
@@ -189,7 +191,7 @@ class PayloadBuffer:
         """slot_words: the slot table's arena, to which updates are applied. num_words: of the largest
         payload."""
         self._ring, self._slot_words = ring, slot_words
-        self.words = torch.full((num_words,), -1, dtype=torch.int32, device=slot_words.device)
+        self.words: torch.Tensor = torch.full((num_words,), -1, dtype=torch.int32, device=slot_words.device)
 
     def enter(self, num_words: int) -> None:
         """Record the first kernel of a step: it applies the entry's updates to the slot table and copies the

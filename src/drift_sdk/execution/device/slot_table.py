@@ -114,20 +114,20 @@ class SlotTable:
                 f"at most {most} with a vocabulary of {vocab_size} and a context of {limits.max_model_len}",
             )
 
-        self.words = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        self.words: torch.Tensor = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         self._widths = widths
         self._starts = dict(zip(widths, [0, *ends], strict=False))
         table = {
             name: self._part(name).view(COLUMNS[name]) if name in COLUMNS else self._part(name)
             for name in widths
         }
-        self.block_table = table.pop("block_table").view(num_slots, max_blocks)
-        self.history = table.pop("history").view(num_slots, -1)
-        self.ngram_score = table.pop("ngram_score")
+        self.block_table: torch.Tensor = table.pop("block_table").view(num_slots, max_blocks)
+        self.history: torch.Tensor = table.pop("history").view(num_slots, -1)
+        self.ngram_score: torch.Tensor = table.pop("ngram_score")
         self.dropped, self.pending = table.pop("dropped"), table.pop("pending")
         state = {name: table.pop(name) for name in ("length", "last_token", "finish", "max_length")}
-        self.state = SlotState(**state)
-        self.columns = SlotColumns(
+        self.state: SlotState = SlotState(**state)
+        self.columns: SlotColumns = SlotColumns(
             bias=table.pop("bias").view(torch.float32).view(num_slots, vocab_size),
             counts=table.pop("counts").view(num_slots, vocab_size),
             **{name: table.pop(name).view(num_slots, num_words)

@@ -25,8 +25,8 @@ class HybridState:
     __slots__ = ("drafts", "history", "score")
 
     def __init__(self, history: NGramHistory) -> None:
-        self.history = history
-        self.score = 0
+        self.history: NGramHistory = history
+        self.score: int = 0
         self.drafts: tuple[Sequence[int], Sequence[int]] | None = None
 
 

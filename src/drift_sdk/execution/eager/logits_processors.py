@@ -41,17 +41,17 @@ class LogitsProcessors:
         sampling = assignment.sampling
         self.sampling = sampling
         self.constraint = assignment.constraint
-        self.stop_ids = tensor(sampling.stop_token_ids, torch.int64)
-        self.bias_ids = tensor([token_id for token_id, _ in sampling.logit_bias], torch.int64)
-        self.bias = tensor([addend for _, addend in sampling.logit_bias], torch.float32)
+        self.stop_ids: torch.Tensor = tensor(sampling.stop_token_ids, torch.int64)
+        self.bias_ids: torch.Tensor = tensor([token_id for token_id, _ in sampling.logit_bias], torch.int64)
+        self.bias: torch.Tensor = tensor([addend for _, addend in sampling.logit_bias], torch.float32)
         self.is_allowed: Tensor | None = None
         if sampling.allowed_token_ids is not None:
             self.is_allowed = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.is_allowed[tensor(sampling.allowed_token_ids, torch.int64)] = True
 
         num_counted = vocab_size if sampling.has_penalties else 0
-        self.is_in_prompt = torch.zeros(num_counted, dtype=torch.bool, device=device)
-        self.output_counts = torch.zeros(num_counted, dtype=torch.int32, device=device)
+        self.is_in_prompt: torch.Tensor = torch.zeros(num_counted, dtype=torch.bool, device=device)
+        self.output_counts: torch.Tensor = torch.zeros(num_counted, dtype=torch.int32, device=device)
         self.count(assignment.cached_token_ids, 0)
         self.begin_step()
 

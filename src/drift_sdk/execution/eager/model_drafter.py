@@ -28,7 +28,7 @@ class ModelState:
     __slots__ = ("hidden", "num_rows")
 
     def __init__(self) -> None:
-        self.num_rows = 0
+        self.num_rows: int = 0
         self.hidden: Tensor | None = None
 
 

@@ -29,7 +29,7 @@ class ViewState:
 
     def __init__(self) -> None:
         self.pending: list[int] = []
-        self.dropped = 0
+        self.dropped: int = 0
         self.selected: list[list[int]] = []
 
 

@@ -194,12 +194,12 @@ def error_of_acceptance(rows: SlotRows, output: SlotOutput, path: Sequence[int])
 def is_copied(cache: KVCache, source: int, target: int) -> bool:
     """Whether two rows of the cache are equal, in all layers."""
     return source == target or all(
-        torch.equal(tensor[:, source], tensor[:, target]) for tensor in (cache.keys, cache.values)
+        torch.equal(tensor[:, source], tensor[:, target]) for tensor in cache.tensors
     )
 
 
 def poison(cache: KVCache, kv_slots: Sequence[int]) -> None:
     """Overwrite rows of the cache with NaN, in all layers."""
     if kv_slots:
-        for tensor in (cache.keys, cache.values):
+        for tensor in cache.tensors:
             tensor[:, list(kv_slots)] = float("nan")

@@ -41,16 +41,16 @@ class Slot:
     )
 
     def __init__(self, sampling: SlotSampling, rules: LogitsProcessors | None = None) -> None:
-        self.sampling = sampling
-        self.rules = rules
+        self.sampling: SlotSampling = sampling
+        self.rules: LogitsProcessors | None = rules
         self.draft: object = None
         self.ngrams: object = None
         self.view: object = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_table: list[int] = []
-        self.length = 0
-        self.last_token = -1
-        self.is_finished = False
+        self.length: int = 0
+        self.last_token: int = -1
+        self.is_finished: bool = False
 
     def place_blocks(self, first_index: int, block_ids: tuple[int, ...]) -> None:
         """Set the entries of the block table from `first_index` on; later ones belonged to blocks that were

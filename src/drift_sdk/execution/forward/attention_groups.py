@@ -73,7 +73,7 @@ class AttentionGroups:
         }
         num_bytes = sequence_bytes(shape, num_rows)
         most = scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
-        self.group_size = max(1, min(num_sequences, most // num_bytes))
+        self.group_size: int = max(1, min(num_sequences, most // num_bytes))
 
         def scratch(window: int) -> AttentionScratch:
             partitions = Partitions.of_window(window)
@@ -91,7 +91,9 @@ class AttentionGroups:
         # The window that needs most takes its memory first.
         windows = sorted(num_partitions, key=lambda window: -num_partitions[window])
         num_groups = -(-num_sequences // self.group_size)
-        self.scratches = {window: [scratch(window) for _ in range(num_groups)] for window in windows}
+        self.scratches: dict[int, list[AttentionScratch]] = {
+            window: [scratch(window) for _ in range(num_groups)] for window in windows
+        }
 
     @classmethod
     def of_model(
@@ -107,13 +109,14 @@ class AttentionGroups:
 
         block_table [S, max_blocks] int32: of slots whose shared prefixes are read once, or None.
         """
-        config = model.decoder.config
+        spec = model.decoder.spec
+        attention = spec.attention
         shape = AttentionShape(
-            num_kv_heads=config.num_kv_heads,
-            group=config.num_heads // config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=attention.num_kv_heads,
+            group=attention.group,
+            head_dim=attention.head_dim,
             max_num_keys=model.limits.max_model_len + 1,
-            windows=tuple(dict.fromkeys(window or 0 for window in config.windows)),
+            windows=tuple(dict.fromkeys(window or 0 for window in spec.windows)),
         )
         return cls(
             workspace,

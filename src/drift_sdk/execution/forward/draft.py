@@ -21,6 +21,7 @@ from drift_sdk.execution.forward.quantised_products import multiply_gated, multi
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.weight import Matrix, dense
@@ -90,7 +91,7 @@ class DraftForward:
             rows.position,
             features,
             dense(weights.embedding),
-            weights.layers[0].input_norm,
+            weights.layers[0].mixer_norm,
             weights.hidden_norm,
             hidden,
             inputs,
@@ -100,15 +101,18 @@ class DraftForward:
             block_features=cache.block_features if is_fused else None,
             block_size=cache.block_size,
         )
-        norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        norms = [layer.mixer_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             with self._stages("draft_attention"):
                 attended = self._attend(layer, index, rows, normed if index else inputs, attend)
-                product = self.multiply(attended, layer.output)
-                add_norm(hidden, product, layer.mlp_norm, normed, eps=eps, bias=layer.output_bias)
+                product = self.multiply(attended, layer.mixer.output)
+                bias = layer.mixer.output_bias
+                add_norm(hidden, product, layer.channel_norm, normed, eps=eps, bias=bias)
             with self._stages("draft_mlp"):
-                product = self.multiply(self._activated(layer, normed), layer.down)
-                add_norm(hidden, product, next_norm, normed, eps=eps, bias=layer.down_bias)
+                mlp = layer.channel
+                assert isinstance(mlp, MlpWeights)
+                product = self.multiply(self._activated(mlp, normed), mlp.down)
+                add_norm(hidden, product, next_norm, normed, eps=eps, bias=mlp.down_bias)
 
     def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
         """x [R, in] times matrix [out, in] transposed: fp32 partial sums [num_partials, R, out], to be added
@@ -131,12 +135,12 @@ class DraftForward:
 
     def _attend(self, layer: LayerWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend) -> Tensor:
         """The attention output [R, num_heads * head_dim] of layer `index`, whose input is `inputs`."""
-        config, cache = self._draft.config, self._cache
+        spec, cache = self._draft.config.attention, self._cache
         num_rows, kv = rows.slot.shape[0], cache.layer(index)
-        query = self._take("draft_query", num_rows, config.num_heads, config.head_dim)
-        attended = self._take("draft_attended", num_rows, config.num_heads, config.head_dim)
+        query = self._take("draft_query", num_rows, spec.num_heads, spec.head_dim)
+        attended = self._take("draft_attended", num_rows, spec.num_heads, spec.head_dim)
         rotate_and_store(
-            self.multiply(inputs, layer.qkv),
+            self.multiply(inputs, layer.mixer.qkv),
             rows.slot,
             rows.position,
             self._block_table,
@@ -144,7 +148,7 @@ class DraftForward:
             cache.sin,
             query,
             kv,
-            bias=layer.qkv_bias,
+            bias=layer.mixer.qkv_bias,
             row_kv_slot=rows.kv_slot,
         )
         attend(
@@ -158,16 +162,16 @@ class DraftForward:
         )
         return attended.flatten(1)
 
-    def _activated(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+    def _activated(self, mlp: MlpWeights, normed: Tensor) -> Tensor:
         """The gated activation [R, intermediate] of the normalised rows [R, hidden]."""
-        num_rows, size = normed.shape[0], self._draft.config.intermediate_size
+        num_rows, size = normed.shape[0], self._draft.config.mlp.intermediate_size
         activated = self._take("draft_activated", num_rows, size)
-        bias = layer.gate_up_bias
-        if isinstance(layer.gate_up, KernelWeight):
-            multiply_gated(self._workspace, normed, layer.gate_up, activated, "silu", bias)
+        bias = mlp.gate_up_bias
+        if isinstance(mlp.gate_up, KernelWeight):
+            multiply_gated(self._workspace, normed, mlp.gate_up, activated, "silu", bias)
             return activated
 
-        weight = dense(layer.gate_up)
+        weight = dense(mlp.gate_up)
         if bias is None and num_rows <= MAX_MULTIPLY_ROWS:
             gemm = self._tuned.gemm(*weight.shape, is_gated=True)
             gated_multiply(normed, weight, activated, gemm.config(num_rows))

@@ -43,14 +43,17 @@ class DraftKVCache:
         self.block_size = limits.block_size
         self.outputs = torch.empty(num_slots, config.hidden_size, dtype=dtype, device=device)
         positions = torch.arange(self.num_places, dtype=torch.float32, device=device) - DRAFT_KV_OFFSET
-        self.cos, self.sin = half_tables(config.rope, positions, dtype)
+        rope = config.attention.rope
+        assert rope is not None
+        self.cos, self.sin = half_tables(rope, positions, dtype)
         self.allocate(1)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace keys, values and block features. Graphs captured before still use the old ones."""
         config, dtype, device = self._draft.config, self._draft.dtype, self._draft.device
         num_all = num_blocks + self._num_tree_blocks
-        shape = (config.num_layers, num_all, config.num_kv_heads, self.block_size, config.head_dim)
+        kv = config.attention.kv
+        shape = (config.num_layers, num_all, kv.num_kv_heads, self.block_size, kv.head_dim)
         # The old ones are freed before the new ones are allocated.
         self.keys = self.values = torch.empty(0, dtype=dtype)
         self.first_tree_slot = num_blocks * self.block_size

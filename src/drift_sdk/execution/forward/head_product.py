@@ -6,6 +6,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.soft_cap import soft_cap
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.quantised.weight import Matrix, dense
@@ -13,11 +14,19 @@ from drift_sdk.quantised.weight import Matrix, dense
 __all__ = ["multiply_head"]
 
 
-def multiply_head(normed: Tensor, head: Matrix, logits: Tensor, tuned: TunedTable) -> None:
+def multiply_head(
+    normed: Tensor, head: Matrix, logits: Tensor, tuned: TunedTable, cap: float | None = None
+) -> None:
     """Fill logits [R, V] fp32 with normed [R, H] times head [V, H] transposed.
 
-    normed: the normalised residual stream after the last layer.
+    normed: the normalised residual stream after the last layer. cap: as `ModelSpec.logits_cap`.
     """
+    _multiply(normed, head, logits, tuned)
+    if cap is not None:
+        soft_cap(logits, cap)
+
+
+def _multiply(normed: Tensor, head: Matrix, logits: Tensor, tuned: TunedTable) -> None:
     if isinstance(head, KernelWeight):
         quantised_multiply(normed, head.packed, logits[None])
         return

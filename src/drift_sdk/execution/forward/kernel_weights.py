@@ -16,9 +16,10 @@ from drift_sdk._kernels.quantised.packing import (
     can_pack,
     pack_weight,
 )
+from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.experts import ExpertMatrices, ExpertWeights
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
@@ -127,19 +128,26 @@ def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> No
 
 
 def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
+    mixer, channel = layer.mixer, layer.channel
+    mixer = replace(mixer, qkv=arrange_matrix(mixer.qkv, dtype), output=arrange_matrix(mixer.output, dtype))
+    if isinstance(channel, ExpertWeights):
+        return replace(layer, mixer=mixer, channel=_arrange_experts(channel, dtype))
+
+    return replace(layer, mixer=mixer, channel=_arrange_mlp(channel, dtype))
+
+
+def _arrange_mlp(mlp: MlpWeights, dtype: torch.dtype) -> MlpWeights:
     return replace(
-        layer,
-        qkv=arrange_matrix(layer.qkv, dtype),
-        output=arrange_matrix(layer.output, dtype),
-        gate_up=arrange_matrix(layer.gate_up, dtype, is_gated=True),
-        down=arrange_matrix(layer.down, dtype),
-        experts=None if layer.experts is None else _arrange_experts(layer.experts, dtype),
+        mlp,
+        gate_up=arrange_matrix(mlp.gate_up, dtype, is_gated=True),
+        down=arrange_matrix(mlp.down, dtype),
     )
 
 
 def _arrange_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     return replace(
         experts,
+        shared=None if experts.shared is None else _arrange_mlp(experts.shared, dtype),
         gate_up=arrange_experts(experts.gate_up, dtype, is_gated=True),
         down=arrange_experts(experts.down, dtype),
     )

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.cublas_gemm import library_product
-from drift_sdk.models.decoder_config import DecoderConfig
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.quantised.weight import dense
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = ["library_loader"]
 
@@ -24,7 +25,7 @@ Product = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 def library_loader(
-    config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
+    spec: ModelSpec, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
 ) -> Callable[[], None]:
     """Return a function that multiplies arbitrary numbers as prefill steps of `row_counts` rows do, once by
     each matrix of a layer. It takes up to `room` bytes of memory. If that is too little, and without row
@@ -33,7 +34,7 @@ def library_loader(
     The function is for another thread: it waits for the interpreter's lock no more than once a product.
     """
     rows = torch.empty(1, 16, 16, dtype=dtype, device=device)
-    products = _products(config, dtype, row_counts, device, room)
+    products = _products(spec, dtype, row_counts, device, room)
 
     def load() -> None:
         if dtype != torch.float32:
@@ -45,17 +46,14 @@ def library_loader(
 
 
 def _products(
-    config: DecoderConfig, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
+    spec: ModelSpec, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
 ) -> list[Product]:
     """The products with larger ones first, in memory that all of them share."""
-    layer = meta_weights(config, dtype).layers[0]
-    pairs = [
-        (dense(layer.qkv), layer.qkv_bias),
-        (dense(layer.output), layer.output_bias),
-        (dense(layer.gate_up), layer.gate_up_bias),
-        (dense(layer.down), layer.down_bias),
-    ]
-    pairs = [(weight, bias) for weight, bias in pairs if weight.numel()]
+    layer = meta_weights(spec, dtype).layers[0]
+    mixer, mlp = layer.mixer, layer.channel
+    pairs = [(dense(mixer.qkv), mixer.qkv_bias), (dense(mixer.output), mixer.output_bias)]
+    if isinstance(mlp, MlpWeights):
+        pairs += [(dense(mlp.gate_up), mlp.gate_up_bias), (dense(mlp.down), mlp.down_bias)]
     most_columns, most_inner = (max(weight.shape[dim] for weight, _ in pairs) for dim in (0, 1))
     most_rows = max(row_counts, default=0)
     sizes = (

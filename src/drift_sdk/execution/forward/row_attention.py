@@ -12,10 +12,18 @@ from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillCon
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 
-__all__ = ["ChunkAttention", "MixedAttention", "RowAttention", "SequenceAttention", "TreeAttention"]
+__all__ = [
+    "ChunkAttention",
+    "FastChunkAttention",
+    "MixedAttention",
+    "RowAttention",
+    "SequenceAttention",
+    "TreeAttention",
+]
 
 
 class RowAttention(Protocol):
@@ -69,6 +77,19 @@ class ChunkAttention:
     def permits_early_start(self, layer: LayerAttention) -> bool:
         """Return True if the launch after `attend` may start while the kernel of `attend` still runs."""
         return has_cuda_prefill(layer, self._config.tile_rows, Partitions.of_window(layer.window))
+
+
+class FastChunkAttention:
+    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4], with other bits than decoding."""
+
+    def __init__(self, tiles: Tensor, config: PrefillAttentionConfig) -> None:
+        self._tiles, self._config = tiles, config
+
+    def plan(self) -> None:
+        """Nothing: the tiles come from the host."""
+
+    def attend(self, layer: LayerAttention) -> None:
+        prefill_attention(layer, self._tiles, self._config)
 
 
 class MixedAttention:

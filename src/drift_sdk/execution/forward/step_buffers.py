@@ -33,7 +33,7 @@ class HiddenStates(Struct, frozen=True):
         cls, workspace: Workspace, name: str, decoder: Decoder, num_rows: int, aux_layers: Sequence[int]
     ) -> HiddenStates:
         """name: of the group of steps that share these buffers."""
-        shape, dtype = (num_rows, decoder.config.hidden_size), decoder.dtype
+        shape, dtype = (num_rows, decoder.spec.hidden_size), decoder.dtype
         return cls(
             final=workspace.take(f"{name}_hidden", shape, dtype),
             aux_layers=aux_layers,
@@ -60,27 +60,24 @@ class HiddenStates(Struct, frozen=True):
 class LayerBuffers(Struct, frozen=True):
     """Intermediate values of one layer for R rows. Each layer overwrites those of the layer before.
 
-    normed [R, hidden]; query and attended [R, num_heads, head_dim]; activated [R, intermediate], after the
-    gated activation.
+    normed [R, hidden]; query and attended [R, num_heads, head_dim].
     """
 
     normed: Tensor
     query: Tensor
     attended: Tensor
-    activated: Tensor
 
     @classmethod
     def take(cls, workspace: Workspace, decoder: Decoder, num_rows: int) -> LayerBuffers:
-        config = decoder.config
+        heads = decoder.spec.attention.num_heads, decoder.spec.attention.head_dim
 
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), decoder.dtype)
 
         return cls(
-            normed=take("normed", config.hidden_size),
-            query=take("query", config.num_heads, config.head_dim),
-            attended=take("attended", config.num_heads, config.head_dim),
-            activated=take("activated", config.mlp_size),
+            normed=take("normed", decoder.spec.hidden_size),
+            query=take("query", *heads),
+            attended=take("attended", *heads),
         )
 
 

@@ -32,7 +32,7 @@ class Views(Struct, frozen=True, kw_only=True):
     @classmethod
     def allocate(cls, layout: ViewLayout, decoder: Decoder, table: SlotTable) -> Views:
         """The state of a table's slots, for a model."""
-        num_layers, num_slots = decoder.config.num_layers, table.block_table.shape[0]
+        num_layers, num_slots = decoder.spec.num_layers, table.block_table.shape[0]
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=decoder.device)
@@ -104,9 +104,9 @@ class RefreshAttention:
     ) -> None:
         """rows: those of tiles as sequences, see `ViewLayout.refresh_tiles`. max_blocks: of a block table."""
         self._groups, self._rows, self._round_rows, self._views = groups, rows, round_rows, views
-        config = decoder.config
-        shape = (round_rows.num_sequences, config.num_kv_heads, max_blocks)
-        num_query_rows = round_rows.rows_per_sequence * config.num_heads // config.num_kv_heads
+        attention = decoder.spec.attention
+        shape = (round_rows.num_sequences, attention.num_kv_heads, max_blocks)
+        num_query_rows = round_rows.rows_per_sequence * attention.group
         self._sums = workspace.take("block_sums", (*shape, num_query_rows), torch.float32)
         self._shares = workspace.take("block_shares", shape, torch.float32)
 

@@ -142,7 +142,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         tree_choices: those that form trees. shares_rows: the rows of a round are limited, see `tree_rounds`.
         has_checks: rounds of speculation are checked. view_layout: of partial verification.
         """
-        head_dim, dtype = decoder.config.head_dim, decoder.dtype
+        head_dim, dtype = decoder.spec.attention.head_dim, decoder.dtype
         exact_rows = exact_prefill_config(head_dim, dtype).tile_rows
         decode, drafts = _buckets(DECODE_BUCKETS, limits.max_num_seqs), (0, *draft_choices)
         prefill = prefill_buckets(budget)

@@ -53,7 +53,7 @@ class CapturedGraphs:
         self.refresh: dict[int, Replay] = {}
         self.first_tokens: dict[int, Replay] = {}
         self._replays: list[Replay] = []
-        self.num_graphs = self._count_graphs()
+        self.num_graphs: int = self._count_graphs()
         self._compile()
         self._warm_up()
 

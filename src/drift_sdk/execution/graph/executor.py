@@ -68,7 +68,7 @@ class GraphExecutor:
         hooks: StartupHooks = NO_HOOKS,
     ) -> None:
         """Raises ExecutorError if a step cannot be captured, and what hooks.fit_blocks raises."""
-        self.limits = limits
+        self.limits: ExecutorLimits = limits
         model = GpuModel(device=device, decoder=decoder, tuned=tuned, drafter_factory=drafter_factory)
         buckets = graph_buckets(model, limits, options)
         with typed_errors(device), device.work():

@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping
 import torch
 
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
+from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import ForwardPass, exact_pass, fast_pass
 from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.row_attention import (
     ChunkAttention,
+    FastChunkAttention,
     MixedAttention,
     RowAttention,
     SequenceAttention,
@@ -93,17 +94,17 @@ class GraphSteps:
             )
             for number in sorted(buckets.trees, key=lambda number: -buckets.max_slots(number) * (number + 1))
         }
-        self.attention = AttentionGroups.of_model(
+        self.attention: AttentionGroups = AttentionGroups.of_model(
             model,
             workspace,
             resources.table.block_table,
             num_sequences=buckets.decode[-1],
             num_rows=buckets.max_chain + 1,
         )
-        self.drafter = drafter_factory.round_drafter(
+        self.drafter: RoundDrafter | None = drafter_factory.round_drafter(
             resources, model, round_sizes(buckets, drafter_factory.tree_plans)
         )
-        self.trees = drafter_factory.tree_drafter(resources, self.drafter, buckets.rounds)
+        self.trees: TreeDrafter | None = drafter_factory.tree_drafter(resources, self.drafter, buckets.rounds)
         self._checked_chains: ChainTreeDrafter | None = None
         if buckets.has_checks and self.drafter is not None:
             plans = {number: chain_plan(number) for number in buckets.drafts}
@@ -111,7 +112,7 @@ class GraphSteps:
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         decoder = model.decoder
         most = max(buckets.prefill[-1], buckets.most_mixed_rows)
-        self.prefill_hidden = HiddenStates.take(workspace, "prefill", decoder, most, aux_layers)
+        self.prefill_hidden: HiddenStates = HiddenStates.take(workspace, "prefill", decoder, most, aux_layers)
         self._round_hidden = HiddenStates.take(workspace, "round", decoder, max_rows, aux_layers)
 
     def largest(self) -> list[Step]:
@@ -154,14 +155,15 @@ class GraphSteps:
         rows = Rows(slot=slot, token=token, position=position)
         hidden = self.prefill_hidden.first(num_rows)
         tiles = payload.words[3 * num_rows : num_words].view(-1, 4)
-        forward: ExactForward | PrefillForward
+        decoder = self._model.decoder
+        head_dim = decoder.spec.attention.head_dim
         if buckets.is_exact:
-            decoder = self._model.decoder
-            attention = ChunkAttention(tiles, exact_prefill_config(decoder.config.head_dim, decoder.dtype))
+            attention = ChunkAttention(tiles, exact_prefill_config(head_dim, decoder.dtype))
             forward = self._exact_forward(rows, attention, hidden)
         else:
             block_table = resources.table.block_table
-            forward = PrefillForward(self._model, rows, tiles, block_table, resources.workspace, hidden)
+            fast = FastChunkAttention(tiles, prefill_attention_config(head_dim, decoder.dtype))
+            forward = fast_pass(self._model, rows, block_table, resources.workspace, fast, hidden)
 
         def step() -> None:
             payload.enter(num_words)
@@ -281,7 +283,7 @@ class GraphSteps:
             workspace,
         )
         hidden = HiddenStates.take(workspace, "refresh", decoder, num_rows, drafter.aux_layers)
-        normed_shape = (num_round_rows, decoder.config.hidden_size)
+        normed_shape = (num_round_rows, decoder.spec.hidden_size)
         return RefreshRound(
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
@@ -300,8 +302,7 @@ class GraphSteps:
     @property
     def _group(self) -> int:
         """Query heads that share a KV head."""
-        config = self._model.decoder.config
-        return config.num_heads // config.num_kv_heads
+        return self._model.decoder.spec.attention.group
 
     def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> TreeRound:
         resources, num_rows = self._resources, num_slots * plan.num_nodes
@@ -349,8 +350,8 @@ class GraphSteps:
 
         return step
 
-    def _exact_forward(self, rows: Rows, attention: RowAttention, hidden: HiddenStates) -> ExactForward:
-        return ExactForward(
+    def _exact_forward(self, rows: Rows, attention: RowAttention, hidden: HiddenStates) -> ForwardPass:
+        return exact_pass(
             self._model,
             rows,
             self._resources.table.block_table,

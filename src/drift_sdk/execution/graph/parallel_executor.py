@@ -15,6 +15,7 @@ from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuGraphs, GpuModel, graph_buckets, open_graphs, open_ring
 from drift_sdk.execution.graph.options import NO_HOOKS, GraphOptions, StartupHooks
 from drift_sdk.execution.stages import NO_STAGE_MARKS
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import dense
@@ -111,15 +112,17 @@ def exchange_sizes(
     model: GpuModel, buckets: GraphBuckets, limits: ExecutorLimits, num_gpus: int
 ) -> ExchangeSizes:
     """Sizes of what the steps of these buckets exchange. model: one part."""
-    weights, config = model.decoder.weights, model.decoder.config
+    weights, spec = model.decoder.weights, model.decoder.spec
     num_rows = max(buckets.prefill[-1], buckets.most_mixed_rows, buckets.max_rows)
     shard = Shard(rank=0, size=num_gpus)
     layer, head = weights.layers[0], dense(weights.head)
-    num_slices = max(shard.column_slices(*dense(matrix).shape) for matrix in (layer.output, layer.down))
+    assert isinstance(layer.channel, MlpWeights)
+    matrices = layer.mixer.output, layer.channel.down
+    num_slices = max(shard.column_slices(*dense(matrix).shape) for matrix in matrices)
     is_divided = head.shape[0] < limits.vocab_size
     return ExchangeSizes(
-        num_sums=2 * config.num_layers,
-        sum_size=num_slices * num_rows * config.hidden_size,
+        num_sums=2 * spec.num_layers,
+        sum_size=num_slices * num_rows * spec.hidden_size,
         logits_size=buckets.max_rows * head.shape[0] if is_divided else 0,
         num_drafts=max(buckets.max_rows, buckets.most_mixed_rows) if len(buckets.drafts) > 1 else 0,
     )

@@ -20,6 +20,7 @@ from drift_sdk.execution.device.device import Replay
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.stages import WatchedReplay
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import DraftWeights
 from drift_sdk.models.eagle3 import DraftDecoder
@@ -129,10 +130,13 @@ class ProductLog:
 
 def _layer_products(prefix: str, layers: Sequence[LayerWeights], num_rows: int) -> Iterator[LoggedProduct]:
     for layer in layers:
-        for role in ("qkv", "output", "gate_up", "down"):
-            weight = getattr(layer, role)
-            is_gated = role == "gate_up" and layer.gate_up_bias is None
-            yield from _product(prefix + role, weight, num_rows, is_gated=is_gated)
+        mlp = layer.channel if isinstance(layer.channel, MlpWeights) else layer.channel.shared
+        yield from _product(f"{prefix}qkv", layer.mixer.qkv, num_rows)
+        yield from _product(f"{prefix}output", layer.mixer.output, num_rows)
+        if mlp is not None:
+            is_gated = mlp.gate_up_bias is None
+            yield from _product(f"{prefix}gate_up", mlp.gate_up, num_rows, is_gated=is_gated)
+            yield from _product(f"{prefix}down", mlp.down, num_rows)
 
 
 def _product(role: str, weight: object, num_rows: int, *, is_gated: bool = False) -> list[LoggedProduct]:

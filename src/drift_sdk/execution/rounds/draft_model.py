@@ -16,13 +16,12 @@ from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import ForwardPass, exact_pass, fast_pass
 from drift_sdk.execution.forward.head_product import multiply_head
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.prefill import PrefillForward
 from drift_sdk.execution.forward.residual_stream import ResidualStream
-from drift_sdk.execution.forward.row_attention import SequenceAttention
+from drift_sdk.execution.forward.row_attention import FastChunkAttention, SequenceAttention
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
@@ -52,7 +51,7 @@ class ModelRoundDrafter:
         stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
         """sizes: of the largest round and the largest prefill step."""
-        limits, config = target.limits, draft.config
+        limits, spec = target.limits, draft.spec
         self.kv_cache = PagedKVCache(draft, limits)
         self._model = ModelResources(decoder=draft, cache=self.kv_cache, tuned=target.tuned, limits=limits)
         self._table, self._workspace, self._stages = table, workspace, stages
@@ -63,15 +62,15 @@ class ModelRoundDrafter:
             num_sequences=sizes.max_num_slots,
             num_rows=sizes.max_draft_tokens + 1,
         )
-        self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
+        self._prefill = prefill_attention_config(spec.attention.head_dim, draft.dtype)
         # A prefill step has one more row for each chunk that begins a sequence or follows a prefix hit.
         most = max(
             sizes.max_num_slots * (sizes.max_draft_tokens + 1), sizes.max_prefill_rows + limits.max_num_seqs
         )
         self._hidden = HiddenStates.take(workspace, "draft_model", draft, most, ())
-        shape = (limits.max_num_seqs, config.hidden_size)
+        shape = (limits.max_num_seqs, spec.hidden_size)
         self._outputs = torch.empty(shape, dtype=draft.dtype, device=draft.device)  # of newest tokens
-        self._token_ids = torch.arange(config.vocab_size, dtype=torch.int32, device=draft.device)
+        self._token_ids = torch.arange(spec.vocab_size, dtype=torch.int32, device=draft.device)
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
         if num_draft_tokens == 0:
@@ -116,15 +115,16 @@ class ModelRoundDrafter:
         tiles = self._workspace.take("draft_model_tiles", (num_tiles, 4), torch.int32)
         draft_tiles(new.slot, new.position, tiles, num_single=num_hits, tile_rows=tile_rows)
         states, block_table = self._hidden.first(num_rows + num_hits), self._table.block_table
-        PrefillForward(self._model, new, tiles, block_table, self._workspace, states).run()
+        attention = FastChunkAttention(tiles, self._prefill)
+        fast_pass(self._model, new, block_table, self._workspace, attention, states).run()
         keep_last_rows(new.slot[:num_rows], states.final[:num_rows], self._outputs)
 
     def _choose(self, normed: Tensor, rows: Rows, drafted: Rows, depth: int) -> None:
         """Choose the drafts of a depth from the normalised outputs [B, H] for the tokens before them."""
         draft, columns = self._model.decoder, self._table.columns
-        num_slots, vocab_size = normed.shape[0], draft.config.vocab_size
+        num_slots, vocab_size = normed.shape[0], draft.spec.vocab_size
         logits = self._workspace.take("draft_model_logits", (1, num_slots, vocab_size), torch.float32)
-        multiply_head(normed, draft.weights.head, logits[0], self._model.tuned)
+        multiply_head(normed, draft.weights.head, logits[0], self._model.tuned, draft.spec.logits_cap)
         num_chunks = num_draft_chunks(vocab_size)
         chunks = (
             self._workspace.take("draft_model_chunk_value", (num_slots, num_chunks), torch.float32),
@@ -143,10 +143,10 @@ class ModelRoundDrafter:
             depth=depth,
         )
 
-    def _few_rows(self, rows: Rows, hidden: HiddenStates, rows_per_slot: int) -> ExactForward:
+    def _few_rows(self, rows: Rows, hidden: HiddenStates, rows_per_slot: int) -> ForwardPass:
         """The forward pass of `rows_per_slot` rows of each slot."""
         attention = SequenceAttention(self._attention, rows.planned(rows_per_slot))
-        return ExactForward(self._model, rows, self._table.block_table, self._workspace, attention, hidden)
+        return exact_pass(self._model, rows, self._table.block_table, self._workspace, attention, hidden)
 
     def _take_rows(self, num_rows: int) -> Rows:
         """Uninitialised rows of the small model."""

@@ -23,7 +23,6 @@ from drift_sdk.execution.forward.attention_groups import AttentionGroups, Attent
 from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.residual_stream import norm_kind
 from drift_sdk.execution.forward.row_attention import SequenceAttention
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
@@ -53,7 +52,7 @@ class EagleRoundDrafter:
         stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
         """model: the target. sizes: of the largest round and the largest prefill step."""
-        config, limits = draft.config, model.limits
+        attention, limits = draft.config.attention, model.limits
         self.aux_layers: Sequence[int] = draft.aux_layers
         self.kv_cache = DraftKVCache(draft, limits, limits.max_num_seqs, sizes.max_growth_rows)
         self._draft, self._target = draft, model.decoder
@@ -74,9 +73,9 @@ class EagleRoundDrafter:
             stages=stages,
         )
         self.attention_shape = AttentionShape(
-            num_kv_heads=config.num_kv_heads,
-            group=config.num_heads // config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=attention.num_kv_heads,
+            group=attention.group,
+            head_dim=attention.head_dim,
             max_num_keys=self.kv_cache.num_places,
         )
         self._attention = AttentionGroups(
@@ -87,7 +86,7 @@ class EagleRoundDrafter:
             num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
             blocks=BlockTable(table.block_table, limits.block_size),
         )
-        self._prefill = prefill_attention_config(config.head_dim, draft.dtype)
+        self._prefill = prefill_attention_config(attention.head_dim, draft.dtype)
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
         """Write the drafted tokens to `rows.token`: of row b * T + j for j from 1, unless its slot is -1.
@@ -201,9 +200,8 @@ class EagleRoundDrafter:
         shape = (num_rows, width * max(len(self.aux_layers), 1))
         features = self._workspace.take("draft_features", shape, draft.dtype)
         if weights.fc is None:
-            final_norm, config = self._target.weights.final_norm, self._target.config
-            kind = norm_kind(config)
-            add_norm(hidden, None, final_norm, features, eps=config.rms_norm_eps, norm_kind=kind)
+            final_norm, spec = self._target.weights.final_norm, self._target.spec.final_norm
+            add_norm(hidden, None, final_norm, features, eps=spec.eps, norm_kind=spec.kind)
             return features
 
         if weights.feature_norms:

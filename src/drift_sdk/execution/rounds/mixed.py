@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter
@@ -56,7 +56,7 @@ class MixedStep:
         resources: DeviceResources,
         tensors: MixedTensors,
         num_words: int,
-        forward: ExactForward,
+        forward: ForwardPass,
         sample_commit: SampleCommit,
         drafter: RoundDrafter | None,
     ) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.retrieval.pending import note_round, refresh_rows
 from drift_sdk._kernels.slots.gather_rows import gather_rows
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.forward.view_attention import Views
@@ -61,7 +61,7 @@ class RefreshRound:
         resources: DeviceResources,
         payload: Tensor,
         rows: RefreshedRows,
-        forward: ExactForward,
+        forward: ForwardPass,
         sample_commit: SampleCommit,
         drafter: RoundDrafter,
         views: Views,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk._kernels.slots.input_ring import show_drafts
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter
@@ -27,7 +27,7 @@ class DecodeRound:
         resources: DeviceResources,
         payload: Tensor,
         rows: Rows,
-        forward: ExactForward,
+        forward: ForwardPass,
         sample_commit: SampleCommit,
         drafter: RoundDrafter | None,
     ) -> None:

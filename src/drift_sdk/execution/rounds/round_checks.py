@@ -49,12 +49,12 @@ class TreeChecks:
     def __init__(
         self, workspace: Workspace, table: SlotTable, cache: PagedKVCache, num_trees: int, vocab_size: int
     ) -> None:
-        self.flags = workspace.take("violations", (num_trees,), torch.int32)
+        self.flags: torch.Tensor = workspace.take("violations", (num_trees,), torch.int32)
         self._table, self._cache, self._vocab_size = table, cache, vocab_size
 
     def after_draft(self, rows: RootTensors) -> None:
         """Check drafts and block tables. Drop drafts that are wrong."""
-        size = self._cache.keys.shape[3]
+        size = self._cache.block_size
         check_drafts(
             rows,
             self._table.block_table,
@@ -81,7 +81,8 @@ class TreeChecks:
     def after_rewind(self, rows: RootTensors, kv_slot: Tensor, path: Tensor) -> None:
         """Check keys and values, and overwrite those of rejected nodes."""
         cache = self._cache
-        check_cache(cache.keys, cache.values, self._table.block_table, rows, kv_slot, path, self.flags)
+        for group in cache.groups:
+            check_cache(group.keys, group.values, self._table.block_table, rows, kv_slot, path, self.flags)
 
     def report(self, ring: Ring) -> None:
         """Write what was found behind the results of the round."""

@@ -68,7 +68,7 @@ class SampleCommit:
         self.chosen = buffers.chosen[:num_rows]
         num_words = resources.table.columns.stop_bits.shape[1]
         self._masks = workspace.take("masks", (num_rows, num_words), torch.int32)
-        self._tuned = model.tuned
+        self._tuned, self._logits_cap = model.tuned, model.decoder.spec.logits_cap
         self._part: PeerTensor | None = None
         if model.exchange is not None and head.shape[0] < vocab_size:
             self._part = model.exchange.logits((num_rows, head.shape[0]))
@@ -93,7 +93,8 @@ class SampleCommit:
     def _multiply(self, normed: Tensor) -> None:
         """Fill the logits of rows [R, H]."""
         part = self._part
-        multiply_head(normed, self._head, self._logits[0] if part is None else part.own, self._tuned)
+        logits = self._logits[0] if part is None else part.own
+        multiply_head(normed, self._head, logits, self._tuned, self._logits_cap)
         if part is not None:
             gather_logits(part, self._logits[0])
 

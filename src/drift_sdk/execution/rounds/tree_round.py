@@ -12,7 +12,7 @@ from drift_sdk._kernels.trees.tree_paths import TreePaths
 from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.exact import ExactForward
+from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.round_checks import TreeChecks
@@ -93,7 +93,7 @@ class TreeRound:
         self,
         resources: DeviceResources,
         tensors: TreeTensors,
-        forward: ExactForward,
+        forward: ForwardPass,
         sample_commit: SampleCommit,
         drafter: TreeDrafter,
         plan: TreePlan,
@@ -104,7 +104,7 @@ class TreeRound:
         self._sample_commit, self._drafter, self._plan = sample_commit, drafter, plan
         self._cache, self._checks = forward.cache, checks
         self._slots, self._max_drafts = tensors.slots
-        self._block_size = forward.cache.keys.shape[3]
+        self._block_size = forward.cache.block_size
 
     def whole(self) -> None:
         """Draft, verify and commit without the host."""
@@ -184,13 +184,14 @@ class TreeRound:
     def _rewind(self) -> None:
         """Move keys and values of accepted nodes to their positions."""
         tensors, cache = self._tensors, self._cache
-        kv_rewind(
-            cache.keys,
-            cache.values,
-            self._resources.table.block_table,
-            tensors.roots.slot,
-            tensors.roots.position,
-            tensors.kv_slot,
-            tensors.accepted,
-            nodes_per_tree=self._plan.num_nodes,
-        )
+        for group in cache.groups:
+            kv_rewind(
+                group.keys,
+                group.values,
+                self._resources.table.block_table,
+                tensors.roots.slot,
+                tensors.roots.position,
+                tensors.kv_slot,
+                tensors.accepted,
+                nodes_per_tree=self._plan.num_nodes,
+            )

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import LinearScaling, LongRopeScaling, Rope
+from drift_sdk.families import read_spec
+from drift_sdk.spec.model import Mlp, ModelSpec, Norm
+from drift_sdk.spec.rope import LinearScaling, LongRopeScaling, Rope
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,
@@ -25,8 +26,12 @@ def _config(architecture: str, model_type: str, **settings: Any) -> dict[str, An
     return {**SHAPE, "architectures": [architecture], "model_type": model_type, **settings}
 
 
-def _read(*names: str, **settings: Any) -> DecoderConfig:
-    return DecoderConfig.from_hf(_config(*names, **settings))
+def _read(*names: str, **settings: Any) -> ModelSpec:
+    return read_spec(_config(*names, **settings))
+
+
+def _layer_ropes(spec: ModelSpec) -> list[Rope | None]:
+    return [layer.mixer.rope for layer in spec.layers]
 
 
 MISTRAL = ("MistralForCausalLM", "mistral")
@@ -42,16 +47,15 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.5] * 6, "long_factor": [4.0]
 def test_mistral() -> None:
     assert _read(*MISTRAL).windows == (4096,) * 4  # transformers' default
     assert _read(*MISTRAL, sliding_window=None).windows == (None,) * 4
-    config = _read(*MISTRAL, sliding_window=64, head_dim=32, rope_theta=1e6)
-    assert (config.windows, config.head_dim) == ((64,) * 4, 32)
-    assert config.ropes == (Rope(theta=1e6, rotary_dim=32),)
-    assert config.layer_ropes == (0,) * 4
+    spec = _read(*MISTRAL, sliding_window=64, head_dim=32, rope_theta=1e6)
+    assert (spec.windows, spec.attention.head_dim) == ((64,) * 4, 32)
+    assert _layer_ropes(spec) == [Rope(theta=1e6, rotary_dim=32)] * 4
 
 
 def test_window_that_the_context_never_fills_has_no_effect() -> None:
     for window, expected in ((127, 127), (128, None), (262_144, None)):
-        config = _read(*MISTRAL, sliding_window=window, max_position_embeddings=128)
-        assert config.windows == (expected,) * 4
+        spec = _read(*MISTRAL, sliding_window=window, max_position_embeddings=128)
+        assert spec.windows == (expected,) * 4
 
 
 def test_windows_of_llama_are_those_that_its_config_names() -> None:
@@ -71,15 +75,16 @@ def test_windows_of_qwen2() -> None:
 
 
 def test_phi3() -> None:
-    config = _read(*PHI3, sliding_window=2047, rope_scaling=None, attention_bias=False)
-    assert config.has_fused_projections and config.rotary_dim == 16
-    assert config.windows == (2047,) * 4 and config.rms_norm_eps == 1e-5
+    spec = _read(*PHI3, sliding_window=2047, rope_scaling=None, attention_bias=False)
+    assert (spec.names.attention.fused, spec.names.mlp.fused) == ("qkv_proj", "gate_up_proj")
+    assert spec.attention.rotary_dim == 16
+    assert spec.windows == (2047,) * 4 and spec.final_norm == Norm(1e-5)
     assert _read(*PHI3).windows == (None,) * 4
     for name in ("longrope", "su"):
         rope = LONG_ROPE | {"type": name}
-        config = _read(*PHI3, partial_rotary_factor=0.75, rope_scaling=rope, tie_word_embeddings=True)
-        assert (config.rotary_dim, config.head_dim) == (12, 16)
-        assert config.is_head_tied
+        spec = _read(*PHI3, partial_rotary_factor=0.75, rope_scaling=rope, tie_word_embeddings=True)
+        assert (spec.attention.rotary_dim, spec.attention.head_dim) == (12, 16)
+        assert spec.is_head_tied
 
 
 @pytest.mark.parametrize(
@@ -87,11 +92,11 @@ def test_phi3() -> None:
 )
 def test_longest_sequence_decides_between_the_factors(max_model_len: int | None, factor: float) -> None:
     given = _config(*PHI3, partial_rotary_factor=0.75, rope_scaling=LONG_ROPE)
-    config = DecoderConfig.from_hf(given, max_model_len=max_model_len)
-    scaling = config.ropes[0].scaling
+    spec = read_spec(given, max_model_len=max_model_len)
+    scaling = spec.ropes[0].scaling
     assert isinstance(scaling, LongRopeScaling)
     assert scaling.factors == (factor,) * 6
-    assert scaling.magnitude == config.ropes[0].magnitude == pytest.approx((1 + 5 / 12) ** 0.5)
+    assert scaling.magnitude == spec.ropes[0].magnitude == pytest.approx((1 + 5 / 12) ** 0.5)
 
 
 def test_gemma3() -> None:
@@ -110,14 +115,18 @@ def test_gemma3() -> None:
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
     )
-    config = DecoderConfig.from_hf(old)
+    spec = read_spec(old)
     local = Rope(theta=1e4, rotary_dim=32)
     whole = Rope(theta=1e6, rotary_dim=32, scaling=LinearScaling(factor=8.0))
-    assert (config.ropes, config.layer_ropes) == ((local, whole), (0,) * 5 + (1, 0))
-    assert config.windows == (512,) * 5 + (None, 512)
-    assert config.activation == "gelu_tanh" and config.is_head_tied
-    assert config.has_qk_norm and config.has_offset_norms and config.has_post_norms
-    assert (config.attention_scale, config.embedding_multiplier) == (24**-0.5, 8.0)
+    assert _layer_ropes(spec) == [local] * 5 + [whole, local]
+    assert spec.ropes == (local, whole)
+    assert spec.windows == (512,) * 5 + (None, 512)
+    assert {layer.channel for layer in spec.layers} == {Mlp(intermediate_size=96, activation="gelu_tanh")}
+    norm = Norm(1e-6, "offset")
+    assert {layer.mixer.head_norm for layer in spec.layers} == {norm} == {spec.final_norm}
+    assert {(layer.norm, layer.post_norm) for layer in spec.layers} == {(norm, norm)}
+    assert {layer.mixer.scale for layer in spec.layers} == {24**-0.5}
+    assert spec.embedding_multiplier == 8.0 and spec.is_head_tied
 
     names = ("rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern")
     new = {name: value for name, value in old.items() if name not in names}
@@ -126,17 +135,18 @@ def test_gemma3() -> None:
         "sliding_attention": {"rope_type": "default"},
     }
     types = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
-    assert DecoderConfig.from_hf(new | {"rope_parameters": ropes, "layer_types": types}) == config
+    assert read_spec(new | {"rope_parameters": ropes, "layer_types": types}) == spec
 
 
 def test_gemma3_defaults() -> None:
     """Files leave out what equals transformers' defaults."""
     names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
     given = {name: value for name, value in _config(*GEMMA3).items() if name not in names}
-    config = DecoderConfig.from_hf(given)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
-    assert (config.vocab_size, config.max_position_embeddings) == (262_208, 131_072)
-    assert (config.attention_scale, config.windows) == (256**-0.5, (4096,) * 4)
+    spec = read_spec(given)
+    attention = spec.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (8, 4, 256)
+    assert (spec.vocab_size, spec.max_position_embeddings) == (262_208, 131_072)
+    assert (attention.scale, spec.windows) == (256**-0.5, (4096,) * 4)
 
 
 def test_text_part_of_a_model_with_vision() -> None:
@@ -144,27 +154,26 @@ def test_text_part_of_a_model_with_vision() -> None:
         name: value for name, value in _config(*GEMMA3, sliding_window=512).items() if name != "architectures"
     }
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
-    assert DecoderConfig.from_hf(outer) == _read(*GEMMA3, sliding_window=512)
+    assert read_spec(outer) == _read(*GEMMA3, sliding_window=512)
     with pytest.raises(ModelLoadError, match="text_config=None: expected a table"):
-        DecoderConfig.from_hf(outer | {"text_config": None})
+        read_spec(outer | {"text_config": None})
     with pytest.raises(ModelLoadError, match="quant_method='bitsandbytes'"):
-        DecoderConfig.from_hf(outer | {"quantization_config": {"quant_method": "bitsandbytes"}})
+        read_spec(outer | {"quantization_config": {"quant_method": "bitsandbytes"}})
 
 
 def test_smollm3() -> None:
-    config = _read(*SMOLLM3)
-    assert config.ropes == (Rope(theta=2e6, rotary_dim=16),)
-    assert config.layer_ropes == (0, 0, 0, None) and config.is_head_tied
-    assert config.windows == (None,) * 4
-    config = _read(*SMOLLM3, no_rope_layers=[0, 1, 1, 0, 1], use_sliding_window=True, sliding_window=32)
-    assert config.layer_ropes == (None, 0, 0, None)
-    assert config.windows == (32, None, None, 32)
+    spec, rope = _read(*SMOLLM3), Rope(theta=2e6, rotary_dim=16)
+    assert _layer_ropes(spec) == [rope, rope, rope, None] and spec.is_head_tied
+    assert spec.windows == (None,) * 4
+    spec = _read(*SMOLLM3, no_rope_layers=[0, 1, 1, 0, 1], use_sliding_window=True, sliding_window=32)
+    assert _layer_ropes(spec) == [None, rope, rope, None]
+    assert spec.windows == (32, None, None, 32)
     unrotated = _read(*SMOLLM3, no_rope_layer_interval=1)
-    assert (unrotated.ropes, unrotated.layer_ropes, unrotated.rotary_dim) == ((), (None,) * 4, 16)
+    assert (unrotated.ropes, _layer_ropes(unrotated)) == ((), [None] * 4)
 
 
 def test_granite() -> None:
-    config = _read(
+    spec = _read(
         *GRANITE,
         embedding_multiplier=12.0,
         attention_multiplier=0.015625,
@@ -172,12 +181,14 @@ def test_granite() -> None:
         logits_scaling=8,
         mlp_bias=True,
     )
-    assert (config.embedding_multiplier, config.attention_scale) == (12.0, 0.015625)
-    assert (config.residual_multiplier, config.logits_divisor) == (0.22, 8.0)
-    assert config.has_mlp_bias
-    assert _read(*GRANITE).attention_scale == 1.0  # transformers' default
+    assert (spec.embedding_multiplier, spec.logits_divisor) == (12.0, 8.0)
+    assert {layer.mixer.scale for layer in spec.layers} == {0.015625}
+    assert {layer.multiplier for layer in spec.layers} == {0.22}
+    assert {layer.channel for layer in spec.layers} == {Mlp(intermediate_size=96, has_bias=True)}
+    assert _read(*GRANITE).attention.scale == 1.0  # transformers' default
     # Other families do not read these settings.
-    assert _read(*LLAMA, residual_multiplier=0.22, logits_scaling=8).residual_multiplier == 1.0
+    llama = _read(*LLAMA, residual_multiplier=0.22, logits_scaling=8)
+    assert (llama.layers[0].multiplier, llama.logits_divisor) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.models.rope import (
+from drift_sdk.spec.model import QueryScaling
+from drift_sdk.spec.rope import (
     FrequencyFactors,
     LinearScaling,
     Llama3Scaling,
@@ -17,9 +18,9 @@ from drift_sdk.models.rope import (
     RopeScaling,
     YarnScaling,
 )
-from drift_sdk.models.settings import MAX_CONTEXT, read_bool, read_number
+from drift_sdk.spec.settings import MAX_CONTEXT, Settings, read_bool, read_number
 
-__all__ = ["check_rope_fields", "rope_from_hf"]
+__all__ = ["check_rope_fields", "read_query_scaling", "read_rope", "rope_table"]
 
 DEFAULT_THETA = 10_000.0
 # Allowed ranges. Beyond them, frequencies in float32 would be zero, infinite or NaN.
@@ -36,8 +37,10 @@ READ = (
     *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor"),
     *("attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("full_attention", "sliding_attention"),
+    *("llama_4_scaling_beta", "max_position_embeddings", "mrope_section", "mrope_interleaved"),
 )
-"""Settings that some kind of rotation has."""
+"""Settings that some kind of rotation has. Those of sections (M-RoPE) have no effect on text, whose positions
+are the same in all sections."""
 
 log = logging.getLogger("drift_sdk")
 
@@ -87,35 +90,38 @@ def _are_same(parameters: object, scaling: object) -> bool:
     return rotations[0] == rotations[1]
 
 
-def rope_from_hf(
-    config: Mapping[str, Any],
-    head_dim: int,
-    *,
-    may_be_partial: bool = False,
-    max_model_len: int | None = None,
-) -> Rope:
+def read_rope(settings: Settings, head_dim: int, *, may_be_partial: bool = False) -> Rope:
     """The rotation that a config.json describes: in `rope_parameters`, or in `rope_theta` and `rope_scaling`
     in older files.
 
-    may_be_partial:  `partial_rotary_factor` is read; else only 1.0 is accepted.
-    max_model_len:   length of the longest sequence, in tokens; None: the model's context.
+    may_be_partial: `partial_rotary_factor` is read; else only 1.0 is accepted.
 
     Raises ModelLoadError for a rope type that is not implemented, and for a setting that is missing or out of
     range.
     """
-    settings = _settings(config)
-    rotary_dim = _rotary_dim(config, settings, head_dim, may_be_partial=may_be_partial)
+    table = rope_table(settings)
+    rotary_dim = _rotary_dim(settings, table, head_dim, may_be_partial=may_be_partial)
     theta = DEFAULT_THETA
-    for source in (settings, config):
+    for source in (table, settings):
         if source.get("rope_theta") is not None:
             theta = read_number(source, "rope_theta", ge=THETAS[0], le=THETAS[1], place=IN_ROPE)
             break
 
-    if _first_given(settings, "rope_type", "type") == "yarn":
-        scaling: RopeScaling | None = _yarn_scaling(config, settings, rotary_dim, theta)
+    if _first_given(table, "rope_type", "type") == "yarn":
+        scaling: RopeScaling | None = _yarn_scaling(settings, table, rotary_dim, theta)
     else:
-        scaling = _scaling(config, settings, rotary_dim, max_model_len)
+        scaling = _scaling(settings, table, rotary_dim, settings.max_model_len)
     return Rope(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+
+
+def read_query_scaling(settings: Settings) -> QueryScaling | None:
+    """The scaling of queries by their positions, in `rope_parameters`; None without."""
+    table = rope_table(settings)
+    if table.get("llama_4_scaling_beta") is None:
+        return None
+
+    beta = read_number(table, "llama_4_scaling_beta", ge=0.0, le=MAGNITUDES[1], place=IN_ROPE)
+    return QueryScaling(beta, _original_context(settings, table, ge=1)) if beta else None
 
 
 def _rotary_dim(
@@ -165,7 +171,7 @@ def _scaling(
     raise ModelLoadError(f"config: rope_type={short_repr(rope_type)}: expected {known}")
 
 
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_table(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config's table of rope settings, empty if it has none."""
     given = [config.get(name) for name in FIELDS]
     settings: Any = next((settings for settings in given if settings not in (None, {})), {})

@@ -12,9 +12,10 @@ import transformers
 from model_zoo import NUM_MODELS, make_model
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import FrequencyFactors, LinearScaling, Llama3Scaling, Rope, inverse_frequencies
+from drift_sdk.families import read_spec
 from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.spec.model import Mlp, Norm
+from drift_sdk.spec.rope import FrequencyFactors, LinearScaling, Llama3Scaling, Rope, inverse_frequencies
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,25 +43,26 @@ LLAMA3: dict[str, Any] = {
 def test_old_and_new_rope_settings_are_equivalent() -> None:
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
     new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}}
-    config = DecoderConfig.from_hf(old)
-    assert config == DecoderConfig.from_hf(new)
-    assert config.ropes == (Rope(theta=5e5, rotary_dim=16, scaling=Llama3Scaling(**LLAMA3)),)
+    spec = read_spec(old)
+    assert spec == read_spec(new)
+    assert spec.ropes == (Rope(theta=5e5, rotary_dim=16, scaling=Llama3Scaling(**LLAMA3)),)
     older = LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}
     linear = Rope(theta=10_000.0, rotary_dim=16, scaling=LinearScaling(factor=4.0))
-    assert DecoderConfig.from_hf(older).ropes == (linear,)
+    assert read_spec(older).ropes == (linear,)
 
 
 @pytest.mark.parametrize("index", range(NUM_MODELS))
 def test_frequencies_equal_transformers(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
-    config = DecoderConfig.from_hf(settings, max_model_len=256)
+    spec = read_spec(settings, max_model_len=256)
     theirs = model.model.rotary_emb
-    for layer, rope in enumerate(config.layer_ropes):
+    for index, layer in enumerate(spec.layers):
+        rope = layer.mixer.rope
         if rope is not None:
-            kind = f"{model.config.layer_types[layer]}_" if hasattr(theirs, "full_attention_inv_freq") else ""
-            assert torch.equal(config.ropes[rope].frequencies(), getattr(theirs, f"{kind}inv_freq"))
-            assert config.ropes[rope].magnitude == getattr(theirs, f"{kind}attention_scaling")
+            kind = f"{model.config.layer_types[index]}_" if hasattr(theirs, "full_attention_inv_freq") else ""
+            assert torch.equal(rope.frequencies(), getattr(theirs, f"{kind}inv_freq"))
+            assert rope.magnitude == getattr(theirs, f"{kind}attention_scaling")
 
 
 def test_frequencies_of_llama_3_1_equal_transformers() -> None:
@@ -68,8 +70,8 @@ def test_frequencies_of_llama_3_1_equal_transformers() -> None:
     settings = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3, "original_max_position_embeddings": 8192}
     theirs = transformers.LlamaConfig(head_dim=128, rope_parameters=settings)
     expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs).inv_freq
-    config = DecoderConfig.from_hf(LLAMA | {"head_dim": 128, "rope_parameters": settings})
-    found = config.ropes[0].frequencies()
+    spec = read_spec(LLAMA | {"head_dim": 128, "rope_parameters": settings})
+    found = spec.ropes[0].frequencies()
     assert torch.equal(found, expected)
     plain = inverse_frequencies(128, 5e5, None)
     ratios = plain / found
@@ -80,14 +82,17 @@ def test_frequencies_of_llama_3_1_equal_transformers() -> None:
 
 
 def test_options_of_families() -> None:
-    llama, qwen2, qwen3 = (DecoderConfig.from_hf(config) for config in (LLAMA, QWEN2, QWEN3))
-    assert (llama.head_dim, qwen2.head_dim, qwen3.head_dim) == (16, 16, 128)
-    assert (llama.has_qkv_bias, qwen2.has_qkv_bias, qwen3.has_qkv_bias) == (False, True, False)
-    assert (llama.has_qk_norm, qwen2.has_qk_norm, qwen3.has_qk_norm) == (False, False, True)
-    biased = DecoderConfig.from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})
-    assert biased.has_qkv_bias and biased.has_output_bias and biased.has_mlp_bias
-    assert not qwen2.has_output_bias and not qwen2.has_mlp_bias
-    assert DecoderConfig.from_hf(LLAMA | {"num_key_value_heads": None}).num_kv_heads == 4
+    specs = [read_spec(config) for config in (LLAMA, QWEN2, QWEN3)]
+    mixers = [spec.attention for spec in specs]
+    assert [mixer.head_dim for mixer in mixers] == [mixer.value_dim for mixer in mixers] == [16, 16, 128]
+    assert [mixer.has_bias for mixer in mixers] == [False, True, False]
+    assert [mixer.head_norm for mixer in mixers] == [None, None, Norm(1e-5)]
+    biased = read_spec(LLAMA | {"attention_bias": True, "mlp_bias": True})
+    assert biased.attention.has_bias and biased.attention.has_output_bias
+    assert {layer.channel for layer in biased.layers} == {Mlp(intermediate_size=96, has_bias=True)}
+    assert not mixers[1].has_output_bias
+    assert {layer.channel for layer in specs[1].layers} == {Mlp(intermediate_size=96)}
+    assert read_spec(LLAMA | {"num_key_value_heads": None}).attention.num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_options_of_families() -> None:
     ],
 )
 def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
-    DecoderConfig.from_hf(config)
+    read_spec(config)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ def test_settings_without_effect_are_accepted(config: dict[str, Any]) -> None:
 )
 def test_setting_that_is_not_implemented_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        DecoderConfig.from_hf(config)
+        read_spec(config)
 
     assert message in str(caught.value)
 
@@ -206,7 +211,7 @@ ROPE3 = {"rope_type": "llama3", **LLAMA3}
 )
 def test_values_out_of_range(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        DecoderConfig.from_hf(LLAMA | changes)
+        read_spec(LLAMA | changes)
 
 
 @pytest.mark.parametrize("theta", [1.0, 1e30])
@@ -223,8 +228,8 @@ def test_values_out_of_range(changes: dict[str, Any], message: str) -> None:
 def test_frequencies_at_the_ends_of_the_ranges_are_finite(
     theta: float, scaling: dict[str, Any] | None
 ) -> None:
-    config = DecoderConfig.from_hf(LLAMA | {"head_dim": 256, "rope_theta": theta, "rope_scaling": scaling})
-    found = config.ropes[0].frequencies()
+    spec = read_spec(LLAMA | {"head_dim": 256, "rope_theta": theta, "rope_scaling": scaling})
+    found = spec.ropes[0].frequencies()
     assert found.isfinite().all() and (found >= 0).all()
 
 
@@ -232,6 +237,6 @@ def test_shapes_of_the_largest_config() -> None:
     """They take no memory and little time, so that errors about missing tensors come at once."""
     most = {"num_hidden_layers": 1024, "hidden_size": 2**24, "intermediate_size": 2**24, "vocab_size": 2**24}
     heads = {"num_attention_heads": 2**23, "num_key_value_heads": 2**23, "head_dim": 2}
-    shapes = tensor_shapes(DecoderConfig.from_hf(LLAMA | most | heads))
+    shapes = tensor_shapes(read_spec(LLAMA | most | heads))
     assert len(shapes) == 9 * 1024 + 3
     assert shapes["model.layers.1023.mlp.down_proj.weight"] == (2**24, 2**24)

@@ -14,8 +14,8 @@ import transformers
 
 from drift_sdk import EngineConfig, inspect
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.models.decoder_config import DecoderConfig
-from drift_sdk.models.rope import LinearScaling, YarnScaling
+from drift_sdk.families import read_spec
+from drift_sdk.spec.rope import LinearScaling, YarnScaling
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -60,13 +60,13 @@ def _nested(full: dict[str, Any]) -> dict[str, Any]:
 def test_rope_settings_that_contradict_each_other_are_rejected(config: dict[str, Any]) -> None:
     """transformers takes `rope_scaling` then."""
     with pytest.raises(ModelLoadError, match=r"rope_parameters=\{.*, rope_scaling=.*: expected one of them"):
-        DecoderConfig.from_hf(config)
+        read_spec(config)
 
 
 @pytest.mark.parametrize("scaling", [None, {}, YARN, YARN | {"rope_theta": 1e6, "mscale": None}])
 def test_rope_settings_that_are_there_twice(scaling: dict[str, Any] | None) -> None:
     given = QWEN3 | {"rope_parameters": YARN | {"rope_theta": 1e6}, "rope_scaling": scaling}
-    (rope,) = DecoderConfig.from_hf(given).ropes
+    (rope,) = read_spec(given).ropes
     assert rope.theta == 1e6 and isinstance(rope.scaling, YarnScaling)
     theirs = transformers.Qwen3Config(**copy.deepcopy(given)).rope_parameters
     assert (theirs["rope_type"], theirs["factor"]) == ("yarn", rope.scaling.factor)
@@ -75,8 +75,8 @@ def test_rope_settings_that_are_there_twice(scaling: dict[str, Any] | None) -> N
 def test_rope_settings_of_gemma3_that_are_there_twice() -> None:
     full = LINEAR | {"rope_theta": 1e6}
     scaling = {"type": "linear", "factor": 8.0}
-    config = DecoderConfig.from_hf(GEMMA3 | {"rope_parameters": _nested(full), "rope_scaling": scaling})
-    assert [rope.scaling for rope in config.ropes] == [None, LinearScaling(factor=8.0)]
+    spec = read_spec(GEMMA3 | {"rope_parameters": _nested(full), "rope_scaling": scaling})
+    assert [rope.scaling for rope in spec.ropes] == [None, LinearScaling(factor=8.0)]
 
 
 def test_default_rope_settings_contradict_nothing() -> None:
@@ -86,7 +86,7 @@ def test_default_rope_settings_contradict_nothing() -> None:
         "model_type": "gpt_oss",
         "rope_parameters": PLAIN,
     }
-    assert DecoderConfig.from_hf(given).ropes[0].scaling is None
+    assert read_spec(given).ropes[0].scaling is None
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_default_rope_settings_contradict_nothing() -> None:
     ],
 )
 def test_context_with_yarn(context: int, yarn: dict[str, Any], expected: int) -> None:
-    config = DecoderConfig.from_hf(QWEN3 | {"max_position_embeddings": context, "rope_scaling": yarn})
-    assert config.max_position_embeddings == expected
+    spec = read_spec(QWEN3 | {"max_position_embeddings": context, "rope_scaling": yarn})
+    assert spec.max_position_embeddings == expected
 
 
 def test_yarn_without_the_context_of_pretraining_equals_transformers() -> None:
@@ -113,14 +113,14 @@ def test_yarn_without_the_context_of_pretraining_equals_transformers() -> None:
     theirs = transformers.Qwen3Config(**copy.deepcopy(given))
     assert theirs.rope_parameters["original_max_position_embeddings"] == 40_960
     rotary = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding(theirs)
-    (rope,) = DecoderConfig.from_hf(given).ropes
+    (rope,) = read_spec(given).ropes
     assert torch.equal(rope.frequencies(), rotary.inv_freq) and rope.magnitude == rotary.attention_scaling
 
 
 def test_window_within_the_context_that_yarn_reaches() -> None:
     switch = {"use_sliding_window": True, "sliding_window": 50_000, "max_window_layers": 1}
-    assert DecoderConfig.from_hf(QWEN3 | switch).windows == (None, None)
-    assert DecoderConfig.from_hf(QWEN3 | switch | {"rope_scaling": YARN}).windows == (None, 50_000)
+    assert read_spec(QWEN3 | switch).windows == (None, None)
+    assert read_spec(QWEN3 | switch | {"rope_scaling": YARN}).windows == (None, 50_000)
 
 
 def test_max_model_len_with_yarn(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_max_model_len_with_yarn(tmp_path: Path) -> None:
     ],
 )
 def test_magnitude_of_yarn(extra: dict[str, Any], magnitude: float) -> None:
-    (rope,) = DecoderConfig.from_hf(QWEN3 | {"rope_scaling": YARN | extra}).ropes
+    (rope,) = read_spec(QWEN3 | {"rope_scaling": YARN | extra}).ropes
     assert rope.magnitude == pytest.approx(magnitude)
 
 
 def test_attn_factor_out_of_range() -> None:
     with pytest.raises(ModelLoadError, match="attn_factor=0 in the rope settings: expected a number from"):
-        DecoderConfig.from_hf(QWEN3 | {"rope_scaling": YARN | {"attn_factor": 0}})
+        read_spec(QWEN3 | {"rope_scaling": YARN | {"attn_factor": 0}})
 
 
 def test_settings_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -161,13 +161,13 @@ def test_settings_without_effect_are_named_once(caplog: pytest.LogCaptureFixture
         GEMMA3 | {"rope_parameters": _nested(LINEAR | {"finetuned": 1}) | {"extrapolation_factor": 2}},
     ):
         caplog.clear()
-        DecoderConfig.from_hf(config)
+        read_spec(config)
         assert caplog.messages == [
             "the config has rope settings without effect: ['extrapolation_factor', 'finetuned']"
         ]
 
 
 def test_known_settings_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    DecoderConfig.from_hf(GEMMA3 | {"rope_parameters": _nested(LINEAR), "rope_scaling": LINEAR})
-    DecoderConfig.from_hf(QWEN3 | {"rope_parameters": YARN | {"mscale": 1.0, "truncate": False}})
+    read_spec(GEMMA3 | {"rope_parameters": _nested(LINEAR), "rope_scaling": LINEAR})
+    read_spec(QWEN3 | {"rope_parameters": YARN | {"mscale": 1.0, "truncate": False}})
     assert caplog.messages == []

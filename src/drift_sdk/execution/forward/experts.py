@@ -19,12 +19,16 @@ from drift_sdk._kernels.experts.packed_products import packed_expert_multiply, p
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.gemm import multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.gate_rows import gate_rows
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.kernel_weights import KernelExperts
+from drift_sdk.execution.forward.mlp import take_activated
 from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.models.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
-from drift_sdk.models.experts_config import ExpertsConfig
+from drift_sdk.execution.forward.products import ExactProducts
+from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
+from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.quantised.weight import dense
+from drift_sdk.spec.model import Experts, Mlp
 
 __all__ = ["ExpertForward", "take_counts"]
 
@@ -42,7 +46,7 @@ class ExpertForward:
 
     def __init__(
         self,
-        config: ExpertsConfig,
+        spec: Experts,
         tuned: TunedTable,
         row_slot: Tensor,
         normed: Tensor,
@@ -53,60 +57,71 @@ class ExpertForward:
     ) -> None:
         """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads.
         max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many."""
-        num_rows, hidden_size = normed.shape
-        self._config, self._tuned, self._row_slot, self._normed = config, tuned, row_slot, normed
+        num_rows = normed.shape[0]
+        self._spec, self._tuned, self._row_slot, self._normed = spec, tuned, row_slot, normed
         self._workspace, self._max_scale = workspace, max_scale
-        self._rows = ExpertRows.take(workspace.take, num_rows, config.num_experts, config.num_active)
-        self._counts = take_counts(workspace, num_layers, config.num_experts)
+        self._products = ExactProducts(tuned, None, workspace, num_rows)
+        self._rows = ExpertRows.take(workspace.take, num_rows, spec.num_experts, spec.num_active)
+        self._counts = take_counts(workspace, num_layers, spec.num_experts)
         self._gated_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=True)
         self._down_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=False)
-        gate = config.clamped_gate
+        gate = spec.clamped_gate
         self._activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
-        num_pairs = num_rows * config.num_active
+        num_pairs = num_rows * spec.num_active
         self._activated = workspace.take(
-            "expert_activated", (num_pairs, config.intermediate_size), normed.dtype
-        )
-        self._partials = workspace.take(
-            "expert_partials", (config.num_active, num_rows, hidden_size), torch.float32
+            "expert_activated", (num_pairs, spec.intermediate_size), normed.dtype
         )
 
     @classmethod
     def take(
         cls,
         model: ModelResources,
+        spec: Experts,
         row_slot: Tensor,
         normed: Tensor,
         workspace: Workspace,
         *,
         is_decoding: bool,
-    ) -> ExpertForward | None:
-        """The experts of a model; None if it has none. The other arguments as in `__init__`."""
-        config = model.decoder.config.experts
-        if config is None:
-            return None
-
-        has_few_rows = normed.shape[0] * config.num_active <= MANY_ROWS_PER_EXPERT * config.num_experts
+    ) -> ExpertForward:
+        """Experts of a model. The other arguments as in `__init__`."""
+        has_few_rows = normed.shape[0] * spec.num_active <= MANY_ROWS_PER_EXPERT * spec.num_experts
         return cls(
-            config,
+            spec,
             model.tuned,
             row_slot,
             normed,
             workspace,
-            num_layers=model.decoder.config.num_layers,
+            num_layers=model.decoder.spec.num_layers,
             max_scale=model.decoder.max_expert_scale if is_decoding or has_few_rows else None,
         )
 
     def run(self, weights: ExpertWeights, index: int) -> Tensor:
         """Record the kernels of layer `index`.
 
-        Returns partial sums [num_active, R, hidden] float32, valid until the next layer: the shares of a
-        row's experts in its output, in order. Those of padding rows are undefined.
+        Returns partial sums [P, R, hidden] float32, valid until the next layer: those of the shared expert,
+        then the shares of a row's experts in its output, in order. Those of padding rows are undefined.
         """
+        shared, spec = weights.shared, self._spec
+        num_shared = 0 if shared is None else self._products.num_partials(shared.down)
+        shape = num_shared + spec.num_active, *self._normed.shape
+        partials = self._workspace.take("expert_partials", shape, torch.float32)
+        if shared is not None and spec.shared is not None:
+            # In front: the number of its partial sums depends on that of the rows, and a sum of them in front
+            # has the same bits as one that was added before.
+            self._run_shared(shared, spec.shared, weights.shared_gate, partials[:num_shared])
         rows = structs.replace(self._rows, counts=self._counts[index])
         self._route(weights, rows)
         self._multiply_gated(weights, rows)
-        self._multiply_down(weights, rows)
-        return self._partials
+        self._multiply_down(weights, rows, partials[num_shared:])
+        return partials
+
+    def _run_shared(self, weights: MlpWeights, spec: Mlp, gate: Tensor | None, partials: Tensor) -> None:
+        activated = take_activated(self._workspace, self._normed, spec)
+        products, normed = self._products, self._normed
+        products.activate(normed, weights.gate_up, weights.gate_up_bias, spec.activation, activated)
+        if gate is not None:
+            gate_rows(normed, gate.view(-1), activated)
+        products.multiply_into(activated, weights.down, partials)
 
     def _multiply_gated(self, weights: ExpertWeights, rows: ExpertRows) -> None:
         normed, activated, activation = self._normed, self._activated, self._activation
@@ -120,8 +135,8 @@ class ExpertForward:
         else:
             gated_expert_multiply(normed, gate_up, rows, activated, self._gated_gemm, activation)
 
-    def _multiply_down(self, weights: ExpertWeights, rows: ExpertRows) -> None:
-        activated, partials = self._activated, self._partials
+    def _multiply_down(self, weights: ExpertWeights, rows: ExpertRows, partials: Tensor) -> None:
+        activated = self._activated
         if isinstance(weights.down, KernelExperts):
             packed_expert_multiply(activated, weights.down.packed, rows, partials)
             return
@@ -137,24 +152,24 @@ class ExpertForward:
 
     def _route(self, weights: ExpertWeights, rows: ExpertRows) -> None:
         """Fill `rows`: the experts of each row, their shares, and the rows of each expert."""
-        normed, router = self._normed, weights.router
-        is_normalised = self._config.is_normalised
-        if self._max_scale is not None and has_cuda_route(router, rows.num_active):
-            bias = weights.router_bias
-            cuda_route(normed, router, bias, self._row_slot, rows, is_normalised=is_normalised)
+        normed, weight, router = self._normed, weights.router, self._spec.router
+        if self._max_scale is not None and has_cuda_route(weight, rows.num_active, router):
+            bias, is_normalised = weights.router_bias, router.is_normalised
+            cuda_route(normed, weight, bias, self._row_slot, rows, is_normalised=is_normalised)
             return
 
-        config = self._tuned.gemm(*router.shape).config(normed.shape[0])
-        shape = (config.num_partials, normed.shape[0], router.shape[0])
+        config = self._tuned.gemm(*weight.shape).config(normed.shape[0])
+        shape = (config.num_partials, normed.shape[0], weight.shape[0])
         logits = self._workspace.take("expert_logits", shape, torch.float32)
-        multiply(normed, router, logits, config)
+        multiply(normed, weight, logits, config)
         choose_experts(
             logits,
             weights.router_bias,
             self._row_slot,
             rows,
-            is_normalised=is_normalised,
-            dtype=normed.dtype,
+            router,
+            dtype=torch.float32 if router.kind == "sigmoid" else normed.dtype,
+            correction_bias=weights.correction,
         )
         list_rows(rows)
 

@@ -1,0 +1,256 @@
+"""Mixture of experts in plain torch: weights, routing of rows to experts, and the experts' MLPs.
+
+A row's output is summed in float32: of the shared expert first, then of its own experts in the order of their
+scores, largest first. So it does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, dequantise
+from drift_sdk.models.allocation import Allocation
+from drift_sdk.models.channels.mlp import MlpWeights, allocate_mlp, apply_mlp
+from drift_sdk.models.linear import linear
+from drift_sdk.quantised.stacking import stack_rows
+from drift_sdk.quantised.weight import Matrix, QuantisedWeight
+from drift_sdk.spec.model import ClampedGate, Experts, Router
+from drift_sdk.spec.names import ExpertNames
+
+__all__ = [
+    "ExpertMatrices",
+    "ExpertWeights",
+    "QuantisedMatrices",
+    "allocate_experts",
+    "apply_experts",
+    "choose_experts",
+    "gated",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMatrices:
+    """A matrix of each expert in MXFP4, see loading/mxfp4.py.
+
+    blocks: [num_experts, out, in / 32, 16] uint8. scales: [num_experts, out, in / 32] uint8.
+    """
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+
+ExpertMatrices = torch.Tensor | QuantisedMatrices | tuple[Matrix, ...] | QuantisedWeight
+"""A matrix of each expert: [num_experts, out, in], the same in MXFP4, or one by one, quantised otherwise; or
+the rows of all experts as one quantised weight, which kernels take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of one layer and their router.
+
+    router:        [num_experts, hidden].
+    gate_up:       [num_experts, 2 * intermediate, hidden].
+    down:          [num_experts, hidden, intermediate].
+    Biases:        [num_experts], and [num_experts, rows of their matrix].
+    correction:    [num_experts] float32, of a sigmoid router.
+    shared_gate:   [1, hidden].
+    """
+
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    gate_up: ExpertMatrices
+    gate_up_bias: torch.Tensor | None
+    down: ExpertMatrices
+    down_bias: torch.Tensor | None
+    correction: torch.Tensor | None = None
+    shared: MlpWeights | None = None
+    shared_gate: torch.Tensor | None = None
+
+
+def allocate_experts(
+    spec: Experts, names: ExpertNames, layer: str, hidden: int, allocation: Allocation
+) -> ExpertWeights:
+    """layer: prefix of the layer's tensors."""
+    prefix, num_experts, size = f"{layer}.{names.module}", spec.num_experts, spec.intermediate_size
+    experts, router = f"{prefix}.{names.experts}", f"{prefix}.{names.router}"
+
+    def bias(name: str, *shape: int) -> torch.Tensor | None:
+        return allocation.tensor(name, *shape) if spec.has_bias else None
+
+    correction = None
+    if spec.router.kind == "sigmoid":
+        correction = allocation.tensor(f"{prefix}.{names.correction}", num_experts, dtype=torch.float32)
+    gate_up, down = _allocate_matrices(spec, names, experts, hidden, allocation)
+    shared, gate = None, None
+    if spec.shared is not None:
+        shared = allocate_mlp(spec.shared, names.shared, prefix, hidden, allocation)
+    if spec.has_shared_gate:
+        gate = allocation.tensor(f"{prefix}.{names.shared_gate}.weight", 1, hidden)
+    return ExpertWeights(
+        router=allocation.tensor(f"{router}.weight", num_experts, hidden),
+        router_bias=bias(f"{router}.bias", num_experts),
+        gate_up=gate_up,
+        gate_up_bias=bias(f"{experts}.{names.gate_up}_bias", num_experts, 2 * size),
+        down=down,
+        down_bias=bias(f"{experts}.{names.down}_bias", num_experts, hidden),
+        correction=correction,
+        shared=shared,
+        shared_gate=gate,
+    )
+
+
+def _allocate_matrices(
+    spec: Experts, names: ExpertNames, prefix: str, hidden: int, allocation: Allocation
+) -> tuple[ExpertMatrices, ExpertMatrices]:
+    """The gate and up, and the down projections. prefix: of the experts' tensors."""
+    num_experts, size = spec.num_experts, spec.intermediate_size
+    if names.layout == "mxfp4":
+
+        def quantised(name: str, rows: int, columns: int) -> QuantisedMatrices:
+            shape = num_experts, rows, columns // BLOCK_SIZE
+            blocks = allocation.tensor(f"{prefix}.{name}_blocks", *shape, BLOCK_BYTES, dtype=torch.uint8)
+            scales = allocation.tensor(f"{prefix}.{name}_scales", *shape, dtype=torch.uint8)
+            return QuantisedMatrices(blocks, scales)
+
+        return quantised(names.gate_up, 2 * size, hidden), quantised(names.down, hidden, size)
+
+    if names.layout == "each":
+        return _allocate_each(spec, names, prefix, hidden, allocation)
+
+    gate_up, down = (
+        allocation.empty(num_experts, 2 * size, hidden),
+        allocation.empty(num_experts, hidden, size),
+    )
+    for name, matrices in ((names.gate_up, gate_up), (names.down, down)):
+        is_transposed = names.layout == "transposed"
+        allocation.places[f"{prefix}.{name}"] = matrices.transpose(1, 2) if is_transposed else matrices
+    return gate_up, down
+
+
+def _allocate_each(
+    spec: Experts, names: ExpertNames, prefix: str, hidden: int, allocation: Allocation
+) -> tuple[ExpertMatrices, ExpertMatrices]:
+    """The matrices of experts with a tensor each in files, one by one if some are quantised."""
+    num_experts, size = spec.num_experts, spec.intermediate_size
+    stored = [
+        [f"{prefix}.{expert}.{name}.weight" for name in (names.gate, names.up, names.down)]
+        for expert in range(num_experts)
+    ]
+    found = {name: allocation.quantised(name) for each in stored for name in each}
+    if any(weight is not None for weight in found.values()):
+        shapes = (size, hidden), (size, hidden), (hidden, size)
+        matrices: list[list[Matrix]] = [
+            [found[name] or allocation.tensor(name, *shape) for name, shape in zip(each, shapes, strict=True)]
+            for each in stored
+        ]
+        return tuple(stack_rows(each[:2]) for each in matrices), tuple(each[2] for each in matrices)
+
+    gate_up, down = (
+        allocation.empty(num_experts, 2 * size, hidden),
+        allocation.empty(num_experts, hidden, size),
+    )
+    for expert, each in enumerate(stored):
+        parts = gate_up[expert, :size], gate_up[expert, size:], down[expert]
+        allocation.places.update(zip(each, parts, strict=True))
+    return gate_up, down
+
+
+def apply_experts(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
+    """The output [N, hidden] of the experts that the router chooses for each row of x [N, hidden]."""
+    experts, shares = route(x, weights, spec)
+    outputs = torch.empty((*experts.shape, x.shape[1]), dtype=x.dtype, device=x.device)
+    for expert in experts.unique().tolist():
+        rows, ranks = (experts == expert).nonzero(as_tuple=True)
+        gate_up = _multiply(x[rows], weights.gate_up, weights.gate_up_bias, expert)
+        activated = gated(gate_up, spec.clamped_gate)
+        outputs[rows, ranks] = _multiply(activated, weights.down, weights.down_bias, expert)
+
+    weighted = outputs.to(torch.float32) * shares[:, :, None]
+    total = weighted[:, 0]
+    if spec.shared is not None and weights.shared is not None:
+        shared = apply_mlp(x, weights.shared, spec.shared)
+        if weights.shared_gate is not None:
+            shared = shared * torch.sigmoid(linear(x, weights.shared_gate))
+        total = shared.to(torch.float32) + total
+    for rank in range(1, spec.num_active):
+        total = total + weighted[:, rank]
+
+    return total.to(x.dtype)
+
+
+def route(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each row of x [N, hidden] and their weights, [N, num_active] int64 and float32, in the
+    order of choice."""
+    router = spec.router
+    if weights.correction is None:
+        logits = linear(x, weights.router, weights.router_bias)
+        return choose_experts(logits, spec.num_active, is_normalised=router.is_normalised)
+
+    logits = linear(x.to(torch.float32), weights.router.to(torch.float32))
+    return choose_by_score(logits.sigmoid(), weights.correction, spec.num_active, router)
+
+
+def choose_experts(
+    logits: torch.Tensor, num_active: int, *, is_normalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each row and their weights, [N, num_active] int64 and float32, largest logit first.
+
+    logits: [N, num_experts]. Of equal logits, that of the lower expert comes first.
+    is_normalised: as in Router.
+    """
+    wide = logits.to(torch.float32)
+    # A stable sort, because topk may put equal logits in any order.
+    ranked, order = wide.sort(dim=-1, descending=True, stable=True)
+    experts = order[:, :num_active]
+    if is_normalised:
+        return experts, ranked[:, :num_active].softmax(dim=-1)
+
+    return experts, wide.softmax(dim=-1).gather(1, experts)
+
+
+def choose_by_score(
+    scores: torch.Tensor, correction: torch.Tensor, num_active: int, router: Router
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the largest scores plus correction [num_experts], and their weights, as `route`
+    returns them. scores: [N, num_experts] float32."""
+    keys = scores + correction
+    if router.num_groups > 1:
+        groups = keys.unflatten(1, (router.num_groups, -1))
+        sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(dim=-1)
+        best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_active_groups]
+        is_active = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
+        keys = groups.masked_fill(~is_active[:, :, None], float("-inf")).flatten(1)
+    experts = keys.sort(dim=-1, descending=True, stable=True).indices[:, :num_active]
+    shares = scores.gather(1, experts)
+    if router.is_normalised:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
+    return experts, shares * router.scale
+
+
+def gated(gate_up: torch.Tensor, clamped_gate: ClampedGate | None) -> torch.Tensor:
+    """The activation [N, intermediate] of gate and up projections [N, 2 * intermediate]."""
+    if clamped_gate is None:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    limit = clamped_gate.limit
+    wide = gate_up.to(torch.float32)
+    gate, up = wide[:, 0::2].clamp(max=limit), wide[:, 1::2].clamp(-limit, limit)
+    return ((up + 1) * (gate * torch.sigmoid(clamped_gate.alpha * gate))).to(gate_up.dtype)
+
+
+def _multiply(
+    x: torch.Tensor, matrices: ExpertMatrices, biases: torch.Tensor | None, expert: int
+) -> torch.Tensor:
+    """The product [M, out] of x [M, in] with one expert's transposed matrix, plus its bias."""
+    if isinstance(matrices, QuantisedMatrices):
+        matrix: Matrix = dequantise(matrices.blocks[expert], matrices.scales[expert], x.dtype)
+    elif isinstance(matrices, QuantisedWeight):
+        raise NotImplementedError("experts that are one weight are multiplied by kernels")
+    else:
+        matrix = matrices[expert]
+
+    return linear(x, matrix, None if biases is None else biases[expert])

@@ -1,0 +1,150 @@
+"""Attention in plain torch: weights and forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from msgspec import Struct
+
+from drift_sdk.models.allocation import Allocation
+from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.linear import linear
+from drift_sdk.models.norms import normalise
+from drift_sdk.models.rope import rotate
+from drift_sdk.models.tree_attention import StepRows
+from drift_sdk.quantised.weight import Matrix
+from drift_sdk.spec.model import Attention, QueryScaling
+from drift_sdk.spec.names import AttentionNames
+from drift_sdk.spec.rope import Rope
+
+__all__ = ["AttentionStep", "AttentionWeights", "allocate_attention", "attend", "query_factors"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """The weights of one layer's attention. Matrices may be quantised.
+
+    qkv:                    [(num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim, hidden]:
+                            queries, keys, values; with a gate num_heads * value_dim rows more.
+    qkv_bias:               [rows of qkv]: zeros for the gate.
+    output:                 [hidden, num_heads * value_dim].
+    output_bias:            [hidden].
+    query_norm, key_norm:   [head_dim].
+    sinks:                  [num_heads].
+    """
+
+    qkv: Matrix
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Matrix
+    output_bias: torch.Tensor | None
+    sinks: torch.Tensor | None = None
+
+
+class AttentionStep(Struct, frozen=True):
+    """What attention of a step needs beside the rows of the stream.
+
+    rotary: cosines and sines of the rows by rotation, as `rotary_tables` returns them.
+    """
+
+    rows: StepRows
+    cache: KVCache
+    rotary: dict[Rope, tuple[torch.Tensor, torch.Tensor]]
+
+
+def allocate_attention(
+    spec: Attention, names: AttentionNames, layer: str, hidden: int, allocation: Allocation
+) -> AttentionWeights:
+    """layer: prefix of the layer's tensors. hidden: columns of its input."""
+    prefix = f"{layer}.{names.module}"
+    query, key, value = (
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+        spec.num_kv_heads * spec.value_dim,
+    )
+    rows = {names.query: query, names.key: key, names.value: value}
+    if names.fused is not None:
+        rows = {names.fused: query + key + value}
+    gate = {names.gate: spec.output_size} if spec.has_gate else {}
+
+    def head_weights(name: str) -> torch.Tensor | None:
+        if spec.head_norm is None:
+            return None
+
+        if spec.has_head_weights:
+            return allocation.tensor(f"{prefix}.{name}.weight", spec.head_dim)
+
+        return allocation.full(0.0 if spec.head_norm.kind == "offset" else 1.0, spec.head_dim)
+
+    bias = None
+    if spec.has_bias:
+        num_biased = sum(rows.values())
+        bias = allocation.full(0.0, num_biased + sum(gate.values()))
+        names_of_biases = (f"{prefix}.{name}.bias" for name in rows)
+        parts = bias[:num_biased].split(list(rows.values()))
+        allocation.places.update(zip(names_of_biases, parts, strict=True))
+    output = f"{prefix}.{names.output}"
+    return AttentionWeights(
+        qkv=allocation.projection(
+            {f"{prefix}.{name}.weight": size for name, size in (rows | gate).items()}, hidden
+        ),
+        qkv_bias=bias,
+        query_norm=head_weights(names.query_norm),
+        key_norm=head_weights(names.key_norm),
+        output=allocation.matrix(f"{output}.weight", hidden, spec.output_size),
+        output_bias=allocation.tensor(f"{output}.bias", hidden) if spec.has_output_bias else None,
+        sinks=allocation.tensor(f"{prefix}.{names.sinks}", spec.num_heads) if spec.has_sinks else None,
+    )
+
+
+def attend(
+    x: torch.Tensor, weights: AttentionWeights, spec: Attention, step: AttentionStep, index: int
+) -> torch.Tensor:
+    """The output [N, hidden] of the attention of layer `index`, from its normalised input [N, hidden]. Keys
+    and values are written to the cache."""
+    rotated = spec.num_heads + spec.num_kv_heads
+    sizes = rotated * spec.head_dim, spec.num_kv_heads * spec.value_dim
+    projected = linear(x, weights.qkv, weights.qkv_bias)
+    query_key, value = projected[:, : sizes[0]], projected[:, sizes[0] : sum(sizes)]
+    query, key = _rotated(query_key.view(-1, rotated, spec.head_dim), weights, spec, step)
+    attended = step.rows.attend(
+        query,
+        key,
+        value.unflatten(1, (spec.num_kv_heads, spec.value_dim)),
+        step.cache,
+        index,
+        window=spec.window,
+        scale=spec.scale,
+        sinks=weights.sinks,
+    )
+    if spec.has_gate:
+        attended = attended * torch.sigmoid(projected[:, sum(sizes) :])
+    return linear(attended, weights.output, weights.output_bias)
+
+
+def _rotated(
+    query_key: torch.Tensor, weights: AttentionWeights, spec: Attention, step: AttentionStep
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [N, num_heads, head_dim] and keys [N, num_kv_heads, head_dim], normalised, rotated and scaled,
+    of both as projected."""
+    num_heads = spec.num_heads
+    if spec.head_norm is not None and weights.query_norm is not None and weights.key_norm is not None:
+        query = normalise(query_key[:, :num_heads], weights.query_norm, spec.head_norm)
+        key = normalise(query_key[:, num_heads:], weights.key_norm, spec.head_norm)
+        query_key = torch.cat((query, key), dim=1)
+
+    if spec.rope is not None:
+        query_key = rotate(query_key, *step.rotary[spec.rope])
+
+    query, key = query_key[:, :num_heads], query_key[:, num_heads:]
+    if spec.query_scaling is not None:
+        query = query * query_factors(spec.query_scaling, step.rows.positions, query.dtype)[:, None, None]
+    return query, key
+
+
+def query_factors(scaling: QueryScaling, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The factors of queries at positions [N], in `dtype`."""
+    quotients = torch.floor(positions.to(torch.float32) / scaling.context)
+    return (1 + scaling.beta * torch.log(1 + quotients)).to(dtype)

@@ -1,0 +1,276 @@
+"""The description of a decoder: its layers, and what is around them. Frozen values, without weights.
+
+Two layers with equal specs are computed by the same code, and by the same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from drift_sdk.quantised.scheme import Scheme
+from drift_sdk.spec.names import Names
+from drift_sdk.spec.rope import Rope
+
+__all__ = [
+    "Activation",
+    "Attention",
+    "Channel",
+    "ClampedGate",
+    "Experts",
+    "KVShape",
+    "LayerSpec",
+    "Mixer",
+    "Mlp",
+    "ModelSpec",
+    "Norm",
+    "NormKind",
+    "QueryScaling",
+    "Router",
+]
+
+Activation = Literal["silu", "gelu_tanh"]
+NormKind = Literal["rounded", "offset", "wide"]
+
+
+class Norm(Struct, frozen=True):
+    """A norm by the root mean square of a row, whose square is increased by `eps`.
+
+    kind: "rounded": the normalised row is rounded to the model's dtype, then multiplied by the weight.
+          "wide": it is multiplied by the weight in float32, then rounded. "offset": likewise by 1 + weight.
+    """
+
+    eps: float
+    kind: NormKind = "rounded"
+
+
+class QueryScaling(Struct, frozen=True):
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / context)) after the rotation."""
+
+    beta: float
+    context: int
+
+
+class Attention(Struct, frozen=True, kw_only=True):
+    """Attention of groups of query heads to keys and values of one head.
+
+    head_dim, value_dim: dimensions of a head's queries and keys, and of its values.
+    scale:               products of queries and keys are multiplied by it.
+    window:              number of keys that a row sees at most, its own included; None: all before it.
+    rope:                the rotation of queries and keys; None: they are not rotated.
+    has_bias:            of the projections of queries, keys and values.
+    has_output_bias:     of the projection of the output.
+    head_norm:           norm of each head's query and key before the rotation; None: they have none.
+    has_head_weights:    whether this norm has weights.
+    has_gate:            the output is multiplied by the sigmoid of one more projection of the input.
+    has_sinks:           each head has a logit that takes part in the softmax and has no value.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    rope: Rope | None = None
+    has_bias: bool = False
+    has_output_bias: bool = False
+    head_norm: Norm | None = None
+    has_head_weights: bool = True
+    query_scaling: QueryScaling | None = None
+    has_gate: bool = False
+    has_sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of each KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of elements of a head that are rotated."""
+        return 0 if self.rope is None else self.rope.rotary_dim
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the projection of the output."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def kv(self) -> KVShape:
+        """The shape of the keys and values that it keeps."""
+        return KVShape(self.num_kv_heads, self.head_dim, self.value_dim)
+
+
+class KVShape(Struct, frozen=True):
+    """The keys and values of a token in a layer. Layers of one shape share memory."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def size(self) -> int:
+        """Numbers of a token."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+class Mlp(Struct, frozen=True, kw_only=True):
+    """down(activation(gate(x)) * up(x)).
+
+    intermediate_size: rows of gate and up, columns of down.
+    has_bias:          of all three.
+    """
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    has_bias: bool = False
+
+
+class ClampedGate(Struct, frozen=True, kw_only=True):
+    """The activation of experts (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and
+    -limit <= up <= limit.
+
+    Rows of gate and up projections alternate: row 2 i is the gate, row 2 i + 1 up.
+    """
+
+    alpha: float
+    limit: float
+
+
+class Router(Struct, frozen=True, kw_only=True):
+    """The choice of a row's experts, and their weights.
+
+    kind: "softmax": the weights are a softmax of the logits, which are the scores of the choice. "sigmoid":
+          they are the sigmoids of the logits in float32; the choice is by these plus a correction that the
+          model has for each expert.
+    is_normalised: the weights of a row's experts add up to 1, before `scale`. Otherwise a softmax is one of
+          all experts, and sigmoids remain as they are.
+    scale: weights are multiplied by it.
+    num_groups, num_active_groups: experts lie in groups of equal size, of which so many take part in the
+          choice for a row: those with the largest sums of their two largest scores.
+
+    Scale and groups are options of the kind "sigmoid". Raises ValueError where "softmax" has them.
+    """
+
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_active_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind == "softmax" and (self.scale, self.num_groups, self.num_active_groups) != (1.0, 1, 1):
+            raise ValueError(f"{self}: expected neither scale nor groups for softmax")
+
+
+class Experts(Struct, frozen=True, kw_only=True):
+    """A mixture of experts: MLPs of which a router chooses some for each row.
+
+    num_active:         experts that compute a row.
+    intermediate_size:  width of an expert's MLP.
+    has_bias:           the router and the experts' projections have biases.
+    clamped_gate:       None: silu(gate) * up, with all rows of the gate before those of up.
+    shared:             an MLP whose output is added to the experts'; None: there is none.
+    has_shared_gate:    this output is multiplied by the sigmoid of a projection of the input to one number.
+    """
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    router: Router = Router()
+    has_bias: bool = False
+    clamped_gate: ClampedGate | None = None
+    shared: Mlp | None = None
+    has_shared_gate: bool = False
+
+
+Mixer = Attention
+"""What mixes the rows of a sequence."""
+Channel = Mlp | Experts
+"""What computes each row by itself."""
+
+
+class LayerSpec(Struct, frozen=True, kw_only=True):
+    """stream += multiplier * post(mixer(norm(stream))), then the same with the channel.
+
+    norm:       of the inputs of mixer and channel.
+    post_norm:  of their outputs; None: these are not normalised.
+    """
+
+    mixer: Mixer
+    channel: Channel
+    norm: Norm
+    post_norm: Norm | None = None
+    multiplier: float = 1.0
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """A decoder.
+
+    max_position_embeddings:  the model's context, in tokens: that of its config, or more with YaRN.
+    final_norm:               of the stream after the last layer.
+    is_head_tied:             the output head is the embedding.
+    embedding_multiplier:     embeddings are multiplied by it.
+    has_rounded_multiplier:   embedding_multiplier is rounded to the model's dtype before.
+    embedding_norm:           norm of the embeddings, without weights; None: they are not normalised.
+    logits_divisor:           logits are divided by it.
+    logits_cap:               then they are cap * tanh(logits / cap); None: they are not capped.
+    names:                    of the tensors in files.
+    quantisation:             how files store quantised weights; None: they have none, or MXFP4 experts alone.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    max_position_embeddings: int
+    final_norm: Norm
+    is_head_tied: bool
+    embedding_multiplier: float = 1.0
+    has_rounded_multiplier: bool = False
+    embedding_norm: Norm | None = None
+    logits_divisor: float = 1.0
+    logits_cap: float | None = None
+    names: Names = Names()
+    quantisation: Scheme | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of the first layer."""
+        return self.layers[0].mixer
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(layer.mixer.window for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotations of all layers, each once."""
+        ropes = (layer.mixer.rope for layer in self.layers)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def kv_groups(self) -> dict[KVShape, tuple[int, ...]]:
+        """The layers of each shape of keys and values, in order."""
+        groups: dict[KVShape, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            groups.setdefault(layer.mixer.kv, []).append(index)
+        return {group: tuple(layers) for group, layers in groups.items()}
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of the first layer that has some."""
+        return next((each.channel for each in self.layers if isinstance(each.channel, Experts)), None)
+
+    @property
+    def mlp_size(self) -> int:
+        """The width of the widest MLP, shared ones included; 0 without MLPs."""
+        channels = [each.channel for each in self.layers]
+        mlps = [each.shared if isinstance(each, Experts) else each for each in channels]
+        return max((mlp.intermediate_size for mlp in mlps if mlp is not None), default=0)
