@@ -1,0 +1,133 @@
+"""GLM-4.5, 4.6 and 4.7, and their Air models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
+from drift_sdk.spec.experts_settings import read_experts
+from drift_sdk.spec.family import Family
+from drift_sdk.spec.gguf import EXPERT_KEYS, EXPERT_MODULES, GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.layer_types import read_num_layers
+from drift_sdk.spec.model import Channel, Mlp, ModelSpec, Router
+from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier
+
+SIGMOID = 2
+"""The sigmoid's number in `expert_gating_func` of GGUF files."""
+
+
+def read_spec(settings: Settings) -> ModelSpec:
+    has_head_norm = read_bool(settings, "use_qk_norm")
+    attention = read_attention(
+        settings,
+        has_output_bias=False,
+        head_norm=read_norm(settings) if has_head_norm else None,
+        may_be_partial=True,
+    )
+    num_layers = read_num_layers(settings)
+    num_dense = min(read_int(settings, "first_k_dense_replace", ge=0), num_layers)
+    mlp, experts = [read_mlp(settings)] * num_dense, [read_glm_experts(settings)] * (num_layers - num_dense)
+    return read_decoder(settings, [attention] * num_layers, [*mlp, *experts])
+
+
+def read_glm_experts(settings: Settings) -> Channel:
+    num_experts = read_int(settings, "n_routed_experts")
+    num_groups = read_int(settings, "n_group")
+    if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
+        expected = f"a divisor of {num_experts} experts that leaves two or more in a group"
+        raise ModelLoadError(f"config: n_group={num_groups}: expected {expected}")
+
+    router = Router(
+        kind="sigmoid",
+        is_normalised=read_bool(settings, "norm_topk_prob"),
+        scale=read_multiplier(settings, "routed_scaling_factor"),
+        num_groups=num_groups,
+        num_active_groups=read_int(settings, "topk_group", le=num_groups),
+    )
+    num_shared = read_int(settings, "n_shared_experts", ge=0)
+    size = read_int(settings, "moe_intermediate_size")
+    experts = read_experts(
+        settings,
+        ("n_routed_experts",),
+        "moe_intermediate_size",
+        router,
+        shared=Mlp(intermediate_size=num_shared * size) if num_shared else None,
+    )
+    most = num_experts // num_groups * router.num_active_groups
+    if experts.num_active > most:
+        raise ModelLoadError(
+            f"config: num_experts_per_tok={experts.num_active}: expected at most {most}, the experts of "
+            f"topk_group={router.num_active_groups} groups"
+        )
+
+    return experts
+
+
+def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
+    """Files count the layers that predict several tokens, which come last."""
+    values, config = file.values, file.config
+    if values.get("expert_gating_func", SIGMOID) != SIGMOID:
+        found = f"{file.place}expert_gating_func={short_repr(values['expert_gating_func'])}"
+        raise ModelLoadError(f"{found}, expected {SIGMOID}, the sigmoid")
+
+    rope, head_dim = config["rope_parameters"], config["head_dim"]
+    if isinstance(file.rotary_dim, int) and isinstance(head_dim, int) and head_dim:
+        # Half an element more, so that truncation cannot lose one.
+        share = 1.0 if file.rotary_dim == head_dim else (file.rotary_dim + 0.5) / head_dim
+        rope = rope | {"partial_rotary_factor": share}
+    num_layers, num_predicting = config["num_hidden_layers"], values.get("nextn_predict_layers", 0)
+    if isinstance(num_layers, int) and isinstance(num_predicting, int):
+        num_layers -= num_predicting
+    return {
+        "num_hidden_layers": num_layers,
+        "rope_parameters": rope,
+        "n_routed_experts": values.get("expert_count"),
+        "num_experts_per_tok": values.get("expert_used_count"),
+        "moe_intermediate_size": values.get("expert_feed_forward_length"),
+        "n_shared_experts": values.get("expert_shared_count", 0),
+        "first_k_dense_replace": values.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": values.get("expert_weights_scale") or None,
+        "norm_topk_prob": values.get("expert_weights_norm"),
+        "n_group": values.get("expert_group_count") or None,
+        "topk_group": values.get("expert_group_used_count") or None,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    spec=read_spec,
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    gguf=(
+        GGUFArchitecture(
+            name="glm4moe",
+            layer_modules=EXPERT_MODULES
+            | {
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+                "ffn_up_shexp": "mlp.shared_experts.up_proj",
+                "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            },
+            layer_tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+            is_partial=True,
+            keys=("expert_count",),
+            required=EXPERT_KEYS,
+            settings=gguf_settings,
+        ),
+    ),
+)
