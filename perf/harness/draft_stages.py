@@ -83,13 +83,13 @@ class RecordedDraft(DraftDecoder):
 
     stages: dict[str, torch.Tensor]
 
-    def _attend(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        added = super()._attend(index, inputs, step)
+    def _attention(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        added = super()._attention(index, inputs, step)
         self.stages[f"attention.{index}"] = added
         return added
 
-    def _apply_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
-        added = super()._apply_mlp(index, normed)
+    def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        added = super()._mlp(index, normed)
         self.stages[f"mlp.{index}"] = added
         return added
 

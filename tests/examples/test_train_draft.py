@@ -23,7 +23,7 @@ from train_draft.acceptance import Acceptance, evaluate, walk
 from train_draft.answers import Answer, AnswerError, AnswerFolder, repeated_share
 from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches
 from train_draft.commands import main
-from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings
+from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings, mlp_width
 from train_draft.questions import (
     KINDS,
     Overlaps,
@@ -38,7 +38,9 @@ from train_draft.training import CheckpointError, Training, TrainingSettings, dr
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.spec.model import Experts, Mlp
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(max_model_len=128, kv_cache_tokens=2048, max_num_seqs=8, dtype="float32")
@@ -269,6 +271,31 @@ def test_features_are_those_of_the_decoder(index: int, tmp_path: Path) -> None:
     wanted = decoder.logits(hidden).clone()
     everything = target.head_rows(torch.arange(spec.vocab_size))
     torch.testing.assert_close(target.logits(final, everything).flatten(0, 1), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_capped_logits_are_those_of_the_decoder(target: Target) -> None:
+    spec = msgspec.structs.replace(target.spec, logits_cap=0.5, logits_divisor=2.0)
+    capped = Target(Decoder(spec, target.decoder.weights))
+    rows = SequenceRows(range(9), 0, 9)
+    cache, token_ids = capped.decoder.empty_kv_cache(9, 1), torch.arange(9)
+    hidden, _ = capped.decoder.forward(token_ids, AttentionBatch([rows], cache), cache)
+    _, final = capped.run(token_ids[None], (1,))
+    found = capped.logits(final, capped.head_rows(torch.arange(spec.vocab_size)))[0]
+    assert found.abs().max() < 0.5
+    torch.testing.assert_close(found, capped.decoder.logits(hidden).clone(), rtol=1e-3, atol=1e-4)
+
+
+def test_width_of_a_head_is_that_of_the_target_for_a_row(target: Target) -> None:
+    assert mlp_width(target.spec) == target.spec.mlp_size > 0
+    experts = Experts(num_experts=8, num_active=3, intermediate_size=40, shared=Mlp(intermediate_size=50))
+    for channel, width in (
+        (experts, 170),
+        (msgspec.structs.replace(experts, shared=None), 120),
+        (Mlp(intermediate_size=200), 200),
+    ):
+        dense = msgspec.structs.replace(target.spec.layers[0], channel=Mlp(intermediate_size=60))
+        layers = dense, msgspec.structs.replace(dense, channel=channel)
+        assert mlp_width(msgspec.structs.replace(target.spec, layers=layers)) == width
 
 
 def test_pass_equals_that_of_the_draft_decoder(target: Target, tmp_path: Path) -> None:

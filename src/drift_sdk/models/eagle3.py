@@ -218,8 +218,8 @@ class DraftDecoder:
             else:
                 inputs = rms_norm(hidden, layer.mixer_norm, eps)
 
-            hidden = hidden + self._attend(index, inputs, step)
-            hidden = hidden + self._apply_mlp(index, rms_norm(hidden, layer.channel_norm, eps))
+            hidden = hidden + self._attention(index, inputs, step)
+            hidden = hidden + self._mlp(index, rms_norm(hidden, layer.channel_norm, eps))
 
         return rms_norm(hidden, weights.final_norm, eps) if self.config.is_output_normed else hidden
 
@@ -228,11 +228,11 @@ class DraftDecoder:
         """Float32 logits [M, draft_vocab] of rows [M, hidden] that `forward` returned."""
         return linear(self._head_input(hidden), self.weights.head).to(torch.float32)
 
-    def _attend(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+    def _attention(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """The output [N, hidden] of the attention of layer `index`, for its normalised input."""
         return attend(inputs, self.weights.layers[index].mixer, self.config.attention, step, index)
 
-    def _apply_mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """The output [N, hidden] of the MLP of layer `index`, for its normalised input."""
         weights = self.weights.layers[index].channel
         assert isinstance(weights, MlpWeights)
