@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 from decoder_parity import inner_terms, poisoned_cache, shuffled_blocks
 from msgspec import structs
 from recent_zoo import RECENT, VOCAB_SIZE, make_recent_model
+from safetensors.torch import load_file, save_file
 from tolerances import tie_gap
 
 from drift_sdk.families import read_spec
@@ -166,3 +168,40 @@ def test_cap_of_logits_and_gate_are_applied(tmp_path: Path) -> None:
     assert plain.abs().max() > 0.3 * cap
     assert torch.allclose(capped, cap * torch.tanh(plain / cap))
     assert not torch.allclose(logits_of(_mixer(has_gate=False)(decoder), token_ids, [30]), capped)
+
+
+def test_experts_are_read_in_any_layout(tmp_path: Path) -> None:
+    """Stacked as [in, out], as [out, in], and one by one."""
+    seed = next(
+        seed for seed in itertools.count() if _is_oblong(make_recent_model("qwen3_vl_moe", seed, tmp_path))
+    )
+    make_recent_model("qwen3_vl_moe", seed, tmp_path)
+    token_ids, file = torch.arange(3, 33), tmp_path / "model.safetensors"
+    expected, transposed = logits_of(load(tmp_path), token_ids, [30]), load_file(file)
+    stacked = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in transposed.items()
+    }
+    each: dict[str, torch.Tensor] = {}
+    for name, tensor in stacked.items():
+        if ".experts." not in name:
+            each[name] = tensor
+            continue
+
+        prefix, _, projection = name.rpartition(".")
+        is_down = projection == "down_proj"
+        parts = {"down": tensor} if is_down else dict(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
+        for part, matrices in parts.items():
+            each |= {
+                f"{prefix}.{index}.{part}_proj.weight": matrix.clone()
+                for index, matrix in enumerate(matrices)
+            }
+    for tensors in (stacked, each):
+        save_file(tensors, file)
+        assert torch.equal(logits_of(load(tmp_path), token_ids, [30]), expected)
+
+
+def _is_oblong(model: Any) -> bool:
+    """Whether the shape of experts tells their layout."""
+    config = model.config.text_config
+    return config.hidden_size != 2 * config.moe_intermediate_size

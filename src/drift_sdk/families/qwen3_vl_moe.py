@@ -11,17 +11,16 @@ from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.names import ExpertNames, Names
 from drift_sdk.spec.settings import Settings
 
-STACKED = Names(experts=ExpertNames(layout="transposed"))
+NAMES = Names(experts=ExpertNames(layout="transposed"))
 
 
 def read_spec(settings: Settings) -> ModelSpec:
     attention = read_attention(settings, head_norm=read_norm(settings))
-    is_stacked = settings.get("has_stacked_experts", True)
     return read_decoder(
         settings,
         [attention] * read_num_layers(settings),
         channels(settings | {"norm_topk_prob": True}),
-        names=STACKED if is_stacked else Names(),
+        names=NAMES,
     )
 
 
@@ -44,7 +43,7 @@ FAMILY = Family(
             layer_modules=EXPERT_MODULES,
             keys=("expert_count",),
             required=EXPERT_KEYS,
-            settings=lambda file: gguf_settings(file) | {"has_stacked_experts": False},
+            settings=gguf_settings,
         ),
     ),
 )

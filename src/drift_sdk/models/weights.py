@@ -20,6 +20,7 @@ from drift_sdk.models.kv_scales import KVScales, KVScaleSource, load_kv_scales
 from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, MatrixReader, WeightForm, quantised_bytes
 from drift_sdk.models.mixers.attention import AttentionWeights, allocate_attention
 from drift_sdk.models.spare_tensors import later_layers, zero_biases
+from drift_sdk.models.stored_layout import with_stored_layout
 from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weight_memory import memory_named
 from drift_sdk.quantised.weight import Matrix
@@ -82,6 +83,8 @@ def weight_bytes(
 
     tensors: for the form "stored", the files; little more than their headers is read.
     """
+    if tensors is not None:
+        spec = with_stored_layout(spec, tensors)
     projections: dict[str, bool] = {}
 
     def note(name: str, is_projection: bool) -> None:
@@ -139,6 +142,7 @@ def load_weights(
     unexpected or misshapen; if there is not enough memory; and for a tensor that is not finite in `dtype`.
     """
     check_tensors(spec, tensors, kv_form)
+    spec = with_stored_layout(spec, tensors)
     if reason := odd_columns(spec, form):
         raise ModelLoadError(f'{tensors.location}: tensor {reason}: expected another form than "{form}"')
 
@@ -203,6 +207,7 @@ def _is_enough(num_bytes: int) -> None:
 def check_tensors(spec: ModelSpec, tensors: TensorSource, kv_form: KVForm | None = None) -> None:
     """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen, and for all else that
     headers show to be wrong, also of scales of a KV cache in `kv_form`."""
+    spec = with_stored_layout(spec, tensors)
     _, places = _allocate(spec, torch.device("meta"), torch.float32)
     names = set(tensors.names())
     missing = [name for name in places if name not in names]

@@ -1,0 +1,35 @@
+"""The form in which files store experts, which their tensors tell."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.spec.model import Experts, ModelSpec
+from drift_sdk.spec.names import ExpertLayout
+
+__all__ = ["with_stored_layout"]
+
+
+def with_stored_layout(spec: ModelSpec, tensors: TensorSource) -> ModelSpec:
+    """The spec, with the layout of experts that files have. Tools write one tensor for each matrix of an
+    expert, or one for all experts, whichever a family's published files have."""
+    found = [index for index, layer in enumerate(spec.layers) if isinstance(layer.channel, Experts)]
+    if not found or spec.names.experts.layout == "mxfp4":
+        return spec
+
+    names, experts = spec.names.experts, spec.layers[found[0]].channel
+    assert isinstance(experts, Experts)
+    prefix = f"{spec.names.layer.format(found[0])}.{names.module}.{names.experts}"
+    stacked, layout = f"{prefix}.{names.gate_up}", names.layout
+    if stacked in tensors.names():
+        # Where inner and outer dimension are equal, the family decides.
+        shapes: dict[tuple[int, ...], ExpertLayout] = {
+            (experts.num_experts, 2 * experts.intermediate_size, spec.hidden_size): "stacked",
+            (experts.num_experts, spec.hidden_size, 2 * experts.intermediate_size): "transposed",
+        }
+        shape = tensors.shape(stacked)
+        layout = shapes.get(shape, layout) if len(shapes) == 2 or layout == "each" else layout
+    elif f"{prefix}.0.{names.gate}.weight" in tensors.names():
+        layout = "each"
+    return replace(spec, names=replace(spec.names, experts=replace(names, layout=layout)))
