@@ -199,7 +199,6 @@ def test_granite() -> None:
         ("GraniteMoeForCausalLM", "granitemoe"),
         ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
         ("LlavaForConditionalGeneration", "llava"),
-        ("Mistral3ForConditionalGeneration", "mistral3"),
         ("Phi3SmallForCausalLM", "phi3small"),
         ("Phi3VForCausalLM", "phi3_v"),
         ("Phi4MMForCausalLM", "phi4mm"),
