@@ -1,10 +1,10 @@
-"""The server of embed_fastapi.py as a deployment of Ray Serve, whose replicas follow the load.
+"""The server of drift_sdk.openai as a deployment of Ray Serve, whose replicas follow the load.
 
 python examples/ray_serve.py [MODEL] [--address ADDRESS] [--max-replicas N] [--device cpu] [--port PORT]
 
 Each replica is an engine with a GPU of its own. Serve starts a replica when the others have more than
 --target-requests requests each, and stops it when they have fewer, after its requests have ended. Without
---address, Ray is started on this machine and ends with the program. Needs fastapi and "ray[serve]".
+--address, Ray is started on this machine and ends with the program. Needs "ray[serve]".
 """
 
 import os
@@ -25,9 +25,9 @@ def app_builder(model: str, config: EngineConfig) -> Callable[[], Any]:
     """A function that makes the application of a replica, in the replica's process."""
 
     def build() -> Any:
-        from embed_fastapi import make_app, name_of
+        import drift_sdk.openai
 
-        return make_app(Engine(model, config), name_of(model))
+        return drift_sdk.openai.app(Engine(model, config))
 
     return build
 
@@ -62,7 +62,7 @@ async def main(
         import ray
         from ray import serve
     except ImportError as error:
-        raise DriftError(f'{error}: pip install "ray[serve]" fastapi') from error
+        raise DriftError(f'{error}: pip install "ray[serve]"') from error
 
     paths = [str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
     ray.init(

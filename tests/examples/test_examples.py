@@ -36,10 +36,7 @@ from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.testing import ScriptedEngine, ScriptedModel, scripted_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SUPPORT = {
-    *("command_line", "http_answers", "http_server", "openai_answers", "openai_fields", "openai_protocol"),
-    "smollm2",
-}
+SUPPORT = {"command_line", "smollm2"}
 
 Run = Callable[..., tuple[str, str]]
 

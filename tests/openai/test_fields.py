@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
-from openai_fields import IGNORED
-from openai_protocol import SAMPLING_FIELDS, ChatBody, CompletionBody
 
 from drift_sdk import JsonSchema, Lark, Regex, RequestError, SamplingParams
+from drift_sdk.openai import sampling
+from drift_sdk.openai.chat import ChatBody
+from drift_sdk.openai.completions import CompletionBody
+from drift_sdk.openai.wire import read
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 VLLM = {
@@ -84,21 +86,23 @@ BEYOND_SAMPLING = {
 
 def params_of(endpoint: str, defaults: SamplingParams = DEFAULTS, **fields: Any) -> SamplingParams:
     kind, prompt, _ = ENDPOINTS[endpoint]
-    return kind.model_validate({**prompt, **fields}).sampling(defaults)
+    body = read({**prompt, **fields}, kind)
+    return body.params(defaults, is_forced=False) if endpoint == "chat" else body.params(defaults)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_every_field_of_the_clients_is_supported_ignored_or_refused(endpoint: str) -> None:
     kind, _, fields = ENDPOINTS[endpoint]
     for name in fields:
-        places = [name in each for each in (kind.model_fields, IGNORED, kind.refused)]
+        known = {*kind.__struct_fields__, *kind.sampling_names} - {"sampling"}
+        places = [name in each for each in (known, kind.ignored, kind.refused)]
         assert sum(places) == 1, name
-    assert set(kind.model_fields) == set(SAMPLING) | BEYOND_SAMPLING[endpoint]
+    assert known == set(SAMPLING) | BEYOND_SAMPLING[endpoint]
 
 
 def test_parameters_that_no_field_sets() -> None:
     set_elsewhere = {"max_tokens", "logprobs", "grammar", "include_stop"}
-    missing = set(SamplingParams.__struct_fields__) - set(SAMPLING_FIELDS) - set_elsewhere
+    missing = set(SamplingParams.__struct_fields__) - set(sampling.SAMPLING) - set_elsewhere
     assert missing == {"prompt_logprobs", "num_draft_tokens"}
 
 
@@ -125,7 +129,7 @@ def test_all_tokens_are_kept_with_a_top_k_of_minus_one(endpoint: str) -> None:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_ignored_fields_change_nothing(endpoint: str) -> None:
     for value in (1, "a", True, {"a": 1}):
-        assert params_of(endpoint, **dict.fromkeys(IGNORED, value)) == params_of(endpoint)
+        assert params_of(endpoint, **dict.fromkeys(sampling.IGNORED, value)) == params_of(endpoint)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

@@ -1,4 +1,4 @@
-"""The FastAPI example, used through the libraries that speak its protocol, in their default modes.
+"""drift_sdk.openai, used through the libraries that speak its protocol, in their default modes.
 
 Needs the extra `clients`: `make client-test`. Without it these tests are skipped; test_client_requests.py has
 the requests that they recorded. With CLIENT_REQUESTS=FILE, the requests are written to this file.
@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from example_server import CITY, MODEL, PARIS, WEATHER, client_engine, serving
 from loops import until
+from openai_server import CITY, MODEL, PARIS, WEATHER, client_engine, serving
 from pydantic import BaseModel
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import fetches a file

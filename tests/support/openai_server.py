@@ -1,4 +1,4 @@
-"""The FastAPI example, served from a thread, and a scripted engine that answers clients' requests."""
+"""drift_sdk.openai, served from a thread, and a scripted engine that answers clients' requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import uvicorn
-from embed_fastapi import make_app
-from http_server import LimitedHeads
 
+import drift_sdk.openai
 from drift_sdk import Engine, EngineConfig
+from drift_sdk.openai.server import LimitedHeads
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 MODEL = "small"
@@ -29,12 +29,10 @@ STORY = "la " * 20_000
 
 
 @contextmanager
-def serving(
-    engine: Engine, wrap: Wrap = lambda app: app, *, shows_cached_tokens: bool = True
-) -> Iterator[str]:
-    """Serve the example's app from another thread with its own event loop; yields the base URL."""
+def serving(engine: Engine, wrap: Wrap = lambda app: app, **options: Any) -> Iterator[str]:
+    """Serve an engine from another thread with its own event loop; yields the base URL."""
     config = uvicorn.Config(
-        wrap(make_app(engine, MODEL, shows_cached_tokens=shows_cached_tokens)),
+        wrap(drift_sdk.openai.app({MODEL: engine}, **options)),
         log_level="error",
         ws="none",
         http=LimitedHeads,

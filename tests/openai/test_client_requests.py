@@ -1,4 +1,4 @@
-"""Recorded requests of the libraries that speak the protocol of the FastAPI example, sent again.
+"""Recorded requests of the libraries that speak the protocols of drift_sdk.openai, sent again.
 
 client_requests.json has the requests and the versions of the libraries; test_clients.py recorded it.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from example_server import CITY, MODEL, PARIS, WEATHER, client_engine, serving
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai_server import CITY, MODEL, PARIS, WEATHER, client_engine, serving
 
 RECORDED = json.loads((Path(__file__).parent / "client_requests.json").read_bytes())
 REQUESTS = [pytest.param(each, id=f"{i}-{each['test']}") for i, each in enumerate(RECORDED["requests"])]

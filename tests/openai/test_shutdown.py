@@ -1,4 +1,4 @@
-"""SIGTERM while the FastAPI example streams answers."""
+"""SIGTERM while drift_sdk.openai streams answers."""
 
 from __future__ import annotations
 
