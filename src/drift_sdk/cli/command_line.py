@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,22 @@ from drift_sdk import (
     NGram,
     SamplingOptions,
     SamplingParams,
-    Speculation,
     __version__,
 )
 from drift_sdk.cli.acceptance import read_prompts, run_acceptance
 from drift_sdk.cli.chat import chat
 from drift_sdk.cli.doctor import run_doctor
+from drift_sdk.cli.engine_options import (
+    INSPECT_SETTINGS,
+    WARM_SETTINGS,
+    add_drafts,
+    add_settings,
+    config_of,
+    option_name,
+    speculation,
+)
 from drift_sdk.cli.inspect import run_inspect
+from drift_sdk.cli.serve import add_serve_options, serve_command
 from drift_sdk.cli.terminal import print_error
 from drift_sdk.cli.tree import run_tree
 from drift_sdk.cli.warm import run_warm
@@ -40,36 +49,6 @@ __all__ = ["main"]
 MODEL_HELP = "a folder, a .gguf file, a hub id, or a hub id with a quantisation, such as owner/name:Q4_K_M"
 ONLY_READING = ("doctor", "inspect", "tree")
 """Commands that have nothing to clean up when they are interrupted."""
-WARM_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
-    "device": (str, "auto, cpu, cuda or cuda:N"),
-    "dtype": (str, "auto, float32, bfloat16 or float16"),
-    "executor": (str, "auto, eager or graph"),
-    "load": (str, "auto, or random: a folder with config and tokenizer is enough"),
-    "max_num_seqs": (int, "most sequences running at once"),
-    "max_model_len": (int, "most tokens of prompt and completion together"),
-    "prefill_token_budget": (int, "most prompt tokens computed in one step"),
-    "kv_dtype": (str, "fp8: a KV cache of a byte a number; nvfp4: of 4.5 bits, eagerly"),
-}
-"""Fields of EngineConfig that decide which kernels are compiled: type and help of each one's option."""
-
-INSPECT_SETTINGS: dict[str, tuple[type[int] | type[str], str]] = {
-    **{name: setting for name, setting in WARM_SETTINGS.items() if name != "prefill_token_budget"},
-    "weights": (str, "stored, expanded, fp8, int4 or nvfp4"),
-    "tensor_parallel": (int, "GPUs that the model is divided between"),
-    "kv_cache_tokens": (int, "tokens that the KV cache holds"),
-    "revision": (str, "branch, tag or commit of a hub id"),
-}
-"""Fields of EngineConfig that decide whether a model can be served, as in WARM_SETTINGS."""
-
-WITHOUT_OPTION = {
-    "max_model_len": "the model's own context",
-    "prefill_token_budget": "2048 on a GPU, 256 on a CPU",
-    "kv_dtype": "as dtype",
-    "weights": "stored where kernels multiply by them, else expanded",
-    "kv_cache_tokens": "as many as fit",
-    "revision": "the hub's own",
-}
-"""Of fields whose default is None: its meaning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,10 +107,6 @@ def describe_error(error: Exception, options: argparse.Namespace) -> str:
     return f"{option_name(error.field)} {short_repr(error.value)}: expected {error.allowed}"
 
 
-def option_name(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m drift_sdk")
     parser.add_argument("--version", action="version", version=f"drift_sdk {__version__}")
@@ -139,6 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_inspect(commands)
     add_chat(commands)
+    add_serve(commands)
     add_warm(commands)
     add_tune(commands)
     add_tree(commands)
@@ -181,6 +157,12 @@ def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--seed", type=int, help="gives the same answers again")
     command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add_drafts(command)
+
+
+def add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("serve", help="serve a model by the protocols of OpenAI and Anthropic")
+    command.add_argument("model", help=MODEL_HELP)
+    add_serve_options(command)
 
 
 def add_warm(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -253,27 +235,6 @@ def add_acceptance(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
 
 
-def add_settings(
-    command: argparse.ArgumentParser, settings: Mapping[str, tuple[type[int] | type[str], str]]
-) -> None:
-    """Options for fields of EngineConfig."""
-    defaults = EngineConfig()
-    for name, (kind, meaning) in settings.items():
-        default = getattr(defaults, name)
-        shown = WITHOUT_OPTION.get(name, default)
-        command.add_argument(
-            option_name(name), type=kind, default=default, help=f"{meaning} (default: {shown})"
-        )
-
-
-def add_drafts(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--draft", help="an EAGLE-3 head or a smaller model, a folder or a hub id; or ngram")
-    default = Chain().num_draft_tokens
-    command.add_argument(
-        "--num-draft-tokens", type=int, help=f"most tokens drafted a round, with --draft (default: {default})"
-    )
-
-
 Shape = tuple[int, int, bool]
 """N, K, and whether a weight is gated."""
 
@@ -290,12 +251,13 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
         case "doctor":
             return partial(run_doctor, as_json=options.json)
         case "inspect":
-            settings = {name: getattr(options, name) for name in INSPECT_SETTINGS}
-            return partial(run_inspect, options.model, EngineConfig(**settings), as_json=options.json)
+            config = config_of(options, INSPECT_SETTINGS)
+            return partial(run_inspect, options.model, config, as_json=options.json)
         case "warm":
-            settings = {name: getattr(options, name) for name in WARM_SETTINGS}
-            config = EngineConfig(**settings, speculation=speculation(options))
+            config = config_of(options, WARM_SETTINGS)
             return lambda: asyncio.run(run_warm(options.model, config))
+        case "serve":
+            return serve_command(options)
         case "tree":
             return partial(run_tree, options.path)
         case "tune":
@@ -308,19 +270,6 @@ def make_command(options: argparse.Namespace) -> Callable[[], int]:
     SamplingParams().replace(**sampling)  # raises before the model is loaded
     config = EngineConfig(device=options.device, speculation=speculation(options))
     return lambda: asyncio.run(chat(options.model, config, sampling, options.system))
-
-
-def speculation(options: argparse.Namespace) -> Speculation | None:
-    """Raises ConfigError for a number of drafts without a draft, and for one out of range."""
-    if options.draft is None:
-        if options.num_draft_tokens is not None:
-            raise ConfigError.of("num_draft_tokens", options.num_draft_tokens, "--draft beside it")
-
-        return None
-
-    draft = NGram() if options.draft == "ngram" else options.draft
-    shape = Chain() if options.num_draft_tokens is None else Chain(options.num_draft_tokens)
-    return Speculation(draft=draft, shape=shape)
 
 
 def acceptance_command(options: argparse.Namespace) -> Callable[[], int]:

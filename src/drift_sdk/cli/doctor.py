@@ -22,7 +22,12 @@ REQUIRED = (
 """Packages that every engine needs."""
 FOR_GPU = ("triton", "cuda-core", "cuda-bindings") if sys.platform == "linux" else ()
 """Packages that an engine on a GPU needs."""
-OPTIONAL = {"llguidance": "grammar", "prometheus-client": "metrics"}
+OPTIONAL = {
+    "llguidance": "grammar",
+    "prometheus-client": "metrics",
+    "starlette": "openai",
+    "uvicorn": "openai",
+}
 """Packages that some requests need, and the extra that installs each."""
 MIN_TORCH = (2, 11)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
