@@ -19,6 +19,8 @@ from drift_sdk import BaseEngine, ConfigError, DriftError, EngineClosed
 from drift_sdk.openai.chat import chat
 from drift_sdk.openai.completions import completions
 from drift_sdk.openai.errors import error_response
+from drift_sdk.openai.messages import count_tokens, messages
+from drift_sdk.openai.responses import responses
 from drift_sdk.openai.service import Keys, Service
 
 __all__ = ["app"]
@@ -65,6 +67,9 @@ def app(
     routes = [
         route("POST", "/v1/chat/completions", chat, service),
         route("POST", "/v1/completions", completions, service),
+        route("POST", "/v1/responses", responses, service),
+        route("POST", "/v1/messages", messages, service),
+        route("POST", "/v1/messages/count_tokens", count_tokens, service),
         route("GET", "/v1/models", list_models, service),
         route("GET", "/v1/models/{name:path}", describe_model, service),
         route("GET", "/metrics", metrics, service),

@@ -137,7 +137,7 @@ async def chat(service: Service, request: Request) -> Response:
         raise RequestError.of("messages", body.messages, "at least one message")
 
     model = service.model(body.model)
-    tools, request_id = body.offered(), body.new_id("chatcmpl")
+    tools, request_id = body.offered(), body.new_id("chatcmpl-")
     params = body.params(model.engine.default_params, is_forced=tools.use.is_forced)
     submit = partial(
         model.engine.samples,

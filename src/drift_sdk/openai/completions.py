@@ -58,7 +58,7 @@ async def completions(service: Service, request: Request) -> Response:
     body = await service.read(request, CompletionBody)
     request.state.error_names = body.error_names()
     model = service.model(body.model)
-    request_id = body.new_id("cmpl")
+    request_id = body.new_id("cmpl-")
     params = service.salted(request, body.params(model.engine.default_params))
     generation = Generation(
         partial(model.engine.samples, prompt, body.n, params, request_id=f"{request_id}-{place}")

@@ -10,11 +10,13 @@ from drift_sdk import JsonSchema, Lark, Regex, RequestError, SamplingParams
 from drift_sdk.openai.wire import Strict
 
 __all__ = [
+    "ANY_OBJECT",
     "IGNORED",
     "NEVER",
     "REFUSED",
     "SAMPLING",
     "Form",
+    "Grammar",
     "ResponseFormat",
     "StructuredOutputs",
     "params_of",

@@ -155,4 +155,4 @@ class Service:
 
 def new_id(prefix: str, given: str | None = None) -> str:
     """An id of an answer, and of its request in the engine."""
-    return f"{prefix}-{given or uuid.uuid4().hex}"
+    return f"{prefix}{given or uuid.uuid4().hex}"

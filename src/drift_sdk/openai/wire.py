@@ -12,6 +12,7 @@ null means the default, since clients send null for unset fields.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +26,7 @@ __all__ = ["Body", "Wire", "decode"]
 MAX_ITEMS = 2**20
 """Most items of a body over all its levels: a prompt of a million token ids has fewer."""
 MAX_NAME_CHARS = 100
+MISSING = re.compile("Object missing required field `(.*)`")
 
 
 class Wire(Struct):
@@ -97,7 +99,9 @@ def convert(value: object, kind: type[T], place: str = "") -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
-        field = f"{place}{path.removesuffix('`')}".removeprefix(".") or "body"
+        missing = MISSING.fullmatch(what)
+        inside = f".{missing[1]}" if missing is not None else ""
+        field = f"{place}{path.removesuffix('`')}{inside}".removeprefix(".") or "body"
         raise RequestError(f"{field}: {what}", field=field) from error
 
 

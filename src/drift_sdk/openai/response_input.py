@@ -1,0 +1,122 @@
+"""Input items of OpenAI's Responses, as messages in the form that engines take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from drift_sdk import RequestError
+from drift_sdk.openai.conversation import ROLES, as_parts
+from drift_sdk.openai.wire import Wire, convert
+
+__all__ = ["messages_of"]
+
+STATEFUL = "an item with its content: this server keeps no items"
+
+
+class TextItem(Wire, kw_only=True):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class CallItem(Wire, kw_only=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+class ResultItem(Wire, kw_only=True):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[dict[str, Any]] = ""
+
+
+class ReasoningText(Wire, kw_only=True):
+    text: str
+
+
+class ReasoningItem(Wire, kw_only=True):
+    """Reasoning that is only there encrypted is left out: it is of another server."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary or ())
+
+
+KINDS: dict[str, type[TextItem] | type[CallItem] | type[ResultItem] | type[ReasoningItem]] = {
+    "message": TextItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "reasoning": ReasoningItem,
+}
+
+
+class Conversation:
+    """Messages, to which items are added. Reasoning, text and calls of one answer are items of their own, and
+    become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def add(self, item: TextItem | CallItem | ResultItem | ReasoningItem) -> None:
+        match item:
+            case ReasoningItem():
+                if item.text:
+                    self._answer(unless=("content", "tool_calls"))["reasoning_content"] = item.text
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                self._answer(unless=()).setdefault("tool_calls", []).append(call)
+            case TextItem(role="assistant"):
+                self._answer(unless=("content", "tool_calls"))["content"] = as_parts(item.content)
+            case TextItem():
+                role = ROLES.get(item.role, item.role)
+                self.messages.append({"role": role, "content": as_parts(item.content)})
+            case ResultItem():
+                content = as_parts(item.output)
+                self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+
+    def _answer(self, unless: Sequence[str]) -> dict[str, Any]:
+        """The last message if it is the assistant's and has none of these fields, else a new one."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(name in last for name in unless):
+            last = {"role": "assistant"}
+            self.messages.append(last)
+        return last
+
+    def finished(self) -> list[dict[str, Any]]:
+        return [{"content": "", **message} for message in self.messages]
+
+
+def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """The messages of a request. RequestError for an item of another kind, with its place."""
+    conversation = Conversation()
+    if instructions is not None:
+        conversation.add(TextItem(role="system", content=instructions))
+    if isinstance(given, str):
+        conversation.add(TextItem(role="user", content=given))
+        return conversation.finished()
+
+    if not given:
+        raise RequestError.of("input", given, "at least one item")
+
+    for index, values in enumerate(given):
+        kind = values.get("type") or "message"
+        place = f"input[{index}]"
+        if kind not in KINDS:
+            allowed = STATEFUL if kind == "item_reference" else f"one of {', '.join(KINDS)}"
+            raise RequestError.of(f"{place}.type", kind, allowed)
+
+        item = convert({"type": "message", **without_nulls(values)}, KINDS[kind], place)
+        conversation.add(item)
+    return conversation.finished()
+
+
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
