@@ -3,7 +3,7 @@
 # make unit                  run the tests only
 # make check                 lint and check types only
 # make ray-test              install Ray Serve, and run the tests of Ray and of its examples
-# make client-test           install the clients of OpenAI's protocol, and test the server example with them
+# make client-test           install clients of OpenAI's and Anthropic's protocols, and test the server with them
 # make template-test         download packages with chat templates of published models, and compare the templates
 #                            with transformers
 # make oldest-triton         compile the kernels of a model with the oldest Triton that the package allows
@@ -39,12 +39,13 @@ unit:
 	@$(BIN)/python -m pytest -m "not gpu and not perf and not slow" -n $(PROCESSES) --dist worksteal -p no:benchmark
 
 # In an environment of its own, because clients may need older versions of what the tests use. Warnings of the
-# clients are not errors. With CLIENT_REQUESTS=FILE, the requests are recorded.
+# clients are not errors. With CLIENT_REQUESTS=FOLDER, the requests are recorded.
 CLIENTS := .venv-clients
 client-test:
 	@[ -x $(CLIENTS)/bin/python ] || $(PYTHON) -m venv --system-site-packages $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install -q -c .ci/clients.txt -e .[clients,test]
-	@$(CLIENTS)/bin/python -m pytest -q -W default -p no:benchmark tests/examples/test_clients.py
+	@$(CLIENTS)/bin/python -m pytest -q -W default -p no:benchmark tests/openai/test_clients.py \
+		tests/openai/test_more_clients.py
 
 # In an environment of its own, because Ray Serve brings what the tests do not need.
 RAY := .venv-ray

@@ -1,6 +1,6 @@
 """Recorded requests of the libraries that speak the protocols of drift_sdk.openai, sent again.
 
-client_requests.json has the requests and the versions of the libraries; test_clients.py recorded it.
+chat_requests.json has the requests and the versions of the libraries; test_clients.py recorded it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai_server import CITY, MODEL, PARIS, WEATHER, client_engine, serving
 
-RECORDED = json.loads((Path(__file__).parent / "client_requests.json").read_bytes())
+RECORDED = json.loads((Path(__file__).parent / "chat_requests.json").read_bytes())
 REQUESTS = [pytest.param(each, id=f"{i}-{each['test']}") for i, each in enumerate(RECORDED["requests"])]
 
 

@@ -73,7 +73,7 @@ def described(error: Exception, names: Mapping[str, str]) -> Described:
     match error:
         case PromptTooLong():
             # Some clients know this error by its code, others by these words.
-            message = f"prompt is too long: it exceeds the model's context length: {message}"
+            message = f"prompt is too long: it is longer than the model's context length: {message}"
             param = names.get(error.field, error.field)
             return Described(
                 400, "invalid_request_error", message, param=param, code="context_length_exceeded"
