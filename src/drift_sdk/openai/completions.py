@@ -22,6 +22,7 @@ MAX_PROMPTS = 128
 
 
 class CompletionBody(TextBody, kw_only=True):
+    max_items = 2**20  # a prompt of a million token ids has fewer
     refused = {**REFUSED, "add_special_tokens": (True,)}
 
     prompt: str | list[str | int | list[int]]

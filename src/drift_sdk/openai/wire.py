@@ -23,8 +23,6 @@ from drift_sdk import RequestError
 
 __all__ = ["Body", "Wire", "decode"]
 
-MAX_ITEMS = 2**20
-"""Most items of a body over all its levels: a prompt of a million token ids has fewer."""
 MAX_NAME_CHARS = 100
 MISSING = re.compile("Object missing required field `(.*)`")
 
@@ -43,6 +41,8 @@ class Body(Struct, kw_only=True):
     sampling: fields of `sampling.SAMPLING` that were given, by their names in the protocol.
     """
 
+    max_items: ClassVar[int] = 100_000
+    """Most items over all levels: as many as engines take in messages and tools."""
     sampling_names: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -63,7 +63,7 @@ def decode(data: bytes, kind: type[BodyT]) -> BodyT:
     if not isinstance(values, dict):
         raise RequestError.of("body", values, "a JSON object")
 
-    check_size(values)
+    check_size(values, kind.max_items)
     return read(values, kind)
 
 
@@ -105,15 +105,15 @@ def convert(value: object, kind: type[T], place: str = "") -> T:
         raise RequestError(f"{field}: {what}", field=field) from error
 
 
-def check_size(values: object) -> None:
-    """RequestError for more than MAX_ITEMS items over all levels."""
+def check_size(values: object, most: int) -> None:
+    """RequestError for more than `most` items over all levels."""
     containers: list[Any] = [values]
     num_items = 0
     while containers:
         container = containers.pop()
         num_items += len(container)
-        if num_items > MAX_ITEMS:
-            raise RequestError(f"body: more than {MAX_ITEMS} items", field="body")
+        if num_items > most:
+            raise RequestError(f"body: more than {most} items", field="body")
 
         inside = container.values() if isinstance(container, dict) else container
         containers += [each for each in inside if isinstance(each, dict | list)]
