@@ -36,9 +36,9 @@ VLLM_CHAT = {
 VLLM_TEXT = {"prompt_embeds"}
 
 
-def fields_of(module: Any) -> set[str]:
+def fields_of(module: Any, name: str = "CompletionCreateParams") -> set[str]:
     """All fields of a client's requests, from the types of its keyword arguments."""
-    kinds = (module.CompletionCreateParamsNonStreaming, module.CompletionCreateParamsStreaming)
+    kinds = [getattr(module, f"{name}{mode}") for mode in ("NonStreaming", "Streaming")]
     return {name for kind in kinds for name in typing.get_type_hints(kind)}
 
 

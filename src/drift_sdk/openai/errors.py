@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from drift_sdk import DriftError, EngineClosed, PromptTooLong, QueueFull, Reques
 __all__ = ["Cancelled", "Unauthorised", "UnknownModel", "described", "error_response", "shaped"]
 
 CLIENT_CLOSED_REQUEST = 499
+INNERMOST = re.compile(r"(^|\.|\[)[^.\[]*$")
+"""The last part of a path such as messages[0].content."""
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -67,6 +70,20 @@ class Described:
         self.headers = headers
 
 
+def renamed(error: RequestError, names: Mapping[str, str]) -> tuple[str, str]:
+    """The field that an error is about, and its message, in the names of the request.
+
+    names: as of `described`. A part of a field that has a name there is in the part of that name."""
+    known, message = error.field, str(error)
+    while known and known not in names:
+        known = INNERMOST.sub("", known)
+    if not known:
+        return error.field, message
+
+    field = names[known] + error.field[len(known) :]
+    return field, field + message.removeprefix(error.field) if message.startswith(error.field) else message
+
+
 def described(error: Exception, names: Mapping[str, str]) -> Described:
     """names: fields of the engine's errors -> the fields of the request that they are about."""
     message = str(error)
@@ -74,14 +91,11 @@ def described(error: Exception, names: Mapping[str, str]) -> Described:
         case PromptTooLong():
             # Some clients know this error by its code, others by these words.
             message = f"prompt is too long: it is longer than the model's context length: {message}"
-            param = names.get(error.field, error.field)
-            return Described(
-                400, "invalid_request_error", message, param=param, code="context_length_exceeded"
-            )
+            param, code = renamed(error, names)[0], "context_length_exceeded"
+            return Described(400, "invalid_request_error", message, param=param, code=code)
         case RequestError():
-            return Described(
-                400, "invalid_request_error", message, param=names.get(error.field, error.field) or None
-            )
+            param, message = renamed(error, names)
+            return Described(400, "invalid_request_error", message, param=param or None)
         case UnknownModel():
             return Described(404, "invalid_request_error", message, param="model", code="model_not_found")
         case Unauthorised():

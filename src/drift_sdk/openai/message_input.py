@@ -39,23 +39,39 @@ class TextBlock(Wire, kw_only=True):
     text: str
 
 
-def messages_of(system: Blocks | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
-    """The messages of a request. RequestError for a block that has no place in them."""
+def messages_of(
+    system: Blocks | None, messages: Sequence[InputMessage]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The messages of a request, and their paths, or those of their parts -> the paths of what they were made
+    of. RequestError for a block that has no place in them."""
     if not messages:
         raise RequestError.of("messages", messages, "at least one message")
 
     found: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
     if system:
         found.append({"role": "system", "content": parts_of(system)})
+        places["messages[0].content"] = "system"
     for index, message in enumerate(messages):
         place = f"messages[{index}].content"
+        places[f"messages[{len(found)}].content"] = place
         if message.role == "assistant":
             found.append(answer_of(message.content, place))
         elif message.role == "system" or isinstance(message.content, str):
             found.append({"role": message.role, "content": parts_of(message.content)})
         else:
-            found += asked_of(message.content, place)
-    return found
+            for number, block in enumerate(message.content):
+                where = f"{place}[{number}]"
+                is_result = block.get("type") == "tool_result"
+                if is_result or not number or found[-1]["role"] != "user":
+                    found.append(result_of(block, where) if is_result else {"role": "user", "content": []})
+                if is_result:
+                    places[f"messages[{len(found) - 1}].content"] = f"{where}.content"
+                else:
+                    parts = found[-1]["content"]
+                    places[f"messages[{len(found) - 1}].content[{len(parts)}]"] = where
+                    parts += parts_of([block])
+    return found, places
 
 
 def parts_of(blocks: Blocks) -> Blocks:
@@ -70,19 +86,10 @@ def parts_of(blocks: Blocks) -> Blocks:
     ]
 
 
-def asked_of(blocks: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """The messages that a user's blocks make, in order: the results of tools, and the rest."""
-    found: list[dict[str, Any]] = []
-    for index, block in enumerate(blocks):
-        if block.get("type") == "tool_result":
-            result = convert(without_nulls(block), ToolResultBlock, f"{place}[{index}]")
-            content = parts_of(result.content or "")
-            found.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": content})
-        elif found and found[-1]["role"] == "user":
-            found[-1]["content"] += parts_of([block])
-        else:
-            found.append({"role": "user", "content": parts_of([block])})
-    return found
+def result_of(block: dict[str, Any], place: str) -> dict[str, Any]:
+    """The message that the result of a tool makes."""
+    result = convert(without_nulls(block), ToolResultBlock, place)
+    return {"role": "tool", "tool_call_id": result.tool_use_id, "content": parts_of(result.content or "")}
 
 
 def answer_of(blocks: Blocks, place: str) -> dict[str, Any]:

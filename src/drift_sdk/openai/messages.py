@@ -168,7 +168,9 @@ async def messages(service: Service, request: Request) -> Response:
     request.state.error_names = ERROR_NAMES
     model, tools = service.model(body.model), body.offered()
     params = body.params(model.engine.default_params, is_forced=tools.use.is_forced)
-    message_id, conversation = new_id("msg_"), messages_of(body.system, body.messages)
+    message_id = new_id("msg_")
+    conversation, places = messages_of(body.system, body.messages)
+    request.state.error_names = {**ERROR_NAMES, **places}
     submit = partial(
         model.engine.samples,
         conversation,
@@ -201,6 +203,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     body = await service.read(request, CountBody)
     request.state.error_names = ERROR_NAMES
     engine = service.model(body.model).engine
-    conversation = messages_of(body.system, body.messages)
+    conversation, places = messages_of(body.system, body.messages)
+    request.state.error_names = {**ERROR_NAMES, **places}
     num_tokens = await engine.count_tokens(conversation, **body.prompt(body.offered()))
     return JSONResponse({"input_tokens": num_tokens})

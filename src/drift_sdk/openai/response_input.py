@@ -59,12 +59,20 @@ KINDS: dict[str, type[TextItem] | type[CallItem] | type[ResultItem] | type[Reaso
 
 class Conversation:
     """Messages, to which items are added. Reasoning, text and calls of one answer are items of their own, and
-    become one message."""
+    become one message.
+
+    places: path of a message -> path of the item that it was made of, the newest of several.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}
 
-    def add(self, item: TextItem | CallItem | ResultItem | ReasoningItem) -> None:
+    def add(self, item: TextItem | CallItem | ResultItem | ReasoningItem, place: str) -> None:
+        self._add(item)
+        self.places[f"messages[{len(self.messages) - 1}]"] = place
+
+    def _add(self, item: TextItem | CallItem | ResultItem | ReasoningItem) -> None:
         match item:
             case ReasoningItem():
                 if item.text:
@@ -90,32 +98,32 @@ class Conversation:
             self.messages.append(last)
         return last
 
-    def finished(self) -> list[dict[str, Any]]:
-        return [{"content": "", **message} for message in self.messages]
 
-
-def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a request. RequestError for an item of another kind, with its place."""
+def messages_of(
+    given: str | Sequence[Mapping[str, Any]], instructions: str | None
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The messages of a request, and the path of each -> the path of its item. RequestError for an item of
+    another kind, with its place."""
     conversation = Conversation()
     if instructions is not None:
-        conversation.add(TextItem(role="system", content=instructions))
+        conversation.add(TextItem(role="system", content=instructions), "instructions")
     if isinstance(given, str):
-        conversation.add(TextItem(role="user", content=given))
-        return conversation.finished()
-
-    if not given:
+        conversation.add(TextItem(role="user", content=given), "input")
+    elif not given:
         raise RequestError.of("input", given, "at least one item")
+    else:
+        for index, values in enumerate(given):
+            conversation.add(item_of(values, f"input[{index}]"), f"input[{index}]")
+    return [{"content": "", **message} for message in conversation.messages], conversation.places
 
-    for index, values in enumerate(given):
-        kind = values.get("type") or "message"
-        place = f"input[{index}]"
-        if kind not in KINDS:
-            allowed = STATEFUL if kind == "item_reference" else f"one of {', '.join(KINDS)}"
-            raise RequestError.of(f"{place}.type", kind, allowed)
 
-        item = convert({"type": "message", **without_nulls(values)}, KINDS[kind], place)
-        conversation.add(item)
-    return conversation.finished()
+def item_of(values: Mapping[str, Any], place: str) -> TextItem | CallItem | ResultItem | ReasoningItem:
+    kind = values.get("type") or "message"
+    if kind not in KINDS:
+        allowed = STATEFUL if kind == "item_reference" else f"one of {', '.join(KINDS)}"
+        raise RequestError.of(f"{place}.type", kind, allowed)
+
+    return convert({"type": "message", **without_nulls(values)}, KINDS[kind], place)
 
 
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:

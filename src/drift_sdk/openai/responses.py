@@ -178,9 +178,11 @@ async def responses(service: Service, request: Request) -> Response:
     model, tools = service.model(body.model), body.offered()
     params = body.params(model.engine.default_params, is_forced=tools.use.is_forced)
     response_id = new_id("resp_")
+    conversation, places = messages_of(body.input, body.instructions)
+    request.state.error_names = {**ERROR_NAMES, **places}
     submit = partial(
         model.engine.samples,
-        messages_of(body.input, body.instructions),
+        conversation,
         1,
         service.salted(request, params),
         tools.offered,
