@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 
 import drift_sdk
+import drift_sdk.openai
 from drift_sdk import errors, events, measurement, prometheus, testing
+from drift_sdk.openai.server import serve
 
 FILE = Path(__file__).parent / "api.md"
 PARAMETER = (
@@ -106,6 +108,11 @@ def render() -> str:
     parts.append(doc_of(prometheus))
     parts.append(f"### drift_sdk.prometheus.{signature('collector', prometheus.collector)}")
     parts.append(doc_of(prometheus.collector))
+    parts.append("## Serving")
+    parts.append(f"### drift_sdk.openai.{signature('app', drift_sdk.openai.app)}")
+    parts.append(doc_of(drift_sdk.openai.app))
+    parts.append(f"### drift_sdk.openai.server.{signature('serve', serve)}")
+    parts.append(doc_of(serve))
     parts.append("## Testing code that embeds an engine")
     parts.append(f"### drift_sdk.testing.{signature('scripted_engine', testing.scripted_engine)}")
     parts.append(doc_of(testing.scripted_engine))

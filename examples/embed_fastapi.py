@@ -12,7 +12,7 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel
 
 import drift_sdk.openai
-from drift_sdk import BaseEngine, Engine, QueueFull, RequestError
+from drift_sdk import BaseEngine, Engine, EngineConfig, QueueFull, RequestError
 from drift_sdk.openai.server import serve
 
 
@@ -40,7 +40,7 @@ def make_app(engine: BaseEngine) -> FastAPI:
 
 
 async def main(model: str, port: int) -> None:
-    async with Engine(model, max_queued_requests=256) as engine:
+    async with Engine(model, EngineConfig(max_queued_requests=256)) as engine:
         await serve(make_app(engine), [engine], port=port)
 
 

@@ -8,13 +8,18 @@ import importlib
 import inspect
 import os
 import re
+import signal
+import socket
+import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from loops import WAIT_S
 from model_zoo import make_model
 
 import drift_sdk
@@ -49,10 +54,8 @@ def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.C
         assert capsys.readouterr().out
 
 
-PAGES = tuple(
-    f"docs/{name}.md"
-    for name in ("debugging", "deployment", "guide", "migration", "models", "scaling", "sizing", "tools")
-)
+NAMES = ("debugging", "deployment", "guide", "migration", "models", "scaling", "server", "sizing", "tools")
+PAGES = tuple(f"docs/{name}.md" for name in NAMES)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -72,6 +75,33 @@ def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.
                 await result
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+@pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
+def test_the_command_that_serves_runs(page: str, tmp_path: Path) -> None:
+    """With a small random model, and a free port."""
+    make_model(0, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    found = re.findall(r"^python -m (drift_sdk serve .*)$", (ROOT / page).read_text(), flags=re.MULTILINE)
+    [arguments] = [line.split() for line in found]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    arguments[2], arguments[arguments.index("--port") + 1] = str(tmp_path), port
+    with subprocess.Popen([sys.executable, "-m", *arguments], stderr=subprocess.PIPE, text=True) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as client:
+            while True:
+                try:
+                    assert client.get("/health").json()["status"] == "ok"
+                    break
+                except httpx.ConnectError:
+                    assert process.poll() is None
+                    time.sleep(0.1)
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+            assert client.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] > 0
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
 
 
 @pytest.fixture

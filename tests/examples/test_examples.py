@@ -417,28 +417,44 @@ def test_tools_prints_call_and_result(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert out.endswith("\nSunny, 21 degrees.\n")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-def test_embed_fastapi_serves_until_interrupted(small: str) -> None:
+@contextmanager
+def served(name: str, model: str) -> Iterator[httpx.Client]:
+    """A client of an example that serves, which is interrupted at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
-    with running("embed_fastapi", small, "--port", str(port)) as process, client:
+    with running(name, model, "--port", str(port)) as process, client:
         while True:
             try:
-                assert client.get("/health").json()["status"] == "ok"
+                client.get("/health")
                 break
             except httpx.ConnectError:
                 assert process.poll() is None
                 time.sleep(0.1)
-        question = {"role": "user", "content": "What is the capital of France?"}
-        body = {"messages": [question], "temperature": 0, "max_tokens": 12}
-        answer = client.post("/v1/chat/completions", json=body).json()
-        assert answer["choices"][0]["message"]["role"] == "assistant"
-        assert 1 <= answer["usage"]["completion_tokens"] <= 12
+        yield client
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "Application shutdown complete" in err
+
+
+QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_http_server_serves_until_interrupted(small: str) -> None:
+    with served("http_server", small) as client:
+        answer = client.post("/v1/chat/completions", json={**QUESTION, "temperature": 0}).json()
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+        assert 1 <= answer["usage"]["completion_tokens"] <= 12
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+def test_embed_fastapi_serves_endpoints_of_its_own_and_those_of_the_protocol(small: str) -> None:
+    with served("embed_fastapi", small) as client:
+        assert client.post("/summary", json={"text": "Once upon a time"}).json()["summary"]
+        assert client.post("/summary", json={"text": "long" * 1000}).status_code == 400
+        assert client.post("/llm/v1/messages", json=QUESTION).json()["role"] == "assistant"
 
 
 def test_every_example_is_tested() -> None:
