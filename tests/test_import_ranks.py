@@ -33,6 +33,7 @@ WITHOUT_TORCH = [
     "text",
     "steps",
     "prometheus",
+    "openai",
     "testing",
     "measurement",
 ]

@@ -105,10 +105,17 @@ def test_wheel_metadata_is_complete(wheel: Path) -> None:
         "clients",
         "grammar",
         "metrics",
+        "openai",
         "perf",
         "ray",
         "test",
     }
+
+
+def test_wheel_has_the_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        scripts = archive.read(f"{NAME}.dist-info/entry_points.txt").decode()
+    assert scripts.split() == ["[console_scripts]", "drift-sdk", "=", "drift_sdk.__main__:run"]
 
 
 def test_sdist_contains_sources_docs_examples_and_tests(sdist: Path) -> None:

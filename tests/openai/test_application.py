@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 import drift_sdk.openai
-from drift_sdk import ConfigError, Engine, EngineConfig, EnginePool
+from drift_sdk import ConfigError, DriftError, Engine, EngineConfig, EnginePool
 from drift_sdk.testing import scripted_engine
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -45,6 +48,14 @@ def text_of(path: str, found: dict[str, Any]) -> str:
 
     choice = found["choices"][0]
     return str(choice["message"]["content"] if path == CHAT else choice["text"])
+
+
+def test_without_starlette_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("drift_sdk.openai")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(DriftError, match=re.escape("drift-engine[openai]")):
+        importlib.import_module("drift_sdk.openai")
 
 
 @on_every_loop

@@ -133,6 +133,7 @@ TEXT = {"type": "input_text", "text": "x"}
         ("input", {"input": 5}),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("input[0].type", {"input": [{"type": "computer_call"}]}),
+        ("input[0].type", {"input": [{"type": ["message"]}]}),
         ("input[0].role", {"input": [{"role": "wizard", "content": "x"}]}),
         ("input[0].content[0]", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         (

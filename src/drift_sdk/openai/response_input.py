@@ -119,7 +119,7 @@ def messages_of(
 
 def item_of(values: Mapping[str, Any], place: str) -> TextItem | CallItem | ResultItem | ReasoningItem:
     kind = values.get("type") or "message"
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         allowed = STATEFUL if kind == "item_reference" else f"one of {', '.join(KINDS)}"
         raise RequestError.of(f"{place}.type", kind, allowed)
 
