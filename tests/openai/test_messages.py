@@ -122,6 +122,7 @@ UNNAMED = [*ASKED, {"role": "assistant", "content": [{"type": "tool_use", "id": 
         ("max_tokens", {"max_tokens": None}),
         ("max_tokens", {"max_tokens": 0}),
         ("messages", {"messages": []}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": []}]}),
         ("messages[0].role", {"messages": [{"role": "wizard", "content": "x"}]}),
         ("messages[0].content[0]={", {"messages": [IMAGE], "system": "x"}),
         ("images are not supported", {"messages": [IMAGE]}),

@@ -164,25 +164,28 @@ async def forward(samples: Samples, first: int, sender: MemoryObjectSendStream[F
 async def while_connected(
     receive: Receive, generation: Generation, wait: Callable[[], Awaitable[ResultT]]
 ) -> ResultT:
-    """Wait for a result. If it fails or the client disconnects, cancel the generation."""
+    """Wait for a result. If that fails or is cancelled, or the client disconnects, cancel the generation."""
 
     async def watch() -> None:
         await disconnected(receive)
         generation.cancel()
 
-    async with generation, anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        try:
-            result = await wait()
-        except DriftError as caught:  # outside of the group, which would wrap it
-            error: DriftError | None = caught
-        else:
-            error = None
-        tasks.cancel_scope.cancel()
-    if error is not None:
-        raise error
+    error: DriftError | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            try:
+                result = await wait()
+            except DriftError as caught:  # raised outside of the group, which would wrap it
+                error = caught
+            tasks.cancel_scope.cancel()
+        if error is not None:
+            raise error
 
-    return result
+        return result
+    except BaseException:
+        generation.cancel()
+        raise
 
 
 async def disconnected(receive: Receive) -> None:
@@ -195,36 +198,11 @@ async def respond(request: Request, generation: Generation, answer: Answer, *, i
     """The response that carries an answer. Raises the error of a request that cannot be served, streamed or
     not: nothing has been sent then."""
     if is_streamed:
-        await accepted_while_connected(request, generation)
+        await while_connected(request.receive, generation, generation.accepted)
         return EventStream(generation, answer)
 
     completions = await while_connected(request.receive, generation, generation.completions)
     return JSONResponse(answer.whole(completions), headers=answer.headers)
-
-
-async def accepted_while_connected(request: Request, generation: Generation) -> None:
-    """Wait until the prompts are accepted; the generation goes on then."""
-
-    async def watch() -> None:
-        await disconnected(request.receive)
-        generation.cancel()
-
-    error: DriftError | None = None
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            try:
-                await generation.accepted()
-            except DriftError as caught:
-                error = caught
-            tasks.cancel_scope.cancel()
-    except BaseException:
-        generation.cancel()
-        raise
-
-    if error is not None:
-        generation.cancel()
-        raise error
 
 
 class EventStream(Response):

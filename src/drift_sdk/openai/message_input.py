@@ -60,18 +60,30 @@ def messages_of(
         elif message.role == "system" or isinstance(message.content, str):
             found.append({"role": message.role, "content": parts_of(message.content)})
         else:
-            for number, block in enumerate(message.content):
-                where = f"{place}[{number}]"
-                is_result = block.get("type") == "tool_result"
-                if is_result or not number or found[-1]["role"] != "user":
-                    found.append(result_of(block, where) if is_result else {"role": "user", "content": []})
-                if is_result:
-                    places[f"messages[{len(found) - 1}].content"] = f"{where}.content"
-                else:
-                    parts = found[-1]["content"]
-                    places[f"messages[{len(found) - 1}].content[{len(parts)}]"] = where
-                    parts += parts_of([block])
+            add_asked(found, places, message.content, place)
     return found, places
+
+
+def add_asked(
+    found: list[dict[str, Any]], places: dict[str, str], blocks: Sequence[dict[str, Any]], place: str
+) -> None:
+    """Add the messages that a user's blocks make: one for each result of a tool, and one for those between
+    them."""
+    if not blocks:
+        raise RequestError.of(place, blocks, "at least one block")
+
+    for number, block in enumerate(blocks):
+        where = f"{place}[{number}]"
+        if block.get("type") == "tool_result":
+            places[f"messages[{len(found)}].content"] = f"{where}.content"
+            found.append(result_of(block, where))
+            continue
+
+        if number == 0 or found[-1]["role"] == "tool":
+            found.append({"role": "user", "content": []})
+        parts = found[-1]["content"]
+        places[f"messages[{len(found) - 1}].content[{len(parts)}]"] = where
+        parts += parts_of([block])
 
 
 def parts_of(blocks: Blocks) -> Blocks:
