@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -41,7 +42,7 @@ class Cancelled(DriftError):
     """The request was cancelled by its id."""
 
 
-class Described:
+class Described(Struct, frozen=True):
     """An error as HTTP tells it.
 
     status:  of the response.
@@ -52,22 +53,12 @@ class Described:
     headers: of the response.
     """
 
-    def __init__(
-        self,
-        status: int,
-        kind: str,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self.status = status
-        self.kind = kind
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers
+    status: int
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> tuple[str, str]:
