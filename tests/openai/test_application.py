@@ -372,11 +372,15 @@ async def leave_while_running(app: Any, path: str, body: Any, engine: Engine) ->
     await app(scope, receive, send)
 
 
+SONG = "la " * 100_000
+"""An answer that takes far longer than clients wait which leave."""
+
+
 async def test_two_hundred_streams_of_which_half_leave() -> None:
     def reply(prompt: str) -> str:
-        return "la " * 5000 if "sing" in prompt else f"re: {prompt.strip()}"
+        return SONG if "sing" in prompt else f"re: {prompt.strip()}"
 
-    config = EngineConfig(max_model_len=16_384, kv_cache_tokens=2**20, max_num_seqs=64)
+    config = EngineConfig(max_model_len=2**19, kv_cache_tokens=2**25, max_num_seqs=64)
     found: dict[int, list[Any]] = {}
     async with scripted_engine(reply, config=config) as engine:
         app = drift_sdk.openai.app(engine)
