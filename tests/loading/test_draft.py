@@ -464,8 +464,8 @@ def test_wrong_stage_is_found(
     target: Decoder, target_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = draft_stages
-    apply_mlp = DraftDecoder._apply_mlp
-    monkeypatch.setattr(DraftDecoder, "_apply_mlp", lambda *inputs: apply_mlp(*inputs) * 1.5)
+    mlp = DraftDecoder._mlp
+    monkeypatch.setattr(DraftDecoder, "_mlp", lambda *inputs: mlp(*inputs) * 1.5)
     found = {row.stage: row for row in tool.compare(target, folder, list(range(7, 40)))}
     assert found["attention.0"].max_difference < bound(16.0, inner=192) < 0.01
     assert found["mlp.0"].max_difference > 0.01
