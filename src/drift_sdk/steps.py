@@ -126,6 +126,8 @@ class SlotAssignment(Struct, frozen=True, kw_only=True):
                       (`SchedulerConfig.wants_history`); else empty.
     arrival:          number of requests that were submitted to the engine before the sequence's. It names the
                       sequence: it is the same when a preempted sequence is placed again.
+    checkpoint:       place of the checkpoint that the slot's recurrent states are copied from. None: they are
+                      empty, the sequence begins at position 0, or the model has no recurrent states.
     """
 
     slot: int
@@ -133,6 +135,7 @@ class SlotAssignment(Struct, frozen=True, kw_only=True):
     constraint: TokenConstraint | None = None
     cached_token_ids: tuple[int, ...] = ()
     arrival: int = 0
+    checkpoint: int | None = None
 
 
 class BlockUpdate(Struct, frozen=True, kw_only=True):
@@ -147,12 +150,16 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
     """Prompt tokens at positions `start ... start + len(token_ids) - 1` of a slot.
 
     next_token_id: the token after them; None for the last chunk, after which a token is sampled.
+    checkpoints:   ascending (position, place) pairs: the slot's recurrent states after the tokens before
+                   `position` are copied to `place`. `start < position <= start + len(token_ids)`, and it is a
+                   multiple of `SchedulerConfig.checkpoint_tokens`.
     """
 
     slot: int
     start: int
     token_ids: tuple[int, ...]
     next_token_id: int | None
+    checkpoints: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_last(self) -> bool:
@@ -183,6 +190,7 @@ class DecodeRow(Struct, frozen=True, kw_only=True):
 class StepPlan(Struct, frozen=True, kw_only=True):
     """One step. Assignments are applied first, then block updates; then the prefill part runs, then the
     decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS chunks.
+    A chunk may write a checkpoint to the place that an assignment of the same plan reads before.
 
     verification: of the decode part, see `Verification`.
     """

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from drift_sdk.draft_policy.view_gain import ViewCosts
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.scheduling.prompt_shares import MAX_STEPS_WITHOUT_TOKENS
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
@@ -45,12 +46,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth: int,
     ) -> None:
         layout = self.draw_layout(data, num_draft_tokens) if num_draft_tokens else None
+        block_size = (
+            layout.block_size
+            if layout is not None
+            else data.draw(st.sampled_from(self.block_sizes), label="block_size")
+        )
+        num_checkpoints, checkpoint_tokens = self.draw_checkpoints(data, block_size)
         self.config = SchedulerConfig(
             max_num_seqs=data.draw(st.integers(self.min_num_seqs, 6), label="max_num_seqs"),
             num_blocks=data.draw(st.integers(6, self.max_num_blocks), label="num_blocks"),
-            block_size=data.draw(st.sampled_from(self.block_sizes), label="block_size")
-            if layout is None
-            else layout.block_size,
+            block_size=block_size,
             prefill_token_budget=data.draw(st.integers(1, 12), label="prefill_token_budget"),
             draft_choices=(num_draft_tokens,) if num_draft_tokens else (),
             max_tree_depth=None
@@ -60,6 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             view_costs=None if layout is None else ViewCosts(refresh_tokens=9, view_tokens=9),
             is_draft_adaptive=False,
             has_draft_kv=num_draft_tokens > 0 and data.draw(st.booleans(), label="has_draft_kv"),
+            num_checkpoints=num_checkpoints,
+            checkpoint_tokens=checkpoint_tokens,
             target_latency_ms_p50=target_ms,
             prefer_high_throughput=prefers_throughput,
         )
@@ -74,6 +81,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No partial verification."""
         return None
 
+    def draw_checkpoints(self, data: st.DataObject, block_size: int) -> tuple[int, int]:
+        """No recurrent states."""
+        return 0, 0
+
     @rule(
         data=st.data(),
         suffix=st.lists(TOKENS, max_size=6),
@@ -81,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.one_of(st.just([]), st.lists(TOKENS, max_size=1)),
         wants_logprobs=st.booleans(),
         cache_salt=st.sampled_from([None, None, "a", "b"]),
+        borders=st.lists(st.integers(0, 20), max_size=2),
     )
     def add(
         self,
@@ -90,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: list[int],
         wants_logprobs: bool,
         cache_salt: str | None,
+        borders: list[int],
     ) -> None:
         # The cache must hold the longest sequence: KV of all tokens but the last, with a draft also of the
         # last.
@@ -106,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(stops),
             num_logprobs=0 if wants_logprobs else None,
             cache_salt=cache_salt,
+            borders=tuple(borders),
         )
         if self.config.view_layout is not None:
             sequence.max_draft_tokens = data.draw(
@@ -252,6 +266,50 @@ class TinyPoolMachine(SchedulerMachine):
     max_tokens = 40
 
 
+class CheckpointMachine(SchedulerMachine):
+    """Recurrent states, with so few places that checkpoints are taken from nodes all the time."""
+
+    max_tokens = 24
+
+    def draw_checkpoints(self, data: st.DataObject, block_size: int) -> tuple[int, int]:
+        num_blocks = data.draw(st.integers(1, 3), label="blocks of a checkpoint")
+        return data.draw(st.integers(0, 6), label="num_checkpoints"), num_blocks * block_size
+
+    @precondition(lambda self: not self.scheduler.num_in_flight)
+    @rule()
+    def lose_kv(self) -> None:
+        self.scheduler.forget_kv()
+        self.device.lose_kv()
+        self.scheduler.check_integrity()
+        assert self.scheduler.checkpoints is not None
+        assert self.scheduler.checkpoints.pool.num_held == self.scheduler.num_cached_blocks == 0
+
+    @invariant()
+    def holds_states(self) -> None:
+        """The place of each node has the states after the tokens on the path to it."""
+        if not hasattr(self, "scheduler"):
+            return
+
+        paths: list[tuple[PrefixNode, list[int | str]]] = [(self.scheduler._blocks.trie.root, [])]
+        for node, path in paths:
+            paths += [(child, [*path, *key]) for key, child in node.children.items()]
+            if node.checkpoint >= 0:
+                token_ids = [token_id for token_id in path if isinstance(token_id, int)]
+                place = self.device.places[node.checkpoint]
+                assert [content[0] for content in place] == token_ids
+
+        for sequence in self.scheduler._running.sequences:
+            story = self.device.stories[sequence.arrival]
+            for kept in sequence.kept_checkpoints:
+                if kept.checkpoint >= 0:
+                    assert self.device.places[kept.checkpoint] == story.kv[: kept.position]
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "scheduler"):
+            self.holds_states()
+
+
 class ViewMachine(SchedulerMachine):
     """Verification over views, with so few rows in a refresh that some sequences have to wait for it."""
 
@@ -275,6 +333,8 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestTinyPool = TinyPoolMachine.TestCase
 TestTinyPool.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestCheckpoints = CheckpointMachine.TestCase
+TestCheckpoints.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestViews = ViewMachine.TestCase
 TestViews.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 

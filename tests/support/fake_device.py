@@ -5,6 +5,9 @@ sequence is known in advance (`Story`), and the scheduler's result can be compar
 (token, position, hash of the history up to the token). The history begins with the salt of the cache, so a
 story differs from one with another salt. A row may attend only if all earlier positions hold its own story.
 Rounds over views leave other content, which rows over all keys may not read.
+
+With checkpoints, a slot and a place hold the content of all positions that their recurrent states have seen.
+Chunks and rows append to it, rejected drafts are taken off again, and every start has to find its own story.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from zlib import crc32
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import SlotOutput, SlotSampling, StepPlan, StepResult, Verification
+from drift_sdk.steps import PrefillChunk, SlotOutput, SlotSampling, StepPlan, StepResult, Verification
 
 ALPHABET = 5
 JUNK = (-1, -1, -1)
@@ -76,6 +79,7 @@ class FakeSlot:
         self.num_computed: int | None = None  # None until the first chunk
         self.num_pending = 0  # positions before the newest token's that rounds over views have written
         self.has_view = False
+        self.state: list[tuple[int, int, int]] = []
 
     @property
     def is_finished(self) -> bool:
@@ -90,6 +94,7 @@ class FakeDevice:
         self.stories: dict[int, Story] = {}  # by sampling seed
         self.slots: dict[int, FakeSlot] = {}
         self.kv: list[tuple[int, int, int]] = [JUNK] * (config.num_blocks * config.block_size)
+        self.places: list[list[tuple[int, int, int]]] = [[JUNK] for _ in range(config.num_checkpoints)]
         self.launched: deque[StepPlan] = deque()
         self._random = random.Random(seed)
 
@@ -103,6 +108,7 @@ class FakeDevice:
         stop_token_ids: tuple[int, ...] = (),
         num_logprobs: int | None = None,
         cache_salt: str | None = None,
+        borders: tuple[int, ...] = (),
     ) -> Sequence:
         """A new sequence whose story this device knows. `arrival` is its seed."""
         sampling = SlotSampling(
@@ -124,6 +130,7 @@ class FakeDevice:
             priority=priority,
             arrival=arrival,
             cache_salt=cache_salt,
+            borders=borders,
         )
 
     def launch(self, plan: StepPlan) -> None:
@@ -137,7 +144,9 @@ class FakeDevice:
     def collect(self) -> StepResult:
         plan = self.launched.popleft()
         for assignment in plan.assignments:
-            self.slots[assignment.slot] = FakeSlot(self.stories[assignment.sampling.seed])
+            slot = self.slots[assignment.slot] = FakeSlot(self.stories[assignment.sampling.seed])
+            if assignment.checkpoint is not None:
+                slot.state = list(self.places[assignment.checkpoint])
 
         for update in plan.block_updates:
             table = self.slots[update.slot].table
@@ -145,10 +154,7 @@ class FakeDevice:
             assert update.block_ids, "an empty block update"
             table.update(enumerate(update.block_ids, update.first_index))
 
-        prefill = tuple(
-            self._run_chunk(self.slots[chunk.slot], chunk.start, chunk.token_ids, chunk.is_last)
-            for chunk in plan.prefill
-        )
+        prefill = tuple(self._run_chunk(self.slots[chunk.slot], chunk) for chunk in plan.prefill)
         decode = tuple(
             self._run_row(self.slots[row.slot], row.max_emitted_tokens, plan.verification)
             for row in plan.decode
@@ -157,7 +163,13 @@ class FakeDevice:
         duration_s = 0.01 * bool(decode) + 0.0001 * num_prefill_tokens
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
 
-    def _run_chunk(self, slot: FakeSlot, start: int, token_ids: tuple[int, ...], is_last: bool) -> SlotOutput:
+    def lose_kv(self) -> None:
+        """Overwrite all KV and all checkpoints."""
+        self.kv = [JUNK] * len(self.kv)
+        self.places = [[JUNK] for _ in self.places]
+
+    def _run_chunk(self, slot: FakeSlot, chunk: PrefillChunk) -> SlotOutput:
+        start, token_ids = chunk.start, chunk.token_ids
         assert slot.length == 0, "a chunk after the last one"
         assert token_ids, "an empty chunk"
         assert slot.num_computed is None or start == slot.num_computed, f"chunk at {start}, not next"
@@ -167,8 +179,11 @@ class FakeDevice:
         for position in range(start, end):
             self._write(slot, position, slot.story.kv[position])
 
+        self._check_states(slot, start)
+        slot.state += slot.story.kv[start:end]
+        self._keep(slot, chunk)
         slot.num_computed = end
-        if not is_last:
+        if not chunk.is_last:
             return SlotOutput()
 
         slot.length = end
@@ -198,10 +213,13 @@ class FakeDevice:
         output = self._emit(slot, self._random.randint(1, max_emitted_tokens))
         # All drafts are verified, so rejected ones leave junk after the newest token, up to the limit.
         last = min(first + max_emitted_tokens - 1, slot.story.sampling.max_length - 2)
+        self._check_states(slot, first)
         for position in range(first, last + 1):
             is_true = position < slot.length - 1
             content = slot.story.kv[position] if is_true else JUNK
             self._write(slot, position, rough(content) if verification == "partial" else content)
+            slot.state.append(content)
+        del slot.state[slot.length - 1 :]
         if verification == "partial":
             slot.num_pending += slot.length - 1 - first
 
@@ -218,6 +236,20 @@ class FakeDevice:
 
         finish = story.finish if slot.is_finished else None
         return SlotOutput(token_ids=token_ids, finish=finish, logprobs=logprobs)
+
+    def _check_states(self, slot: FakeSlot, start: int) -> None:
+        if self.config.checkpoint_tokens:
+            assert len(slot.state) == start, f"states of {len(slot.state)} tokens at position {start}"
+            assert slot.state == slot.story.kv[:start], f"states of another sequence at position {start}"
+
+    def _keep(self, slot: FakeSlot, chunk: PrefillChunk) -> None:
+        """Write the checkpoints of a chunk whose positions the slot's states have seen."""
+        positions = [position for position, _ in chunk.checkpoints]
+        assert positions == sorted({*positions}), f"checkpoints at {positions}"
+        for position, place in chunk.checkpoints:
+            assert position % self.config.checkpoint_tokens == 0, f"a checkpoint at {position}"
+            assert chunk.start < position <= chunk.start + len(chunk.token_ids), f"not passed: {position}"
+            self.places[place] = slot.state[:position]
 
     def _check(self, slot: FakeSlot, length: int) -> None:
         for position in range(length):

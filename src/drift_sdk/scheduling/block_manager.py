@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from drift_sdk.scheduling.checkpoint_planner import CheckpointPlanner
+from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.prefix import BlockKey, PrefixTrie
 from drift_sdk.scheduling.sequence import Sequence
 
@@ -58,12 +60,17 @@ class BlockManager:
     private. Only committed KV is published; steps in flight write at position `num_computed_tokens` or above,
     so never into a cached block. A freed block can be allocated in the next plan even with steps in flight:
     steps run in the order of their launch, so the writes of the new owner come after those of the old one.
+
+    checkpoints: None without recurrent states.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.pool: BlockPool = BlockPool(num_blocks)
-        self.trie: PrefixTrie = PrefixTrie(block_size)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.pool: BlockPool = BlockPool(config.num_blocks)
+        self.trie: PrefixTrie = PrefixTrie(config.block_size)
+        self.checkpoints: CheckpointPlanner | None = None
+        if config.checkpoint_tokens:
+            self.checkpoints = CheckpointPlanner(config.num_checkpoints, config.checkpoint_tokens, self.trie)
 
     @property
     def num_available(self) -> int:
@@ -80,7 +87,10 @@ class BlockManager:
         last = len(sequence.token_ids) - 1
         max_hits = last // self.block_size if sequence.can_share_prefix else 0
         self.trie.extend_match(sequence.prefix_nodes, sequence.token_ids, max_hits, sequence.cache_salt)
-        sequence.num_computed_tokens = len(sequence.prefix_nodes) * self.block_size
+        num_hits = len(sequence.prefix_nodes)
+        if self.checkpoints is not None:
+            num_hits = self.checkpoints.num_resumable(sequence.prefix_nodes)
+        sequence.num_computed_tokens = num_hits * self.block_size
 
     def try_admit(self, sequence: Sequence, max_emitted_tokens: int) -> bool:
         """Assign a waiting sequence its cached prefix and new blocks for the rest of its tokens.
@@ -90,6 +100,8 @@ class BlockManager:
         """
         self.match(sequence)
         length, nodes = len(sequence.token_ids), sequence.prefix_nodes
+        if self.checkpoints is not None:
+            nodes = nodes[: sequence.num_computed_tokens // self.block_size]
         num_needed = self.num_blocks(sequence.num_kv_slots(length + 1 + max_emitted_tokens))
         num_missing = num_needed - len(nodes)
         if num_missing > self.num_available:
@@ -102,6 +114,8 @@ class BlockManager:
         self.trie.acquire(nodes)
         sequence.block_table = [node.block_id for node in nodes]
         sequence.is_publishing = True
+        if self.checkpoints is not None:
+            self.checkpoints.admit(sequence)
         self.extend(sequence, self.num_blocks(sequence.num_kv_slots(length + 1)))
         return True
 
@@ -112,7 +126,7 @@ class BlockManager:
         """
         count = num_blocks - len(sequence.block_table)
         if count > self.pool.num_free:
-            self.pool.free([self.trie.evict() for _ in range(count - self.pool.num_free)])
+            self._evict(count - self.pool.num_free)
 
         sequence.block_table += self.pool.allocate(count)
 
@@ -157,6 +171,8 @@ class BlockManager:
                 private.append(table[index])
             nodes.append(node)
 
+        if self.checkpoints is not None:
+            self.checkpoints.release(sequence)
         self.trie.release(nodes)
         self.pool.free(private)
         sequence.prefix_nodes = []
@@ -164,7 +180,7 @@ class BlockManager:
 
     def forget_cached(self) -> None:
         """Free all cached blocks. No sequence may hold any block."""
-        self.pool.free([self.trie.evict() for _ in range(self.trie.num_evictable)])
+        self._evict(self.trie.num_evictable)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every block has exactly one owner and all references are counted.
@@ -205,6 +221,16 @@ class BlockManager:
         assert not any(map(self.pool.is_free, private)), "a private block is free"
         num_owned = self.pool.num_free + len(cached) + len(private)
         assert num_owned == self.pool.num_blocks, f"{num_owned} owned of {self.pool.num_blocks} blocks"
+
+    def _evict(self, count: int) -> None:
+        """Free the blocks of `count` nodes, and the places of their checkpoints."""
+        if self.checkpoints is None:
+            self.pool.free([self.trie.evict() for _ in range(count)])
+            return
+
+        for _ in range(count):
+            self.checkpoints.evict(self.trie.oldest)
+            self.pool.free([self.trie.evict()])
 
     def _key(self, sequence: Sequence, index: int) -> BlockKey:
         return self.trie.key(sequence.token_ids, index, sequence.cache_salt)

@@ -29,6 +29,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     view_layout, view_costs: of partial verification; None without it.
     has_draft_kv:          the executor keeps a draft's keys and values, one KV slot ahead of the target's.
     wants_history:         the executor needs the token ids of prefix hits.
+    num_checkpoints:       places for checkpoints of recurrent states.
+    checkpoint_tokens:     checkpoints are taken at multiples of it, which is a multiple of `block_size`; 0:
+                           the model has no recurrent states.
     target_latency_ms_p50, target_latency_ms_p95, prefer_high_throughput: as in EngineConfig.
     """
 
@@ -45,9 +48,16 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     view_costs: ViewCosts | None = None
     has_draft_kv: bool = False
     wants_history: bool = False
+    num_checkpoints: int = 0
+    checkpoint_tokens: int = 0
     target_latency_ms_p50: float | None = None
     target_latency_ms_p95: float | None = None
     prefer_high_throughput: bool = False
+
+    def __post_init__(self) -> None:
+        tokens = self.checkpoint_tokens
+        assert tokens % self.block_size == 0, f"checkpoint_tokens: {tokens}, blocks of {self.block_size}"
+        assert tokens or not self.num_checkpoints, f"num_checkpoints: {self.num_checkpoints}, at no positions"
 
     @property
     def max_emitted_tokens(self) -> int:

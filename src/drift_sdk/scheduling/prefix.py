@@ -18,9 +18,10 @@ class PrefixNode:
                      in the keys on the path from the root.
     block_id:        the KV block; -1 at the root and once the node has been evicted.
     num_references:  running sequences whose tables contain the block.
+    checkpoint:      place of the recurrent states after the block's last token; -1: they are not kept.
     """
 
-    __slots__ = ("block_id", "children", "key", "num_references", "parent")
+    __slots__ = ("block_id", "checkpoint", "children", "key", "num_references", "parent")
 
     def __init__(self, parent: PrefixNode | None, key: BlockKey, block_id: int) -> None:
         self.parent: PrefixNode | None = parent
@@ -28,6 +29,7 @@ class PrefixNode:
         self.block_id: int = block_id
         self.children: dict[BlockKey, PrefixNode] = {}
         self.num_references: int = 0
+        self.checkpoint: int = -1
 
 
 class PrefixTrie:
@@ -50,6 +52,11 @@ class PrefixTrie:
     def num_evictable(self) -> int:
         """Nodes without references."""
         return len(self._unreferenced)
+
+    @property
+    def oldest(self) -> PrefixNode:
+        """The node that is evicted next. There must be one."""
+        return next(iter(self._unreferenced))
 
     def key(self, token_ids: Seq[int], index: int, salt: str | None) -> BlockKey:
         """The key of block `index` of a sequence. A salt, which is no token id, is a part of the first."""

@@ -8,6 +8,7 @@ from collections import deque
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.block_manager import BlockManager
 from drift_sdk.scheduling.budget import TokenBudget
+from drift_sdk.scheduling.checkpoint_planner import CheckpointPlanner
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.prompt_shares import share_tokens
 from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
@@ -36,13 +37,14 @@ class Scheduler:
     sequence computes all its tokens again once admitted; results of its steps in flight still count, and it
     is not admitted before the last of them is committed.
 
-    watcher: told of admissions and preemptions; None = nobody.
+    watcher: told of admissions and preemptions; None = nobody. checkpoints: None without recurrent states.
     """
 
     def __init__(self, config: SchedulerConfig, watcher: SequenceWatcher | None = None) -> None:
         self.config = config
         self._max_emitted_tokens = config.max_emitted_tokens
-        self._blocks = BlockManager(config.num_blocks, config.block_size)
+        self._blocks = BlockManager(config)
+        self.checkpoints: CheckpointPlanner | None = self._blocks.checkpoints
         self._budget = TokenBudget(
             max_tokens=config.prefill_token_budget,
             block_size=config.block_size,
@@ -170,14 +172,15 @@ class Scheduler:
         return deltas
 
     def check_integrity(self) -> None:
-        """Raise AssertionError with the reason if a sequence, slot, block or count is inconsistent. May be
-        called between any two other calls."""
+        """Raise AssertionError if anything is inconsistent. May be called between any two other calls."""
         running, waiting = self._running.sequences, list(self._queue)
         self._running.check_integrity()
         self._queue.check_integrity()
         self._blocks.check_integrity(running)
         assert len({*running, *waiting}) == len(running) + len(waiting), "a sequence is listed twice"
         check_in_flight(self._planned, [*running, *waiting])
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity(self._planned, [*running, *waiting])
         for sequence in running:
             assert sequence.finish is None, f"{sequence} has finished and is running"
             length, computed = len(sequence.token_ids), sequence.num_computed_tokens
@@ -262,7 +265,8 @@ class Scheduler:
         for sequence, share in zip(prompts, shares, strict=True):
             if share:
                 sequence.num_steps_without_tokens = 0
-                step.add_chunk(sequence, share)
+                checkpoints = () if self.checkpoints is None else self.checkpoints.plan(sequence, share)
+                step.add_chunk(sequence, share, checkpoints)
             else:
                 sequence.num_steps_without_tokens += 1
 
@@ -312,15 +316,17 @@ class Scheduler:
         num_useful = 0
         for sequence, chunk, output in zip(step.prefill, step.plan.prefill, result.prefill, strict=True):
             sequence.complete(chunk.is_last, chunk.is_last)
+            if sequence.is_running:
+                assert chunk.start == sequence.num_computed_tokens, f"{sequence}: chunk at {chunk.start}"
+                sequence.num_computed_tokens = chunk.start + len(chunk.token_ids)
+                self._blocks.publish(sequence)
+            if chunk.checkpoints and self.checkpoints is not None:
+                self.checkpoints.commit(sequence, chunk)
             if sequence.finish is not None:
                 continue
 
             assert len(output.token_ids) == chunk.is_last, f"{sequence}: {output} of {chunk}"
             num_useful += 1
-            if sequence.is_running:
-                assert chunk.start == sequence.num_computed_tokens, f"{sequence}: chunk at {chunk.start}"
-                sequence.num_computed_tokens = chunk.start + len(chunk.token_ids)
-                self._blocks.publish(sequence)
             if chunk.is_last:
                 sequence.token_ids += output.token_ids
                 deltas.append(Delta(sequence, output))

@@ -11,7 +11,20 @@ from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
 
-__all__ = ["Delta", "Sequence", "SequenceWatcher"]
+__all__ = ["Delta", "KeptCheckpoint", "Sequence", "SequenceWatcher"]
+
+
+class KeptCheckpoint:
+    """A checkpoint that a running sequence holds until it publishes the block before `position`.
+
+    checkpoint: its place; -1: another chunk has taken it.
+    """
+
+    __slots__ = ("checkpoint", "position")
+
+    def __init__(self, position: int) -> None:
+        self.position: int = position
+        self.checkpoint: int = -1
 
 
 class Sequence:
@@ -27,11 +40,14 @@ class Sequence:
         "constraint",
         "finish",
         "awaits_mask",
+        "borders",
         "cache_salt",
         "is_publishing",
+        "kept_checkpoints",
         "has_draft_kv",
         "has_views",
         "has_wrong_drafts",
+        "matched_nodes",
         "max_draft_tokens",
         "max_in_flight_tokens",
         "max_length",
@@ -53,6 +69,7 @@ class Sequence:
         "slot",
         "started_at",
         "token_ids",
+        "wanted_checkpoints",
     )
 
     def __init__(
@@ -66,6 +83,7 @@ class Sequence:
         constraint: TokenConstraint | None = None,
         max_draft_tokens: int | None = None,
         cache_salt: str | None = None,
+        borders: tuple[int, ...] = (),
     ) -> None:
         self.request_id: str = request_id
         self.sampling: SlotSampling = sampling
@@ -76,6 +94,7 @@ class Sequence:
         self.constraint: TokenConstraint | None = constraint
         self.max_draft_tokens: int | None = max_draft_tokens  # None = as many as the batch drafts
         self.cache_salt: str | None = cache_salt  # cached blocks are shared with sequences of an equal one
+        self.borders: tuple[int, ...] = borders  # where other prompts may branch off: for checkpoints
         self.has_draft_kv: bool = False  # set by the scheduler
         self.has_wrong_drafts: bool = False  # set when a check has found them wrong: no more are planned
         self.awaits_mask: bool = False  # set while the host computes a constraint's mask: no row is planned
@@ -91,6 +110,12 @@ class Sequence:
         self.block_table: list[int] = []
         # Cached nodes of the table's first entries. While waiting, an earlier match that may be outdated.
         self.prefix_nodes: list[PrefixNode] = []
+        # Of a running sequence with recurrent states: cached nodes of its tokens from the root on, of which
+        # it references `prefix_nodes` alone, so that others may have been evicted; positions at which
+        # checkpoints are still to be planned, ascending; and checkpoints at blocks that it has not published.
+        self.matched_nodes: list[PrefixNode] = []
+        self.wanted_checkpoints: list[int] = []
+        self.kept_checkpoints: list[KeptCheckpoint] = []
         self.is_publishing: bool = True  # False once another sequence has published an equal block
         self.num_prefill_tokens: int = 0  # length at admission: tokens that chunks compute, and cached ones
         self.num_planned_tokens: int = 0  # those of them in planned chunks or cached

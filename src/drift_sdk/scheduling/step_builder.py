@@ -46,6 +46,8 @@ class StepBuilder:
 
     def assign_slot(self, sequence: Sequence) -> None:
         """Add the assignment of an admitted sequence to its slot."""
+        nodes = sequence.prefix_nodes
+        place = nodes[-1].checkpoint if nodes else -1
         cached: tuple[int, ...] = ()
         if self._wants_history or sequence.sampling.has_penalties:
             cached = tuple(sequence.token_ids[: sequence.num_computed_tokens])
@@ -57,6 +59,7 @@ class StepBuilder:
                 constraint=sequence.constraint,
                 cached_token_ids=cached,
                 arrival=sequence.arrival,
+                checkpoint=place if place >= 0 else None,
             )
         )
 
@@ -73,8 +76,10 @@ class StepBuilder:
         self.decode.append(sequence)
         self._rows.append(row)
 
-    def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add the sequence's next prefill chunk, of `num_tokens` tokens."""
+    def add_chunk(
+        self, sequence: Sequence, num_tokens: int, checkpoints: tuple[tuple[int, int], ...] = ()
+    ) -> None:
+        """Add the sequence's next prefill chunk, of `num_tokens` tokens. checkpoints: the chunk's."""
         start = sequence.num_planned_tokens
         end = start + num_tokens
         is_last = end == sequence.num_prefill_tokens
@@ -87,6 +92,7 @@ class StepBuilder:
                 start=start,
                 token_ids=tuple(sequence.token_ids[start:end]),
                 next_token_id=None if is_last else sequence.token_ids[end],
+                checkpoints=checkpoints,
             )
         )
 
