@@ -21,7 +21,7 @@ from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm, quantised_bytes
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
-from drift_sdk.spec.model import Experts, KVShape, ModelSpec
+from drift_sdk.spec.model import Attention, Experts, KVShape, ModelSpec
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED
@@ -136,14 +136,16 @@ class Model(Struct, frozen=True, kw_only=True):
     @property
     def num_cached_per_token(self) -> int:
         """Numbers that a token adds to the KV cache."""
-        return sum(layer.mixer.kv.size for layer in self.spec.layers)
+        return sum(layer.kv.size for layer in self.spec.layers if layer.kv is not None)
 
     def kv_bytes(self, mean_context: float, itemsize: int) -> float:
-        """Bytes of keys and values that a row sees: in layers with a window, those in the window."""
-        mixers = [layer.mixer for layer in self.spec.layers]
+        """Bytes of keys and values that a row sees, in layers with a window those in the window, and of the
+        states of recurrent layers."""
         return sum(
             min(mean_context, mixer.window or mean_context) * self._token_bytes(mixer.kv, itemsize)
-            for mixer in mixers
+            if isinstance(mixer, Attention)
+            else 4 * mixer.state_size
+            for mixer in (layer.mixer for layer in self.spec.layers)
         )
 
     def _token_bytes(self, kv: KVShape, itemsize: int) -> int:
@@ -230,7 +232,7 @@ class Draft(Struct, frozen=True, kw_only=True):
 
 def attention_flops(spec: ModelSpec) -> int:
     """Operations of the attention of all layers for a row and a key that it sees."""
-    mixers = [layer.mixer for layer in spec.layers]
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
     return sum(2 * mixer.num_heads * (mixer.head_dim + mixer.value_dim) for mixer in mixers)
 
 

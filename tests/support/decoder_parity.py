@@ -44,7 +44,7 @@ def inner_terms(spec: ModelSpec) -> int:
 
 def poisoned_cache(spec: ModelSpec, num_blocks: int = 32, dtype: torch.dtype = torch.float32) -> KVCache:
     """A cache filled with NaN, so that reading a slot before it was written shows in the result."""
-    shapes = [layer.mixer.kv for layer in spec.layers]
+    shapes = [layer.kv for layer in spec.layers]
     cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype, "cpu")
     for tensor in cache.tensors:
         tensor.fill_(float("nan"))

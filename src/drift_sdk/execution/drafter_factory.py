@@ -213,7 +213,7 @@ class ModelDrafterFactory(DrafterFactory):
 
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers."""
-        return sum(layer.mixer.kv.size for layer in self.draft.spec.layers) * block_size
+        return sum(layer.kv.size for layer in self.draft.spec.layers if layer.kv is not None) * block_size
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
         return ModelDrafter(self.draft, limits)

@@ -31,18 +31,24 @@ def windowed_layers(settings: Settings, attention: Attention) -> list[Attention]
 
 
 def channels(settings: Settings) -> list[Channel]:
-    """Experts, but MLPs in the layers that `mlp_only_layers` names, and in those that `decoder_sparse_step`
-    leaves out."""
+    """Experts, but MLPs in the layers of `mlp_layers`."""
     router = Router(is_normalised=read_bool(settings, "norm_topk_prob"))
     experts = read_experts(settings, ("num_experts", "num_local_experts"), "moe_intermediate_size", router)
-    mlp, step = read_mlp(settings), read_int(settings, "decoder_sparse_step")
+    mlp = read_mlp(settings)
+    return [mlp if has_mlp else experts for has_mlp in mlp_layers(settings)]
+
+
+def mlp_layers(settings: Settings) -> list[bool]:
+    """Whether each layer has an MLP: those that `mlp_only_layers` names, and those that
+    `decoder_sparse_step` leaves out."""
+    step = read_int(settings, "decoder_sparse_step")
     named = settings.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int and layer >= 0 for layer in named):
         raise ModelLoadError(f"config: mlp_only_layers={short_repr(named)}: expected numbers of layers")
 
     dense = frozenset(named)
     num_layers = read_int(settings, "num_hidden_layers")
-    return [mlp if index in dense or (index + 1) % step else experts for index in range(num_layers)]
+    return [index in dense or (index + 1) % step != 0 for index in range(num_layers)]
 
 
 def gguf_settings(file: GGUFSettings) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from drift_sdk.quantised.stacking import stack_rows
-from drift_sdk.quantised.weight import Matrix, QuantisedWeight
+from drift_sdk.quantised.weight import Matrix, QuantisedWeight, take_rows
 
 __all__ = ["Allocation", "ReadMatrix"]
 
@@ -27,6 +27,7 @@ class Allocation:
     def __init__(self, device: torch.device, dtype: torch.dtype, read: ReadMatrix = _no_matrix) -> None:
         """read(name, is_projection): a matrix, if it is to be quantised. It takes no part in `places`."""
         self._device, self._dtype, self._read = device, dtype, read
+        self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.places: dict[str, torch.Tensor] = {}
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -50,16 +51,31 @@ class Allocation:
         weight = self._read(name, is_projection)
         return self.tensor(name, rows, columns) if weight is None else weight
 
-    def projection(self, rows: Mapping[str, int], columns: int) -> Matrix:
-        """One matrix of the rows of several, by the names of these."""
-        if len(rows) == 1:
-            return self.matrix(*next(iter(rows.items())), columns)
+    def projection(self, rows: Mapping[str, int], columns: int, order: torch.Tensor | None = None) -> Matrix:
+        """One matrix of the rows of several, by the names of these.
 
+        order [rows] int64, on the CPU: the rows of files that are the rows of the matrix; None: as in files.
+        """
         weights = {name: self._read(name, True) for name in rows}
         if not any(weights.values()):
-            return self.stacked(rows, columns)
+            return self.in_order(self.stacked(rows, columns), order)
 
-        return stack_rows([weights[name] or self.tensor(name, size, columns) for name, size in rows.items()])
+        parts: list[Matrix] = [
+            weights[name] or self.tensor(name, size, columns) for name, size in rows.items()
+        ]
+        whole = parts[0] if len(parts) == 1 else stack_rows(parts)
+        return whole if order is None else take_rows(whole, order)
+
+    def in_order(self, tensor: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        """The tensor, whose rows `finish` puts in another order than files have them."""
+        if order is not None:
+            self._reordered.append((tensor, order))
+        return tensor
+
+    def finish(self) -> None:
+        """Put rows in order, once all places are filled."""
+        for tensor, order in self._reordered:
+            tensor.copy_(tensor[order.to(tensor.device)])
 
     def stacked(self, rows: Mapping[str, int], *columns: int) -> torch.Tensor:
         """One tensor of the rows of several, by the names of these."""

@@ -15,12 +15,14 @@ from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.kv_numbers import KVForm, stored_shape
 from drift_sdk.models.linear import embed, linear
 from drift_sdk.models.matrix_reader import WeightForm
-from drift_sdk.models.mixers.attention import AttentionStep, attend
+from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
+from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, apply_gated_delta
 from drift_sdk.models.norms import normalise, rms_norm
 from drift_sdk.models.rope import rotary_tables
+from drift_sdk.models.states import StateRows
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, load_weights, tensor_shapes
-from drift_sdk.spec.model import Channel, Experts, LayerSpec, ModelSpec
+from drift_sdk.spec.model import Attention, Channel, Experts, GatedDelta, LayerSpec, Mixer, ModelSpec
 from drift_sdk.spec.rope import Rope
 
 __all__ = ["Decoder", "random_tensors"]
@@ -123,7 +125,7 @@ class Decoder:
 
     def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A KV cache for this decoder, not initialised."""
-        shapes = [layer.mixer.kv for layer in self.spec.layers]
+        shapes = [layer.kv for layer in self.spec.layers]
         return KVCache(shapes, num_blocks, block_size, self.dtype, self.device, self.weights.kv_scales)
 
     @cached_property
@@ -145,11 +147,13 @@ class Decoder:
         batch: StepRows,
         cache: KVCache,
         aux_layers: Sequence[int] = (),
+        states: Sequence[StateRows] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The residual stream [N, hidden] after the last layer and at each of `aux_layers`, not normalised.
 
         token_ids:   [N] int64, in the batch's order of rows.
         aux_layers:  j stands for the input of layer j, num_layers for the output of the last layer.
+        states:      of a model with recurrent layers, for each sequence of the batch, in order.
 
         The rows' keys and values are written to the cache. Raises ValueError for another shape of `token_ids`
         or a layer out of range.
@@ -170,7 +174,7 @@ class Decoder:
                 aux_hidden[index] = hidden
 
             normed = normalise(hidden, weights.mixer_norm, layer.norm)
-            mixed = attend(normed, weights.mixer, layer.mixer, step, index)
+            mixed = _mix(normed, weights.mixer, layer.mixer, step, states, index)
             hidden = _add(hidden, mixed, weights.mixer_post_norm, layer)
             normed = normalise(hidden, weights.channel_norm, layer.norm)
             output = _apply(normed, weights.channel, layer.channel)
@@ -204,6 +208,23 @@ class Decoder:
         embedded = embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
         norm = self.spec.embedding_norm
         return embedded if norm is None else rms_norm(embedded, torch.ones_like(embedded[0]), norm.eps)
+
+
+def _mix(
+    x: torch.Tensor,
+    weights: AttentionWeights | GatedDeltaWeights,
+    spec: Mixer,
+    step: AttentionStep,
+    states: Sequence[StateRows],
+    index: int,
+) -> torch.Tensor:
+    """The output [N, hidden] of the mixer of layer `index` for its normalised input [N, hidden]."""
+    if isinstance(weights, GatedDeltaWeights):
+        assert isinstance(spec, GatedDelta)
+        return apply_gated_delta(x, weights, spec, states, index)
+
+    assert isinstance(spec, Attention)
+    return attend(x, weights, spec, step, index)
 
 
 def _apply(x: torch.Tensor, weights: MlpWeights | ExpertWeights, spec: Channel) -> torch.Tensor:

@@ -29,7 +29,7 @@ from drift_sdk.models.draft_weights import (
 )
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import embed, linear
-from drift_sdk.models.mixers.attention import AttentionStep, attend
+from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
 from drift_sdk.models.norms import rms_norm
 from drift_sdk.models.rope import rotary_tables
 from drift_sdk.models.tree_attention import StepRows
@@ -230,7 +230,9 @@ class DraftDecoder:
 
     def _attention(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """The output [N, hidden] of the attention of layer `index`, for its normalised input."""
-        return attend(inputs, self.weights.layers[index].mixer, self.config.attention, step, index)
+        weights = self.weights.layers[index].mixer
+        assert isinstance(weights, AttentionWeights)
+        return attend(inputs, weights, self.config.attention, step, index)
 
     def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """The output [N, hidden] of the MLP of layer `index`, for its normalised input."""

@@ -26,28 +26,29 @@ class KVCache:
 
     def __init__(
         self,
-        shapes: Sequence[KVShape],
+        shapes: Sequence[KVShape | None],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
         scales: KVScales | None = None,
     ) -> None:
-        """shapes: of each layer."""
+        """shapes: of each layer; None: it keeps none."""
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
-        self._shapes, self._scales = tuple(shapes), scales
+        self._scales = scales
+        self._shapes = {index: shape for index, shape in enumerate(shapes) if shape is not None}
         form = None if scales is None else scales.form
         self.tensors: list[torch.Tensor] = []
-        by_layer: list[list[torch.Tensor]] = [[] for _ in shapes]
-        for shape in dict.fromkeys(shapes):
-            layers = [index for index, each in enumerate(shapes) if each == shape]
+        by_layer: dict[int, list[torch.Tensor]] = {index: [] for index in self._shapes}
+        for shape in dict.fromkeys(self._shapes.values()):
+            layers = [index for index, each in self._shapes.items() if each == shape]
             for size in (shape.head_dim, shape.value_dim):
                 stored, length = stored_shape(size, dtype, form)
                 sizes = len(layers), num_blocks * block_size, shape.num_kv_heads, length
                 self.tensors.append(torch.empty(sizes, dtype=stored, device=device))
                 for index, tensor in zip(layers, self.tensors[-1].unbind(0), strict=True):
                     by_layer[index].append(tensor)
-        self._layers = tuple((keys, values) for keys, values in by_layer)
+        self._layers = {index: (keys, values) for index, (keys, values) in by_layer.items()}
 
     @property
     def device(self) -> torch.device:

@@ -26,7 +26,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScaleSource
 from drift_sdk.models.weights import check_tensors
-from drift_sdk.spec.model import LayerSpec, Mlp, ModelSpec
+from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec
 from drift_sdk.spec.names import AttentionNames, MlpNames
 
 __all__ = ["Shard", "ShardedTensors", "cut_head", "load_shard", "shard_obstacles"]
@@ -52,7 +52,7 @@ class Shard(Struct, frozen=True, kw_only=True):
             return layer
 
         mixer, channel = layer.mixer, layer.channel
-        assert isinstance(channel, Mlp)
+        assert isinstance(mixer, Attention) and isinstance(channel, Mlp)
         return replace_fields(
             layer,
             mixer=replace_fields(
@@ -78,7 +78,11 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 def shard_obstacles(spec: ModelSpec, size: int) -> Iterator[str]:
     """Yield why a model cannot be divided between `size` GPUs, in words; nothing if it can."""
-    if len({(layer.mixer.num_heads, layer.mixer.kv, layer.channel) for layer in spec.layers}) > 1:
+    if spec.recurrent_layers:
+        yield "recurrent layers"
+        return
+
+    if len({(layer.kv, layer.channel) for layer in spec.layers}) > 1:
         yield "layers of different shapes"
     known = (AttentionNames(), AttentionNames(fused="qkv_proj")), (MlpNames(), MlpNames(fused="gate_up_proj"))
     if spec.names.attention not in known[0] or spec.names.mlp not in known[1]:
@@ -88,6 +92,7 @@ def shard_obstacles(spec: ModelSpec, size: int) -> Iterator[str]:
 
 def _layer_obstacles(layer: LayerSpec, hidden_size: int, size: int) -> Iterator[str]:
     mixer, channel = layer.mixer, layer.channel
+    assert isinstance(mixer, Attention)
     if not isinstance(channel, Mlp):
         yield "a mixture of experts"
         return

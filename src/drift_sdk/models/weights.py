@@ -19,12 +19,13 @@ from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScales, KVScaleSource, load_kv_scales
 from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, MatrixReader, WeightForm, quantised_bytes
 from drift_sdk.models.mixers.attention import AttentionWeights, allocate_attention
+from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, allocate_gated_delta
 from drift_sdk.models.spare_tensors import later_layers, zero_biases
 from drift_sdk.models.stored_layout import with_stored_layout
 from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weight_memory import memory_named
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import Experts, ModelSpec
+from drift_sdk.spec.model import Experts, GatedDelta, ModelSpec
 
 __all__ = [
     "DecoderWeights",
@@ -47,7 +48,7 @@ class LayerWeights:
     """The weights of one layer. Norms [hidden]: of the inputs of mixer and channel, and of their outputs."""
 
     mixer_norm: torch.Tensor
-    mixer: AttentionWeights
+    mixer: AttentionWeights | GatedDeltaWeights
     channel_norm: torch.Tensor
     channel: MlpWeights | ExpertWeights
     mixer_post_norm: torch.Tensor | None = None
@@ -68,7 +69,7 @@ class DecoderWeights:
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The names and shapes of all tensors that a model of these shapes is stored as."""
-    _, places = _allocate(spec, torch.device("meta"), torch.float32)
+    places = _allocate(spec, torch.device("meta"), torch.float32)[1].places
     return {name: tuple(place.shape) for name, place in places.items()}
 
 
@@ -90,7 +91,7 @@ def weight_bytes(
     def note(name: str, is_projection: bool) -> None:
         projections[name] = is_projection
 
-    _, places = _allocate(spec, torch.device("meta"), dtype, note)
+    places = _allocate(spec, torch.device("meta"), dtype, note)[1].places
     sizes = {name: place.nbytes for name, place in places.items()}
     for name, is_projection in projections.items():
         if form in QUANTISERS and is_projection:
@@ -113,7 +114,7 @@ def odd_columns(spec: ModelSpec, form: WeightForm) -> str:
         if is_projection:
             projections.append(name)
 
-    _, places = _allocate(spec, torch.device("meta"), torch.float32, note)
+    places = _allocate(spec, torch.device("meta"), torch.float32, note)[1].places
     for name in projections:
         if places[name].shape[1] % 2:
             return f"{name} has {places[name].shape[1]} columns, an odd number"
@@ -187,8 +188,8 @@ def _filled(
 
     reader = MatrixReader(tensors, form, device=device, dtype=dtype, on_read=count)
     finite, scales = reader.finite, ScaleCheck(tensors)
-    weights, places = _allocate(spec, device, dtype, reader.read)
-    for name, place in fill_places(places, tensors):
+    weights, allocation = _allocate(spec, device, dtype, reader.read)
+    for name, place in fill_places(allocation.places, tensors):
         if place.dtype != torch.uint8:
             finite.add(name, place)
         elif name.endswith("_scales"):
@@ -197,6 +198,7 @@ def _filled(
 
     finite.finish()
     scales.finish()
+    allocation.finish()
     return weights
 
 
@@ -208,7 +210,7 @@ def check_tensors(spec: ModelSpec, tensors: TensorSource, kv_form: KVForm | None
     """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen, and for all else that
     headers show to be wrong, also of scales of a KV cache in `kv_form`."""
     spec = with_stored_layout(spec, tensors)
-    _, places = _allocate(spec, torch.device("meta"), torch.float32)
+    places = _allocate(spec, torch.device("meta"), torch.float32)[1].places
     names = set(tensors.names())
     missing = [name for name in places if name not in names]
     if missing:
@@ -217,6 +219,7 @@ def check_tensors(spec: ModelSpec, tensors: TensorSource, kv_form: KVForm | None
 
     # Old files contain the frequencies of the rotation, which are computed from the config.
     extra = sorted(name for name in names - places.keys() if not name.endswith("rotary_emb.inv_freq"))
+    extra = [name for name in extra if not name.startswith(spec.names.unread)]
     head = spec.names.head
     if head in extra and spec.is_head_tied:
         extra.remove(head)
@@ -265,8 +268,8 @@ def meta_weights(spec: ModelSpec, dtype: torch.dtype) -> DecoderWeights:
 
 def _allocate(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, read: ReadMatrix | None = None
-) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
-    """Weights that are not initialised, and for each stored tensor the part of them that it fills.
+) -> tuple[DecoderWeights, Allocation]:
+    """Weights that are not initialised, and their allocation.
 
     read: as in Allocation; None: all matrices are numbers of `dtype`.
     """
@@ -281,7 +284,7 @@ def _allocate(
         if spec.is_head_tied
         else allocation.matrix(names.head, spec.vocab_size, hidden, is_projection=False),
     )
-    return weights, allocation.places
+    return weights, allocation
 
 
 def _allocate_layer(spec: ModelSpec, index: int, allocation: Allocation) -> LayerWeights:
@@ -290,6 +293,12 @@ def _allocate_layer(spec: ModelSpec, index: int, allocation: Allocation) -> Laye
 
     def norm(name: str) -> torch.Tensor:
         return allocation.tensor(f"{prefix}.{name}.weight", hidden)
+
+    def mixer() -> AttentionWeights | GatedDeltaWeights:
+        if isinstance(layer.mixer, GatedDelta):
+            return allocate_gated_delta(layer.mixer, names.gated_delta, prefix, hidden, allocation)
+
+        return allocate_attention(layer.mixer, names.attention, prefix, hidden, allocation)
 
     def channel() -> MlpWeights | ExpertWeights:
         if isinstance(layer.channel, Experts):
@@ -300,7 +309,7 @@ def _allocate_layer(spec: ModelSpec, index: int, allocation: Allocation) -> Laye
     has_post_norms = layer.post_norm is not None
     return LayerWeights(
         mixer_norm=norm(names.mixer_norm),
-        mixer=allocate_attention(layer.mixer, names.attention, prefix, hidden, allocation),
+        mixer=mixer(),
         channel_norm=norm(names.channel_norm),
         channel=channel(),
         mixer_post_norm=norm(names.mixer_post_norm) if has_post_norms else None,

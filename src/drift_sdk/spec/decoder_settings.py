@@ -19,7 +19,17 @@ from drift_sdk.spec.layer_types import (
     read_window,
     with_windows,
 )
-from drift_sdk.spec.model import Activation, Attention, Channel, LayerSpec, Mlp, ModelSpec, Norm, NormKind
+from drift_sdk.spec.model import (
+    Activation,
+    Attention,
+    Channel,
+    LayerSpec,
+    Mixer,
+    Mlp,
+    ModelSpec,
+    Norm,
+    NormKind,
+)
 from drift_sdk.spec.names import Names
 from drift_sdk.spec.rope_settings import read_rope
 from drift_sdk.spec.settings import MAX_SIZE, Settings, read_bool, read_int, read_number
@@ -118,7 +128,7 @@ def read_mlp(settings: Settings, *, has_bias: bool = False, activation: str = "h
 
 def read_decoder(
     settings: Settings,
-    mixers: Sequence[Attention],
+    mixers: Sequence[Mixer],
     channels: Channel | Sequence[Channel],
     *,
     norm: Norm | None = None,

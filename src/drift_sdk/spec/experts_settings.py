@@ -26,6 +26,7 @@ def read_experts(
     has_bias: bool = False,
     clamped_gate: ClampedGate | None = None,
     shared: Mlp | None = None,
+    has_shared_gate: bool = False,
 ) -> Experts:
     """The experts of a layer.
 
@@ -49,4 +50,5 @@ def read_experts(
         has_bias=has_bias,
         clamped_gate=clamped_gate,
         shared=shared,
+        has_shared_gate=has_shared_gate,
     )

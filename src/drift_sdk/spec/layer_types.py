@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.model import Attention
+from drift_sdk.spec.model import Attention, Mixer
 from drift_sdk.spec.rope import Rope, YarnScaling
 from drift_sdk.spec.settings import MAX_CONTEXT, MIN_CONTEXT, read_bool, read_int
 
@@ -70,11 +70,11 @@ def read_layer_types(
     return list(types)
 
 
-def read_context(config: Mapping[str, Any], mixers: Sequence[Attention]) -> int:
+def read_context(config: Mapping[str, Any], mixers: Sequence[Mixer]) -> int:
     """The model's context, in tokens. With YaRN it is what the scaling reaches, also if
     `max_position_embeddings` is less: model cards that add YaRN leave it as it is."""
     context = read_int(config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT)
-    return max([context, *(_reach(mixer.rope) for mixer in mixers)])
+    return max([context, *(_reach(mixer.rope) for mixer in mixers if isinstance(mixer, Attention))])
 
 
 def _reach(rope: Rope | None) -> int:
@@ -82,9 +82,11 @@ def _reach(rope: Rope | None) -> int:
     return rope.scaling.context if rope is not None and isinstance(rope.scaling, YarnScaling) else 0
 
 
-def with_windows(mixers: Sequence[Attention], context: int) -> list[Attention]:
+def with_windows(mixers: Sequence[Mixer], context: int) -> list[Mixer]:
     """The mixers without windows that the model's context never fills: these have no effect."""
     return [
-        replace(mixer, window=None) if mixer.window is not None and mixer.window >= context else mixer
+        replace(mixer, window=None)
+        if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= context
+        else mixer
         for mixer in mixers
     ]

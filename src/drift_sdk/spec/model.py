@@ -19,6 +19,7 @@ __all__ = [
     "Channel",
     "ClampedGate",
     "Experts",
+    "GatedDelta",
     "KVShape",
     "LayerSpec",
     "Mixer",
@@ -64,6 +65,7 @@ class Attention(Struct, frozen=True, kw_only=True):
     head_norm:           norm of each head's query and key before the rotation; None: they have none.
     has_head_weights:    whether this norm has weights.
     has_gate:            the output is multiplied by the sigmoid of one more projection of the input.
+    is_gate_interleaved: files have the rows of query and gate of each head together.
     has_sinks:           each head has a logit that takes part in the softmax and has no value.
     """
 
@@ -80,6 +82,7 @@ class Attention(Struct, frozen=True, kw_only=True):
     has_head_weights: bool = True
     query_scaling: QueryScaling | None = None
     has_gate: bool = False
+    is_gate_interleaved: bool = False
     has_sinks: bool = False
 
     @property
@@ -114,6 +117,49 @@ class KVShape(Struct, frozen=True):
     def size(self) -> int:
         """Numbers of a token."""
         return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+class GatedDelta(Struct, frozen=True, kw_only=True):
+    """The gated delta rule (arXiv 2412.06464): each value head has a matrix as its state.
+
+    With q, k, v after a causal convolution by channels and silu, q and k of length 1, and the decay g and the
+    rate beta of a row and head: S <- exp(g) S; u = beta (v - S^T k); S <- S + k u^T; the output is
+    S^T q / sqrt(key_dim), normalised by head, weighed, and gated by silu of one more projection.
+
+    num_key_heads, num_value_heads: value head j uses the queries and keys of head j // group.
+    key_dim, value_dim:  of a head; its state is [key_dim, value_dim].
+    conv_width:          rows that the convolution sees, the row's own included.
+    norm:                of the output of a head, with one weight for all heads.
+    is_fused:            files have the projections of each key head and its value heads together.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm: Norm
+    is_fused: bool = False
+
+    @property
+    def group(self) -> int:
+        """Value heads of each key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.num_key_heads * self.key_dim + self.output_size
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the projection of the output."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the state of a layer."""
+        return self.num_value_heads * self.key_dim * self.value_dim
 
 
 class Mlp(Struct, frozen=True, kw_only=True):
@@ -186,7 +232,7 @@ class Experts(Struct, frozen=True, kw_only=True):
     has_shared_gate: bool = False
 
 
-Mixer = Attention
+Mixer = Attention | GatedDelta
 """What mixes the rows of a sequence."""
 Channel = Mlp | Experts
 """What computes each row by itself."""
@@ -204,6 +250,11 @@ class LayerSpec(Struct, frozen=True, kw_only=True):
     norm: Norm
     post_norm: Norm | None = None
     multiplier: float = 1.0
+
+    @property
+    def kv(self) -> KVShape | None:
+        """The shape of the keys and values that it keeps; None: it keeps none."""
+        return self.mixer.kv if isinstance(self.mixer, Attention) else None
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -241,18 +292,18 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> Attention:
-        """The attention of the first layer."""
-        return self.layers[0].mixer
+        """The attention of the first layer that has one."""
+        return next(each.mixer for each in self.layers if isinstance(each.mixer, Attention))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        """The window of each layer with attention."""
+        return tuple(each.mixer.window for each in self.layers if isinstance(each.mixer, Attention))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotations of all layers, each once."""
-        ropes = (layer.mixer.rope for layer in self.layers)
+        ropes = (each.mixer.rope for each in self.layers if isinstance(each.mixer, Attention))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
@@ -260,8 +311,14 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         """The layers of each shape of keys and values, in order."""
         groups: dict[KVShape, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            groups.setdefault(layer.mixer.kv, []).append(index)
+            if layer.kv is not None:
+                groups.setdefault(layer.kv, []).append(index)
         return {group: tuple(layers) for group, layers in groups.items()}
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that carry a state."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, GatedDelta))
 
     @property
     def experts(self) -> Experts | None:

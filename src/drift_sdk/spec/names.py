@@ -6,7 +6,15 @@ from typing import Literal
 
 from msgspec import Struct
 
-__all__ = ["SANDWICH", "AttentionNames", "ExpertLayout", "ExpertNames", "MlpNames", "Names"]
+__all__ = [
+    "SANDWICH",
+    "AttentionNames",
+    "ExpertLayout",
+    "ExpertNames",
+    "GatedDeltaNames",
+    "MlpNames",
+    "Names",
+]
 
 ExpertLayout = Literal["each", "stacked", "transposed", "mxfp4"]
 """Form of the experts' projections in files. "each": a tensor for each expert and projection. "stacked": one
@@ -28,6 +36,23 @@ class AttentionNames(Struct, frozen=True, kw_only=True):
     key_norm: str = "k_norm"
     sinks: str = "sinks"
     fused: str | None = None
+
+
+class GatedDeltaNames(Struct, frozen=True, kw_only=True):
+    """qkvz, ba: names of projections that files have fused."""
+
+    module: str = "linear_attn"
+    qkv: str = "in_proj_qkv"
+    z: str = "in_proj_z"
+    b: str = "in_proj_b"
+    a: str = "in_proj_a"
+    qkvz: str = "in_proj_qkvz"
+    ba: str = "in_proj_ba"
+    conv: str = "conv1d"
+    decay: str = "A_log"
+    step: str = "dt_bias"
+    norm: str = "norm"
+    output: str = "out_proj"
 
 
 class MlpNames(Struct, frozen=True, kw_only=True):
@@ -57,7 +82,8 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
 
 
 class Names(Struct, frozen=True, kw_only=True):
-    """layer: prefix of the tensors of layer {}. The names of norms are inside it."""
+    """layer: prefix of the tensors of layer {}. The names of norms are inside it. unread: prefixes of tensors
+    that are not read."""
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
@@ -68,8 +94,10 @@ class Names(Struct, frozen=True, kw_only=True):
     channel_norm: str = "post_attention_layernorm"
     channel_post_norm: str = ""
     attention: AttentionNames = AttentionNames()
+    gated_delta: GatedDeltaNames = GatedDeltaNames()
     mlp: MlpNames = MlpNames()
     experts: ExpertNames = ExpertNames()
+    unread: tuple[str, ...] = ()
 
 
 SANDWICH = Names(

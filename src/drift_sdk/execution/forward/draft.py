@@ -23,7 +23,7 @@ from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.models.weights import LayerWeights
+from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.quantised.weight import Matrix, dense
 
 __all__ = ["Attend", "DraftForward"]
@@ -104,9 +104,11 @@ class DraftForward:
         norms = [layer.mixer_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             with self._stages("draft_attention"):
-                attended = self._attend(layer, index, rows, normed if index else inputs, attend)
-                product = self.multiply(attended, layer.mixer.output)
-                bias = layer.mixer.output_bias
+                mixer = layer.mixer
+                assert isinstance(mixer, AttentionWeights)
+                attended = self._attend(mixer, index, rows, normed if index else inputs, attend)
+                product = self.multiply(attended, mixer.output)
+                bias = mixer.output_bias
                 add_norm(hidden, product, layer.channel_norm, normed, eps=eps, bias=bias)
             with self._stages("draft_mlp"):
                 mlp = layer.channel
@@ -133,14 +135,16 @@ class DraftForward:
         fastest_multiply(x, weight, partials, config)
         return partials
 
-    def _attend(self, layer: LayerWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend) -> Tensor:
+    def _attend(
+        self, mixer: AttentionWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend
+    ) -> Tensor:
         """The attention output [R, num_heads * head_dim] of layer `index`, whose input is `inputs`."""
         spec, cache = self._draft.config.attention, self._cache
         num_rows, kv = rows.slot.shape[0], cache.layer(index)
         query = self._take("draft_query", num_rows, spec.num_heads, spec.head_dim)
         attended = self._take("draft_attended", num_rows, spec.num_heads, spec.head_dim)
         rotate_and_store(
-            self.multiply(inputs, layer.mixer.qkv),
+            self.multiply(inputs, mixer.qkv),
             rows.slot,
             rows.position,
             self._block_table,
@@ -148,7 +152,7 @@ class DraftForward:
             cache.sin,
             query,
             kv,
-            bias=layer.mixer.qkv_bias,
+            bias=mixer.qkv_bias,
             row_kv_slot=rows.kv_slot,
         )
         attend(

@@ -15,7 +15,8 @@ from drift_sdk.execution.forward.row_attention import RowAttention
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.models.channels.experts import ExpertWeights
-from drift_sdk.spec.model import Experts
+from drift_sdk.models.mixers.attention import AttentionWeights
+from drift_sdk.spec.model import Attention, Experts
 
 __all__ = ["ForwardPass", "exact_pass", "fast_pass"]
 
@@ -72,6 +73,7 @@ class ForwardPass:
         self._attention.plan()
         layers = zip(decoder.spec.layers, decoder.weights.layers, strict=True)
         for index, (layer, weights) in enumerate(layers):
+            assert isinstance(weights.mixer, AttentionWeights) and isinstance(layer.mixer, Attention)
             stream.add_mixer(index, *self._mixer.run(self.normed, weights.mixer, layer.mixer, index))
             if isinstance(weights.channel, ExpertWeights):
                 assert isinstance(layer.channel, Experts)

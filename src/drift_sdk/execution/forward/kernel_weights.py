@@ -20,6 +20,7 @@ from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights
 from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
@@ -129,6 +130,7 @@ def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> No
 
 def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
     mixer, channel = layer.mixer, layer.channel
+    assert isinstance(mixer, AttentionWeights)
     mixer = replace(mixer, qkv=arrange_matrix(mixer.qkv, dtype), output=arrange_matrix(mixer.output, dtype))
     if isinstance(channel, ExpertWeights):
         return replace(layer, mixer=mixer, channel=_arrange_experts(channel, dtype))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.cublas_gemm import library_product
 from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.quantised.weight import dense
 from drift_sdk.spec.model import ModelSpec
@@ -51,6 +52,7 @@ def _products(
     """The products with larger ones first, in memory that all of them share."""
     layer = meta_weights(spec, dtype).layers[0]
     mixer, mlp = layer.mixer, layer.channel
+    assert isinstance(mixer, AttentionWeights)
     pairs = [(dense(mixer.qkv), mixer.qkv_bias), (dense(mixer.output), mixer.output_bias)]
     if isinstance(mlp, MlpWeights):
         pairs += [(dense(mlp.gate_up), mlp.gate_up_bias), (dense(mlp.down), mlp.down_bias)]

@@ -67,7 +67,12 @@ def allocate_attention(
     rows = {names.query: query, names.key: key, names.value: value}
     if names.fused is not None:
         rows = {names.fused: query + key + value}
-    gate = {names.gate: spec.output_size} if spec.has_gate else {}
+    gate, order = {}, None
+    if spec.is_gate_interleaved:
+        rows[names.query] *= 2
+        order = _gate_order(spec)
+    elif spec.has_gate:
+        gate = {names.gate: spec.output_size}
 
     def head_weights(name: str) -> torch.Tensor | None:
         if spec.head_norm is None:
@@ -81,14 +86,14 @@ def allocate_attention(
     bias = None
     if spec.has_bias:
         num_biased = sum(rows.values())
-        bias = allocation.full(0.0, num_biased + sum(gate.values()))
+        bias = allocation.in_order(allocation.full(0.0, num_biased + sum(gate.values())), order)
         names_of_biases = (f"{prefix}.{name}.bias" for name in rows)
         parts = bias[:num_biased].split(list(rows.values()))
         allocation.places.update(zip(names_of_biases, parts, strict=True))
     output = f"{prefix}.{names.output}"
     return AttentionWeights(
         qkv=allocation.projection(
-            {f"{prefix}.{name}.weight": size for name, size in (rows | gate).items()}, hidden
+            {f"{prefix}.{name}.weight": size for name, size in (rows | gate).items()}, hidden, order
         ),
         qkv_bias=bias,
         query_norm=head_weights(names.query_norm),
@@ -97,6 +102,15 @@ def allocate_attention(
         output_bias=allocation.tensor(f"{output}.bias", hidden) if spec.has_output_bias else None,
         sinks=allocation.tensor(f"{prefix}.{names.sinks}", spec.num_heads) if spec.has_sinks else None,
     )
+
+
+def _gate_order(spec: Attention) -> torch.Tensor:
+    """The rows of files, with query and gate of each head together, as qkv has them."""
+    num_query, dim = spec.output_size, spec.head_dim
+    both = torch.arange(2 * num_query, device="cpu").view(spec.num_heads, 2, dim)
+    num_kv = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+    keys_values = 2 * num_query + torch.arange(num_kv, device="cpu")
+    return torch.cat((both[:, 0].flatten(), keys_values, both[:, 1].flatten()))
 
 
 def attend(

@@ -1,0 +1,100 @@
+"""Qwen3.5, 3.6 and 3.8: three layers with a state to one of attention. Also as the text part of models that
+read images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from drift_sdk.errors import ModelLoadError, short_repr
+from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
+from drift_sdk.spec.family import Family
+from drift_sdk.spec.layer_types import read_num_layers
+from drift_sdk.spec.model import Channel, GatedDelta, Mixer, ModelSpec, Norm
+from drift_sdk.spec.names import Names
+from drift_sdk.spec.settings import Settings, read_int
+
+UNREAD = ("mtp.",)
+"""The layer that predicts one more token."""
+NAMES = Names(unread=UNREAD)
+KINDS = ("linear_attention", "full_attention")
+
+
+def read_spec(settings: Settings) -> ModelSpec:
+    return read_hybrid(settings, read_mlp(settings), names=NAMES)
+
+
+def read_hybrid(
+    settings: Settings,
+    channels: Channel | Sequence[Channel],
+    *,
+    is_fused: bool = False,
+    names: Names,
+) -> ModelSpec:
+    """A decoder with these channels. is_fused: as in GatedDelta."""
+    norm = read_norm(settings, "offset")
+    attention = replace(
+        read_attention(settings, head_norm=norm, may_be_partial=True),
+        has_gate=True,
+        is_gate_interleaved=True,
+    )
+    by_kind: dict[str, Mixer] = {
+        "full_attention": attention,
+        "linear_attention": read_gated_delta(settings, is_fused=is_fused),
+    }
+    mixers = [by_kind[kind] for kind in read_kinds(settings)]
+    return read_decoder(settings, mixers, channels, norm=norm, names=names)
+
+
+def read_gated_delta(settings: Settings, *, is_fused: bool) -> GatedDelta:
+    num_key_heads = read_int(settings, "linear_num_key_heads")
+    num_value_heads = read_int(settings, "linear_num_value_heads")
+    if num_value_heads % num_key_heads:
+        found = f"linear_num_value_heads={num_value_heads}"
+        raise ModelLoadError(f"config: {found}: expected a multiple of linear_num_key_heads={num_key_heads}")
+
+    return GatedDelta(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=read_int(settings, "linear_key_head_dim"),
+        value_dim=read_int(settings, "linear_value_head_dim"),
+        conv_width=read_int(settings, "linear_conv_kernel_dim", ge=2, le=16),
+        norm=Norm(read_norm(settings).eps),
+        is_fused=is_fused,
+    )
+
+
+def read_kinds(settings: Settings) -> list[str]:
+    """The kind of each layer: `layer_types`, else every `full_attention_interval`-th one has attention."""
+    num_layers = read_num_layers(settings)
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        period = read_int(settings, "full_attention_interval")
+        kinds = [KINDS[(index + 1) % period == 0] for index in range(num_layers)]
+
+    is_known = isinstance(kinds, list) and all(kind in KINDS for kind in kinds)
+    if not is_known or len(kinds) != num_layers or KINDS[1] not in kinds:
+        expected = f"{num_layers} of {' and '.join(map(repr, KINDS))}, one of attention among them"
+        raise ModelLoadError(f"config: layer_types={short_repr(kinds)}: expected {expected}")
+
+    return list(kinds)
+
+
+DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+FAMILY = Family(
+    model_type="qwen3_5_text",
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
+    spec=read_spec,
+    outer=("Qwen3_5ForConditionalGeneration",),
+    defaults=DEFAULTS | {"num_key_value_heads": 4},
+)

@@ -1,0 +1,266 @@
+"""Greedy tokens of random models with recurrent layers, equal to those of transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_parity import inner_terms, poisoned_cache, shuffled_blocks
+from hybrid_zoo import HYBRIDS, VOCAB_SIZE, make_hybrid_model
+from msgspec import structs
+from safetensors.torch import load_file, save_file
+from tolerances import tie_gap
+
+from drift_sdk import EngineConfig, inspect
+from drift_sdk.families import read_spec
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.mixers import gated_delta
+from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
+from drift_sdk.models.states import BORDER, SequenceState, StateRows
+from drift_sdk.spec.model import Attention, GatedDelta
+
+NUM_MODELS = 16
+NUM_TOKENS = 64
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 5 * BORDER + 3)
+MIN_DISTINCT = 8
+"""Least number of different tokens in an answer: answers that repeat few tokens compare little."""
+
+
+def load(folder: Path) -> Decoder:
+    source = resolve(folder)
+    return Decoder.load(read_spec(source.config), source.tensors(), device="cpu", dtype=torch.float32)
+
+
+@torch.inference_mode()
+def logits_of(decoder: Decoder, token_ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+    """The logits after all of token_ids [N], computed in chunks."""
+    kv_cache, blocks, found, start = poisoned_cache(decoder.spec), shuffled_blocks(), [], 0
+    state = SequenceState(decoder.spec, torch.float32, decoder.device)
+    for length in chunks:
+        batch = AttentionBatch([SequenceRows(blocks, start, length)], kv_cache)
+        rows = [StateRows.of(state, start, length, is_final=True)]
+        hidden, _ = decoder.forward(token_ids[start : start + length], batch, kv_cache, (), rows)
+        found.append(decoder.logits(hidden))
+        start += length
+    return torch.cat(found)
+
+
+def length_of(seed: int) -> int:
+    return LENGTHS[seed % len(LENGTHS)]
+
+
+@torch.inference_mode()
+def answer(model: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt with transformers' greedy answer, and the logits after each token."""
+    generator = torch.Generator().manual_seed(1_000 + seed)
+    prompt = torch.randint(3, VOCAB_SIZE, (1, length_of(seed)), generator=generator)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    token_ids = model.generate(prompt, max_new_tokens=NUM_TOKENS, **options)
+    return token_ids[0], model(token_ids).logits[0]
+
+
+def random_cuts(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    cuts = sorted({rng.randrange(1, length) for _ in range(3)}) if length > 1 else []
+    return [end - start for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
+
+
+def num_wrong(decoder: Decoder, token_ids: torch.Tensor, expected: torch.Tensor, seed: int) -> int:
+    """Number of tokens of an answer that the decoder would not have chosen, but for ties."""
+    length = length_of(seed)
+    chunks = [*random_cuts(length, seed), *[1] * (NUM_TOKENS - 1)]
+    found = logits_of(decoder, token_ids[:-1], chunks)[length - 1 :]
+    chosen = expected[length - 1 : -1].gather(1, found.argmax(-1, keepdim=True))[:, 0]
+    best = expected[length - 1 : -1].amax(-1)
+    gap = tie_gap(expected, inner=inner_terms(decoder.spec), depth=decoder.spec.num_layers + 1)
+    return int((best - chosen > gap).sum())
+
+
+@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_tokens_equal_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
+    model = make_hybrid_model(family, seed, tmp_path)
+    token_ids, expected = answer(model, seed)
+    assert len(token_ids[length_of(seed) :].unique()) >= MIN_DISTINCT
+    assert num_wrong(load(tmp_path), token_ids, expected, seed) == 0
+
+
+Change = Callable[[Decoder], Decoder]
+
+
+def _mixers(kind: type, **changes: Any) -> Change:
+    def plant(decoder: Decoder) -> Decoder:
+        layers = tuple(
+            structs.replace(layer, mixer=structs.replace(layer.mixer, **changes))
+            if isinstance(layer.mixer, kind)
+            else layer
+            for layer in decoder.spec.layers
+        )
+        return Decoder(structs.replace(decoder.spec, layers=layers), decoder.weights)
+
+    return plant
+
+
+def _weights(change: Callable[[GatedDeltaWeights], GatedDeltaWeights]) -> Change:
+    def plant(decoder: Decoder) -> Decoder:
+        layers = tuple(
+            replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, GatedDeltaWeights) else layer
+            for layer in decoder.weights.layers
+        )
+        return Decoder(decoder.spec, replace(decoder.weights, layers=layers))
+
+    return plant
+
+
+def _without_shared_gate(decoder: Decoder) -> Decoder:
+    layers = [
+        replace(layer, channel=replace(layer.channel, shared_gate=None))
+        if isinstance(layer.channel, ExpertWeights)
+        else layer
+        for layer in decoder.weights.layers
+    ]
+    return Decoder(decoder.spec, replace(decoder.weights, layers=tuple(layers)))
+
+
+def _whole_rotation(decoder: Decoder) -> Decoder:
+    attention = next(layer.mixer for layer in decoder.spec.layers if isinstance(layer.mixer, Attention))
+    assert attention.rope is not None
+    rope = structs.replace(attention.rope, rotary_dim=attention.head_dim)
+    return _mixers(Attention, rope=rope)(decoder)
+
+
+FAULTS: dict[str, tuple[str, Change]] = {
+    "convolution one row off": (
+        "qwen3_5",
+        _weights(lambda weights: replace(weights, conv=weights.conv.roll(1, -1))),
+    ),
+    "decay without a step": (
+        "qwen3_5",
+        _weights(lambda weights: replace(weights, step=weights.step * 0)),
+    ),
+    "rates and steps exchanged": (
+        "qwen3_next",
+        _weights(lambda weights: replace(weights, ba=weights.ba.roll(weights.step.shape[0], 0))),
+    ),
+    "norm with an offset": (
+        "qwen3_5_moe",
+        _weights(lambda weights: replace(weights, norm=weights.norm + 1)),
+    ),
+    "no gate of attention": ("qwen3_5", _mixers(Attention, has_gate=False)),
+    "no norm of heads": ("qwen3_next", _mixers(Attention, head_norm=None)),
+    "rotation of whole heads": ("qwen3_5", _whole_rotation),
+    "no gate of the shared expert": ("qwen3_5_moe", _without_shared_gate),
+    "order of fused rows": (
+        "qwen3_next",
+        _weights(lambda weights: replace(weights, qkvz=weights.qkvz.roll(1, 0))),
+    ),
+}
+
+
+def _assert_found(
+    decoder: Decoder, changed: torch.Tensor, answered: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    token_ids, expected = answered
+    unchanged = logits_of(decoder, token_ids, [len(token_ids)])
+    assert (changed - expected).abs().max() > 100 * (unchanged - expected).abs().max()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
+    family, plant = FAULTS[fault]
+    found = answer(make_hybrid_model(family, 0, tmp_path), 0)
+    decoder = load(tmp_path)
+    _assert_found(decoder, logits_of(plant(decoder), found[0], [len(found[0])]), found)
+
+
+@pytest.mark.parametrize("fault", ["decay of another row", "no decay", "keys of any length", "no scale"])
+def test_planted_fault_of_the_rule_is_found(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = answer(make_hybrid_model("qwen3_5", 0, tmp_path), 0)
+    decoder, solve = load(tmp_path), gated_delta._solve
+
+    def faulty(state, queries, keys, values, rates, decays):
+        if fault == "decay of another row":
+            decays = decays.roll(1, 0)
+        elif fault == "no decay":
+            decays = decays * 0
+        elif fault == "keys of any length":
+            keys = keys * 1.1
+        else:
+            queries = queries * queries.shape[-1] ** 0.5
+        return solve(state, queries, keys, values, rates, decays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gated_delta, "_solve", faulty)
+        changed = logits_of(decoder, found[0], [len(found[0])])
+    _assert_found(decoder, changed, found)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_experts_are_read_stacked_and_one_by_one(family: str, tmp_path: Path) -> None:
+    make_hybrid_model(family, 0, tmp_path)
+    file = tmp_path / "model.safetensors"
+    given, token_ids = load_file(file), torch.arange(3, 90)
+    expected = logits_of(load(tmp_path), token_ids, [87])
+    stacked = [name for name in given if name.endswith(".mlp.experts.gate_up_proj")]
+    each: dict[str, torch.Tensor] = {}
+    for name, tensor in given.items():
+        prefix, _, last = name.rpartition(".")
+        if ".mlp.experts." not in name:
+            each[name] = tensor
+        elif stacked:
+            parts = [("down", tensor)]
+            if last == "gate_up_proj":
+                parts = list(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
+            for part, matrices in parts:
+                for index, matrix in enumerate(matrices):
+                    each[f"{prefix}.{index}.{part}_proj.weight"] = matrix.clone()
+    assert stacked or any(".experts.0.gate_proj" in name for name in given)
+    if stacked:
+        save_file(each, file)
+        assert torch.equal(logits_of(load(tmp_path), token_ids, [87]), expected)
+
+
+def test_inspection_says_what_is_not_read(tmp_path: Path) -> None:
+    make_hybrid_model("qwen3_5_vision", 0, tmp_path)
+    info = inspect(tmp_path, EngineConfig(device="cpu"))
+    assert info.unread == ("vision",) and not info.reasons
+    assert "not read       vision" in info.text()
+    assert info.state_bytes and info.num_checkpoints
+
+
+def test_layers_and_unread_tensors_are_as_published() -> None:
+    """Of a config without `layer_types`, every fourth layer has attention."""
+    settings = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "max_position_embeddings": 262_144,
+        "full_attention_interval": 4,
+        "rope_theta": 10_000_000,
+    }
+    spec = read_spec(settings)
+    attention = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mixer, Attention)]
+    assert attention == list(range(3, 48, 4))
+    assert spec.recurrent_layers == tuple(index for index in range(48) if index not in attention)
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, GatedDelta) and mixer.is_fused
+    assert (mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim) == (16, 32, 128, 128)
