@@ -24,11 +24,15 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     reasons:            what keeps an engine from serving the model with this config on this machine: each
                         names file, field and value. Empty if nothing was found.
     architecture:       of the config, such as "LlamaForCausalLM".
+    unread:             parts of the model that no engine of this package computes, such as "vision": only its
+                        text part is loaded.
     num_parameters:     numbers in the weights.
     stored_bytes:       bytes of the files that hold the weights.
     weight_bytes:       bytes of the weights in memory, of each GPU with tensor_parallel.
     kv_dtype:           numbers of the KV cache, such as "bfloat16", "fp8" or "nvfp4".
     kv_bytes_per_token: bytes of the KV cache for a token, without those of a draft; of each GPU likewise.
+    state_bytes:        bytes of the recurrent states of a running sequence; 0 for a model without any.
+    num_checkpoints:    checkpoints of such states that there would be room for.
     context:            the model's own context, in tokens.
     has_tokenizer:      whether it takes and gives text; if not, token ids alone.
     has_chat_template:  whether `chat` can be used.
@@ -44,11 +48,14 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     model: str
     reasons: tuple[str, ...]
     architecture: str | None = None
+    unread: tuple[str, ...] = ()
     num_parameters: int | None = None
     stored_bytes: int | None = None
     weight_bytes: int | None = None
     kv_dtype: str | None = None
     kv_bytes_per_token: int | None = None
+    state_bytes: int | None = None
+    num_checkpoints: int | None = None
     context: int | None = None
     has_tokenizer: bool | None = None
     has_chat_template: bool | None = None
@@ -83,6 +90,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
         rows = [
             ("model", self.model),
             ("architecture", self.architecture),
+            *([("not read", ", ".join(self.unread))] if self.unread else []),
             ("parameters", None if self.num_parameters is None else f"{self.num_parameters:,}"),
             ("weights", self._weights()),
             ("context", None if self.context is None else f"{self.context:,} tokens"),
@@ -90,6 +98,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
             ("chat template", yes_or_no(self.has_chat_template)),
             ("runs on", " ".join(filter(None, (self.device, self.dtype, self.executor))) or None),
             ("KV cache", self._kv_cache()),
+            *([("states", self._states())] if self.state_bytes else []),
             ("to download", self._downloads()),
         ]
         width = max(len(name) for name, _ in rows)
@@ -118,6 +127,14 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
         return (
             f"{token}; room for {self.kv_cache_tokens:,} tokens ({size(num_bytes)}), "
             f"{self.num_full_sequences:,} sequences of {self.max_model_len:,}"
+        )
+
+    def _states(self) -> str:
+        found = f"{size(self.state_bytes or 0)} a sequence"
+        return (
+            found
+            if self.num_checkpoints is None
+            else f"{found}; room for {self.num_checkpoints:,} checkpoints"
         )
 
     def _downloads(self) -> str:

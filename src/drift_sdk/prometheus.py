@@ -14,6 +14,7 @@ drift_requests_ended_total{reason}        counter   stop, length, cancelled, err
 drift_preemptions_total                   counter   sequences that gave up their KV to others
 drift_prompt_tokens_total                 counter   of prompts whose first token has come
 drift_cached_prompt_tokens_total          counter   of them, those found in the prefix cache
+drift_recomputed_prompt_tokens_total      counter   cached, but without a checkpoint of states
 drift_generated_tokens_total              counter   delivered to streams
 drift_draft_rounds_total                  counter   rounds of a sequence with drafts
 drift_drafted_tokens_total                counter   tokens drafted in them
@@ -194,6 +195,11 @@ def tokens(families: Families) -> Iterator[Metric]:
     )
     yield families.counter(
         "cached_prompt_tokens", "Prompt tokens found in the prefix cache", lambda s: s.num_cached_tokens
+    )
+    yield families.counter(
+        "recomputed_prompt_tokens",
+        "Cached prompt tokens computed again for want of a checkpoint of recurrent states",
+        lambda s: s.num_recomputed_tokens,
     )
     yield families.counter("generated_tokens", "Tokens generated", lambda s: s.num_generated_tokens)
     yield families.gauge(

@@ -34,6 +34,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_blocks:        blocks of the KV cache.
     num_free_blocks:   of them, those that no sequence uses, cached ones included.
     num_cached_blocks: of them, those in the prefix cache.
+    num_checkpoints:   states of recurrent layers that the prefix cache keeps.
     num_prefill_rows:  prefill chunks of the last step.
     num_decode_rows:   decoding sequences of the last step.
     tokens_per_second: tokens generated a second, over the last 5 seconds.
@@ -50,6 +51,9 @@ class EngineStats(Struct, frozen=True, kw_only=True):
                               engine fell asleep.
     num_prompt_tokens:        tokens of prompts whose first token has come.
     num_cached_tokens:        of them, those found in the prefix cache.
+    num_checkpoint_hits:      times that a sequence went on from a checkpoint of recurrent states.
+    num_recomputed_tokens:    tokens that a sequence computed, although their blocks were cached, for want of
+                              a checkpoint.
     num_generated_tokens:     tokens generated.
     num_draft_rounds:         rounds of a sequence in which tokens were drafted.
     num_drafted_tokens:       tokens drafted in them.
@@ -95,6 +99,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_checkpoints: int = 0
     num_prefill_rows: int = 0
     num_decode_rows: int = 0
     tokens_per_second: float = 0.0
@@ -108,6 +113,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_checkpoint_hits: int = 0
+    num_recomputed_tokens: int = 0
     num_generated_tokens: int = 0
     num_draft_rounds: int = 0
     num_drafted_tokens: int = 0

@@ -67,6 +67,7 @@ def idle_scheduler() -> Any:
         num_free_blocks=1,
         num_cached_blocks=0,
         num_preemptions=0,
+        checkpoints=None,
     )
 
 

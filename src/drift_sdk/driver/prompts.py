@@ -29,6 +29,7 @@ __all__ = [
     "TokenPrompt",
     "as_prompt",
     "check_countable",
+    "message_ends",
     "encode",
 ]
 
@@ -75,6 +76,14 @@ class PreparedPrompt(Struct, frozen=True):
     token_ids: list[int]
     new_answer: Callable[[Grammar | None], Answer] | None = None
     is_continued: bool = False
+
+
+def message_ends(token_ids: list[int], eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Positions at which other prompts may part from a conversation's: after its first message, which is that
+    of the system, and before its last one. Messages end with tokens that end completions."""
+    ends = frozenset(eos_token_ids)
+    found = [end for end, token_id in enumerate(token_ids, 1) if token_id in ends]
+    return (*found[:1], *found[-2:-1])
 
 
 class Prompt(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from drift_sdk.draft_policy.count import DraftCount
 from drift_sdk.driver.executor_params import check_text_params, slot_sampling
-from drift_sdk.driver.prompts import ModelText, Prompt
+from drift_sdk.driver.prompts import ModelText, Prompt, message_ends
 from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import AnyGrammar, JsonSchema
@@ -136,6 +136,7 @@ class Request:
             constraint=self._constraint,
             max_draft_tokens=params.num_draft_tokens,
             cache_salt=params.cache_salt,
+            borders=message_ends(prompt.token_ids, model.eos_token_ids),
             sampling=slot_sampling(
                 params,
                 model,

@@ -221,7 +221,7 @@ class StatsRecorder:
         self._close_gap()
         self._add_mark()
         config, num_running, ended = scheduler.config, scheduler.num_running, self._num_ended
-        drafts = self._drafts.stats()
+        drafts, checkpoints = self._drafts.stats(), scheduler.checkpoints
         self.stats = EngineStats(
             is_paused=self._is_paused,
             is_asleep=self._is_asleep,
@@ -232,6 +232,7 @@ class StatsRecorder:
             num_blocks=config.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=scheduler.num_cached_blocks,
+            num_checkpoints=0 if checkpoints is None else checkpoints.pool.num_held,
             num_prefill_rows=self._num_prefill_rows,
             num_decode_rows=self._num_decode_rows,
             num_submitted=self._registry.num_admitted,
@@ -243,6 +244,8 @@ class StatsRecorder:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            num_checkpoint_hits=0 if checkpoints is None else checkpoints.num_hits,
+            num_recomputed_tokens=0 if checkpoints is None else checkpoints.num_lost_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_draft_rounds=drafts.num_rounds,
             num_drafted_tokens=drafts.num_drafted,

@@ -64,6 +64,9 @@ def _check_settings(speculation: Speculation, model: ModelSpec) -> None:
     if not isinstance(speculation.shape, Chain):
         raise ConfigError.of("shape", speculation.shape, "a Chain with a model as the draft")
 
+    if model.recurrent_layers:
+        raise ConfigError.of("draft", speculation.draft, "a model without recurrent layers")
+
     convention, weights = speculation.aux_layer_convention, speculation.draft_weights
     if convention is not None:
         raise ConfigError.of("aux_layer_convention", convention, "None with a model as the draft")

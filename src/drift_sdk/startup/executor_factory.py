@@ -24,9 +24,10 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
-from drift_sdk.spec.model import ModelSpec
+from drift_sdk.spec.model import Attention, ModelSpec
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
+from drift_sdk.startup.state_sizing import StateSize, size_states
 from drift_sdk.startup.tensor_parallel import shards_of
 from drift_sdk.startup.views import view_layout
 from drift_sdk.steps import Executor, ExecutorLimits
@@ -68,6 +69,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
     refresh_costs: seconds of a refresh of views by slots; empty likewise, and without partial verification.
     mixed_tokens: as in SchedulerConfig.
+    states:      of a model with recurrent layers.
     """
 
     executor: Executor
@@ -76,6 +78,7 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
     round_costs: dict[tuple[int, int], float] = {}
     refresh_costs: dict[int, float] = {}
     mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
+    states: StateSize | None = None
 
 
 def choose_executor(
@@ -122,7 +125,7 @@ def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype, form: KVForm | None) -> int:
     """Bytes in the KV cache for a token of a model of `dtype`, of all layers."""
-    shapes = [layer.mixer.kv for layer in spec.layers]
+    shapes = [layer.kv for layer in spec.layers if layer.kv is not None]
     return sum(
         shape.num_kv_heads * bytes_of_head(size, dtype, form)
         for shape in shapes
@@ -137,13 +140,15 @@ def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand
         if getattr(config, name) != getattr(EngineConfig(), name):
             log.warning("%s has no effect on the eager executor", name)
     decoder, drafter_factory = model.decoder, model.drafter_factory
-    limits = _limits(config, decoder, demand, model.memory.room())
+    room = model.memory.room()
+    states = size_states(config, decoder.spec, decoder.dtype, room)
+    limits = _limits(config, decoder, demand, room if states is None else states.left(room))
     drafter = drafter_factory.eager_drafter(decoder, limits)
     has_checks = config.speculation is not None and config.speculation.checks
     checks = RoundChecks(limits) if has_checks and drafter is not None else None
     layout = view_layout(config, limits, drafter_factory.draft_choices)
     partial = None if layout is None else PartialRounds(layout, decoder.spec.num_layers)
-    return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter, checks, partial))
+    return OpenedExecutor(executor=EagerExecutor(decoder, limits, drafter, checks, partial), states=states)
 
 
 def open_graph_executor(
@@ -285,7 +290,11 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     if model is None:
         return None
 
-    forms = {(layer.mixer.num_heads, layer.mixer.kv) for layer in model.layers}
+    if model.recurrent_layers:
+        return "CUDA graphs do not support recurrent layers"
+
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
     if len(forms) > 1:
         return f"CUDA graphs support heads of one form, this model has {len(forms)}"
 

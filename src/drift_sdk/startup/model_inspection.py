@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,13 +14,14 @@ from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.shard import Shard, shard_obstacles
+from drift_sdk.models.states import slot_bytes
 from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
-from drift_sdk.startup.kv_sizing import KVDemand, KVSize, size_kv
+from drift_sdk.startup.kv_sizing import KVDemand, KVSize, MemoryRoom, size_kv
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
 from drift_sdk.startup.model_startup import (
     BLOCK_SIZES,
@@ -28,6 +29,7 @@ from drift_sdk.startup.model_startup import (
     choose_dtype,
     dtype_name,
 )
+from drift_sdk.startup.state_sizing import StateSize, check_states, size_states
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
 from drift_sdk.startup.text_startup import load_text
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
@@ -35,6 +37,9 @@ from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, wit
 __all__ = ["inspect_model"]
 
 T = TypeVar("T")
+
+PARTS = ("vision", "audio")
+"""Parts of models beside the text's, each of which has a config of its own."""
 
 
 def inspect_model(model: str | Path, config: EngineConfig) -> ModelInfo:
@@ -63,6 +68,7 @@ class Inspection:
             self._config = with_weight_form(self._config, shapes, executor, device, dtype)
         if shapes is not None:
             self._try(lambda: check_kv_scheme(self._found.source, self._config, shapes))
+            self._try(lambda: check_states(self._config, shapes))
         has_weights = self._config.load == "auto" and not self._found.missing
         if shapes is not None and has_weights:
             self._try(lambda: check_tensors(shapes, self._found.source.tensors(), self._config.kv_dtype))
@@ -79,19 +85,27 @@ class Inspection:
         kv_form = self._config.kv_dtype
         kv_bytes = None if part is None or dtype is None else kv_bytes_per_token(part, dtype, kv_form)
         size: KVSize | None = None
+        states: StateSize | None = None
         if device is not None and held is not None and kv_bytes is not None and part is not None:
-            size = self._try(lambda: self._kv_size(device, part, held, kv_bytes, executor or "eager"))
+            memory = self._try(lambda: self._room(device, held))
+            if memory is not None and dtype is not None:
+                states = self._try(lambda: size_states(self._config, part, dtype, memory))
+                room = memory if states is None else states.left(memory)
+                size = self._try(lambda: self._kv_size(part, kv_bytes, executor or "eager", room))
 
         block_size = self._block_size(executor or "eager")
         return ModelInfo(
             model=str(self._model),
             reasons=tuple(self._reasons),
             architecture=self._architecture(),
+            unread=self._unread(),
             num_parameters=None if stored is None else sum(map(math.prod, tensor_shapes(stored).values())),
             stored_bytes=self._try(self._found.stored_bytes) if self._config.load == "auto" else None,
             weight_bytes=held,
             kv_bytes_per_token=kv_bytes,
             kv_dtype=None if dtype is None else kv_form or dtype_name(dtype),
+            state_bytes=None if shapes is None or dtype is None else slot_bytes(shapes, dtype),
+            num_checkpoints=None if states is None else states.num_checkpoints,
             context=None if shapes is None else shapes.max_position_embeddings,
             has_tokenizer=has_tokenizer,
             has_chat_template=has_template,
@@ -103,6 +117,11 @@ class Inspection:
             max_num_seqs=self._config.max_num_seqs,
             downloads=self._downloads(),
         )
+
+    def _unread(self) -> tuple[str, ...]:
+        settings = self._settings()
+        is_nested = "text_config" in settings
+        return tuple(name for name in PARTS if is_nested and settings.get(f"{name}_config"))
 
     def _try(self, examine: Callable[[], T]) -> T | None:
         """The result of `examine`; None if it raises, and the reason is kept."""
@@ -149,29 +168,34 @@ class Inspection:
         text = load_text(self._found.source, self._config, shapes.vocab_size, ignore_progress)
         return text.chat_template is not None
 
-    def _kv_size(
-        self, device: torch.device, shapes: ModelSpec, held: int, kv_bytes: int, executor: str
-    ) -> KVSize:
+    def _room(self, device: torch.device, held: int) -> MemoryRoom:
+        """The room beside weights of so many bytes."""
         memory = DeviceMemory(device, self._config)
         memory.check_weights(held)
+        return memory.room(to_load=held)
+
+    def _kv_size(self, shapes: ModelSpec, kv_bytes: int, executor: str, room: MemoryRoom) -> KVSize:
         block_size = self._block_size(executor)
         demand = KVDemand(
             context=shapes.max_position_embeddings,
             block_size=block_size,
             bytes_per_block=kv_bytes * block_size,
         )
-        return size_kv(self._config, demand, memory.room(to_load=held))
+        return size_kv(self._config, demand, room)
 
     def _block_size(self, executor: str) -> int:
         return self._config.block_size or BLOCK_SIZES[executor]
 
     def _architecture(self) -> str | None:
-        try:
-            names = self._found.source.config.get("architectures")
-        except ModelLoadError:
-            return None
-
+        names = self._settings().get("architectures")
         return str(names[0]) if isinstance(names, list) and names else None
+
+    def _settings(self) -> Mapping[str, Any]:
+        """The contents of config.json, empty if they cannot be read."""
+        try:
+            return self._found.source.config
+        except ModelLoadError:
+            return {}
 
     def _downloads(self) -> tuple[RemoteFile, ...]:
         if self._config.load == "random":

@@ -38,6 +38,7 @@ from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
 from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.preparation import prepared_graphs
+from drift_sdk.startup.state_sizing import StateSize, check_states
 from drift_sdk.startup.tensor_parallel import (
     check_division,
     opening_locks,
@@ -113,6 +114,8 @@ def open_model(
             opened = open_eager_executor(config, first, demand)
     kv_dtype = first.decoder.kv_form or dtype_name(first.decoder.dtype)
     _log_kv_cache(opened.executor.limits, demand, kv_dtype)
+    if opened.states is not None:
+        _log_states(opened.states)
     report("ready", 1.0)
     return LoadedModel(
         executor=opened.executor,
@@ -158,6 +161,8 @@ def _scheduling(
         view_costs=None if layout is None else view_costs(layout, model, opened.refresh_costs),
         has_draft_kv=drafter_factory.needs_draft_kv,
         wants_history=drafter_factory.needs_history,
+        num_checkpoints=0 if opened.states is None else opened.states.num_checkpoints,
+        checkpoint_tokens=0 if opened.states is None else opened.states.checkpoint_tokens(limits.block_size),
         target_latency_ms_p50=config.target_latency_ms_p50,
         target_latency_ms_p95=config.target_latency_ms_p95,
         prefer_high_throughput=config.prefer_high_throughput,
@@ -177,6 +182,16 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> No
         gib(limits.num_blocks * demand.bytes_per_block),
         limits.max_num_seqs,
         limits.max_model_len,
+    )
+
+
+def _log_states(states: StateSize) -> None:
+    log.info(
+        "states: %s for %d sequences, %s for %d checkpoints",
+        gib(states.num_slots * states.slot_bytes),
+        states.num_slots,
+        gib(states.num_checkpoints * states.checkpoint_bytes),
+        states.num_checkpoints,
     )
 
 
@@ -201,6 +216,7 @@ def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: t
     config = with_weight_form(config, spec, executor_name, device, dtype)
     check_division(config, spec, executor_name)
     check_views(config, spec)
+    check_states(config, spec)
     if executor_name == "graph":
         check_attention_room(config, spec, dtype, device)
     return Choices(config=config, spec=spec, executor_name=executor_name, fallback=fallback)

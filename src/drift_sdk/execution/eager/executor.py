@@ -33,6 +33,7 @@ from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.states import Checkpoint, SequenceState, StateRows
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.view_attention import RefreshBatch
 from drift_sdk.steps import (
@@ -81,6 +82,9 @@ class EagerExecutor:
         self._checks = checks
         self._partial = partial
         self._slots: dict[int, Slot] = {}
+        self._has_states = bool(decoder.spec.recurrent_layers)
+        self._states: dict[int, SequenceState] = {}  # by slot
+        self._checkpoints: dict[int, Checkpoint] = {}  # by place
         self._launched: deque[StepPlan] = deque()
         self._busy_cores = BusyCores(torch.get_num_threads() if decoder.device.type == "cpu" else 1)
 
@@ -106,6 +110,8 @@ class EagerExecutor:
     def close(self) -> None:
         self._launched.clear()
         self._slots.clear()
+        self._states.clear()
+        self._checkpoints.clear()
         self._decoder = self._cache = self._drafter = None
         return_freed_memory(self._device)
 
@@ -117,6 +123,8 @@ class EagerExecutor:
                 self._drafter.enter(slot, assignment.cached_token_ids)
             if self._partial is not None:
                 self._partial.enter(slot)
+            if self._has_states:
+                self._states[assignment.slot] = self._state(assignment.checkpoint)
         for update in plan.block_updates:
             self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
 
@@ -130,7 +138,11 @@ class EagerExecutor:
             for chunk in chunks
         ]
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        hidden, aux_hidden = self._forward(token_ids, AttentionBatch(rows, self._open_cache()))
+        states = [self._chunk_rows(chunk) for chunk in chunks] if self._has_states else []
+        hidden, aux_hidden = self._forward(token_ids, AttentionBatch(rows, self._open_cache()), states)
+        for chunk, state in zip(chunks, states, strict=False):
+            taken = state.checkpoints()
+            self._checkpoints |= {place: taken[position] for position, place in chunk.checkpoints}
         last_rows, last_slots = [], []
         first_row = 0
         for chunk in chunks:
@@ -150,6 +162,18 @@ class EagerExecutor:
         if self._drafter is not None:
             self._drafter.draft_extend(self._prefill_spans(chunks), aux_hidden, hidden)
         return tuple(next(outputs) if chunk.is_last else SlotOutput() for chunk in chunks)
+
+    def _state(self, place: int | None) -> SequenceState:
+        """The states of a sequence that begins, or goes on from a checkpoint."""
+        decoder = self._decoder
+        assert decoder is not None
+        checkpoint = None if place is None else self._checkpoints[place]
+        return SequenceState(decoder.spec, decoder.dtype, decoder.device, checkpoint)
+
+    def _chunk_rows(self, chunk: PrefillChunk) -> StateRows:
+        positions = [position for position, _ in chunk.checkpoints]
+        state = self._states[chunk.slot]
+        return StateRows.of(state, chunk.start, len(chunk.token_ids), is_final=True, positions=positions)
 
     def _prefill_spans(self, chunks: tuple[PrefillChunk, ...]) -> list[Span]:
         """The rows of chunks for the drafter, after the last chunks have sampled their tokens."""
@@ -206,6 +230,17 @@ class EagerExecutor:
         """Draft, verify, rewind and extend the draft for rows of slots that have not finished."""
         slot_rows, violations = self._propose(active)
         cache = self._open_cache()
+        states = []
+        if self._has_states:
+            states = [
+                StateRows.of(
+                    self._states[row.slot],
+                    each.start,
+                    1 + len(each.draft.token_ids),
+                    is_final=not each.draft.token_ids,
+                )
+                for row, each in zip(active, slot_rows, strict=True)
+            ]
         token_ids = [token for each in slot_rows for token in (each.token_id, *each.draft.token_ids)]
         batch: StepRows
         if verification == "whole":
@@ -215,7 +250,7 @@ class EagerExecutor:
         else:
             slot_rows, token_ids = self._partial_rounds.with_pending(slot_rows)
             batch = self._partial_rounds.refresh_batch(slot_rows, cache)
-        hidden, aux_hidden = self._forward(token_ids, batch)
+        hidden, aux_hidden = self._forward(token_ids, batch, states)
         checks = self._checks
         if checks is not None:
             checks.check_forward(slot_rows, batch, hidden, violations)
@@ -299,13 +334,18 @@ class EagerExecutor:
 
         return self._cache
 
-    def _forward(self, token_ids: list[int], batch: StepRows) -> tuple[Tensor, list[Tensor]]:
-        """The target's residual stream [N, H] after the last layer, and at each layer the drafter needs."""
+    def _forward(
+        self, token_ids: list[int], batch: StepRows, states: list[StateRows]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The target's residual stream [N, H] after the last layer, and at each layer the drafter needs.
+
+        states: of each sequence, for a model with recurrent layers.
+        """
         decoder = self._decoder
         assert decoder is not None
         tokens = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
         aux_layers = self._drafter.aux_layers if self._drafter is not None else ()
-        return decoder.forward(tokens, batch, self._open_cache(), aux_layers)
+        return decoder.forward(tokens, batch, self._open_cache(), aux_layers, states)
 
     def _sample_tokens(self, hidden: Tensor, slots: list[Slot]) -> list[SlotOutput]:
         """Sample one token for each slot from its row of hidden [M, H], and append it to the slot."""

@@ -1,0 +1,367 @@
+"""Requests of models with recurrent layers have the same tokens alone and together, from checkpoints or from
+the beginning, with drafts and without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+from draft_zoo import make_draft
+from hybrid_zoo import make_hybrid_model
+from loops import until
+from msgspec.structs import replace
+from near_ties import no_near_ties
+from oracle_drafter import OracleDrafter
+from tolerances import bound
+
+from drift_sdk import (
+    Chain,
+    Completion,
+    ConfigError,
+    DynamicTree,
+    Engine,
+    EngineConfig,
+    NGram,
+    PartialVerification,
+    SamplingParams,
+    Speculation,
+)
+from drift_sdk.execution.drafter_factory import NGramDrafterFactory
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.models.states import BORDER, LayerState, SequenceState
+
+VOCAB_SIZE = 160
+NUM_REQUESTS = 24
+SHARED_SEED = 1
+"""Of prompts without near ties."""
+PREFIX = [3 + (7 * i) % 150 for i in range(160)]
+NEAR_TIE = bound(16.0, inner=96, depth=1 + 4 * 4)
+"""More than the rounding of logits of a model with three recurrent layers in four."""
+
+
+class Case:
+    """A request whose prompt begins with a part of PREFIX, and the step at which it arrives."""
+
+    def __init__(self, rng: random.Random, seed: int) -> None:
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 60))]
+        shared = rng.choice([0, 1, 31, 32, 33, 63, 64, 65, 100, 128, 160])
+        self.prompt = PREFIX[:shared] + own
+        self.arrival = rng.randrange(40)
+        self.params = SamplingParams(
+            max_tokens=rng.randint(1, 48),
+            ignore_eos=True,
+            seed=seed,
+            temperature=0.8 if seed % 3 == 2 else 0.0,
+            priority=rng.choice([0, 0, 0, 1]),
+        )
+
+
+def config_of(**fields: object) -> EngineConfig:
+    return EngineConfig(
+        **{"dtype": "float32", "device": "cpu", "max_model_len": 320, "block_size": 16} | fields
+    )
+
+
+async def run_all(
+    folder: Path,
+    config: EngineConfig,
+    given: list[Case],
+    *,
+    num_passes: int = 1,
+    on_end: Callable[[Engine], None] = lambda engine: None,
+) -> list[Completion]:
+    """Requests at their steps, or one after the other if only one may run; of the last pass."""
+    completions: dict[int, Completion] = {}
+    async with Engine(folder, config) as engine:
+
+        async def ask(index: int) -> None:
+            completions[index] = await engine.generate(given[index].prompt, given[index].params)
+
+        async def ask_later(index: int, first: int) -> None:
+            def is_time() -> bool:
+                stats = engine.stats()
+                is_idle = stats.num_running == stats.num_waiting == stats.num_queued == 0
+                return is_idle or stats.num_steps - first >= given[index].arrival
+
+            await until(is_time)
+            await ask(index)
+
+        for _ in range(num_passes):
+            first = engine.stats().num_steps
+            async with anyio.create_task_group() as tasks:
+                for index in range(len(given)):
+                    if config.max_num_seqs == 1:
+                        await ask(index)
+                    else:
+                        tasks.start_soon(ask_later, index, first)
+        on_end(engine)
+    return [completions[index] for index in range(len(given))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = make_hybrid_model("qwen3_next", 2, folder)
+    assert model.config.num_hidden_layers == 4
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    rng = random.Random(2027)
+    return [Case(rng, seed) for seed in range(NUM_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, cases: list[Case]) -> list[Completion]:
+    salted = [Case(random.Random(0), 0) for _ in cases]  # without hits
+    for index, (each, case) in enumerate(zip(salted, cases, strict=True)):
+        each.prompt, each.params = case.prompt, replace(case.params, cache_salt=str(index))
+    with no_near_ties(NEAR_TIE):
+        found = anyio.run(lambda: run_all(folder, config_of(max_num_seqs=1), salted))
+    assert not any(each.usage.cached_tokens for each in found)
+    assert len({token for each in found for token in each.token_ids}) > 40
+    return found
+
+
+def tokens_of(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in completions]
+
+
+VARIANTS = [
+    {"prefill_token_budget": 512},
+    {"prefill_token_budget": 16},
+    {"prefill_token_budget": 61, "kv_cache_tokens": 400, "max_num_seqs": 12},  # preemptions
+]
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_requests_together_equal_requests_alone(
+    folder: Path, cases: list[Case], alone: list[Completion], variant: int
+) -> None:
+    preemptions: list[int] = []
+    found = anyio.run(
+        lambda: run_all(
+            folder,
+            config_of(**VARIANTS[variant]),
+            cases,
+            num_passes=2,
+            on_end=lambda engine: preemptions.append(engine.stats().num_preemptions),
+        )
+    )
+    assert tokens_of(found) == tokens_of(alone)
+    assert sum(each.usage.cached_tokens for each in found) > 0
+    assert (preemptions[0] > 0) == (variant == 2)
+    assert all(each.usage.cached_tokens % BORDER == 0 for each in found)
+
+
+@pytest.mark.parametrize("corruption", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_drafts_do_not_change_tokens(
+    folder: Path,
+    cases: list[Case],
+    alone: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    variant: int,
+    corruption: float,
+) -> None:
+    """Drafts of which any number is accepted."""
+    found, oracle = draft(folder, cases, alone, monkeypatch, corruption, VARIANTS[variant])
+    assert tokens_of(found) == tokens_of(alone)
+    stats = [each.speculation for each in found]
+    num_drafted, num_accepted = (
+        sum(each.num_drafted for each in stats if each),
+        sum(each.num_accepted for each in stats if each),
+    )
+    assert num_accepted > 100 and (num_drafted > num_accepted) == (corruption > 0)
+    assert sorted(oracle.histogram)[-1] == 4
+    assert sum(each.usage.cached_tokens for each in found) > 0
+
+
+def draft(
+    folder: Path,
+    cases: list[Case],
+    alone: list[Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    corruption: float,
+    fields: dict[str, int],
+) -> tuple[list[Completion], OracleDrafter]:
+    answers = {
+        case.params.seed: [*case.prompt, *completion.token_ids]
+        for case, completion in zip(cases, alone, strict=True)
+    }
+    oracle = OracleDrafter(answers, corruption, VOCAB_SIZE)
+    monkeypatch.setattr(NGramDrafterFactory, "eager_drafter", lambda *_: oracle)
+    speculation = Speculation(draft=NGram(), shape=Chain(4), adaptive=False)
+    config = config_of(speculation=speculation, **fields)
+    return anyio.run(lambda: run_all(folder, config, cases, num_passes=2)), oracle
+
+
+@pytest.mark.parametrize("draft_name", ["reference", "ngram"])
+def test_heads_and_ngrams_do_not_change_tokens(
+    folder: Path, cases: list[Case], alone: list[Completion], tmp_path: Path, draft_name: str
+) -> None:
+    if draft_name == "reference":
+        make_draft("reference", tmp_path, folder)
+    given = tmp_path if draft_name == "reference" else NGram(min_length=1)
+    speculation = Speculation(draft=given, shape=Chain(3), adaptive=False)
+    config = config_of(speculation=speculation, **VARIANTS[2])
+    found = anyio.run(lambda: run_all(folder, config, cases, num_passes=2))
+    assert tokens_of(found) == tokens_of(alone)
+    assert sum(each.speculation.num_drafted for each in found if each.speculation) > 0
+    assert sum(each.usage.cached_tokens for each in found) > 0
+
+
+def test_a_rejected_row_that_stays_is_found(
+    folder: Path, cases: list[Case], alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = LayerState.begin
+
+    def begin_late(state: LayerState, position: int) -> None:
+        begin(state, min(position + 1, state.position))
+        state.border -= state.position - position
+
+    monkeypatch.setattr(LayerState, "begin", begin_late)
+    found, _ = draft(folder, cases, alone, monkeypatch, 0.3, VARIANTS[0])
+    assert tokens_of(found) != tokens_of(alone)
+
+
+def test_a_checkpoint_of_another_place_is_found(
+    folder: Path, cases: list[Case], alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state_of = EagerExecutor._state
+
+    def other(executor: EagerExecutor, place: int | None) -> SequenceState:
+        state = state_of(executor, place)
+        if place is not None:
+            others = [each for each in executor._checkpoints.values() if each.position < VOCAB_SIZE]
+            for number, layer in enumerate(state.layers.values()):
+                layer.state = others[0].layers[number][0]
+        return state
+
+    monkeypatch.setattr(EagerExecutor, "_state", other)
+    found = anyio.run(lambda: run_all(folder, config_of(), cases, num_passes=2))
+    assert tokens_of(found) != tokens_of(alone)
+
+
+def test_third_request_after_a_shared_prefix_hits(folder: Path) -> None:
+    """The first leaves a checkpoint at its end, the second where it leaves the first."""
+
+    async def main() -> None:
+        async with Engine(folder, config_of(max_num_seqs=2)) as engine:
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
+            cached = []
+            for number in range(3):
+                own = [3 + number] * 40
+                completion = await engine.generate(PREFIX[:150] + own, params)
+                cached.append(completion.usage.cached_tokens)
+            assert cached == [0, 0, 128]
+            again = await engine.generate(PREFIX[:150] + [3] * 40, params)
+            assert again.usage.cached_tokens == 160
+            stats = engine.stats()
+            assert stats.num_checkpoints == 4 and stats.num_checkpoint_hits == 2
+            # The second computed 9 cached blocks again, the others what is between checkpoint and branch.
+            assert stats.num_recomputed_tokens == 144 + 16 + 16
+
+    anyio.run(main)
+
+
+def shared_by_all(seed: int) -> list[Case]:
+    """Requests that share so many tokens of PREFIX, one for each number modulo 128, in random order."""
+    rng = random.Random(seed)
+    given = [Case(rng, index) for index in range(128)]
+    for index, case in enumerate(given):
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(4)]
+        case.prompt = [*PREFIX[: 20 + index], *own]
+        case.params = SamplingParams(max_tokens=5, ignore_eos=True, seed=index, cache_salt=str(index))
+    rng.shuffle(given)
+    return given
+
+
+def test_shared_prefixes_of_every_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts and prefix cache together give the tokens of neither."""
+    given = shared_by_all(SHARED_SEED)
+    with no_near_ties(NEAR_TIE):
+        alone = anyio.run(lambda: run_all(folder, config_of(max_num_seqs=8), given))
+    assert not any(each.usage.cached_tokens for each in alone)
+    for case in given:
+        case.params = replace(case.params, cache_salt=None)
+    found, oracle = draft(folder, given, alone, monkeypatch, 0.3, {"max_num_seqs": 8})
+    assert tokens_of(found) == tokens_of(alone)
+    assert sorted(oracle.histogram) == [0, 1, 2, 3]
+    assert sum(each.usage.cached_tokens > 0 for each in found) > 100
+
+
+def test_ends_of_messages_are_resumable(folder: Path) -> None:
+    """A conversation whose last message was edited goes on behind the answer before it, and another one with
+    the first message in common behind that."""
+    end = 1  # the model's end of sequence
+    system, question, answer = ([token] * 63 + [end] for token in (5, 6, 7))
+
+    async def main() -> None:
+        async with Engine(folder, config_of()) as engine:
+            params = SamplingParams(max_tokens=2)
+            prompts = (
+                [*system, *question, *answer, *[8] * 40, end, 9],
+                [*system, *question, *answer, *[8] * 20, *[10] * 20, end, 9],
+                [*system, *[10] * 60],
+            )
+            completions = [await engine.generate(prompt, params) for prompt in prompts]
+            assert [each.usage.cached_tokens for each in completions] == [0, 192, 64]
+
+    anyio.run(main)
+
+
+def test_sleep_and_pause_keep_what_requests_need(
+    folder: Path, cases: list[Case], alone: list[Completion]
+) -> None:
+    async def main() -> None:
+        async with Engine(folder, config_of()) as engine:
+            streams = [engine.generate(case.prompt, case.params) for case in cases]
+            await until(lambda: engine.stats().num_steps >= 8)
+            await engine.sleep()
+            await engine.wake()
+            found = [await stream for stream in streams]
+            assert tokens_of(found) == tokens_of(alone)
+            again = [await engine.generate(case.prompt, case.params) for case in cases]
+            assert tokens_of(again) == tokens_of(alone)
+            assert sum(each.usage.cached_tokens for each in again) > 0
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("field", "speculation"),
+    [
+        ("shape", Speculation(draft="head", shape=DynamicTree())),
+        (
+            "partial_verification",
+            Speculation(draft="head", partial_verification=PartialVerification()),
+        ),
+    ],
+)
+def test_unsupported_speculation_is_refused(
+    folder: Path, tmp_path: Path, field: str, speculation: Speculation
+) -> None:
+    make_draft("reference", tmp_path, folder)
+
+    async def main() -> None:
+        async with Engine(folder, config_of(speculation=replace(speculation, draft=tmp_path))):
+            pass
+
+    with pytest.raises(ConfigError) as caught:
+        anyio.run(main)
+    assert caught.value.field == field
+
+
+def test_recurrent_draft_models_are_refused(folder: Path) -> None:
+    async def main() -> None:
+        async with Engine(folder, config_of(speculation=Speculation(draft=folder))):
+            pass
+
+    with pytest.raises(ConfigError) as caught:
+        anyio.run(main)
+    assert caught.value.field == "draft"
