@@ -30,7 +30,7 @@ from drift_sdk.spec.decoder_settings import (
 )
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.gguf import GGUFArchitecture
-from drift_sdk.spec.model import ModelSpec
+from drift_sdk.spec.model import Mlp, ModelSpec, Norm, Router
 from drift_sdk.spec.names import AttentionNames, MlpNames, Names
 from drift_sdk.spec.settings import Settings, read_int
 
@@ -200,6 +200,46 @@ def test_what_is_no_family_is_refused() -> None:
         register(toy_spec)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architectures", "ToyForCausalLM"),
+        ("architectures", ()),
+        ("outer", ["ToyForImages"]),
+        ("spec", None),
+        ("defaults", [1]),
+    ],
+)
+def test_fields_of_other_types_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        register(replace(TOY, **{field: value}))
+    assert caught.value.field == field
+    with pytest.raises(ModelLoadError, match="ToyForCausalLM"):
+        read_spec(SETTINGS)
+
+
+def two_layers(settings: Settings) -> ModelSpec:
+    mixers = attention_layers(settings, read_attention(settings))
+    return read_decoder(settings, mixers[:2], read_mlp(settings))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (lambda settings: None, "the family toy of .*test_registry read it as None: expected a ModelSpec"),
+        (lambda settings: settings["nope"], r"the family toy of .*test_registry cannot read it: KeyError"),
+        (two_layers, "num_hidden_layers=3: the family describes 2"),
+        (lambda settings: Mlp(intermediate_size=8, activation="relu2"), "activation='relu2': expected one"),
+        (lambda settings: Norm(1e-5, "layernorm"), "kind='layernorm': expected one of 'rounded', "),
+        (lambda settings: Router(kind="argmax"), "kind='argmax': expected one of 'softmax', 'sigmoid'"),
+    ],
+)
+def test_faults_of_descriptions_are_named(spec: Any, message: str) -> None:
+    register(replace(TOY, spec=spec))
+    with pytest.raises(ModelLoadError, match=message):
+        read_spec(SETTINGS)
+
+
 def test_files_of_the_same_name_are_told_apart_by_their_mark() -> None:
     register(replace(TOY, gguf=(GGUFArchitecture(name="llama", mark="toy_cap"),)))
     marked = {"general.architecture": "llama", "llama.toy_cap": 5}
@@ -218,14 +258,17 @@ BROKEN = {
     "toy_package:MISSING": "AttributeError",
     "toy_package:NUMBER": "family=3: expected a drift_sdk.spec.Family",
     "toy_package:TAKEN": "model_type='llama'",
+    "exiting_toy:FAMILY": "SystemExit",
 }
 
 
 @pytest.mark.parametrize("value", BROKEN)
 def test_broken_entry_point_is_named_and_harms_no_other_family(
-    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     taken = replace(TOY, model_type="llama")
+    (tmp_path / "exiting_toy.py").write_text("raise SystemExit('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
     package = SimpleNamespace(NUMBER=3, TAKEN=taken)
     good = replace(TOY, model_type="good", architectures=("GoodForCausalLM",), gguf=())
     install(

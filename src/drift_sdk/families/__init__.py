@@ -59,20 +59,36 @@ class Registry:
         if not isinstance(family, Family):
             raise ConfigError.of("family", family, "a drift_sdk.spec.Family")
 
+        _check_fields(family)
         others = [other for other in self._families.values() if other != family]
         for name in ("model_type", "architectures", "gguf"):
-            own, taken = _names(family, name), {each for other in others for each in _names(other, name)}
-            if found := [each for each in own if each in taken]:
-                raise ConfigError.of(name, found[0], "a name that no other family has")
+            taken = {each: other.spec.__module__ for other in others for each in _names(other, name)}
+            if found := [each for each in _names(family, name) if each in taken]:
+                allowed = f"a name that no other family has: {taken[found[0]]} has it"
+                raise ConfigError.of(name, found[0], allowed)
 
         self._families[family.model_type] = family
 
     def _load(self, entry: EntryPoint) -> None:
         try:
             self.add(entry.load())
-        except Exception as error:  # code of another package may raise anything
+        except (Exception, SystemExit) as error:  # code of another package may raise anything
             self.broken.append(f"the family {entry.name} of {entry.value} could not be loaded: {error!r}")
             log.warning(self.broken[-1])
+
+
+def _check_fields(family: Family) -> None:
+    """Raise ConfigError for a field of a type that would only be found when a model is looked up."""
+    for name in ("architectures", "outer"):
+        value, least = getattr(family, name), int(name == "architectures")
+        if not isinstance(value, tuple) or len(value) < least or not all(isinstance(e, str) for e in value):
+            raise ConfigError.of(name, value, f"a tuple of {least} or more names")
+
+    if not callable(family.spec):
+        raise ConfigError.of("spec", family.spec, "a function from Settings to a ModelSpec")
+
+    if not isinstance(family.defaults, Mapping):
+        raise ConfigError.of("defaults", family.defaults, "a mapping from settings to values")
 
 
 def _names(family: Family, field: str) -> tuple[object, ...]:
@@ -119,7 +135,17 @@ def read_spec(config: Mapping[str, Any], *, max_model_len: int | None = None) ->
             raise ModelLoadError(f"config: {name}={short_repr(settings[name])} is not implemented")
 
     check_quantisation(settings, has_mxfp4=family.has_mxfp4)
-    spec = family.spec(settings)
+    name = f"the family {family.model_type} of {family.spec.__module__}"
+    try:
+        spec = family.spec(settings)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # code of another package may raise anything
+        raise ModelLoadError(f"config: {name} cannot read it: {error!r}") from error
+
+    if not isinstance(spec, ModelSpec):
+        raise ModelLoadError(f"config: {name} read it as {short_repr(spec)}: expected a ModelSpec")
+
     if spec.logits_cap is None and settings.get(LOGITS_CAP):
         raise ModelLoadError(f"config: {LOGITS_CAP}={short_repr(settings[LOGITS_CAP])} is not implemented")
 

@@ -16,6 +16,7 @@ from drift_sdk.spec.layer_types import (
     LAYER_TYPES,
     read_context,
     read_layer_types,
+    read_num_layers,
     read_window,
     with_windows,
 )
@@ -145,7 +146,12 @@ def read_decoder(
     """A decoder of these mixers and channels, one of each for each layer, or one channel for all.
 
     norm: None: that of `read_norm`. final_norm: None: `norm`. Other arguments as in ModelSpec and LayerSpec.
+    Raises ModelLoadError for another number of mixers than `num_hidden_layers`.
     """
+    num_layers = read_num_layers(settings)
+    if len(mixers) != num_layers:
+        raise ModelLoadError(f"config: num_hidden_layers={num_layers}: the family describes {len(mixers)}")
+
     norm = norm or read_norm(settings)
     context = read_context(settings, mixers)
     each = [channels] * len(mixers) if isinstance(channels, Channel) else channels

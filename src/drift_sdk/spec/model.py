@@ -5,10 +5,11 @@ Two layers with equal specs are computed by the same code, and by the same kerne
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec import Struct
 
+from drift_sdk.errors import ModelLoadError
 from drift_sdk.quantised.scheme import Scheme
 from drift_sdk.spec.names import Names
 from drift_sdk.spec.rope import Rope
@@ -33,6 +34,13 @@ __all__ = [
 
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rounded", "offset", "wide"]
+RouterKind = Literal["softmax", "sigmoid"]
+
+
+def check_choice(field: str, value: str, choices: object) -> None:
+    """Raise ModelLoadError for what is not one of the literals of `choices`."""
+    if value not in get_args(choices):
+        raise ModelLoadError(f"{field}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}")
 
 
 class Norm(Struct, frozen=True):
@@ -44,6 +52,9 @@ class Norm(Struct, frozen=True):
 
     eps: float
     kind: NormKind = "rounded"
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, NormKind)
 
 
 class QueryScaling(Struct, frozen=True):
@@ -173,6 +184,9 @@ class Mlp(Struct, frozen=True, kw_only=True):
     activation: Activation = "silu"
     has_bias: bool = False
 
+    def __post_init__(self) -> None:
+        check_choice("activation", self.activation, Activation)
+
 
 class ClampedGate(Struct, frozen=True, kw_only=True):
     """The activation of experts (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and
@@ -200,13 +214,14 @@ class Router(Struct, frozen=True, kw_only=True):
     Scale and groups are options of the kind "sigmoid". Raises ValueError where "softmax" has them.
     """
 
-    kind: Literal["softmax", "sigmoid"] = "softmax"
+    kind: RouterKind = "softmax"
     is_normalised: bool = True
     scale: float = 1.0
     num_groups: int = 1
     num_active_groups: int = 1
 
     def __post_init__(self) -> None:
+        check_choice("kind", self.kind, RouterKind)
         if self.kind == "softmax" and (self.scale, self.num_groups, self.num_active_groups) != (1.0, 1, 1):
             raise ValueError(f"{self}: expected neither scale nor groups for softmax")
 
