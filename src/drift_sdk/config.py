@@ -89,7 +89,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               experts, no fast_prompts. See docs/scaling.md.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
                               "float16"; float16 is rejected on the CPU.
-    max_num_seqs:             most sequences running at once, 1 to 4,096.
+    max_num_seqs:             most sequences running at once, 1 to 4,096; fewer, with a warning, if the memory
+                              does not hold the recurrent states of so many.
     max_model_len:            most tokens of prompt and completion together, at least 2; None = the model's
                               own context.
     block_size:               tokens in a KV block, a power of two from 1 to 1,024; None = 64 with graphs,

@@ -41,7 +41,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     kv_cache_tokens:    tokens that the KV cache would hold, by the memory that is free now. On a GPU the
                         scratch memory of the graph executor, and a draft, will leave less.
     max_model_len:      most tokens of prompt and completion together.
-    max_num_seqs:       most sequences running at once, by the config.
+    max_num_seqs:       most sequences running at once, by the config and the memory for recurrent states.
     downloads:          files that a start would download.
     """
 

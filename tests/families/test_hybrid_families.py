@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from tolerances import tie_gap
 
-from drift_sdk import EngineConfig, inspect
+from drift_sdk import EngineConfig, ModelLoadError, inspect
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -236,6 +237,27 @@ def test_inspection_says_what_is_not_read(tmp_path: Path) -> None:
     assert info.unread == ("vision",) and not info.reasons
     assert "not read       vision" in info.text()
     assert info.state_bytes and info.num_checkpoints
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [
+        ("qwen3_next", "linear_num_value_heads", 2**24),
+        ("qwen3_next", "linear_value_head_dim", 2**24),
+        ("qwen3_next", "linear_num_key_heads", 0),
+        ("qwen3_5", "linear_num_key_heads", 7),
+        ("qwen3_5", "linear_conv_kernel_dim", 1),
+        ("qwen3_5", "attn_output_gate", False),
+        ("qwen3_5_moe", "layer_types", ["linear_attention"] * 4),
+        ("qwen3_5_moe", "layer_types", ["mamba"]),
+    ],
+)
+def test_settings_that_cannot_be_are_named(family: str, setting: str, value: Any, tmp_path: Path) -> None:
+    """Before anything of their size is allocated."""
+    make_hybrid_model(family, 0, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ModelLoadError, match=setting):
+        read_spec(settings | {setting: value})
 
 
 def test_layers_and_unread_tensors_are_as_published() -> None:

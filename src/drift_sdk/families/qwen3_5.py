@@ -19,6 +19,8 @@ UNREAD = ("mtp.",)
 """The layer that predicts one more token."""
 NAMES = Names(unread=UNREAD)
 KINDS = ("linear_attention", "full_attention")
+MAX_HEADS, MAX_DIM = 1024, 1024
+"""Of recurrent layers."""
 
 
 def read_spec(settings: Settings) -> ModelSpec:
@@ -33,6 +35,9 @@ def read_hybrid(
     names: Names,
 ) -> ModelSpec:
     """A decoder with these channels. is_fused: as in GatedDelta."""
+    if settings.get("attn_output_gate") is False:
+        raise ModelLoadError("config: attn_output_gate=False is not implemented")
+
     norm = read_norm(settings, "offset")
     attention = replace(
         read_attention(settings, head_norm=norm, may_be_partial=True),
@@ -48,8 +53,8 @@ def read_hybrid(
 
 
 def read_gated_delta(settings: Settings, *, is_fused: bool) -> GatedDelta:
-    num_key_heads = read_int(settings, "linear_num_key_heads")
-    num_value_heads = read_int(settings, "linear_num_value_heads")
+    num_key_heads = read_int(settings, "linear_num_key_heads", le=MAX_HEADS)
+    num_value_heads = read_int(settings, "linear_num_value_heads", le=MAX_HEADS)
     if num_value_heads % num_key_heads:
         found = f"linear_num_value_heads={num_value_heads}"
         raise ModelLoadError(f"config: {found}: expected a multiple of linear_num_key_heads={num_key_heads}")
@@ -57,8 +62,8 @@ def read_gated_delta(settings: Settings, *, is_fused: bool) -> GatedDelta:
     return GatedDelta(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
-        key_dim=read_int(settings, "linear_key_head_dim"),
-        value_dim=read_int(settings, "linear_value_head_dim"),
+        key_dim=read_int(settings, "linear_key_head_dim", le=MAX_DIM),
+        value_dim=read_int(settings, "linear_value_head_dim", le=MAX_DIM),
         conv_width=read_int(settings, "linear_conv_kernel_dim", ge=2, le=16),
         norm=Norm(read_norm(settings).eps),
         is_fused=is_fused,

@@ -142,6 +142,11 @@ def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand
     decoder, drafter_factory = model.decoder, model.drafter_factory
     room = model.memory.room()
     states = size_states(config, decoder.spec, decoder.dtype, room)
+    if states is not None and states.num_slots < config.max_num_seqs:
+        log.warning(
+            "max_num_seqs=%d: the memory holds the states of %d", config.max_num_seqs, states.num_slots
+        )
+        config = replace(config, max_num_seqs=states.num_slots)
     limits = _limits(config, decoder, demand, room if states is None else states.left(room))
     drafter = drafter_factory.eager_drafter(decoder, limits)
     has_checks = config.speculation is not None and config.speculation.checks

@@ -114,7 +114,7 @@ class Inspection:
             executor=executor,
             kv_cache_tokens=None if size is None else size.num_blocks * block_size,
             max_model_len=None if size is None else size.max_model_len,
-            max_num_seqs=self._config.max_num_seqs,
+            max_num_seqs=self._config.max_num_seqs if states is None else states.num_slots,
             downloads=self._downloads(),
         )
 

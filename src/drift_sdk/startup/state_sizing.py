@@ -56,18 +56,16 @@ class StateSize(Struct, frozen=True, kw_only=True):
 def size_states(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, room: MemoryRoom
 ) -> StateSize | None:
-    """The states of a model; None if it has none. Raises ConfigError if those of `max_num_seqs` sequences
-    take more than half of the room."""
+    """The states of a model; None if it has none. They have room for as many of `max_num_seqs` sequences as
+    half of the memory holds. Raises ConfigError if it does not hold those of one."""
     if not spec.recurrent_layers:
         return None
 
-    each, num_slots = slot_bytes(spec, dtype), config.max_num_seqs
-    most = max(room.most, 0) // 2 // each
-    if num_slots > most:
-        allowed = (
-            f"at most {most}: the states of a sequence take {gib(each)}, there is room for {gib(room.most)}"
-        )
-        raise ConfigError.of("max_num_seqs", num_slots, f"{allowed} ({room.account})")
+    each = slot_bytes(spec, dtype)
+    num_slots = min(config.max_num_seqs, max(room.most, 0) // 2 // each)
+    if not num_slots:
+        found = f"the states of one take {gib(each)}, there is room for {gib(room.most)} ({room.account})"
+        raise ConfigError.of("max_num_seqs", config.max_num_seqs, f"memory for a sequence: {found}")
 
     checkpoint = state_bytes(spec, dtype)
     left = max(room.share - num_slots * each, 0)

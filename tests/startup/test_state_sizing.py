@@ -1,0 +1,84 @@
+"""Memory for the states of models with recurrent layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from hybrid_zoo import make_hybrid_model
+from msgspec.structs import replace
+
+from drift_sdk import ConfigError, Engine, EngineConfig
+from drift_sdk.families import read_spec
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.states import BORDER, slot_bytes, state_bytes
+from drift_sdk.spec.model import ModelSpec
+from drift_sdk.startup.kv_sizing import MemoryRoom
+from drift_sdk.startup.state_sizing import CHECKPOINTS_PER_SLOT, size_states
+
+CONFIG = EngineConfig(device="cpu", max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_hybrid_model("qwen3_5", 0, folder)
+    return read_spec(resolve(folder).config)
+
+
+def room(num_bytes: int) -> MemoryRoom:
+    return MemoryRoom(share=num_bytes, for_length=num_bytes, most=num_bytes, share_field="", account="a test")
+
+
+def test_large_rooms_hold_all_sequences_and_their_checkpoints(spec: ModelSpec) -> None:
+    states = size_states(CONFIG, spec, torch.float32, room(2**40))
+    assert states is not None
+    assert (states.num_slots, states.num_checkpoints) == (8, CHECKPOINTS_PER_SLOT * 8)
+    assert states.slot_bytes == slot_bytes(spec, torch.float32)
+    assert states.left(room(2**40)).most == 2**40 - states.num_bytes
+    assert [states.checkpoint_tokens(size) for size in (1, 16, 32, 128)] == [BORDER, BORDER, BORDER, 128]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 7])
+def test_small_rooms_hold_fewer_sequences(spec: ModelSpec, num_slots: int) -> None:
+    """Half of the room is for keys and values."""
+    each = slot_bytes(spec, torch.float32)
+    states = size_states(CONFIG, spec, torch.float32, room(2 * num_slots * each))
+    assert states is not None and states.num_slots == num_slots
+    assert states.num_checkpoints == num_slots * each // 4 // state_bytes(spec, torch.float32)
+
+
+def test_no_room_for_a_sequence_is_an_error(spec: ModelSpec) -> None:
+    few = 2 * slot_bytes(spec, torch.float32) - 1
+    for num_bytes in (few, 0, -5):
+        with pytest.raises(ConfigError) as caught:
+            size_states(CONFIG, spec, torch.float32, room(num_bytes))
+        assert caught.value.field == "max_num_seqs"
+
+
+def test_models_without_states_take_nothing(spec: ModelSpec) -> None:
+    plain = replace(spec, layers=tuple(layer for layer in spec.layers if layer.kv is not None))
+    assert size_states(CONFIG, plain, torch.float32, room(0)) is None
+
+
+def test_engine_runs_as_many_sequences_as_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_hybrid_model("qwen3_5", 0, tmp_path)
+    each = slot_bytes(read_spec(resolve(tmp_path).config), torch.float32)
+
+    def few(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, given: MemoryRoom):
+        return size_states(config, spec, dtype, replace(given, share=6 * each, most=6 * each))
+
+    monkeypatch.setattr("drift_sdk.startup.executor_factory.size_states", few)
+
+    async def main() -> None:
+        async with Engine(tmp_path, EngineConfig(device="cpu", max_model_len=64)) as engine:
+            assert engine.stats().num_free_slots == 3
+            streams = [engine.generate([5, 6, 7 + i], max_tokens=3, ignore_eos=True) for i in range(9)]
+            assert [len((await stream).token_ids) for stream in streams] == [3] * 9
+
+    anyio.run(main)
+    assert "max_num_seqs=256: the memory holds the states of 3" in caplog.text
