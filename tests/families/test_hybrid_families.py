@@ -206,28 +206,41 @@ def test_planted_fault_of_the_rule_is_found(
     _assert_found(decoder, changed, found)
 
 
+def stacked_and_each(given: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The tensors of a model with the experts of a layer in one tensor, and with a tensor for each matrix."""
+    stacked, each, matrices = dict(given), dict(given), dict[tuple[str, str], list[torch.Tensor]]()
+    for name in [name for name in given if ".mlp.experts." in name]:
+        prefix, rest = name.split(".mlp.experts.")
+        del stacked[name], each[name]
+        if rest == "gate_up_proj":
+            gate, up = given[name].chunk(2, 1)
+            matrices[prefix, "gate"], matrices[prefix, "up"] = list(gate), list(up)
+        elif rest == "down_proj":
+            matrices[prefix, "down"] = list(given[name])
+        else:
+            index, part = int(rest.split(".")[0]), rest.split(".")[1].removesuffix("_proj")
+            matrices.setdefault((prefix, part), [torch.empty(0)] * 6)[index] = given[name]
+    assert matrices
+    for (prefix, part), found in matrices.items():
+        for index, matrix in enumerate(found):
+            each[f"{prefix}.mlp.experts.{index}.{part}_proj.weight"] = matrix.clone()
+        if part == "gate":
+            both = zip(found, matrices[prefix, "up"], strict=True)
+            stacked[f"{prefix}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+        elif part == "down":
+            stacked[f"{prefix}.mlp.experts.down_proj"] = torch.stack(found)
+    return [stacked, each]
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_experts_are_read_stacked_and_one_by_one(family: str, tmp_path: Path) -> None:
     make_hybrid_model(family, 0, tmp_path)
-    file = tmp_path / "model.safetensors"
-    given, token_ids = load_file(file), torch.arange(3, 90)
+    file, token_ids = tmp_path / "model.safetensors", torch.arange(3, 90)
     expected = logits_of(load(tmp_path), token_ids, [87])
-    stacked = [name for name in given if name.endswith(".mlp.experts.gate_up_proj")]
-    each: dict[str, torch.Tensor] = {}
-    for name, tensor in given.items():
-        prefix, _, last = name.rpartition(".")
-        if ".mlp.experts." not in name:
-            each[name] = tensor
-        elif stacked:
-            parts = [("down", tensor)]
-            if last == "gate_up_proj":
-                parts = list(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
-            for part, matrices in parts:
-                for index, matrix in enumerate(matrices):
-                    each[f"{prefix}.{index}.{part}_proj.weight"] = matrix.clone()
-    assert stacked or any(".experts.0.gate_proj" in name for name in given)
-    if stacked:
-        save_file(each, file)
+    forms = stacked_and_each(load_file(file))
+    assert forms[0].keys() != forms[1].keys()
+    for tensors in forms:
+        save_file(tensors, file)
         assert torch.equal(logits_of(load(tmp_path), token_ids, [87]), expected)
 
 

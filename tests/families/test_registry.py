@@ -31,7 +31,7 @@ from drift_sdk.spec.decoder_settings import (
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.gguf import GGUFArchitecture
 from drift_sdk.spec.model import Mlp, ModelSpec, Norm, Router
-from drift_sdk.spec.names import AttentionNames, MlpNames, Names
+from drift_sdk.spec.names import AttentionNames, ExpertNames, MlpNames, Names
 from drift_sdk.spec.settings import Settings, read_int
 
 PROMPT = list(range(3, 20))
@@ -231,6 +231,7 @@ def two_layers(settings: Settings) -> ModelSpec:
         (two_layers, "num_hidden_layers=3: the family describes 2"),
         (lambda settings: Mlp(intermediate_size=8, activation="relu2"), "activation='relu2': expected one"),
         (lambda settings: Norm(1e-5, "layernorm"), "kind='layernorm': expected one of 'rounded', "),
+        (lambda settings: ExpertNames(layout="rows"), "layout='rows': expected one of 'each', 'stacked'"),
         (lambda settings: Router(kind="argmax"), "kind='argmax': expected one of 'softmax', 'sigmoid'"),
     ],
 )

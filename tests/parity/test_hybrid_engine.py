@@ -234,15 +234,15 @@ def test_a_checkpoint_of_another_place_is_found(
 ) -> None:
     state_of = EagerExecutor._state
 
-    def other(executor: EagerExecutor, place: int | None) -> SequenceState:
+    def wrong_state(executor: EagerExecutor, place: int | None) -> SequenceState:
         state = state_of(executor, place)
         if place is not None:
-            others = [each for each in executor._checkpoints.values() if each.position < VOCAB_SIZE]
-            for number, layer in enumerate(state.layers.values()):
-                layer.state = others[0].layers[number][0]
+            other = next(iter(executor._checkpoints.values()))
+            for layer, (content, _) in zip(state.layers.values(), other.layers, strict=True):
+                layer.state = content
         return state
 
-    monkeypatch.setattr(EagerExecutor, "_state", other)
+    monkeypatch.setattr(EagerExecutor, "_state", wrong_state)
     found = anyio.run(lambda: run_all(folder, config_of(), cases, num_passes=2))
     assert tokens_of(found) != tokens_of(alone)
 

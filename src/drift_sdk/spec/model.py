@@ -5,14 +5,14 @@ Two layers with equal specs are computed by the same code, and by the same kerne
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from msgspec import Struct
 
-from drift_sdk.errors import ModelLoadError
 from drift_sdk.quantised.scheme import Scheme
 from drift_sdk.spec.names import Names
 from drift_sdk.spec.rope import Rope
+from drift_sdk.spec.settings import check_choice
 
 __all__ = [
     "Activation",
@@ -35,12 +35,6 @@ __all__ = [
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rounded", "offset", "wide"]
 RouterKind = Literal["softmax", "sigmoid"]
-
-
-def check_choice(field: str, value: str, choices: object) -> None:
-    """Raise ModelLoadError for what is not one of the literals of `choices`."""
-    if value not in get_args(choices):
-        raise ModelLoadError(f"{field}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}")
 
 
 class Norm(Struct, frozen=True):

@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from drift_sdk.spec.settings import check_choice
+
 __all__ = [
     "SANDWICH",
     "AttentionNames",
@@ -79,6 +81,9 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
     shared: MlpNames = MlpNames(module="shared_experts")
     shared_gate: str = "shared_expert_gate"
     layout: ExpertLayout = "each"
+
+    def __post_init__(self) -> None:
+        check_choice("layout", self.layout, ExpertLayout)
 
 
 class Names(Struct, frozen=True, kw_only=True):
