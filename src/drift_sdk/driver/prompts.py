@@ -53,6 +53,7 @@ class ModelText(Struct, frozen=True, kw_only=True):
     vocab_size:     token ids of the model are from 0 to vocab_size - 1.
     default_params: parameters of requests that give none.
     has_drafts:     whether the engine speculates.
+    has_states:     whether layers have recurrent states.
     """
 
     tokenizer: Tokenizer
@@ -62,6 +63,7 @@ class ModelText(Struct, frozen=True, kw_only=True):
     vocab_size: int
     default_params: SamplingParams = SamplingParams()
     has_drafts: bool = False
+    has_states: bool = False
 
 
 class PreparedPrompt(Struct, frozen=True):

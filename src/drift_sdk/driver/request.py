@@ -136,7 +136,7 @@ class Request:
             constraint=self._constraint,
             max_draft_tokens=params.num_draft_tokens,
             cache_salt=params.cache_salt,
-            borders=message_ends(prompt.token_ids, model.eos_token_ids),
+            borders=message_ends(prompt.token_ids, model.eos_token_ids) if model.has_states else (),
             sampling=slot_sampling(
                 params,
                 model,

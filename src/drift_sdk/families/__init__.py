@@ -1,4 +1,4 @@
-"""The families of models that are known: a file each in this folder, and those of other packages.
+"""The families of models that are known: a file each in this folder, and families of other packages.
 
 Another package adds a family by `register`, or by an entry point of the group "drift_sdk.families" that
 names a `Family`, which is loaded when the first model is looked up.

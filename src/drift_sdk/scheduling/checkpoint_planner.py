@@ -29,7 +29,8 @@ class CheckpointPlanner:
     A chunk that computes past such a position writes a place that is allocated when the chunk is planned. At
     its commit the place is given to the node at the position, whichever sequence has published it: the states
     are a function of the tokens. A sequence that computes cached tokens again publishes its blocks only when
-    it releases them. Until then it keeps the places itself, and other chunks may take them as those of nodes.
+    it releases them. Until then it keeps the places itself, and other chunks may take them as they take
+    places of nodes.
 
     num_hits:         admissions that went on from a checkpoint.
     num_lost_tokens:  cached tokens that admitted sequences compute again for want of a checkpoint.
@@ -144,7 +145,7 @@ class CheckpointPlanner:
             for sequence, chunk in zip(step.prefill, step.plan.prefill, strict=True)
             for position, place in chunk.checkpoints
         }
-        assert planned == self._planned, "planned places and those of chunks in flight differ"
+        assert planned == self._planned, "planned places and places of chunks in flight differ"
         nodes, sequences = self._trie.iter_nodes(), list(sequences)
         kept = [each for sequence in sequences for each in sequence.kept_checkpoints]
         self.pool.check_integrity([*nodes, *kept], planned)

@@ -1,6 +1,6 @@
 """Parts of a decoder's description that most families read alike from a config.json.
 
-Names of settings are those of transformers' configuration classes.
+Settings are named as in the configuration classes of transformers.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def read_decoder(
 ) -> ModelSpec:
     """A decoder of these mixers and channels, one of each for each layer, or one channel for all.
 
-    norm: None: that of `read_norm`. final_norm: None: `norm`. Other arguments as in ModelSpec and LayerSpec.
+    norm: None: as `read_norm` says. final_norm: None: `norm`. Other arguments as in ModelSpec and LayerSpec.
     Raises ModelLoadError for another number of mixers than `num_hidden_layers`.
     """
     num_layers = read_num_layers(settings)

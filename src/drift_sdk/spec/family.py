@@ -18,7 +18,7 @@ class OriginalFiles(Struct, frozen=True, kw_only=True):
     """Files of a family that are not in the form of Hugging Face.
 
     marks:        settings that no config.json of Hugging Face has together.
-    settings:     the settings of Hugging Face's config.json, from those of the file.
+    settings:     the settings of Hugging Face's config.json, from the file's settings.
     tensor_name:  Hugging Face's name of a tensor; its own name if the family has no such tensor.
     """
 
@@ -31,7 +31,7 @@ class Family(Struct, frozen=True, kw_only=True):
     """A family of models.
 
     model_type:     as in a config.json.
-    architectures:  values of `architectures` in a config.json. The first one is that of models with a head;
+    architectures:  values of `architectures` in a config.json. The first one is for models with a head;
                     whether a head is missing, files tell.
     spec:           the description of a model. Raises ModelLoadError naming a setting that is missing, out of
                     range or not implemented.

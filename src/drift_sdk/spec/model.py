@@ -226,7 +226,7 @@ class Experts(Struct, frozen=True, kw_only=True):
     num_active:         experts that compute a row.
     intermediate_size:  width of an expert's MLP.
     has_bias:           the router and the experts' projections have biases.
-    clamped_gate:       None: silu(gate) * up, with all rows of the gate before those of up.
+    clamped_gate:       None: silu(gate) * up, with all rows of the gate before the rows of up.
     shared:             an MLP whose output is added to the experts'; None: there is none.
     has_shared_gate:    this output is multiplied by the sigmoid of a projection of the input to one number.
     """
@@ -269,7 +269,7 @@ class LayerSpec(Struct, frozen=True, kw_only=True):
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """A decoder.
 
-    max_position_embeddings:  the model's context, in tokens: that of its config, or more with YaRN.
+    max_position_embeddings:  the model's context, in tokens: as its config says, or more with YaRN.
     final_norm:               of the stream after the last layer.
     is_head_tied:             the output head is the embedding.
     embedding_multiplier:     embeddings are multiplied by it.

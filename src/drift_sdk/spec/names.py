@@ -1,4 +1,4 @@
-"""Names of the tensors of a decoder in files. The defaults are those of Llama at Hugging Face."""
+"""Names of the tensors of a decoder in files. The defaults are the names of Llama at Hugging Face."""
 
 from __future__ import annotations
 

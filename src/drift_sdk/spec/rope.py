@@ -1,6 +1,6 @@
 """The rotary position embedding as a value (RoFormer, arXiv 2104.09864): frequencies and their scaling.
 
-The scalings are those of transformers' modeling_rope_utils.
+Scalings are computed as in modeling_rope_utils of transformers.
 """
 
 from __future__ import annotations

@@ -125,7 +125,12 @@ def open_model(
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
         scheduling=_scheduling(config, device, opened, drafter_factory, spec),
-        text=model_text(text, opened.executor.limits, has_drafts=bool(drafter_factory.draft_choices)),
+        text=model_text(
+            text,
+            opened.executor.limits,
+            has_drafts=bool(drafter_factory.draft_choices),
+            has_states=opened.states is not None,
+        ),
     )
 
 

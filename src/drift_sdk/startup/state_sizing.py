@@ -1,4 +1,4 @@
-"""Memory of recurrent states: those of running sequences, and checkpoints in the prefix cache."""
+"""Memory of recurrent states, for running sequences and for checkpoints in the prefix cache."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def size_states(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, room: MemoryRoom
 ) -> StateSize | None:
     """The states of a model; None if it has none. They have room for as many of `max_num_seqs` sequences as
-    half of the memory holds. Raises ConfigError if it does not hold those of one."""
+    half of the memory holds. Raises ConfigError if it holds none."""
     if not spec.recurrent_layers:
         return None
 

@@ -87,7 +87,7 @@ def checked(report: Report, text: Future[Text]) -> Report:
     return checked_report
 
 
-def model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool) -> ModelText:
+def model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool, has_states: bool) -> ModelText:
     """All that requests need of a model besides its executor."""
     return ModelText(
         tokenizer=text.tokenizer,
@@ -97,6 +97,7 @@ def model_text(text: Text, limits: ExecutorLimits, *, has_drafts: bool) -> Model
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         has_drafts=has_drafts,
+        has_states=has_states,
     )
 
 

@@ -70,8 +70,8 @@ def allocate_gated_delta(
 
 
 def _fused_orders(spec: GatedDelta) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of files, where those of each key head and its value heads are together, as qkvz and ba have
-    them."""
+    """The places in files of the rows of qkvz and of ba. In files, the rows of a key head and of its value
+    heads are together."""
     values = spec.group * spec.value_dim
     sizes = (spec.key_dim, spec.key_dim, values, values)
     rows = torch.arange(spec.num_key_heads * sum(sizes), device="cpu").view(spec.num_key_heads, -1)
