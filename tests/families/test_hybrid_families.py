@@ -273,8 +273,19 @@ def test_settings_that_cannot_be_are_named(family: str, setting: str, value: Any
         read_spec(settings | {setting: value})
 
 
-def test_layers_and_unread_tensors_are_as_published() -> None:
-    """Of a config without `layer_types`, every fourth layer has attention."""
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_that_predict_more_tokens_are_not_read(family: str, tmp_path: Path) -> None:
+    make_hybrid_model(family, 0, tmp_path)
+    file, token_ids = tmp_path / "model.safetensors", torch.arange(3, 40)
+    expected, given = logits_of(load(tmp_path), token_ids, [37]), load_file(file)
+    save_file({**given, "mtp.fc.weight": torch.ones(3, 3)}, file)
+    assert torch.equal(logits_of(load(tmp_path), token_ids, [37]), expected)
+    save_file({**given, "other.fc.weight": torch.ones(3, 3)}, file)
+    with pytest.raises(ModelLoadError, match=r"other\.fc\.weight"):
+        load(tmp_path)
+
+
+def test_every_fourth_layer_has_attention_without_layer_types() -> None:
     settings = {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",

@@ -322,6 +322,8 @@ def test_sleep_and_pause_keep_what_requests_need(
         async with Engine(folder, config_of()) as engine:
             streams = [engine.generate(case.prompt, case.params) for case in cases]
             await until(lambda: engine.stats().num_steps >= 8)
+            await engine.pause()
+            await engine.resume()
             await engine.sleep()
             await engine.wake()
             found = [await stream for stream in streams]
