@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import triton
 from msgspec.structs import replace
 
 from drift_sdk._kernels.common import parallel_compile
@@ -142,6 +146,57 @@ def test_compilations_are_recorded_once(elsewhere: ModuleType, tmp_path: Path) -
         for each in (first, second, elsewhere.Writing(str(tmp_path), 0)):
             record(each)
     assert kernels == [first, second]
+
+
+class Launched:
+    """A kernel that keeps what reaches Triton."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, bool]] = []
+
+    def run(self, x: torch.Tensor, number: int, *, grid: tuple[int, ...], warmup: bool) -> None:
+        self.found.append((number, warmup))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    found = Launched()
+    monkeypatch.setattr(parallel_compile, "launched_kernels", lambda: [found])
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace()))
+    triton.runtime.driver.active.get_current_device = lambda: 0
+    return found
+
+
+def test_repeated_launches_reach_triton_once(launched: Launched) -> None:
+    x, options = torch.zeros(64), {"grid": (1,), "warmup": False}
+    for _ in range(2):
+        with recorded_kernels():
+            for _ in range(3):
+                launched.run(x, 1, **options)
+                launched.run(torch.ones(64), 2, **options)
+            assert launched.found == [(1, True), (2, True)]
+            launched.run(x[1:], 1, **options)  # not aligned
+            triton.runtime.driver.active.get_current_device = lambda: 1
+            launched.run(x, 1, **options)
+            assert launched.found[2:] == [(1, True)] * 2
+        launched.found.clear()
+        triton.runtime.driver.active.get_current_device = lambda: 0
+
+
+def test_launches_of_other_threads_and_compilations_all_reach_triton(launched: Launched) -> None:
+    x = torch.zeros(64)
+
+    def launch(number: int, **options: Any) -> None:
+        for _ in range(2):
+            launched.run(x, number, grid=(1,), **options)
+
+    with recorded_kernels():
+        launch(1, warmup=True)
+        thread = threading.Thread(target=launch, args=(2,), kwargs={"warmup": False})
+        thread.start()
+        thread.join()
+    launch(3, warmup=False)
+    assert launched.found == [(1, True)] * 2 + [(2, False)] * 2 + [(3, False)] * 2
 
 
 def test_a_kernel_is_made_with_its_module_and_its_launcher(

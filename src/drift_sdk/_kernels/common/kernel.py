@@ -27,7 +27,7 @@ from drift_sdk._kernels.common.cache_keys import settle_cache_key
 from drift_sdk._kernels.common.device_function import quick_sources
 from drift_sdk._kernels.common.launching import is_interpreted
 
-__all__ = ["RepeatedKernel", "kernel", "launched_kernels", "observed_launches"]
+__all__ = ["RepeatedKernel", "kernel", "launch_key", "launched_kernels", "observed_launches"]
 
 Observer = Callable[[Any, Any, Sequence[Any], dict[str, Any]], None]
 """Gets a kernel that was launched, what it was compiled to, and its arguments by position and by name."""
@@ -119,7 +119,7 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
             settle_cache_key(self)
             return super().run(*values, grid=grid, warmup=True, **DEFAULT_OPTIONS | options)
 
-        key = launch_key(values, options)
+        key = (torch.cuda.current_device(), *launch_key(values, options))
         compiled = self._compiled.get(key)
         if compiled is None:
             settle_cache_key(self)
@@ -138,13 +138,12 @@ class RepeatedKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
 
 
 def launch_key(values: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies the compiled kernel of a launch on the current device."""
+    """Return what identifies the compiled kernel of a launch, among those for one device."""
     given = (*values, *options.values())
     kinds = tuple(map(type, given))  # 1 equals True
     tensors, floats, others = places_of(kinds)
     pointers = [given[place] for place in tensors]
     return (
-        torch.cuda.current_device(),
         *options,
         kinds,
         others(given),

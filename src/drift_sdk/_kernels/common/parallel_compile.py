@@ -33,7 +33,7 @@ from triton.compiler.compiler import ASTSource, get_cache_key, make_backend
 from triton.runtime.cache import get_cache_manager
 
 from drift_sdk._kernels.common.cache_keys import settle_cache_key, wait_for_cache_keys
-from drift_sdk._kernels.common.kernel import launched_kernels
+from drift_sdk._kernels.common.kernel import launch_key, launched_kernels
 
 __all__ = [
     "Compilation",
@@ -161,10 +161,19 @@ def recorded_kernels() -> Iterator[list[Compilation]]:
 
 
 def _record_or_run(kernel: Any) -> Callable[..., Any]:
-    run = type(kernel).run
+    """What launches a kernel meanwhile. Layers and steps repeat launches, and Triton takes long to find out
+    what it would compile, so it is asked once for each."""
+    run, noted = type(kernel).run, set[tuple[Any, ...]]()
 
     def recorded(*values: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *values, grid=grid, warmup=warmup or is_recording(), **options)
+        if warmup or not is_recording():
+            return run(kernel, *values, grid=grid, warmup=warmup, **options)
+
+        key = (triton.runtime.driver.active.get_current_device(), *launch_key(values, options))
+        if key not in noted:
+            run(kernel, *values, grid=grid, warmup=True, **options)
+            noted.add(key)
+        return None
 
     return recorded
 
