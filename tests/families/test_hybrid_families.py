@@ -25,8 +25,9 @@ from drift_sdk.models.channels.experts import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers import gated_delta
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
-from drift_sdk.models.states import BORDER, SequenceState, StateRows
+from drift_sdk.models.states import SequenceState, StateRows
 from drift_sdk.spec.model import Attention, GatedDelta
+from drift_sdk.spec.states import BORDER
 
 NUM_MODELS = 16
 NUM_TOKENS = 64

@@ -16,15 +16,13 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.states import (
-    BORDER,
     Checkpoint,
     LayerState,
     SequenceState,
     StateRows,
-    slot_bytes,
-    state_bytes,
 )
 from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.spec.states import BORDER, checkpoint_bytes, slot_bytes
 
 NUM_TOKENS = 5 * BORDER + 3
 
@@ -158,7 +156,7 @@ def test_bytes_are_those_of_the_tensors(decoder: Decoder) -> None:
     sequence = Sequence(decoder)
     _, taken = sequence.step(random_tokens(decoder.spec, BORDER), positions=(BORDER,))
     tensors = [tensor for layer in taken[BORDER].layers for tensor in layer]
-    assert state_bytes(decoder.spec, torch.float32) == sum(tensor.nbytes for tensor in tensors)
+    assert checkpoint_bytes(decoder.spec, torch.float32) == sum(tensor.nbytes for tensor in tensors)
     # Two borders of rows: a step may cross a border that rejected rows must not.
     sequence = Sequence(decoder)
     sequence.step(random_tokens(decoder.spec, 2 * BORDER), is_final=False)
@@ -218,5 +216,5 @@ def test_published_sizes() -> None:
     assert len(spec.recurrent_layers) == 48
     assert sum(map(math.prod, tensor_shapes(spec).values())) == 26_895_998_464
     inputs = 2 * 3 * (2 * 16 * 128 + 48 * 128)
-    assert state_bytes(spec, torch.bfloat16) == 48 * (4 * 48 * 128 * 128 + inputs)
+    assert checkpoint_bytes(spec, torch.bfloat16) == 48 * (4 * 48 * 128 * 128 + inputs)
     assert spec.attention.rope is not None and spec.attention.rope.rotary_dim == 64

@@ -31,7 +31,8 @@ from drift_sdk import (
 )
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.models.states import BORDER, LayerState, SequenceState
+from drift_sdk.models.states import LayerState, SequenceState
+from drift_sdk.spec.states import BORDER
 
 VOCAB_SIZE = 160
 NUM_REQUESTS = 24

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from drift_sdk import ConfigError, Engine, EngineConfig
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.states import BORDER, slot_bytes, state_bytes
 from drift_sdk.spec.model import ModelSpec
+from drift_sdk.spec.states import BORDER, checkpoint_bytes, slot_bytes
 from drift_sdk.startup.kv_sizing import MemoryRoom
 from drift_sdk.startup.state_sizing import CHECKPOINTS_PER_SLOT, size_states
 
@@ -47,7 +47,7 @@ def test_small_rooms_hold_fewer_sequences(spec: ModelSpec, num_slots: int) -> No
     each = slot_bytes(spec, torch.float32)
     states = size_states(CONFIG, spec, torch.float32, room(2 * num_slots * each))
     assert states is not None and states.num_slots == num_slots
-    assert states.num_checkpoints == num_slots * each // 4 // state_bytes(spec, torch.float32)
+    assert states.num_checkpoints == num_slots * each // 4 // checkpoint_bytes(spec, torch.float32)
 
 
 def test_no_room_for_a_sequence_is_an_error(spec: ModelSpec) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.spec.states import BORDER
 from drift_sdk.steps import Executor, SlotSampling, StepPlan, StepResult, TokenConstraint
 
 __all__ = ["run_scheduled", "sampling_of"]
@@ -37,6 +39,7 @@ def run_scheduled(
     draft_choices: tuple[int, ...] = (),
     has_draft_kv: bool = False,
     wants_history: bool = False,
+    num_checkpoints: int = 0,
     constraints: Mapping[int, TokenConstraint] = MappingProxyType({}),
     on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
@@ -47,6 +50,7 @@ def run_scheduled(
     draft_choices:  numbers of drafts that the scheduler may choose from; it always chooses the largest.
     has_draft_kv:   the drafter has a KV cache.
     wants_history:  the drafter reads the tokens of prefix hits.
+    num_checkpoints: places for checkpoints of recurrent layers.
     constraints:    by index of the requests, which draft nothing; they are not advanced.
     on_step:        called with the plan and the result of each step.
     """
@@ -61,6 +65,8 @@ def run_scheduled(
             is_draft_adaptive=False,
             has_draft_kv=has_draft_kv,
             wants_history=wants_history,
+            num_checkpoints=num_checkpoints,
+            checkpoint_tokens=math.lcm(BORDER, limits.block_size) if num_checkpoints else 0,
         )
     )
     sequences = [

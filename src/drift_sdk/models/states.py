@@ -14,11 +14,9 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.spec.model import GatedDelta, ModelSpec
+from drift_sdk.spec.states import BORDER
 
-__all__ = ["BORDER", "Checkpoint", "LayerState", "SequenceState", "StateRows", "slot_bytes", "state_bytes"]
-
-BORDER = 32
-"""Tokens between borders."""
+__all__ = ["Checkpoint", "LayerState", "SequenceState", "StateRows"]
 
 
 class LayerState(Struct):
@@ -152,26 +150,3 @@ class StateRows(Struct, frozen=True):
     def checkpoints(self) -> dict[int, Checkpoint]:
         """The checkpoints that were taken, by position."""
         return {position: Checkpoint(position, tuple(layers)) for position, layers in self.saved.items()}
-
-
-def state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of a checkpoint: the states of all layers at a border."""
-    return sum(
-        4 * mixer.state_size + dtype.itemsize * (mixer.conv_width - 1) * mixer.num_channels
-        for mixer in _mixers(spec)
-    )
-
-
-def slot_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of the states of a sequence that runs, with the rows of two borders."""
-    row = sum(
-        4 * (mixer.num_key_heads * mixer.key_dim + mixer.output_size + mixer.num_value_heads)
-        + dtype.itemsize * mixer.num_channels
-        for mixer in _mixers(spec)
-    )
-    return state_bytes(spec, dtype) + 2 * BORDER * row
-
-
-def _mixers(spec: ModelSpec) -> list[GatedDelta]:
-    mixers = [layer.mixer for layer in spec.layers]
-    return [mixer for mixer in mixers if isinstance(mixer, GatedDelta)]

@@ -43,12 +43,16 @@ QUANTISED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv
 """The last part of the names of tensors that quantised weights have in place of "weight", or beside it."""
 
 
+MixerWeights = AttentionWeights | GatedDeltaWeights
+"""The weights of a mixer. `matrices` are those that rows are multiplied by."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. Norms [hidden]: of the inputs of mixer and channel, and of their outputs."""
 
     mixer_norm: torch.Tensor
-    mixer: AttentionWeights | GatedDeltaWeights
+    mixer: MixerWeights
     channel_norm: torch.Tensor
     channel: MlpWeights | ExpertWeights
     mixer_post_norm: torch.Tensor | None = None
@@ -294,7 +298,7 @@ def _allocate_layer(spec: ModelSpec, index: int, allocation: Allocation) -> Laye
     def norm(name: str) -> torch.Tensor:
         return allocation.tensor(f"{prefix}.{name}.weight", hidden)
 
-    def mixer() -> AttentionWeights | GatedDeltaWeights:
+    def mixer() -> MixerWeights:
         if isinstance(layer.mixer, GatedDelta):
             return allocate_gated_delta(layer.mixer, names.gated_delta, prefix, hidden, allocation)
 

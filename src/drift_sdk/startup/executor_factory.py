@@ -24,7 +24,7 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
 from drift_sdk.progress import Report
-from drift_sdk.spec.model import Attention, ModelSpec
+from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec
 from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
 from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.startup.state_sizing import StateSize, size_states
@@ -52,6 +52,9 @@ MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 256
 """The most dimensions of a head with which attention of prompts fits the shared memory of the GPUs that
 kernels are compiled for."""
+
+MAX_KEY_DIM = 128
+"""The most dimensions of a key of recurrent layers for which a state fits the registers of a warp."""
 
 RESERVE_BYTES = 2**28
 GRAPH_BYTES_PER_LAYER = 2**15
@@ -141,12 +144,8 @@ def open_eager_executor(config: EngineConfig, model: ModelPart, demand: KVDemand
             log.warning("%s has no effect on the eager executor", name)
     decoder, drafter_factory = model.decoder, model.drafter_factory
     room = model.memory.room()
-    states = size_states(config, decoder.spec, decoder.dtype, room)
-    if states is not None and states.num_slots < config.max_num_seqs:
-        log.warning(
-            "max_num_seqs=%d: the memory holds the states of %d", config.max_num_seqs, states.num_slots
-        )
-        config = replace(config, max_num_seqs=states.num_slots)
+    states = size_states(config, decoder.spec, decoder.dtype, room, "eager")
+    config = _with_slots(config, states)
     limits = _limits(config, decoder, demand, room if states is None else states.left(room))
     drafter = drafter_factory.eager_drafter(decoder, limits)
     has_checks = config.speculation is not None and config.speculation.checks
@@ -198,10 +197,14 @@ def open_graph_executor(
     shard = shards_of(config)[0]
     table = engine_table(config, decoder, None if draft is None else draft.weights, report, shard)
     # Buffers are made for the longest sequences that there could be room for; less room may be left.
-    limits = _limits(config, decoder, demand, least_room(0))
+    room = least_room(0)
+    states = size_states(config, decoder.spec, decoder.dtype, room, "graph")
+    config = _with_slots(config, states)
+    limits = _limits(config, decoder, demand, room if states is None else states.left(room))
     options = _graph_options(config, acceptance, stages or NO_STAGE_MARKS)
     layout = view_layout(config, limits, drafter_factory.draft_choices)
-    options = replace(options, view_layout=layout)
+    num_checkpoints = 0 if states is None else states.num_checkpoints
+    options = replace(options, view_layout=layout, num_checkpoints=num_checkpoints)
     hooks = StartupHooks(fit_blocks=fit_blocks, report=report)
     executor = start_graph_executor(parts, limits, table, options, hooks)
     untuned = tuple(sorted(table.untuned))
@@ -225,7 +228,17 @@ def open_graph_executor(
         round_costs=round_costs,
         refresh_costs=refresh_costs,
         mixed_tokens=executor.mixed_tokens,
+        states=states,
     )
+
+
+def _with_slots(config: EngineConfig, states: StateSize | None) -> EngineConfig:
+    """The config for as many sequences as the memory holds states of."""
+    if states is None or states.num_slots >= config.max_num_seqs:
+        return config
+
+    log.warning("max_num_seqs=%d: the memory holds the states of %d", config.max_num_seqs, states.num_slots)
+    return replace(config, max_num_seqs=states.num_slots)
 
 
 def _graph_options(
@@ -295,8 +308,8 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     if model is None:
         return None
 
-    if model.recurrent_layers:
-        return "CUDA graphs do not support recurrent layers"
+    if (recurrent := _recurrent_obstacle(model)) is not None:
+        return recurrent
 
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
     forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
@@ -314,6 +327,19 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     return (
         f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {attention.head_dim}"
     )
+
+
+def _recurrent_obstacle(model: ModelSpec) -> str | None:
+    """Why kernels cannot compute the recurrent layers of a model; None if they can, or there are none."""
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, GatedDelta)]
+    for mixer in mixers:
+        if mixer.key_dim % 32 or mixer.key_dim > MAX_KEY_DIM or mixer.value_dim % 16:
+            return (
+                "CUDA graphs support recurrent layers with keys of 32, 64, 96 or 128 dimensions and values "
+                f"of a multiple of 16, this model has {mixer.key_dim} and {mixer.value_dim}"
+            )
+
+    return None
 
 
 def _is_installed(package: str) -> bool:

@@ -31,7 +31,6 @@ from drift_sdk.models.channels.experts import ExpertWeights
 from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import DraftWeights
-from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
 from drift_sdk.progress import Report
@@ -161,9 +160,8 @@ def _layer_products(
     of_columns: SlicesOf = num_slices if shard is None else shard.column_slices
     for layer in layers:
         mixer, channel = layer.mixer, layer.channel
-        if isinstance(mixer, AttentionWeights):
-            yield mixer.qkv, False, False, of_rows
-            yield mixer.output, False, False, of_columns
+        for name, matrix in mixer.matrices.items():
+            yield matrix, False, False, of_columns if name == "output" else of_rows
         mlp = channel if isinstance(channel, MlpWeights) else channel.shared
         if mlp is not None:
             yield mlp.down, False, False, of_columns

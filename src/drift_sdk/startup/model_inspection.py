@@ -14,7 +14,6 @@ from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.shard import Shard, shard_obstacles
-from drift_sdk.models.states import slot_bytes
 from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
@@ -29,7 +28,7 @@ from drift_sdk.startup.model_startup import (
     choose_dtype,
     dtype_name,
 )
-from drift_sdk.startup.state_sizing import StateSize, check_states, size_states
+from drift_sdk.startup.state_sizing import StateSize, bytes_of_slot, check_states, size_states
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
 from drift_sdk.startup.text_startup import load_text
 from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
@@ -68,7 +67,7 @@ class Inspection:
             self._config = with_weight_form(self._config, shapes, executor, device, dtype)
         if shapes is not None:
             self._try(lambda: check_kv_scheme(self._found.source, self._config, shapes))
-            self._try(lambda: check_states(self._config, shapes))
+            self._try(lambda: check_states(self._config, shapes, executor, dtype))
         has_weights = self._config.load == "auto" and not self._found.missing
         if shapes is not None and has_weights:
             self._try(lambda: check_tensors(shapes, self._found.source.tensors(), self._config.kv_dtype))
@@ -89,7 +88,8 @@ class Inspection:
         if device is not None and held is not None and kv_bytes is not None and part is not None:
             memory = self._try(lambda: self._room(device, held))
             if memory is not None and dtype is not None:
-                states = self._try(lambda: size_states(self._config, part, dtype, memory))
+                chosen = executor or "eager"
+                states = self._try(lambda: size_states(self._config, part, dtype, memory, chosen))
                 room = memory if states is None else states.left(memory)
                 size = self._try(lambda: self._kv_size(part, kv_bytes, executor or "eager", room))
 
@@ -104,7 +104,9 @@ class Inspection:
             weight_bytes=held,
             kv_bytes_per_token=kv_bytes,
             kv_dtype=None if dtype is None else kv_form or dtype_name(dtype),
-            state_bytes=None if shapes is None or dtype is None else slot_bytes(shapes, dtype),
+            state_bytes=None
+            if shapes is None or dtype is None
+            else bytes_of_slot(self._config, shapes, dtype, executor or "eager"),
             num_checkpoints=None if states is None else states.num_checkpoints,
             context=None if shapes is None else shapes.max_position_embeddings,
             has_tokenizer=has_tokenizer,

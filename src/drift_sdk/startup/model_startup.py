@@ -221,7 +221,7 @@ def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: t
     config = with_weight_form(config, spec, executor_name, device, dtype)
     check_division(config, spec, executor_name)
     check_views(config, spec)
-    check_states(config, spec)
+    check_states(config, spec, executor_name, dtype)
     if executor_name == "graph":
         check_attention_room(config, spec, dtype, device)
     return Choices(config=config, spec=spec, executor_name=executor_name, fallback=fallback)

@@ -11,16 +11,15 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.recurrent.gated_delta import (
-    BORDER,
     LayerStates,
     MixedRows,
     PromptRuns,
     advance_prompts,
     advance_rows,
-    num_ring_rows,
     state_shape,
 )
 from drift_sdk.spec.model import GatedDelta, Norm
+from drift_sdk.spec.states import BORDER, num_ring_rows
 
 pytestmark = pytest.mark.gpu
 

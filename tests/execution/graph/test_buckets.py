@@ -15,7 +15,8 @@ from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk,
 
 def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
     decoder: Any = SimpleNamespace(
-        spec=SimpleNamespace(attention=SimpleNamespace(head_dim=128)), dtype=torch.bfloat16
+        spec=SimpleNamespace(attention=SimpleNamespace(head_dim=128), recurrent_layers=()),
+        dtype=torch.bfloat16,
     )
     limits = ExecutorLimits(
         max_num_seqs=max_num_seqs, max_model_len=4096, num_blocks=64, block_size=64, vocab_size=100

@@ -36,22 +36,19 @@ from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.common.kernel_access import KernelAccess
 from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk.spec.model import GatedDelta
+from drift_sdk.spec.states import BORDER, num_ring_rows
 
 __all__ = [
-    "BORDER",
     "MAX_ROWS",
     "LayerStates",
     "MixedRows",
     "PromptRuns",
     "advance_prompts",
     "advance_rows",
-    "num_ring_rows",
     "state_shape",
 ]
 
-BORDER = 32
-"""Positions between borders."""
-MAX_ROWS = 8
+MAX_ROWS = 17
 """Most rows of a sequence that are verified at once."""
 MAX_KEY_DIM = 128
 
@@ -145,12 +142,6 @@ def state_shape(spec: GatedDelta) -> tuple[int, ...]:
     """The shape of a slot's state: value v, key k of a head is at [v // 16, k // 8, lane, i], with
     lane = v % 8 * 4 + k % 8 // 2 and i = v % 16 // 8 * 2 + k % 2."""
     return (spec.num_value_heads, spec.value_dim // 16, spec.key_dim // 8, 32, 4)
-
-
-def num_ring_rows(max_rows: int) -> int:
-    """Rows of a slot's rings, if at most `max_rows` are verified at once: the stored border may be that of
-    the first row of the verification before, of which all rows may have been accepted."""
-    return -(-(BORDER - 1 + 2 * max_rows) // 8) * 8
 
 
 def check_spec(spec: GatedDelta) -> None:

@@ -19,7 +19,7 @@ struct SharedChunks {
   float sums[2][WARPS][BORDER];                                            // of decays
 };
 
-__device__ __forceinline__ void compute_prompts(const Arguments& a, const int4* runs, const int* places,
+__device__ __forceinline__ void compute_prompts(const Arguments& a, const int* runs, const int* places,
                                                 float* checkpoints, int checkpoint_stride) {
   extern __shared__ __align__(128) u8 memory[];
   SharedChunks& shared = *reinterpret_cast<SharedChunks*>(memory);
@@ -27,9 +27,9 @@ __device__ __forceinline__ void compute_prompts(const Arguments& a, const int4* 
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   wait_for_producers();
   start_dependents();
-  const int4 run = runs[blockIdx.y];
-  const int slot = run.x, start = run.y, first_row = run.z, end = start + run.w;
-  if (slot < 0 || run.w == 0) return;
+  const int* const run = runs + 4 * blockIdx.y;
+  const int slot = run[0], start = run[1], first_row = run[2], end = start + run[3];
+  if (slot < 0 || start == end) return;
 
   int chunk = start / BORDER * BORDER;
   const int first_chunk = chunk;
@@ -212,7 +212,7 @@ __device__ __forceinline__ void compute_prompts(const Arguments& a, const int4* 
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     gated_delta_prompts(const u16* mixed, const float* scales, const float* gates, float* state, u16* keys,
-                        float* key_scales, float* updates, float* decays, u16* out, const int4* runs,
+                        float* key_scales, float* updates, float* decays, u16* out, const int* runs,
                         const int* places, float* checkpoints, int checkpoint_stride) {
   compute_prompts(Arguments{mixed, scales, gates, state, keys, key_scales, updates, decays, out}, runs,
                                 places, checkpoints, checkpoint_stride);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights
 from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
@@ -129,9 +129,11 @@ def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> No
 
 
 def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
-    mixer, channel = layer.mixer, layer.channel
-    assert isinstance(mixer, AttentionWeights)
-    mixer = replace(mixer, qkv=arrange_matrix(mixer.qkv, dtype), output=arrange_matrix(mixer.output, dtype))
+    channel = layer.channel
+    matrices: dict[str, Any] = {
+        name: arrange_matrix(matrix, dtype) for name, matrix in layer.mixer.matrices.items()
+    }
+    mixer = replace(layer.mixer, **matrices)
     if isinstance(channel, ExpertWeights):
         return replace(layer, mixer=mixer, channel=_arrange_experts(channel, dtype))
 

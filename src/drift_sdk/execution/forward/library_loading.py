@@ -52,8 +52,10 @@ def _products(
     """The products with larger ones first, in memory that all of them share."""
     layer = meta_weights(spec, dtype).layers[0]
     mixer, mlp = layer.mixer, layer.channel
-    assert isinstance(mixer, AttentionWeights)
-    pairs = [(dense(mixer.qkv), mixer.qkv_bias), (dense(mixer.output), mixer.output_bias)]
+    bias_of: dict[str, Tensor | None] = {}
+    if isinstance(mixer, AttentionWeights):
+        bias_of = {"qkv": mixer.qkv_bias, "output": mixer.output_bias}
+    pairs = [(dense(matrix), bias_of.get(name)) for name, matrix in mixer.matrices.items()]
     if isinstance(mlp, MlpWeights):
         pairs += [(dense(mlp.gate_up), mlp.gate_up_bias), (dense(mlp.down), mlp.down_bias)]
     most_columns, most_inner = (max(weight.shape[dim] for weight, _ in pairs) for dim in (0, 1))

@@ -7,6 +7,7 @@ from msgspec import Struct
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.recurrent_states import RecurrentStates
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
 
@@ -20,6 +21,7 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     cache:   keys and values of all sequences.
     tuned:   launch configurations of the matrix products.
     limits:  most sequences, tokens and blocks.
+    states:  of recurrent layers; None: the model has none.
     exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
     """
 
@@ -27,4 +29,5 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     cache: PagedKVCache
     tuned: TunedTable
     limits: ExecutorLimits
+    states: RecurrentStates | None = None
     exchange: Exchange | None = None

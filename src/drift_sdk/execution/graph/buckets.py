@@ -16,9 +16,17 @@ from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.tree_plan import tree_rounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.partial_verification import ViewLayout
+from drift_sdk.spec.states import BORDER
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
-__all__ = ["GraphBuckets", "MixedBucket", "MixedLayout", "bucket_of", "prefill_buckets"]
+__all__ = [
+    "GraphBuckets",
+    "MixedBucket",
+    "MixedLayout",
+    "PrefillLayout",
+    "bucket_of",
+    "prefill_buckets",
+]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
@@ -74,19 +82,35 @@ class MixedLayout(NamedTuple):
     rows: token, slot and position of each row, those of chunks first. The host fills rows of the round only
     where they are the last tokens of prompts, which are counted before the round's rows are made from slots.
     following: of each row of chunks, the token after it. hits: the rows of chunks that follow prefix hits.
-    tiles: of the chunks' attention. slots: of the round, then the most drafts of each.
+    tiles: of the chunks' attention. runs: of recurrent layers, then the places of
+    checkpoints. slots: of the round, then the most drafts of each.
     """
 
     rows: slice
     following: slice
     hits: slice
     tiles: slice
+    runs: slice
     slots: slice
 
     @property
     def num_words(self) -> int:
         """Words of the payload."""
         return int(self.slots.stop)
+
+
+class PrefillLayout(NamedTuple):
+    """Places in the payload of a prefill step: token, slot and position of each row; tiles of attention; and
+    runs of recurrent layers."""
+
+    rows: slice
+    tiles: slice
+    runs: slice
+
+    @property
+    def num_words(self) -> int:
+        """Words of the payload."""
+        return int(self.runs.stop)
 
 
 class GraphBuckets(Struct, frozen=True, kw_only=True):
@@ -106,6 +130,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
                 have none.
     head_dim, dtype: of attention, which its tiles in mixed steps depend on.
     view_layout: of partial verification; None without it.
+    has_states: whether layers are recurrent.
     """
 
     decode: tuple[int, ...]
@@ -121,6 +146,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: torch.dtype
     view_layout: ViewLayout | None = None
+    has_states: bool = False
 
     @classmethod
     def of(
@@ -168,6 +194,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             head_dim=head_dim,
             dtype=dtype,
             view_layout=view_layout,
+            has_states=bool(decoder.spec.recurrent_layers),
         )
 
     @property
@@ -260,9 +287,16 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         """Most tiles that the chunks of a prefill step are cut into."""
         return num_rows // self.tile_rows + min(num_rows, self.max_chunks)
 
-    def prefill_words(self, num_rows: int) -> int:
-        """Payload words of a prefill step: token, slot and position of each row, then the tiles."""
-        return 3 * num_rows + 4 * self.num_tiles(num_rows)
+    def run_words(self, num_rows: int, num_chunks: int) -> int:
+        """Words for the runs of so many chunks and the places of their checkpoints (see `PromptRuns`); 0
+        without recurrent layers."""
+        return 4 * num_chunks + num_rows // BORDER + num_chunks + 1 if self.has_states else 0
+
+    def prefill_layout(self, num_rows: int) -> PrefillLayout:
+        """The payload of a prefill step."""
+        sizes = 3 * num_rows, 4 * self.num_tiles(num_rows), self.run_words(num_rows, self.max_chunks)
+        ends = [*accumulate(sizes)]
+        return PrefillLayout(*map(slice, [0, *ends], ends))
 
     def mixed_layout(self, bucket: MixedBucket) -> MixedLayout:
         """The payload of a mixed step."""
@@ -274,6 +308,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             bucket.num_rows if has_drafter else 0,
             num_chunks if has_drafter else 0,
             4 * num_tiles,
+            self.run_words(bucket.num_rows, num_chunks),
             2 * bucket.num_slots,
         )
         ends = [*accumulate(sizes)]
@@ -288,7 +323,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     def payload_words(self) -> int:
         """Payload words of the largest step; a round's payload has two words for each slot."""
         most = self.prefill[-1]
-        words = [2 * self.decode[-1], self.prefill_words(most), self.draft_extend_words(most)]
+        words = [2 * self.decode[-1], self.prefill_layout(most).num_words, self.draft_extend_words(most)]
         words += [self.mixed_layout(bucket).num_words for bucket in self.mixed]
         return max(words)
 

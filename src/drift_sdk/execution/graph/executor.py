@@ -108,6 +108,7 @@ class GraphExecutor:
             buckets,
             prompt_logprobs,
             mirrors,
+            first.states,
             needs_first_token=model.drafter_factory.needs_first_token,
         )
         self._launched: deque[_LaunchedStep] = deque()

@@ -14,6 +14,7 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.kv_cache import PagedKVCache
 from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.recurrent_states import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.graph_steps import GraphSteps
@@ -46,12 +47,16 @@ class GpuModel(Struct, frozen=True, kw_only=True):
 
 
 class GpuGraphs(Struct, frozen=True, kw_only=True):
-    """The graphs of a model on a GPU, which are captured by `graphs.capture`, and what they use."""
+    """The graphs of a model on a GPU, which are captured by `graphs.capture`, and what they use.
+
+    states: of recurrent layers; None: the model has none.
+    """
 
     device: Device
     resources: DeviceResources
     steps: GraphSteps
     graphs: CapturedGraphs
+    states: RecurrentStates | None = None
 
 
 def graph_buckets(model: GpuModel, limits: ExecutorLimits, options: GraphOptions) -> GraphBuckets:
@@ -115,13 +120,18 @@ def open_graphs(
         stages=options.stages,
     )
     num_tree_rows = max((buckets.max_slots(number) * (number + 1) for number in buckets.trees), default=0)
+    states = None
+    if buckets.has_states:
+        most = buckets.max_chain + 1
+        states = RecurrentStates(decoder, limits.max_num_seqs, most, options.num_checkpoints)
     target = ModelResources(
         decoder=decoder,
         cache=PagedKVCache(decoder, limits, num_tree_rows),
         tuned=model.tuned,
         limits=limits,
+        states=states,
         exchange=model.exchange,
     )
     steps = GraphSteps(resources, target, buckets, factory, acceptance=options.acceptance)
     graphs = CapturedGraphs(resources, steps, buckets, report=report)
-    return GpuGraphs(device=device, resources=resources, steps=steps, graphs=graphs)
+    return GpuGraphs(device=device, resources=resources, steps=steps, graphs=graphs, states=states)

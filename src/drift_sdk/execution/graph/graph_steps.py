@@ -8,6 +8,7 @@ import torch
 
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
+from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
 from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
 from drift_sdk._kernels.sampling.token_counts import count_tokens
 from drift_sdk._kernels.slots.gather_rows import gather_rows
@@ -15,6 +16,7 @@ from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 from drift_sdk.execution.forward.forward_pass import ForwardPass, exact_pass, fast_pass
+from drift_sdk.execution.forward.gated_delta import RecurrentRows
 from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.forward.residual_stream import ResidualStream
 from drift_sdk.execution.forward.row_attention import (
@@ -146,27 +148,28 @@ class GraphSteps:
         self._resources.payload.advance()
 
     def prefill(self, num_rows: int) -> Step:
-        """Compute chunks of `num_rows` rows in all. Payload: token, slot and position of each row, then the
-        tiles."""
+        """Compute chunks of `num_rows` rows in all. Payload: see `PrefillLayout`."""
         resources, buckets = self._resources, self._buckets
         payload, columns = resources.payload, resources.table.columns
-        num_words = buckets.prefill_words(num_rows)
-        token, slot, position = payload.words[: 3 * num_rows].view(3, num_rows)
+        layout = buckets.prefill_layout(num_rows)
+        token, slot, position = payload.words[layout.rows].view(3, num_rows)
         rows = Rows(slot=slot, token=token, position=position)
         hidden = self.prefill_hidden.first(num_rows)
-        tiles = payload.words[3 * num_rows : num_words].view(-1, 4)
+        tiles = payload.words[layout.tiles].view(-1, 4)
+        runs = self._runs(layout.runs, buckets.max_chunks)
+        recurrent = None if runs is None else RecurrentRows(runs, num_rows)
         decoder = self._model.decoder
         head_dim = decoder.spec.attention.head_dim
         if buckets.is_exact:
             attention = ChunkAttention(tiles, exact_prefill_config(head_dim, decoder.dtype))
-            forward = self._exact_forward(rows, attention, hidden)
+            forward = self._exact_forward(rows, attention, hidden, recurrent)
         else:
             block_table = resources.table.block_table
             fast = FastChunkAttention(tiles, prefill_attention_config(head_dim, decoder.dtype))
-            forward = fast_pass(self._model, rows, block_table, resources.workspace, fast, hidden)
+            forward = fast_pass(self._model, rows, block_table, resources.workspace, fast, hidden, recurrent)
 
         def step() -> None:
-            payload.enter(num_words)
+            payload.enter(layout.num_words)
             count_tokens(slot, token, position, columns)
             forward.run()
             payload.advance()
@@ -192,7 +195,10 @@ class GraphSteps:
             SequenceAttention(self.attention, tensors.round_rows.planned(rows_per_slot)),
             bucket.num_rows,
         )
-        forward = self._exact_forward(tensors.rows, attention, self.prefill_hidden.first(bucket.size))
+        runs = self._runs(layout.runs, buckets.mixed_chunks(bucket))
+        recurrent = None if runs is None else RecurrentRows(runs, bucket.num_rows, rows_per_slot)
+        hidden = self.prefill_hidden.first(bucket.size)
+        forward = self._exact_forward(tensors.rows, attention, hidden, recurrent)
         sample_commit = self._sample_commit(tensors.round_rows, rows_per_slot)
         return MixedStep(resources, tensors, layout.num_words, forward, sample_commit, self.drafter).run
 
@@ -236,7 +242,7 @@ class GraphSteps:
             resources,
             resources.payload.words[: 2 * num_slots].view(2, num_slots),
             rows,
-            self._exact_forward(rows, attention, hidden),
+            self._exact_forward(rows, attention, hidden, RecurrentRows(rows_per_slot=rows_per_slot)),
             self._sample_commit(rows, rows_per_slot),
             self.drafter,
         )
@@ -350,7 +356,21 @@ class GraphSteps:
 
         return step
 
-    def _exact_forward(self, rows: Rows, attention: RowAttention, hidden: HiddenStates) -> ForwardPass:
+    def _runs(self, words: slice, num_chunks: int) -> PromptRuns | None:
+        """The runs of chunks in the payload; None without recurrent layers."""
+        if not self._buckets.has_states:
+            return None
+
+        found = self._resources.payload.words[words]
+        return PromptRuns(found[: 4 * num_chunks].view(num_chunks, 4), found[4 * num_chunks :])
+
+    def _exact_forward(
+        self,
+        rows: Rows,
+        attention: RowAttention,
+        hidden: HiddenStates,
+        recurrent: RecurrentRows | None = None,
+    ) -> ForwardPass:
         return exact_pass(
             self._model,
             rows,
@@ -358,6 +378,7 @@ class GraphSteps:
             self._resources.workspace,
             attention,
             hidden,
+            recurrent,
         )
 
     def _sample_commit(

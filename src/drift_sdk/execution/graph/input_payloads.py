@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
+from drift_sdk.spec.states import BORDER
 from drift_sdk.steps import PrefillChunk, StepPlan, TokenConstraint
 
 __all__ = [
@@ -44,10 +45,13 @@ def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: 
     """Write the payload of a prefill step and return its bucket."""
     ends = first_rows(chunks)
     num_rows = bucket_of(buckets.prefill, ends[-1])
-    token, slot, position = payload[: 3 * num_rows].reshape(3, num_rows)
+    layout = buckets.prefill_layout(num_rows)
+    token, slot, position = payload[layout.rows].reshape(3, num_rows)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(chunks, buckets.tile_rows, payload[3 * num_rows : buckets.prefill_words(num_rows)])
+    _fill_tiles(chunks, buckets.tile_rows, payload[layout.tiles])
+    if buckets.has_states:
+        _fill_runs(chunks, buckets.max_chunks, payload[layout.runs])
     return num_rows
 
 
@@ -74,6 +78,8 @@ def fill_mixed(
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
     _fill_tiles(chunks, buckets.mixed_attention(bucket).tile_rows, payload[layout.tiles])
+    if buckets.has_states:
+        _fill_runs(chunks, buckets.mixed_chunks(bucket), payload[layout.runs])
     if layout.hits.stop > layout.following.start:
         _fill_following(chunks, hits, payload[layout.following], payload[layout.hits])
     slots, max_drafts = payload[layout.slots].reshape(2, bucket.num_slots)
@@ -105,6 +111,17 @@ def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, positi
 def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words) -> None:
     sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks if chunk.token_ids]
     prefill_tiles(sizes, tile_rows, words.reshape(-1, 4))
+
+
+def _fill_runs(chunks: Sequence[PrefillChunk], max_chunks: int, words: Words) -> None:
+    """Write the runs of chunks and the places of their checkpoints, as `PromptRuns` has them."""
+    runs, places = words[: 4 * max_chunks].reshape(max_chunks, 4), words[4 * max_chunks :]
+    runs[:] = -1
+    places[:] = -1
+    for index, (chunk, first) in enumerate(zip(chunks, first_rows(chunks), strict=False)):
+        runs[index] = chunk.slot, chunk.start, first, len(chunk.token_ids)
+        for position, place in chunk.checkpoints:
+            places[first // BORDER + index + position // BORDER - chunk.start // BORDER - 1] = place
 
 
 def _fill_following(

@@ -29,6 +29,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     stages:               for measuring: marks around the stages of steps.
     has_checks:           rounds of speculation are checked.
     view_layout:          of partial verification; None without it.
+    num_checkpoints:      places for checkpoints of recurrent layers.
     shape_log:            file to which the products that ran are added when the executor is closed.
     """
 
@@ -39,6 +40,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     stages: StageMarks = NO_STAGE_MARKS
     has_checks: bool = False
     view_layout: ViewLayout | None = None
+    num_checkpoints: int = 0
     shape_log: Path | None = None
 
 

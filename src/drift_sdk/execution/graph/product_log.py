@@ -24,7 +24,6 @@ from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import DraftWeights
 from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights
 
 __all__ = ["ProductLog"]
@@ -132,9 +131,8 @@ class ProductLog:
 def _layer_products(prefix: str, layers: Sequence[LayerWeights], num_rows: int) -> Iterator[LoggedProduct]:
     for layer in layers:
         mlp = layer.channel if isinstance(layer.channel, MlpWeights) else layer.channel.shared
-        if isinstance(layer.mixer, AttentionWeights):
-            yield from _product(f"{prefix}qkv", layer.mixer.qkv, num_rows)
-            yield from _product(f"{prefix}output", layer.mixer.output, num_rows)
+        for name, matrix in layer.mixer.matrices.items():
+            yield from _product(f"{prefix}{name}", matrix, num_rows)
         if mlp is not None:
             is_gated = mlp.gate_up_bias is None
             yield from _product(f"{prefix}gate_up", mlp.gate_up, num_rows, is_gated=is_gated)

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from drift_sdk.execution.device.ring import Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
+from drift_sdk.execution.forward.recurrent_states import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.input_payloads import (
@@ -74,13 +75,14 @@ class StepLauncher:
         buckets: GraphBuckets,
         prompt_logprobs: PromptLogprobs,
         mirrors: Sequence[DeviceResources] = (),
+        states: RecurrentStates | None = None,
         *,
         needs_first_token: bool = False,
     ) -> None:
-        """mirrors: resources of the further GPUs on which the graphs run. needs_first_token: see
-        `DrafterFactory.needs_first_token`."""
+        """mirrors: resources of the further GPUs on which the graphs run. states: of recurrent layers.
+        needs_first_token: see `DrafterFactory.needs_first_token`."""
         self._resources, self._graphs, self._buckets = resources, graphs, buckets
-        self._prompt_logprobs, self._mirrors = prompt_logprobs, mirrors
+        self._prompt_logprobs, self._mirrors, self._states = prompt_logprobs, mirrors, states
         self._sampling: dict[int, SlotSampling] = {}
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
@@ -92,6 +94,8 @@ class StepLauncher:
         """Start all replays of a plan, in order: updates, prefill, decode."""
         updates = self._launch_early_updates(self._updates(plan))
         found = ResultPlaces(num_logprobs=self._num_logprobs)
+        if self._states is not None:  # assignments have been carried out
+            self._states.note(plan.prefill)
         bucket = self._mixed_bucket(plan)
         if bucket is not None:
             with self._resources.stages("mixed"):
@@ -171,6 +175,8 @@ class StepLauncher:
             self._num_logprobs[slot] = sampling.num_logprobs
         with self._resources.device.work():
             self._resources.table.assign(assignment, updates)
+            if self._states is not None and assignment.checkpoint is not None:
+                self._states.restore(slot, assignment.checkpoint)
         for mirror in self._mirrors:
             with mirror.device.work():
                 mirror.table.clear(assignment)

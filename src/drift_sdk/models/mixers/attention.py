@@ -42,6 +42,11 @@ class AttentionWeights:
     output_bias: torch.Tensor | None
     sinks: torch.Tensor | None = None
 
+    @property
+    def matrices(self) -> dict[str, Matrix]:
+        """All matrices, by name."""
+        return {"qkv": self.qkv, "output": self.output}
+
 
 class AttentionStep(Struct, frozen=True):
     """What attention of a step needs beside the rows of the stream.

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from drift_sdk.models.allocation import Allocation
 from drift_sdk.models.linear import linear
 from drift_sdk.models.norms import normalise
-from drift_sdk.models.states import BORDER, LayerState, StateRows
+from drift_sdk.models.states import LayerState, StateRows
 from drift_sdk.quantised.weight import Matrix
 from drift_sdk.spec.model import GatedDelta
 from drift_sdk.spec.names import GatedDeltaNames
+from drift_sdk.spec.states import BORDER
 
 __all__ = ["GatedDeltaWeights", "allocate_gated_delta", "apply_gated_delta"]
 
@@ -42,6 +43,11 @@ class GatedDeltaWeights:
     step: torch.Tensor
     norm: torch.Tensor
     output: Matrix
+
+    @property
+    def matrices(self) -> dict[str, Matrix]:
+        """All matrices, by name."""
+        return {"qkvz": self.qkvz, "ba": self.ba, "output": self.output}
 
 
 def allocate_gated_delta(
