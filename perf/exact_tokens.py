@@ -45,7 +45,12 @@ __all__ = ["Conditions", "Mode", "ModeResult", "Report", "main", "make_cases", "
 
 Case = tuple[list[int], SamplingParams]
 Subject = Literal[
-    "num_cached_tokens", "num_preemptions", "num_accepted_tokens", "num_rejected_tokens", "num_cancelled"
+    "num_cached_tokens",
+    "num_checkpoint_hits",
+    "num_preemptions",
+    "num_accepted_tokens",
+    "num_rejected_tokens",
+    "num_cancelled",
 ]
 DRAFTS: tuple[Subject, ...] = ("num_accepted_tokens", "num_rejected_tokens", "num_cached_tokens")
 NUM_PROMPT_TOKENS = (1, 5, 17, 64, 65, 130, 250, 400, 700)
@@ -97,6 +102,7 @@ class ModeResult(Struct, frozen=True, kw_only=True):
     num_different_requests: int
     seconds: float
     num_cached_tokens: int
+    num_checkpoint_hits: int = 0
     num_preemptions: int
     num_accepted_tokens: int
     num_rejected_tokens: int
@@ -231,11 +237,15 @@ async def run_mode(
     differences = [different(one, other) for one, other in zip(found, wanted, strict=True)]
     counts: dict[Subject, int] = {
         "num_cached_tokens": stats.num_cached_tokens,
+        "num_checkpoint_hits": stats.num_checkpoint_hits,
         "num_preemptions": stats.num_preemptions,
         "num_accepted_tokens": stats.num_accepted_tokens,
         "num_rejected_tokens": stats.num_drafted_tokens - stats.num_accepted_tokens,
         "num_cancelled": stats.num_cancelled,
     }
+    subjects = mode.subjects
+    if conditions.model.spec.recurrent_layers and "num_cached_tokens" in subjects:
+        subjects = (*subjects, "num_checkpoint_hits")
     return ModeResult(
         mode=mode.name,
         is_exact=is_exact,
@@ -245,7 +255,7 @@ async def run_mode(
         num_different=sum(differences),
         num_different_requests=sum(number > 0 for number in differences),
         seconds=round(time.perf_counter() - started_at, 2),
-        not_exercised=tuple(name for name in mode.subjects if not counts[name]),
+        not_exercised=tuple(name for name in subjects if not counts[name]),
         **counts,
     )
 

@@ -98,6 +98,21 @@ GPT_OSS = COMMON | {
         ],
     },
 }
+QWEN3_5 = COMMON | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "attention_bias": False,
+    "max_position_embeddings": 262_144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_3
     | {
@@ -259,6 +274,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "router_aux_loss_coef": 0.001,
     },
+    "qwen3.5-0.8b": QWEN3_5
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.6-27b": QWEN3_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "qwen3.6-35b-a3b": QWEN3_5
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
     "tiny-experts": GPT_OSS
     | {
         "vocab_size": 320,
@@ -279,5 +327,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 DRAFTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 17_280, "max_position_embeddings": 65_536},
     "qwen3_moe": {},
+    "qwen3_5_moe_text": {"intermediate_size": 6144},
 }
 """Settings of a published EAGLE-3 draft that differ from those of its target, by the target's model_type."""

@@ -50,13 +50,13 @@ def _experts(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _qwen3_5(rng: random.Random) -> Any:
-    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_shape(rng)))
+def _qwen3_5(rng: random.Random, **sizes: int) -> Any:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_shape(rng) | sizes))
 
 
-def _qwen3_5_vision(rng: random.Random) -> Any:
+def _qwen3_5_vision(rng: random.Random, **sizes: int) -> Any:
     """A model that reads images too."""
-    text = _shape(rng)
+    text = _shape(rng) | sizes
     vision = {
         "depth": 1,
         "hidden_size": 16,
@@ -71,18 +71,18 @@ def _qwen3_5_vision(rng: random.Random) -> Any:
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
 
-def _qwen3_5_moe(rng: random.Random) -> Any:
-    config = transformers.Qwen3_5MoeTextConfig(**_shape(rng) | _experts(rng))
+def _qwen3_5_moe(rng: random.Random, **sizes: int) -> Any:
+    config = transformers.Qwen3_5MoeTextConfig(**_shape(rng) | _experts(rng) | sizes)
     return transformers.Qwen3_5MoeForCausalLM(config)
 
 
-def _qwen3_next(rng: random.Random) -> Any:
+def _qwen3_next(rng: random.Random, **sizes: int) -> Any:
     more = {"norm_topk_prob": rng.random() < 0.7, "mlp_only_layers": rng.choice(([], [1]))}
-    config = transformers.Qwen3NextConfig(**_shape(rng) | _experts(rng) | more)
+    config = transformers.Qwen3NextConfig(**_shape(rng) | _experts(rng) | more | sizes)
     return transformers.Qwen3NextForCausalLM(config)
 
 
-HYBRIDS: dict[str, Callable[[random.Random], Any]] = {
+HYBRIDS: dict[str, Callable[..., Any]] = {
     "qwen3_5": _qwen3_5,
     "qwen3_5_vision": _qwen3_5_vision,
     "qwen3_5_moe": _qwen3_5_moe,
@@ -90,11 +90,11 @@ HYBRIDS: dict[str, Callable[[random.Random], Any]] = {
 }
 
 
-def make_hybrid_model(family: str, seed: int, folder: Path) -> Any:
+def make_hybrid_model(family: str, seed: int, folder: Path, **sizes: int) -> Any:
     """Build a model, save it to `folder` and return it, in float32 and eval mode. The same family and seed
-    give the same model."""
+    give the same model. sizes: fields of its config."""
     with torch.random.fork_rng(devices=[]):
-        model = HYBRIDS[family](random.Random(f"{family}{seed}")).eval()
+        model = HYBRIDS[family](random.Random(f"{family}{seed}"), **sizes).eval()
     _randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(folder)
     return model

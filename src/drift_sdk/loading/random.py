@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -30,12 +31,14 @@ class RandomTensors:
         dtype: torch.dtype,
         seed: int,
         norm_mean: float = 1.0,
+        moments: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
+        """moments: mean and standard deviation of tensors that have others, by name."""
         self.location: str = f"random weights of seed {seed}"
         self._shapes = shapes
         self._dtype = dtype
         self._seed = seed
-        self._norm_mean = norm_mean
+        self._norm_mean, self._moments = norm_mean, moments
         self._generator = torch.Generator(device)
         self.num_readers = 1  # there is one generator
 
@@ -68,6 +71,7 @@ class RandomTensors:
 
         mean = self._norm_mean if name.endswith("norm.weight") else 0.0
         deviation = shape[-1] ** -0.5 if len(shape) == 2 else 0.02
+        mean, deviation = self._moments.get(name, (mean, deviation))
         place.normal_(mean, deviation, generator=self._generator)
 
 

@@ -250,5 +250,19 @@ def random_tensors(
     spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> RandomTensors:
     """The random weights of a decoder, drawn on a device."""
-    norm_mean = 0.0 if spec.layers[0].norm.kind == "offset" else 1.0
-    return RandomTensors(tensor_shapes(spec), device=device, dtype=dtype, seed=seed, norm_mean=norm_mean)
+    moments: dict[str, tuple[float, float]] = {}
+    names = spec.names.gated_delta
+    for index in spec.recurrent_layers:
+        prefix, mixer = f"{spec.names.layer.format(index)}.{names.module}", spec.layers[index].mixer
+        assert isinstance(mixer, GatedDelta)
+        moments[f"{prefix}.{names.decay}"] = -3.0, 1.5  # of states that last from a token to hundreds
+        moments[f"{prefix}.{names.norm}.weight"] = 1.0, 0.02
+        moments[f"{prefix}.{names.conv}.weight"] = 0.0, mixer.conv_width**-0.5
+    return RandomTensors(
+        tensor_shapes(spec),
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        norm_mean=0.0 if spec.layers[0].norm.kind == "offset" else 1.0,
+        moments=moments,
+    )

@@ -114,7 +114,7 @@ def _group(
 
     states = LayerStates(
         state=take(num_slots, *state_shape(spec)),
-        keys=take(num_slots, spec.num_key_heads, num_rows, spec.key_dim, dtype=torch.bfloat16),
+        keys=take(num_slots, spec.num_key_heads, num_rows, spec.key_dim, dtype=decoder.dtype),
         key_scales=take(num_slots, spec.num_key_heads, num_rows),
         updates=take(num_slots, spec.num_value_heads, num_rows, spec.value_dim),
         decays=take(num_slots, spec.num_value_heads, num_rows),
