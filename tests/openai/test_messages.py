@@ -179,6 +179,8 @@ async def test_a_stream_builds_the_answer_that_is_given_whole() -> None:
     assert [block["json"] for block in built[2:]] == ['{"a": 1}'] * 2
     assert whole["stop_reason"] == delta["delta"]["stop_reason"] == "tool_use"
     assert whole["usage"]["output_tokens"] == delta["usage"]["output_tokens"]
+    for usage in (whole["usage"], delta["usage"]):
+        assert usage["output_tokens_details"] == {"thinking_tokens": len("hm, well")}
     assert start["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
 
 

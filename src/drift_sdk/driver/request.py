@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -51,11 +53,13 @@ class Request:
         "_first_token_at",
         "_logprobs",
         "_matcher",
+        "_num_chars",
         "_prompt",
         "_prompt_logprobs",
         "_stop_reason",
         "_splitter",
         "_text",
+        "_token_starts",
         "_token_texts",
         "followers",
         "group_id",
@@ -99,6 +103,8 @@ class Request:
         self._text: list[str] = []  # before it is split
         self._splitter: AnswerSplitter | None = None  # of the answer to a conversation
         self._answer: list[Split] = []  # what it has found
+        self._token_starts = array("L")  # with a splitter: where in the text each token begins
+        self._num_chars = 0
         self._completion_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -210,7 +216,7 @@ class Request:
                 shown_ids = token_ids[:-1]
 
         if self._matcher is None:
-            text = self._detokenizer.push(shown_ids)
+            text = self._text_of(shown_ids)
         else:
             text, num_used, stop = self._match_stops(self._matcher, shown_ids)
             if stop is not None:
@@ -253,6 +259,7 @@ class Request:
                 prompt_tokens=sequence.num_prompt_tokens if sequence is not None else 0,
                 cached_tokens=sequence.num_cached_tokens if sequence is not None else 0,
                 completion_tokens=len(self._completion_ids),
+                reasoning_tokens=self._num_reasoning_tokens(),
             ),
             timing=Timing(
                 queued_s=(started_at or now) - self.submitted_at,
@@ -283,7 +290,7 @@ class Request:
         texts: list[str] = []
         num_unmatched = self.params.min_tokens - len(self._completion_ids)
         for index, token_id in enumerate(token_ids):
-            text, stop = self._detokenizer.push((token_id,)), None
+            text, stop = self._text_of((token_id,)), None
             if index >= num_unmatched:
                 text, stop = matcher.push(text)
             texts.append(text)
@@ -291,6 +298,23 @@ class Request:
                 return "".join(texts), index + 1, stop
 
         return "".join(texts), len(token_ids), None
+
+    def _text_of(self, token_ids: tuple[int, ...]) -> str:
+        """The text that the next tokens complete."""
+        if self._splitter is None:
+            return self._detokenizer.push(token_ids)
+
+        texts: list[str] = []
+        for token_id in token_ids:
+            self._token_starts.append(self._num_chars)
+            texts.append(self._detokenizer.push((token_id,)))
+            self._num_chars += len(texts[-1])
+        return "".join(texts)
+
+    def _num_reasoning_tokens(self) -> int:
+        starts = self._token_starts
+        spans = self._splitter.reasoning_spans if self._splitter is not None else ()
+        return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in spans)
 
     def _remaining_text(self, num_tokens: int) -> tuple[str, str | None]:
         """(text that detokeniser and stop matcher still hold back after so many tokens, the stop string that

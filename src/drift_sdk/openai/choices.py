@@ -135,6 +135,9 @@ class ChoicesAnswer:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(count.reasoning_tokens for count in counts)
+            },
         }
         if self._shows_cached_tokens:
             cached_tokens = sum(count.cached_tokens for count in prompts)

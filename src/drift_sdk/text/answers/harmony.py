@@ -63,6 +63,7 @@ def read_body(
     channel, recipient = CHANNEL_OF.search(header), RECIPIENT_OF.search(header)
     is_analysis = channel is not None and channel[1] == "analysis"
     part = writer.reasoning if is_analysis and finds_reasoning else writer.text
+    start = calls.reader.num_taken
     if finds_calls and recipient is not None and recipient[1] not in ROLES:
         if is_analysis:
             calls.begin()  # without the header
@@ -75,6 +76,8 @@ def read_body(
         else:
             part = writer.text
 
-    yield from calls.reader.take_until(ENDS, part.write)
+    marker = yield from calls.reader.take_until(ENDS, part.write)
+    if part is writer.reasoning:
+        writer.reasoning_spans.append((start, calls.reader.num_taken - len(marker or "")))
     writer.reasoning.cut()
     writer.text.cut()

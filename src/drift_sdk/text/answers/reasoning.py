@@ -48,7 +48,9 @@ def read_reasoning(
         writer.text.write("".join(space))
         return False
 
-    yield from reader.take_until(reasoning_format.closers, thought.push)
+    start = reader.num_taken if opener is not None else 0
+    closer = yield from reader.take_until(reasoning_format.closers, thought.push)
+    writer.reasoning_spans.append((start, reader.num_taken - len(closer or "")))
     thought.end()
     writer.text.cut()
     yield from reader.take_space(space.append)  # white space here is no part of the text
