@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from drift_sdk import Completion, EngineConfig, SamplingParams
-from drift_sdk.testing import scripted_engine
+from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 
 USER = {"role": "user", "content": "Well?"}
 THOUGHT = "\nHé, Stop.\n"
@@ -45,6 +47,17 @@ async def test_reasoning_that_the_prompt_has_opened_is_counted() -> None:
     config = THINKING.replace(chat_template="<think>")
     async with scripted_engine("Hm.</think>Yes.", config=config) as engine:
         assert counts(await engine.chat([USER])) == ("Hm.", 3)
+
+
+async def test_a_character_that_the_end_cuts_off_is_counted_by_its_tokens() -> None:
+    data = b"<think>a\xe2\x82</think>\xe2\x82\xac"
+
+    def next_token(prompt_ids: Sequence[int], output_ids: Sequence[int], seed: int) -> int:
+        return data[len(output_ids)] if len(output_ids) < len(data) else EOS_TOKEN_ID
+
+    async with scripted_engine(next_token, config=THINKING) as engine:
+        found = await engine.chat([USER])
+        assert (found.text, *counts(found)) == ("\u20ac", "a\ufffd", 3)
 
 
 async def test_reasoning_that_is_not_looked_for_is_not_counted() -> None:

@@ -52,6 +52,8 @@ def params_of(**fields: Any) -> SamplingParams:
         ),
         ({"metadata": {"user_id": "x"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}, {}),
         ({"context_management": {"edits": []}}, {}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 64}}, {"thinking_budget": 64}),
+        ({"thinking": {"type": "adaptive"}}, {}),
         (dict.fromkeys(["system", "stop_sequences", "thinking", "tools", "container"]), {}),
     ],
 )
@@ -134,6 +136,7 @@ UNNAMED = [*ASKED, {"role": "assistant", "content": [{"type": "tool_use", "id": 
         ("tool_choice", {"tool_choice": {"type": "tool", "name": "h"}, "tools": TOOLS}),
         ("tool_choice.name", {"tool_choice": {"type": "tool"}, "tools": TOOLS}),
         ("thinking.type", {"thinking": {"type": "between_tools"}}),
+        ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": -1}}),
         (
             "output_config.format",
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}},

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from drift_sdk.draft_policy.count import DraftCount
-from drift_sdk.driver.executor_params import check_text_params, slot_sampling
+from drift_sdk.driver.executor_params import Limits, check_text_params, limits_of, slot_sampling
 from drift_sdk.driver.prompts import ModelText, Prompt, message_ends
 from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import RequestError
@@ -51,6 +51,7 @@ class Request:
         "_drafts",
         "_finish_reason",
         "_first_token_at",
+        "_limits",
         "_logprobs",
         "_matcher",
         "_num_chars",
@@ -99,6 +100,9 @@ class Request:
         self._arrival = arrival
         self._prompt = prompt
         self._constraint: GrammarConstraint | None = None
+        self._limits: Limits | None = (
+            None  # the constraint of the sequence: the grammar's, a budget's or both
+        )
         self._first_token_at: float | None = None
         self._text: list[str] = []  # before it is split
         self._splitter: AnswerSplitter | None = None  # of the answer to a conversation
@@ -119,11 +123,12 @@ class Request:
         grammar: AnyGrammar | None = params.grammar
         shown_ids = frozenset[int]()
         prompt = self._prompt.prepare(model)
-        if prompt.new_answer is not None:
-            answer = prompt.new_answer(params.grammar)
+        answer = prompt.new_answer(params.grammar) if prompt.new_answer is not None else None
+        if answer is not None:
             self._splitter, shown_ids, grammar = answer.splitter, answer.marker_ids, answer.grammar
         check_text_params(params, grammar, model)
         self._compile_grammar(grammar, model)
+        self._limits = limits_of(params, answer, self._constraint, model)
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
         has_eos = not params.ignore_eos or self._constraint is not None
         eos_token_ids = model.eos_token_ids if has_eos else ()
@@ -139,7 +144,7 @@ class Request:
             prompt_ids=prompt.token_ids,
             priority=params.priority,
             arrival=self._arrival,
-            constraint=self._constraint,
+            constraint=self._limits,
             max_draft_tokens=params.num_draft_tokens,
             cache_salt=params.cache_salt,
             borders=message_ends(prompt.token_ids, model.eos_token_ids) if model.has_states else (),
@@ -183,8 +188,8 @@ class Request:
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
         """Advance the constraint by newly generated tokens. Runs on a text thread, one call at a time."""
-        assert self._constraint is not None
-        self._constraint.advance(token_ids)
+        assert self._limits is not None
+        self._limits.advance(token_ids)
 
     @property
     def has_drafts(self) -> bool:
@@ -306,9 +311,12 @@ class Request:
 
         texts: list[str] = []
         for token_id in token_ids:
-            self._token_starts.append(self._num_chars)
-            texts.append(self._detokenizer.push((token_id,)))
-            self._num_chars += len(texts[-1])
+            has_part = self._detokenizer.is_incomplete
+            text = self._detokenizer.push((token_id,))
+            # A character before the token that it does not complete becomes U+FFFD.
+            self._token_starts.append(self._num_chars + (has_part and text.startswith("\ufffd")))
+            self._num_chars += len(text)
+            texts.append(text)
         return "".join(texts)
 
     def _num_reasoning_tokens(self) -> int:

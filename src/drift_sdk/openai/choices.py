@@ -45,9 +45,11 @@ class TextBody(Body, kw_only=True):
 
     def error_names(self) -> dict[str, str]:
         """Fields of the engine's errors -> the fields of this request that they are about."""
+        budget = "thinking_token_budget"
         return {
             **dict.fromkeys(("schema", "pattern", "grammar"), Form(self).field),
             "include_stop": "include_stop_str_in_output",
+            "thinking_budget": budget if budget in self.sampling else "thinking_budget",
         }
 
     def new_id(self, prefix: str) -> str:

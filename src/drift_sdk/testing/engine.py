@@ -146,7 +146,8 @@ def scripted_engine(
 
     Tokens are the UTF-8 bytes of the text, and `EOS_TOKEN_ID`: with the default `max_tokens=256`, a reply is
     cut off after 256 bytes. A reply to a request with a grammar, or with a `tool_choice` that forces a call,
-    must follow it; otherwise the stream raises RequestError for the field `grammar`.
+    must follow it; otherwise the stream raises RequestError for the field `grammar`. So does, for the field
+    `thinking_budget`, a reply with more reasoning than that.
 
     Every call that submits takes the next reply of a list, each sample of `samples` too; a request beyond the
     last one raises AssertionError at the call. Which reply a request gets depends on this order alone, not on
