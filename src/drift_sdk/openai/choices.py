@@ -108,7 +108,7 @@ class ChoicesAnswer:
             "usage": self._usage(completions),
         }
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         return iter(())
 
     def chunk(self, index: int, chunk: Chunk, completion: Completion | None) -> Iterator[Event]:

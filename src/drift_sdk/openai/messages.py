@@ -186,18 +186,10 @@ async def messages(service: Service, request: Request) -> Response:
         request_id=message_id,
     )
     generation = Generation([submit])
-    num_tokens = 0
-    if body.stream:  # whose first event has the number, which the engine tells at the end
-        try:
-            num_tokens = await model.engine.count_tokens(conversation, **body.prompt(tools))
-        except BaseException:
-            generation.cancel()
-            raise
     answer = MessageAnswer(
         tools.use,
         message_id=message_id,
         model=model.name,
-        num_prompt_tokens=num_tokens,
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         shows_cached_tokens=service.shows_cached_tokens,
     )

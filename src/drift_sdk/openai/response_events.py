@@ -95,7 +95,7 @@ class ResponseAnswer:
             pass
         return self._response(completion)
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response(None))
 
