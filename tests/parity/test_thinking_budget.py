@@ -24,6 +24,7 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
+from drift_sdk.sampling_params import check_needs_no_host
 
 MODEL = 0
 SEED = 200  # of cases without near ties
@@ -185,6 +186,15 @@ async def test_budgets_of_the_protocols_are_kept(folder: Path, is_streamed: bool
             assert usage["completion_tokens_details"] == {"reasoning_tokens": 6}
             refused = await call(app, "/v1/completions", {"prompt": "Why?", field: 6})
             assert (refused.status, refused.error["param"]) == (400, field)
+
+
+def test_with_strict_performance_a_budget_excludes_drafts() -> None:
+    """The host computes the masks after them."""
+    params = SamplingParams(thinking_budget=5)
+    with pytest.raises(RequestError, match="thinking_budget=5"):
+        check_needs_no_host(params, is_speculating=True)
+    check_needs_no_host(params, is_speculating=False)
+    check_needs_no_host(params.replace(num_draft_tokens=0), is_speculating=True)
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 0.5, "5", True])
