@@ -50,8 +50,21 @@ def snippets_of(file: str) -> list[str]:
 
 def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.CaptureFixture[str]) -> None:
     for number, snippet in enumerate(snippets_of("README.md")):
-        exec(compile(snippet, f"README.md#{number}", "exec"), {"__name__": "__main__"})
-        assert capsys.readouterr().out
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(snippet, f"README.md#{number}", "exec"), names)
+        tests = [value for name, value in names.items() if name.startswith("test_")]
+        for test in tests:
+            asyncio.run(test())
+        assert tests or capsys.readouterr().out
+
+
+def test_the_readme_streams_serves_and_tests_in_six_lines() -> None:
+    """The tests beside this one run them."""
+    section = (ROOT / "README.md").read_text().partition("## Stream, serve, test\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", section, flags=re.DOTALL)
+    for subject, block in zip(("print(chunk.text", "drift_sdk serve", "assert "), blocks, strict=True):
+        assert subject in block
+        assert len([line for line in block.splitlines() if line]) <= 6
 
 
 NAMES = ("debugging", "deployment", "guide", "migration", "models", "scaling", "server", "sizing", "tools")

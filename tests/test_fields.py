@@ -130,6 +130,7 @@ PARAMS = {
         (None, Regex("777"), Lark('start: "777"'), JsonSchema({"type": "integer"})),
         ("777", b"7", {"type": "integer"}, 7, True, (), Regex, (Regex("777"),)),
     ),
+    "thinking_budget": integer(0, 2**31 - 1, optional=True),
     "priority": integer(-(2**31), 2**31 - 1),
     "cache_salt": text("tenant 1", "\N{SNOWMAN}", "a" * 1024, rejected=("a" * 1025, "\ud800")),
     "num_draft_tokens": integer(0, 63, optional=True),
@@ -311,6 +312,9 @@ def test_wrong_params_do_not_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -
     anyio.run(main)
 
 
+QUESTION = [{"role": "user", "content": "x"}]
+
+
 def test_valid_params_are_served() -> None:
     async def main() -> None:
         config = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
@@ -318,7 +322,9 @@ def test_valid_params_are_served() -> None:
             for field, case in PARAMS.items():
                 for value in case.valid:
                     params = SamplingParams(**case.given, **{field: value})
-                    completion = await engine.generate("x", params)
+                    is_chat = field == "thinking_budget"
+                    stream = engine.chat(QUESTION, params) if is_chat else engine.generate("x", params)
+                    completion = await stream
                     assert completion.token_ids and "777".startswith(completion.text), (field, value)
                     assert params.seed in (None, completion.seed)
 

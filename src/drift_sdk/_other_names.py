@@ -67,6 +67,7 @@ OTHER_NAMES = {
     "stop_sequences": "SamplingParams.stop",
     "stream": "always so: iterate over the stream, or await it",
     "structured_outputs": GRAMMAR,
+    "thinking_token_budget": "SamplingParams.thinking_budget",
     "top_logprobs": "SamplingParams.logprobs",
 }
 """Name there -> what to write here."""

@@ -75,11 +75,14 @@ class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens:     tokens of the prompt.
     cached_tokens:     of them, those whose KV was found in the prefix cache.
     completion_tokens: tokens generated.
+    reasoning_tokens:  of them, those that begin inside the reasoning of an answer, without its markers; 0 for
+                       `generate`.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
 
 class Timing(Struct, frozen=True, kw_only=True):

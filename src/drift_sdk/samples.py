@@ -62,9 +62,10 @@ class Samples(Sequence[TokenStream[ParsedT_co]], AsyncIterator[tuple[int, Chunk]
         """Cancel all samples, as leaving the `async with` block does."""
         self.cancel()
 
-    async def accepted(self) -> None:
-        """Wait until the samples are accepted, which happens to all at once; see `TokenStream.accepted`."""
-        await self._all(TokenStream.accepted)
+    async def accepted(self) -> int | None:
+        """Wait until the samples are accepted, which happens to all at once, and return the number of the
+        prompt's tokens; see `TokenStream.accepted`."""
+        return next(iter(await self._all(TokenStream.accepted)), None)
 
     async def completions(self) -> tuple[Completion[ParsedT_co], ...]:
         """Wait for the end of all samples, as awaiting does; a coroutine, for task groups and

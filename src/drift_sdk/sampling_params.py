@@ -55,6 +55,7 @@ class SamplingOptions(TypedDict, Generic[ParsedT], total=False):
     logit_bias: Mapping[int, float]
     allowed_token_ids: tuple[int, ...] | list[int] | IdArray | None
     grammar: JsonSchema[ParsedT] | Regex | Lark | None
+    thinking_budget: int | None
     priority: int
     cache_salt: str | None
     num_draft_tokens: int | None
@@ -99,6 +100,8 @@ class SamplingParams(
     grammar:            form of the text, a `JsonSchema`, `Regex` or `Lark`; None = any. The text ends where
                         the grammar allows it and the model chooses to, or with `ignore_eos` where the grammar
                         allows nothing more.
+    thinking_budget:    most tokens of reasoning in the answer of `chat`, 0 to 2,147,483,647. When they are
+                        used up, the marker that ends reasoning follows, and then the answer; None = no limit.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
                         tenant: 1 to 1,024 characters; None = with requests that have none.
@@ -106,11 +109,12 @@ class SamplingParams(
                         engine.
 
     The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
-    grammar, temperature, top_k, top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens
-    is ignored. Where both leave no token that the grammar permits, both are ignored: a text that the grammar
-    ends may have fewer tokens than min_tokens. Numbers may have types of numpy, and ids may be
-    one-dimensional arrays of integers of numpy, torch or a library like them. Ids outside the model's
-    vocabulary are found when the request is prepared; its stream then raises RequestError."""
+    grammar, thinking_budget, temperature, top_k, top_p, min_p. Where min_tokens leaves none of
+    allowed_token_ids, min_tokens is ignored. Where both leave no token that the grammar or the budget
+    permits, both are ignored: a text that the grammar ends may have fewer tokens than min_tokens. Numbers may
+    have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a library like
+    them. Ids outside the model's vocabulary are found when the request is prepared; its stream then raises
+    RequestError."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = 256
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
@@ -131,6 +135,7 @@ class SamplingParams(
     logit_bias: Mapping[int, float] = NO_BIAS
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: JsonSchema[ParsedT_co] | Regex | Lark | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
     num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_DRAFTS)] | None = None
@@ -192,9 +197,11 @@ def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None
     if params.prompt_logprobs is not None:
         raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with strict_performance")
 
-    if params.grammar is not None and is_speculating and params.num_draft_tokens != 0:
-        allowed = "None, or num_draft_tokens=0, with strict_performance and speculation"
-        raise RequestError.of("grammar", params.grammar, allowed)
+    for field in ("grammar", "thinking_budget"):
+        value: object = getattr(params, field)
+        if value is not None and is_speculating and params.num_draft_tokens != 0:
+            allowed = "None, or num_draft_tokens=0, with strict_performance and speculation"
+            raise RequestError.of(field, value, allowed)
 
 
 def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:

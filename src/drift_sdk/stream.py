@@ -62,11 +62,11 @@ class TokenStream(AsyncIterator[Chunk], Generic[ParsedT_co]):
         """Cancel the request, as leaving the `async with` block does."""
         self.cancel()
 
-    async def accepted(self) -> None:
+    async def accepted(self) -> int | None:
         """Wait until the request is accepted: its prompt has been tokenised and fits, its grammar has been
-        compiled, and it is in the queue of the scheduler. Returns at once if it has been, whatever happened
-        afterwards, and also if it is cancelled before. Raises its error if it failed before: PromptTooLong or
-        another RequestError, EngineClosed or ExecutorError.
+        compiled, and it is in the queue of the scheduler. Returns the number of the prompt's tokens, at once
+        if the request has been accepted, whatever happened afterwards; None if it is cancelled before. Raises
+        its error if it failed before: PromptTooLong or another RequestError, EngineClosed or ExecutorError.
 
         A server awaits it before it sends the headers of a response. Several tasks may wait."""
         updates = self._updates
@@ -82,6 +82,8 @@ class TokenStream(AsyncIterator[Chunk], Generic[ParsedT_co]):
 
         if updates.error is not None and not updates.is_accepted:
             raise updates.error
+
+        return updates.num_prompt_tokens
 
     async def completion(self) -> Completion[ParsedT_co]:
         """Wait for the end of the request, as awaiting the stream does; a coroutine, for task groups and

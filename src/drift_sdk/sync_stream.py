@@ -53,9 +53,10 @@ class SyncStream(Iterator[Chunk], Generic[ParsedT_co]):
         """As that of `TokenStream`."""
         return html_table(type(self).__name__, description_of_stream(getattr(self, "_stream", None)))
 
-    def accepted(self) -> None:
-        """Wait until the request is accepted; see `TokenStream.accepted`."""
-        self._read(check_accepted, TokenStream.accepted)
+    def accepted(self) -> int | None:
+        """Wait until the request is accepted, and return the number of its prompt's tokens; see
+        `TokenStream.accepted`."""
+        return self._read(num_accepted, TokenStream.accepted)
 
     def result(self, timeout: float | None = None) -> Completion[ParsedT_co]:
         """Wait for the end of the request. Chunks can still be read afterwards. Raises the request's error if
@@ -131,7 +132,10 @@ def completion_of(updates: StreamUpdates) -> Completion:
     return updates.completion
 
 
-def check_accepted(updates: StreamUpdates) -> None:
-    """Raise the error of a request that has failed before it was accepted."""
+def num_accepted(updates: StreamUpdates) -> int | None:
+    """The number of a prompt's tokens. Raises the error of a request that has failed before it was
+    accepted."""
     if updates.error is not None and not updates.is_accepted:
         raise updates.error
+
+    return updates.num_prompt_tokens

@@ -92,6 +92,9 @@ async def test_answer_comes_in_parts(name: str, tokens_per_step: int) -> None:
             expected = [*engine.tokenizer.encode(reply.raw, add_special_tokens=False), 256]
             assert list(completion.token_ids) == expected
             assert completion.logprobs is not None and len(completion.logprobs) == len(expected)
+            num_thought = len(engine.tokenizer.encode(reply.reasoning, add_special_tokens=False))
+            most = num_thought + len("\n\n\n\n") if num_thought else 0  # white space around it is not shown
+            assert num_thought <= completion.usage.reasoning_tokens <= most
 
 
 async def test_generate_does_not_split() -> None:

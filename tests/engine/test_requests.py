@@ -421,10 +421,10 @@ def test_accepted_returns_before_the_first_token(loop: str, stall: Stall) -> Non
             assert engine.stats().num_steps == 0 and engine.stats().num_queued == 1
             late = engine.generate("x")
             await until(lambda: engine.stats().num_queued == 2)
-            await late.accepted()
+            assert await late.accepted() == len("x")
             await engine.resume()
             assert (await stream).text == (await late).text == "fine"
-            await stream.accepted()
+            assert await stream.accepted() == len("stall")
 
     run(loop, main)
 
@@ -459,6 +459,7 @@ def test_accepted_ends_when_the_request_is_cancelled_or_the_engine_closes(loop: 
             await until(lambda: stall.num_begun == 2)
             cancelled.cancel()
         assert (await cancelled).finish_reason == "cancelled"
+        assert await cancelled.accepted() is None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.aclose)
             with pytest.raises(EngineClosed):

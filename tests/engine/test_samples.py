@@ -203,7 +203,7 @@ async def test_next_sample_computes_the_prompt_if_the_first_is_cancelled_before(
     async with scripted_engine(by_seed, config=config) as engine:
         await engine.pause()
         samples = engine.samples(PROMPT, 4, SAMPLED)
-        await samples.accepted()
+        assert await samples.accepted() == await engine.count_tokens(PROMPT)
         samples[0].cancel()
         samples[2].cancel()
         await samples[0]

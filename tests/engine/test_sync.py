@@ -70,9 +70,10 @@ def engine() -> Iterator[SyncEngine]:
 def test_stream_gives_chunks_and_the_completion(engine: SyncEngine) -> None:
     num_before = engine.stats().num_submitted
     stream = engine.generate("x")
-    stream.accepted()
+    assert stream.accepted() == 1
     chunks = list(stream)
     completion = stream.result()
+    assert stream.accepted() == completion.usage.prompt_tokens == 1
     assert "".join(chunk.text for chunk in chunks) == completion.text == TEXT
     assert chunks[-1].finish_reason == "stop" and list(stream) == []
     assert engine.generate("x", SamplingParams(stop="ß"), request_id="mine").result().text == "Grü"

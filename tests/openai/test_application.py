@@ -382,7 +382,7 @@ async def test_two_hundred_streams_of_which_half_leave() -> None:
 
     config = EngineConfig(max_model_len=2**19, kv_cache_tokens=2**25, max_num_seqs=64)
     found: dict[int, list[Any]] = {}
-    async with scripted_engine(reply, config=config) as engine:
+    async with scripted_engine(reply, config=config, step_s=0.001) as engine:
         app = drift_sdk.openai.app(engine)
 
         async def ask(number: int) -> None:

@@ -65,6 +65,8 @@ SAMPLING: dict[str, tuple[Any, dict[str, Any]]] = {
     "seed": (5, {"seed": 5}),
     "priority": (-1, {"priority": -1}),
     "cache_salt": ("a", {"cache_salt": "a"}),
+    "thinking_budget": (5, {"thinking_budget": 5}),
+    "thinking_token_budget": (5, {"thinking_budget": 5}),
     "max_tokens": (5, {"max_tokens": 5}),
     "response_format": ({"type": "json_object"}, {"grammar": JsonSchema({"type": "object"})}),
     "structured_outputs": ({"regex": "a"}, {"grammar": Regex("a")}),
@@ -124,6 +126,13 @@ def test_a_field_replaces_the_parameter(endpoint: str, field: str) -> None:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_all_tokens_are_kept_with_a_top_k_of_minus_one(endpoint: str) -> None:
     assert params_of(endpoint, top_k=-1).top_k == params_of(endpoint, top_k=0).top_k == 0
+
+
+def test_a_thinking_token_budget_of_minus_one_is_no_limit() -> None:
+    defaults = DEFAULTS.replace(thinking_budget=5)
+    assert params_of("chat", defaults, thinking_token_budget=-1).thinking_budget is None
+    with pytest.raises(RequestError, match="thinking_budget"):
+        params_of("chat", thinking_budget=-1)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

@@ -52,6 +52,8 @@ def params_of(**fields: Any) -> SamplingParams:
         ),
         ({"metadata": {"user_id": "x"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}, {}),
         ({"context_management": {"edits": []}}, {}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 64}}, {"thinking_budget": 64}),
+        ({"thinking": {"type": "adaptive"}}, {}),
         (dict.fromkeys(["system", "stop_sequences", "thinking", "tools", "container"]), {}),
     ],
 )
@@ -134,6 +136,7 @@ UNNAMED = [*ASKED, {"role": "assistant", "content": [{"type": "tool_use", "id": 
         ("tool_choice", {"tool_choice": {"type": "tool", "name": "h"}, "tools": TOOLS}),
         ("tool_choice.name", {"tool_choice": {"type": "tool"}, "tools": TOOLS}),
         ("thinking.type", {"thinking": {"type": "between_tools"}}),
+        ("thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": -1}}),
         (
             "output_config.format",
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}},
@@ -179,6 +182,8 @@ async def test_a_stream_builds_the_answer_that_is_given_whole() -> None:
     assert [block["json"] for block in built[2:]] == ['{"a": 1}'] * 2
     assert whole["stop_reason"] == delta["delta"]["stop_reason"] == "tool_use"
     assert whole["usage"]["output_tokens"] == delta["usage"]["output_tokens"]
+    for usage in (whole["usage"], delta["usage"]):
+        assert usage["output_tokens_details"] == {"thinking_tokens": len("hm, well")}
     assert start["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
 
 

@@ -186,6 +186,7 @@ async def test_a_stream_builds_the_answer_that_is_given_whole() -> None:
         ]
         assert all(item["status"] == "completed" for item in found["output"])
         assert found["status"] == "completed" and found["usage"]["total_tokens"] > 0
+        assert found["usage"]["output_tokens_details"] == {"reasoning_tokens": len("hm, well")}
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -846,7 +846,9 @@ async def test_reasoning_is_sent_apart_and_accepted_back() -> None:
     with serving(replying(noted, template=template)) as url:
         async with client_of(url) as client:
             options = {"model": MODEL, "messages": QUESTION}
-            message = (await client.chat.completions.create(**options)).choices[0].message
+            answer = await client.chat.completions.create(**options, n=2)
+            message = answer.choices[0].message
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * len("hm, well")
             assert (message.reasoning_content, message.content) == ("hm, well", "Paris")
             chunks = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
             deltas = [chunk.choices[0].delta for chunk in chunks]

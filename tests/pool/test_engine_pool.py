@@ -306,7 +306,7 @@ async def test_samples_survive_a_failure_and_keep_their_ids() -> None:
         samples = pool.samples("a", 3, seed=5, max_tokens=30, request_id="group")
         with pytest.raises(RequestError, match="no live request has"):
             pool.generate("b", request_id="group-1")
-        await samples.accepted()
+        assert await samples.accepted() == 1
         pool.restore(1)
         break_after(pool.engines[0], 8)
         await pool.resume()

@@ -60,7 +60,7 @@ def test_remote_engine_serves_with_the_face_of_an_engine(loop: str) -> None:
     async def main() -> None:
         async with engine_of(lambda prompt: f"to {prompt}") as engine:
             stream = engine.generate("a", request_id="mine")
-            await stream.accepted()
+            assert await stream.accepted() == 1
             assert (await stream).text == "to a"
             assert (await engine.chat([{"role": "user", "content": "b"}])).text == "to user: b\nassistant: "
             assert [each.text for each in await engine.samples("c", 3)] == ["to c"] * 3

@@ -20,7 +20,14 @@ from drift_sdk import (
     SamplingParams,
     ToolCall,
 )
-from drift_sdk.testing import EOS_TOKEN_ID, Reply, ScriptedModel, scripted_engine
+from drift_sdk.testing import (
+    EOS_TOKEN_ID,
+    Reply,
+    ScriptedModel,
+    ScriptedSyncEngine,
+    scripted_engine,
+    scripted_sync_engine,
+)
 
 TOOL = {
     "type": "function",
@@ -316,3 +323,27 @@ def test_scripted_engine_rejects_wrong_speeds(field: str, value: object) -> None
 async def test_template_that_cannot_be_compiled_is_a_wrong_value_of_the_config() -> None:
     with pytest.raises(ConfigError, match="^chat_template='{% if %}': expected a Jinja template: "):
         await scripted_engine("a", config=EngineConfig(max_model_len=512, chat_template="{% if %}")).start()
+
+
+def test_scripted_engine_for_code_without_an_event_loop() -> None:
+    replies = [
+        CALL,
+        "It is sunny.",
+        QueueFull("full"),
+        PromptTooLong("long"),
+        Reply("Half", raises=OSError()),
+    ]
+    with scripted_sync_engine(replies) as engine:
+        assert engine.chat([USER], tools=[TOOL]).result().tool_calls[0].arguments == {"city": "Paris"}
+        assert "".join(chunk.text for chunk in engine.chat([USER])) == "It is sunny."
+        with pytest.raises(QueueFull, match="full"):
+            engine.generate("x")
+        with pytest.raises(PromptTooLong, match="long"):
+            engine.generate("x").result()
+        with pytest.raises(ExecutorError):
+            engine.generate("x").result()
+    assert isinstance(engine, ScriptedSyncEngine) and len(engine.executors) == 1
+    config = EngineConfig(max_model_len=64, kv_cache_tokens=1024)
+    with scripted_sync_engine(lambda prompt: prompt.upper(), config=config) as engine:
+        assert [found.text for found in engine.map(["a", "b"])] == ["A", "B"]
+        assert engine.max_model_len == 64

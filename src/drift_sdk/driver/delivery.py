@@ -138,16 +138,16 @@ class Delivery:
 
     def _accept(self, request: Request) -> None:
         """Mark a request as accepted that the scheduler has queued, and its followers with it."""
-        for accepted in (request, *request.followers):
-            updates = accepted.stream_updates
-            if accepted.is_done or updates.is_accepted:
-                continue
-
-            updates.is_accepted = True
-            if updates.awaits_acceptance:
-                self._updates.add(Update(stream_updates=updates))
         sequence = request.sequence
         assert sequence is not None
+        for accepted in (request, *request.followers):
+            updates = accepted.stream_updates
+            if accepted.is_done or updates.num_prompt_tokens is not None:
+                continue
+
+            updates.num_prompt_tokens = sequence.num_prompt_tokens
+            if updates.awaits_acceptance:
+                self._updates.add(Update(stream_updates=updates))
         # The last token of a prompt is always computed, so a prompt of one block shares nothing.
         if sequence.num_prompt_tokens <= self._scheduler.config.block_size:
             self._prepare_followers(request)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import AnyGrammar
 from drift_sdk.sampling_params import SamplingParams
-from drift_sdk.steps import SlotSampling
+from drift_sdk.steps import SlotSampling, TokenConstraint
 
-__all__ = ["check_text_params", "slot_sampling"]
+if TYPE_CHECKING:  # their libraries would make up most of the package's import time
+    from drift_sdk.text.answers.answer import Answer
+    from drift_sdk.text.grammar import GrammarConstraint
+
+__all__ = ["Limits", "check_text_params", "limits_of", "slot_sampling"]
+
+
+class Limits(TokenConstraint, Protocol):
+    """A constraint that follows the tokens of its request."""
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Move on by newly generated tokens. RequestError if they are not allowed."""
 
 
 def check_text_params(params: SamplingParams, grammar: AnyGrammar | None, model: ModelText) -> None:
@@ -25,6 +37,38 @@ def check_text_params(params: SamplingParams, grammar: AnyGrammar | None, model:
             else "the model has no tokenizer"
         )
         raise RequestError.of("grammar", grammar, f"None: {lack}")
+
+
+def limits_of(
+    params: SamplingParams, answer: Answer | None, grammar: GrammarConstraint | None, model: ModelText
+) -> Limits | None:
+    """What the tokens of a request have to follow: its grammar and its thinking budget, as far as they limit
+    anything. answer: None = the prompt is no conversation. RequestError for a budget that cannot be kept."""
+    num_tokens = params.thinking_budget
+    if num_tokens is None:
+        return grammar
+
+    if answer is None:
+        allowed = "None for a prompt that is no conversation: only chat() tells reasoning from text"
+        raise RequestError.of("thinking_budget", num_tokens, allowed)
+
+    if answer.thinking is None or (params.max_tokens is not None and num_tokens >= params.max_tokens):
+        return grammar
+
+    if not model.tokenizer.has_token_bytes:
+        allowed = "None: the text of a token depends on its neighbours"
+        raise RequestError.of("thinking_budget", num_tokens, allowed)
+
+    from drift_sdk.text.answers.thinking_budget import BudgetedGrammar, ThinkingBudget
+
+    budget = ThinkingBudget(
+        answer.thinking,
+        num_tokens,
+        model.tokenizer,
+        marker_ids=answer.marker_ids,
+        vocab_size=model.vocab_size,
+    )
+    return budget if grammar is None else BudgetedGrammar(grammar, budget)
 
 
 def slot_sampling(

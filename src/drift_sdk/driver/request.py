@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from drift_sdk.draft_policy.count import DraftCount
-from drift_sdk.driver.executor_params import check_text_params, slot_sampling
+from drift_sdk.driver.executor_params import Limits, check_text_params, limits_of, slot_sampling
 from drift_sdk.driver.prompts import ModelText, Prompt, message_ends
 from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import RequestError
@@ -49,13 +51,16 @@ class Request:
         "_drafts",
         "_finish_reason",
         "_first_token_at",
+        "_limits",
         "_logprobs",
         "_matcher",
+        "_num_chars",
         "_prompt",
         "_prompt_logprobs",
         "_stop_reason",
         "_splitter",
         "_text",
+        "_token_starts",
         "_token_texts",
         "followers",
         "group_id",
@@ -95,10 +100,15 @@ class Request:
         self._arrival = arrival
         self._prompt = prompt
         self._constraint: GrammarConstraint | None = None
+        self._limits: Limits | None = (
+            None  # the constraint of the sequence: the grammar's, a budget's or both
+        )
         self._first_token_at: float | None = None
         self._text: list[str] = []  # before it is split
         self._splitter: AnswerSplitter | None = None  # of the answer to a conversation
         self._answer: list[Split] = []  # what it has found
+        self._token_starts = array("L")  # with a splitter: where in the text each token begins
+        self._num_chars = 0
         self._completion_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -113,11 +123,12 @@ class Request:
         grammar: AnyGrammar | None = params.grammar
         shown_ids = frozenset[int]()
         prompt = self._prompt.prepare(model)
-        if prompt.new_answer is not None:
-            answer = prompt.new_answer(params.grammar)
+        answer = prompt.new_answer(params.grammar) if prompt.new_answer is not None else None
+        if answer is not None:
             self._splitter, shown_ids, grammar = answer.splitter, answer.marker_ids, answer.grammar
         check_text_params(params, grammar, model)
         self._compile_grammar(grammar, model)
+        self._limits = limits_of(params, answer, self._constraint, model)
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
         has_eos = not params.ignore_eos or self._constraint is not None
         eos_token_ids = model.eos_token_ids if has_eos else ()
@@ -133,7 +144,7 @@ class Request:
             prompt_ids=prompt.token_ids,
             priority=params.priority,
             arrival=self._arrival,
-            constraint=self._constraint,
+            constraint=self._limits,
             max_draft_tokens=params.num_draft_tokens,
             cache_salt=params.cache_salt,
             borders=message_ends(prompt.token_ids, model.eos_token_ids) if model.has_states else (),
@@ -177,8 +188,8 @@ class Request:
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
         """Advance the constraint by newly generated tokens. Runs on a text thread, one call at a time."""
-        assert self._constraint is not None
-        self._constraint.advance(token_ids)
+        assert self._limits is not None
+        self._limits.advance(token_ids)
 
     @property
     def has_drafts(self) -> bool:
@@ -210,7 +221,7 @@ class Request:
                 shown_ids = token_ids[:-1]
 
         if self._matcher is None:
-            text = self._detokenizer.push(shown_ids)
+            text = self._text_of(shown_ids)
         else:
             text, num_used, stop = self._match_stops(self._matcher, shown_ids)
             if stop is not None:
@@ -253,6 +264,7 @@ class Request:
                 prompt_tokens=sequence.num_prompt_tokens if sequence is not None else 0,
                 cached_tokens=sequence.num_cached_tokens if sequence is not None else 0,
                 completion_tokens=len(self._completion_ids),
+                reasoning_tokens=self._num_reasoning_tokens(),
             ),
             timing=Timing(
                 queued_s=(started_at or now) - self.submitted_at,
@@ -283,7 +295,7 @@ class Request:
         texts: list[str] = []
         num_unmatched = self.params.min_tokens - len(self._completion_ids)
         for index, token_id in enumerate(token_ids):
-            text, stop = self._detokenizer.push((token_id,)), None
+            text, stop = self._text_of((token_id,)), None
             if index >= num_unmatched:
                 text, stop = matcher.push(text)
             texts.append(text)
@@ -291,6 +303,26 @@ class Request:
                 return "".join(texts), index + 1, stop
 
         return "".join(texts), len(token_ids), None
+
+    def _text_of(self, token_ids: tuple[int, ...]) -> str:
+        """The text that the next tokens complete."""
+        if self._splitter is None:
+            return self._detokenizer.push(token_ids)
+
+        texts: list[str] = []
+        for token_id in token_ids:
+            has_part = self._detokenizer.is_incomplete
+            text = self._detokenizer.push((token_id,))
+            # A character before the token that it does not complete becomes U+FFFD.
+            self._token_starts.append(self._num_chars + (has_part and text.startswith("\ufffd")))
+            self._num_chars += len(text)
+            texts.append(text)
+        return "".join(texts)
+
+    def _num_reasoning_tokens(self) -> int:
+        starts = self._token_starts
+        spans = self._splitter.reasoning_spans if self._splitter is not None else ()
+        return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in spans)
 
     def _remaining_text(self, num_tokens: int) -> tuple[str, str | None]:
         """(text that detokeniser and stop matcher still hold back after so many tokens, the stop string that

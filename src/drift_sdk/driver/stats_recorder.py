@@ -12,6 +12,7 @@ from drift_sdk.driver.event_sender import NO_EVENTS, EventSender
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import Request
 from drift_sdk.driver.request_registry import RequestRegistry
+from drift_sdk.driver.stalled_steps import StalledSteps
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -65,6 +66,7 @@ class StatsRecorder:
         self._num_undrafted = {"policy": 0, "request": 0, "room": 0, "drafter": 0, "checks": 0}
         self._num_violations: dict[str, int] = {}
         self._active = ActiveSequences()
+        self._stalled_steps: StalledSteps | None = None  # of an executor that may be on a CPU
         # (time, tokens generated until then), oldest first. Replaced as a whole, as other threads read it.
         self._marks = NO_MARKS
 
@@ -89,6 +91,7 @@ class StatsRecorder:
         scheduling = model.scheduling
         self._start_seconds = model.start_seconds
         self._kv_dtype = model.kv_dtype
+        self._stalled_steps = StalledSteps() if model.executor_name == "eager" else None
         self._num_tuned_shapes = model.num_tuned_shapes
         self._num_untuned_shapes = len(model.untuned_shapes)
         self._events.started(model.executor_name, seconds)
@@ -150,15 +153,18 @@ class StatsRecorder:
         self._num_host["rounds"] += work.num_split_rounds
         self._num_host["copies"] += work.num_copies
         self._num_host["allocations"] += work.num_allocations
-        num_active = 0
+        num_active = num_drafted = 0
         for output in result.decode:
             num_active += bool(output.token_ids)
+            num_drafted += output.num_drafted
             if output.num_drafted:
                 self._drafts.add(output.num_drafted, output.num_accepted, is_ngram=output.is_ngram)
             if output.violation is not None:
                 self._count_violation(output.violation)
         if num_active:
             self._active.add(num_active)
+        if self._stalled_steps is not None and result.decode and not result.prefill:
+            self._stalled_steps.note(len(result.decode) + num_drafted, result.duration_s)
 
     def extended(self, request: Request, delta: Delta, chunk: Chunk) -> None:
         """The collected step brought tokens of this request."""

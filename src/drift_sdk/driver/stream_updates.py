@@ -20,10 +20,10 @@ __all__ = ["PendingUpdates", "Signal", "StreamUpdates", "Update", "UpdateReceive
 class UpdateReceiver(Protocol):
     """The receiver of a request's updates: `StreamUpdates`, or what forwards them to one.
 
-    is_accepted, awaits_acceptance: as of `StreamUpdates`.
+    num_prompt_tokens, awaits_acceptance: as of `StreamUpdates`.
     """
 
-    is_accepted: bool
+    num_prompt_tokens: int | None
 
     @property
     def awaits_acceptance(self) -> bool: ...
@@ -83,8 +83,8 @@ class StreamUpdates:
     signal:     given by every update; several streams may share one. None = a signal of its own.
     end_signal: given by the last update; None = none.
 
-    `is_accepted` is set by the engine's thread when the request has been accepted. It posts an update for
-    that only if a task has set `awaits_acceptance` before, so that other requests cost no post.
+    `num_prompt_tokens` is set by the engine's thread when the request has been accepted. It posts an update
+    for that only if a task has set `awaits_acceptance` before, so that other requests cost no post.
     """
 
     __slots__ = (
@@ -95,8 +95,8 @@ class StreamUpdates:
         "completion",
         "end_signal",
         "error",
-        "is_accepted",
         "loop_poster",
+        "num_prompt_tokens",
     )
 
     def __init__(self, loop_poster: LoopPoster, signal: Signal | None = None) -> None:
@@ -105,10 +105,14 @@ class StreamUpdates:
         self.completion: Completion | None = None
         self.error: BaseException | None = None
         self.end_signal: Signal | None = None
-        self.is_accepted: bool = False
+        self.num_prompt_tokens: int | None = None
         self.awaits_acceptance: bool = False
         self._pending: list[Chunk] = []
         self._signal = signal if signal is not None else Signal()
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.num_prompt_tokens is not None
 
     @property
     def is_done(self) -> bool:

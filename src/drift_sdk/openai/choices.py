@@ -45,9 +45,11 @@ class TextBody(Body, kw_only=True):
 
     def error_names(self) -> dict[str, str]:
         """Fields of the engine's errors -> the fields of this request that they are about."""
+        budget = "thinking_token_budget"
         return {
             **dict.fromkeys(("schema", "pattern", "grammar"), Form(self).field),
             "include_stop": "include_stop_str_in_output",
+            "thinking_budget": budget if budget in self.sampling else "thinking_budget",
         }
 
     def new_id(self, prefix: str) -> str:
@@ -106,7 +108,7 @@ class ChoicesAnswer:
             "usage": self._usage(completions),
         }
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         return iter(())
 
     def chunk(self, index: int, chunk: Chunk, completion: Completion | None) -> Iterator[Event]:
@@ -135,6 +137,9 @@ class ChoicesAnswer:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(count.reasoning_tokens for count in counts)
+            },
         }
         if self._shows_cached_tokens:
             cached_tokens = sum(count.cached_tokens for count in prompts)

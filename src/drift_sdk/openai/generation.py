@@ -54,8 +54,8 @@ class Answer(Protocol):
         """The answer as one JSON object."""
         ...
 
-    def begin(self) -> Iterable[Event]:
-        """Events before the first chunk."""
+    def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
+        """Events before the first chunk. num_prompt_tokens: of all prompts together."""
         ...
 
     def chunk(self, index: int, chunk: Chunk, completion: Completion | None) -> Iterable[Event]:
@@ -93,10 +93,10 @@ class Generation:
         for samples in self._groups:
             samples.cancel()
 
-    async def accepted(self) -> None:
-        """Wait until all prompts are accepted; raises the error of one that is not."""
-        for samples in self._groups:
-            await samples.accepted()
+    async def accepted(self) -> int:
+        """Wait until all prompts are accepted, and return the number of their tokens; raises the error of one
+        that is not accepted."""
+        return sum([await samples.accepted() or 0 for samples in self._groups])
 
     async def completions(self) -> list[Completion]:
         """Wait for the end of all choices. Cancelled if one was cancelled by its id."""
@@ -198,8 +198,8 @@ async def respond(request: Request, generation: Generation, answer: Answer, *, i
     """The response that carries an answer. Raises the error of a request that cannot be served, streamed or
     not: nothing has been sent then."""
     if is_streamed:
-        await while_connected(request.receive, generation, generation.accepted)
-        return EventStream(generation, answer)
+        num_prompt_tokens = await while_connected(request.receive, generation, generation.accepted)
+        return EventStream(generation, answer, num_prompt_tokens)
 
     completions = await while_connected(request.receive, generation, generation.completions)
     return JSONResponse(answer.whole(completions), headers=answer.headers)
@@ -211,11 +211,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, answer: Answer) -> None:
+    def __init__(self, generation: Generation, answer: Answer, num_prompt_tokens: int) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", **answer.headers})
         del self.headers["content-length"]
         self._generation = generation
         self._answer = answer
+        self._num_prompt_tokens = num_prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._generation, anyio.create_task_group() as tasks:
@@ -235,7 +236,7 @@ class EventStream(Response):
         """The encoded events, those of a chunk together."""
         generation, answer = self._generation, self._answer
         try:
-            if begun := encoded(answer.begin()):
+            if begun := encoded(answer.begin(self._num_prompt_tokens)):
                 yield begun
             async for index, chunk in generation.chunks(tasks):
                 completion = await generation.completion(index) if chunk.finish_reason is not None else None

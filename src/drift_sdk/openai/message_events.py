@@ -23,8 +23,7 @@ EMPTY: dict[Kind, dict[str, str]] = {
 class MessageAnswer:
     """A message, as `generation.Answer` describes it.
 
-    num_prompt_tokens: for the first event of a stream.
-    shows_thinking:    False = the text of thinking is left out.
+    shows_thinking: False = the text of thinking is left out.
     """
 
     def __init__(
@@ -33,13 +32,11 @@ class MessageAnswer:
         *,
         message_id: str,
         model: str,
-        num_prompt_tokens: int,
         shows_thinking: bool,
         shows_cached_tokens: bool,
     ) -> None:
         self._parts = AnswerParts(use)
         self._common = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-        self._num_prompt_tokens = num_prompt_tokens
         self._shows_thinking = shows_thinking
         self._shows_cached_tokens = shows_cached_tokens
         self._num_blocks = 0
@@ -58,9 +55,9 @@ class MessageAnswer:
         ended = self._ended(completion)
         return {**self._common, "content": content, **ended, "usage": self._usage(completion)}
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         usage = {
-            "input_tokens": self._num_prompt_tokens,
+            "input_tokens": num_prompt_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
@@ -140,6 +137,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         }
 
 

@@ -27,14 +27,18 @@ ALL_THINKING: dict[str, Any] = {"edits": [{"type": "clear_thinking_20251015", "k
 
 
 class Thinking(Strict, kw_only=True):
-    """budget_tokens has no effect of its own: `max_tokens` bounds thinking and answer together."""
-
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     def template_args(self) -> dict[str, Any]:
         return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled"}
+
+    @property
+    def budget(self) -> dict[str, int]:
+        """Most tokens of thinking, as a field of the engine's parameters, if there is a limit."""
+        num_tokens = self.budget_tokens if self.type == "enabled" else None
+        return {} if num_tokens is None else {"thinking_budget": num_tokens}
 
 
 class OutputFormat(Strict, kw_only=True):
@@ -134,7 +138,7 @@ class CountBody(Body, kw_only=True):
 
 class MessagesBody(CountBody, kw_only=True):
     sampling_names = {
-        **{name: field for name, field in SAMPLING.items() if name != "stop"},
+        **{name: field for name, field in SAMPLING.items() if field not in ("stop", "thinking_budget")},
         "stop_sequences": "stop",
     }
 
@@ -148,6 +152,7 @@ class MessagesBody(CountBody, kw_only=True):
             defaults,
             self.sampling,
             self.sampling_names,
+            **(self.thinking.budget if self.thinking is not None else {}),
             max_tokens=self.max_tokens,
             grammar=JsonSchema(form.schema) if form is not None and not is_forced else None,
         )
@@ -159,6 +164,7 @@ ERROR_NAMES = {
     "include_stop": "include_stop_str_in_output",
     "stop": "stop_sequences",
     "template_args": "chat_template_kwargs",
+    "thinking_budget": "thinking.budget_tokens",
 }
 
 
@@ -180,18 +186,10 @@ async def messages(service: Service, request: Request) -> Response:
         request_id=message_id,
     )
     generation = Generation([submit])
-    num_tokens = 0
-    if body.stream:  # whose first event has the number, which the engine tells at the end
-        try:
-            num_tokens = await model.engine.count_tokens(conversation, **body.prompt(tools))
-        except BaseException:
-            generation.cancel()
-            raise
     answer = MessageAnswer(
         tools.use,
         message_id=message_id,
         model=model.name,
-        num_prompt_tokens=num_tokens,
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         shows_cached_tokens=service.shows_cached_tokens,
     )

@@ -95,7 +95,7 @@ class ResponseAnswer:
             pass
         return self._response(completion)
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response(None))
 
@@ -205,8 +205,7 @@ class ResponseAnswer:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            # The protocol requires a number here; the engine counts tokens of reasoning with all others.
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

@@ -31,10 +31,11 @@ SAMPLING: dict[str, str] = {
         for name in (
             *("temperature", "top_p", "top_k", "min_p", "min_tokens", "presence_penalty"),
             *("frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids"),
-            *("ignore_eos", "allowed_token_ids", "seed", "priority", "cache_salt"),
+            *("ignore_eos", "allowed_token_ids", "seed", "priority", "cache_salt", "thinking_budget"),
         )
     },
     "include_stop_str_in_output": "include_stop",
+    "thinking_token_budget": "thinking_budget",
 }
 """Field of a request -> field of SamplingParams. Besides those of OpenAI they are the ones that vLLM adds."""
 
@@ -77,7 +78,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": NEVER,
     "skip_special_tokens": (True,),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": NEVER,
     "verbosity": ("medium",),
@@ -101,6 +101,8 @@ def params_of(
     changes = {names[name]: value for name, value in given.items()}
     if changes.get("top_k") == -1:  # vLLM's clients and OpenAI's differ in the number that stands for all
         changes["top_k"] = 0
+    if given.get("thinking_token_budget") == -1:  # of vLLM: no limit
+        changes["thinking_budget"] = None
     if isinstance(bias := changes.get("logit_bias"), Mapping):
         changes["logit_bias"] = SamplingParams.from_dict({"logit_bias": bias}).logit_bias
     return defaults.replace(**changes, **more)

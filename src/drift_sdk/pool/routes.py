@@ -94,12 +94,12 @@ class Attempt:
         return self.route.submission.stream_updates.awaits_acceptance
 
     @property
-    def is_accepted(self) -> bool:
-        return self.route.submission.stream_updates.is_accepted
+    def num_prompt_tokens(self) -> int | None:
+        return self.route.submission.stream_updates.num_prompt_tokens
 
-    @is_accepted.setter
-    def is_accepted(self, value: bool) -> None:
-        self.route.submission.stream_updates.is_accepted = value
+    @num_prompt_tokens.setter
+    def num_prompt_tokens(self, value: int | None) -> None:
+        self.route.submission.stream_updates.num_prompt_tokens = value
 
     def deliver(self, update: Update) -> None:
         """Forward an update, or have the request go on elsewhere. Runs on the stream's event loop."""

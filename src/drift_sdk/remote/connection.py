@@ -304,7 +304,7 @@ class Connection:
         if submission is not None:
             if news.completion is not None:
                 self._num_ended[news.completion.finish_reason] += 1
-            elif news.is_accepted:
+            elif news.num_prompt_tokens is not None:
                 self._num_ended["error"] += 1
         return submission
 
@@ -360,8 +360,8 @@ def with_own_schema(news: News, params: SamplingParams) -> News:
 def deliver(updates: Sequence[tuple[UpdateReceiver, News]], done: Callable[[], object]) -> None:
     """Deliver news; runs on the streams' loop."""
     for receiver, news in updates:
-        if news.is_accepted and not receiver.is_accepted:
-            receiver.is_accepted = True
+        if news.num_prompt_tokens is not None:
+            receiver.num_prompt_tokens = news.num_prompt_tokens
         receiver.deliver(
             Update(stream_updates=receiver, chunk=news.chunk, completion=news.completion, error=news.error)
         )

@@ -23,7 +23,7 @@ class MailboxReceiver:
 
     def __init__(self, mailbox: Mailbox, number: int) -> None:
         self.number = number
-        self.is_accepted = False
+        self.num_prompt_tokens: int | None = None
         self.loop_poster: LoopPoster = mailbox.loop_poster
         self._mailbox = mailbox
         self._updates = StreamUpdates(mailbox.loop_poster)
@@ -39,7 +39,7 @@ class MailboxReceiver:
         updates = self._updates
         return News(
             number=self.number,
-            is_accepted=self.is_accepted,
+            num_prompt_tokens=self.num_prompt_tokens,
             chunk=updates.take_chunk() if updates.has_chunk else None,
             completion=updates.completion,
             error=portable(updates.error),

@@ -63,10 +63,13 @@ Command: TypeAlias = SubmitRequests | CancelRequest | TakeBackPause
 
 class News(Struct, frozen=True, kw_only=True):
     """Events of a request since the last news of it: it was accepted, it has new tokens, or it has
-    ended with a completion or an error."""
+    ended with a completion or an error.
+
+    num_prompt_tokens: None before the request was accepted.
+    """
 
     number: int
-    is_accepted: bool = False
+    num_prompt_tokens: int | None = None
     chunk: Chunk | None = None
     completion: Completion | None = None
     error: BaseException | None = None

@@ -8,7 +8,14 @@ Everything but the model is real: threads, streams, scheduling, stops, cancellat
 """
 
 from drift_sdk.testing.byte_tokens import EOS_TOKEN_ID, byte_alphabet, byte_tokenizer
-from drift_sdk.testing.engine import CHAT_TEMPLATE, ScriptedEngine, ScriptedModel, scripted_engine
+from drift_sdk.testing.engine import (
+    CHAT_TEMPLATE,
+    ScriptedEngine,
+    ScriptedModel,
+    ScriptedSyncEngine,
+    scripted_engine,
+    scripted_sync_engine,
+)
 from drift_sdk.testing.executor import ScriptedExecutor
 from drift_sdk.testing.replies import NextToken, Reply, ReplyLike
 
@@ -21,7 +28,9 @@ __all__ = [
     "ScriptedEngine",
     "ScriptedExecutor",
     "ScriptedModel",
+    "ScriptedSyncEngine",
     "byte_alphabet",
     "byte_tokenizer",
     "scripted_engine",
+    "scripted_sync_engine",
 ]

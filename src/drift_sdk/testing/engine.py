@@ -18,12 +18,20 @@ from drift_sdk.errors import ConfigError
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
+from drift_sdk.sync import SyncEngine
 from drift_sdk.testing.byte_tokens import EOS_TOKEN_ID, byte_tokenizer
 from drift_sdk.testing.executor import ScriptedExecutor
 from drift_sdk.testing.replies import ReplyLike, Script
 from drift_sdk.text.chat import configured_template
 
-__all__ = ["CHAT_TEMPLATE", "ScriptedEngine", "ScriptedModel", "scripted_engine"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "ScriptedEngine",
+    "ScriptedModel",
+    "ScriptedSyncEngine",
+    "scripted_engine",
+    "scripted_sync_engine",
+]
 
 MAX_TOKENS_PER_STEP = 1024
 
@@ -146,7 +154,8 @@ def scripted_engine(
 
     Tokens are the UTF-8 bytes of the text, and `EOS_TOKEN_ID`: with the default `max_tokens=256`, a reply is
     cut off after 256 bytes. A reply to a request with a grammar, or with a `tool_choice` that forces a call,
-    must follow it; otherwise the stream raises RequestError for the field `grammar`.
+    must follow it; otherwise the stream raises RequestError for the field `grammar`. So does, for the field
+    `thinking_budget`, a reply with more reasoning than that.
 
     Every call that submits takes the next reply of a list, each sample of `samples` too; a request beyond the
     last one raises AssertionError at the call. Which reply a request gets depends on this order alone, not on
@@ -158,6 +167,28 @@ def scripted_engine(
     or reasoning that the model's format (`EngineConfig.tool_format`, `reasoning_format`) cannot express.
     """
     return ScriptedEngine(ScriptedModel(reply, config=config, step_s=step_s, tokens_per_step=tokens_per_step))
+
+
+class ScriptedSyncEngine(SyncEngine):
+    """A `SyncEngine` around a `ScriptedEngine`; `executors` lists its executors, the newest last."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        super().__init__("scripted", model.config, open_model=model)
+        self._engine = ScriptedEngine(model)
+        self.executors: list[ScriptedExecutor] = model.executors
+
+
+@with_config(EngineConfig)
+def scripted_sync_engine(
+    reply: ReplyLike | Sequence[object] | Callable[..., object] = "Hello!",
+    *,
+    config: EngineConfig | None = None,
+    step_s: float = 0.0,
+    tokens_per_step: int = 1,
+) -> SyncEngine:
+    """As `scripted_engine`, for code that uses a `SyncEngine`."""
+    model = ScriptedModel(reply, config=config, step_s=step_s, tokens_per_step=tokens_per_step)
+    return ScriptedSyncEngine(model)
 
 
 def new_request(

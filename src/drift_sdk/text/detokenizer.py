@@ -12,7 +12,13 @@ __all__ = ["BytesDetokenizer", "ContextDetokenizer", "Detokenizer", "SilentDetok
 
 
 class Detokenizer(Protocol):
-    """Turns the token ids of one text into characters, as the ids arrive."""
+    """Turns the token ids of one text into characters, as the ids arrive.
+
+    is_incomplete: whether a part of a character is held back.
+    """
+
+    @property
+    def is_incomplete(self) -> bool: ...
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids; returns the text that they complete, which may be empty."""
@@ -46,6 +52,10 @@ class BytesDetokenizer:
         self._bytes_of, self._text_of = token_bytes.__getitem__, token_bytes.texts.get
         self._incomplete = b""  # first bytes of a character whose last bytes have not arrived
         self._num_leading_spaces = 0 if is_continuation else token_bytes.num_leading_spaces
+
+    @property
+    def is_incomplete(self) -> bool:
+        return bool(self._incomplete)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids; returns the text that they complete, which may be empty."""
@@ -90,6 +100,7 @@ class ContextDetokenizer:
     """
 
     __slots__ = ("_adds_text", "_decode", "_last")
+    is_incomplete = False
 
     def __init__(self, decode: Callable[[Sequence[int]], str], adds_text: Callable[[int], bool]) -> None:
         self._decode = decode
@@ -116,6 +127,7 @@ class SilentDetokenizer:
     """A detokeniser for a model without a tokenizer: tokens have no text."""
 
     __slots__ = ()
+    is_incomplete = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""

@@ -215,8 +215,8 @@ class Tokenizer:
         is_continuation: the ids continue a text, so that their first spaces are kept. Without `token_bytes`,
                          they begin a new text even so.
         """
-        hidden_ids = self.special_token_ids - shown_ids
         if self._token_bytes is None:
+            hidden_ids = self.special_token_ids - shown_ids
 
             def adds_text(token_id: int) -> bool:
                 is_known = 0 <= token_id < NUM_IDS and self._raw.id_to_token(token_id) is not None
@@ -224,14 +224,17 @@ class Tokenizer:
 
             return ContextDetokenizer(partial(self.decode, skip_special_tokens=False), adds_text)
 
+        return BytesDetokenizer(self.shown_bytes(shown_ids), is_continuation=is_continuation)
+
+    def shown_bytes(self, shown_ids: frozenset[int]) -> TokenBytes:
+        """As `token_bytes`, with the text of these special ids."""
         if not shown_ids:
-            return BytesDetokenizer(self._token_bytes, is_continuation=is_continuation)
+            return self.token_bytes
 
         table = self._tables.get(shown_ids)
         if table is None:
-            table = self._tables[shown_ids] = TokenBytes(self._raw, hidden_ids)
-
-        return BytesDetokenizer(table, is_continuation=is_continuation)
+            table = self._tables[shown_ids] = TokenBytes(self._raw, self.special_token_ids - shown_ids)
+        return table
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """The ids of special tokens among these texts."""

@@ -61,3 +61,13 @@ def test_malformed_call_is_reported_on_every_channel() -> None:
     ):
         splitter, parts = split(f"<|channel|>{channel} to=functions.add<|message|>[1]<|call|>", 1)
         assert parts == expected and splitter.failure is not None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reasoning_has_places_in_the_answer(size: int) -> None:
+    thoughts = ["Hm.", "Well, "]
+    raw = "".join(f"<|channel|>analysis<|message|>{each}<|end|><|start|>assistant" for each in thoughts)
+    call = f"<|channel|>analysis to=functions.add<|message|>{NUMBERS_JSON}<|end|><|start|>assistant"
+    splitter = split(raw + call + FINAL.removeprefix("<|end|><|start|>assistant"), size)[0]
+    assert [raw[start:end] for start, end in splitter.reasoning_spans] == thoughts
+    assert split(raw, size, reasoning=None)[0].reasoning_spans == []

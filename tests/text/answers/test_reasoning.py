@@ -158,3 +158,20 @@ def test_response_of_granite_follows_a_tag_that_closes_what_was_not_opened() -> 
     assert parts_of(("granite", "granite"), raw, 1) == ("", "Hm.\nYes.", ())
     words = "Here is my response: yes."
     assert parts_of(("granite", "granite"), words, 1) == ("", words, ())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10**9])
+@pytest.mark.parametrize("reasoning", TAGS)
+def test_reasoning_has_a_place_in_the_answer(reasoning: str, size: int) -> None:
+    """From behind the opening marker to the closing one, or to the end."""
+    formats, (opening, closing) = ("hermes", reasoning), TAGS[reasoning]
+    thought = f"\nHm.\n{CALLS['hermes']}\n"
+    for raw, options in (
+        (f" {opening}{thought}{closing}\n\nYes.", {}),
+        (f"{opening}{thought}", {}),
+        (f"{opening}{thought}", {"is_cut": True}),
+        (f"{thought}{closing}Yes.", {"is_thinking": True}),
+    ):
+        ((start, end),) = split(formats, raw, size, **options)[0].reasoning_spans
+        assert raw[start:end] == thought
+    assert split(formats, "Yes.", size)[0].reasoning_spans == []

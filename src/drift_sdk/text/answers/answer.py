@@ -8,6 +8,7 @@ from drift_sdk.errors import RequestError
 from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
 from drift_sdk.text.answers.forced_calls import final_message, forced_calls, message_end, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats
+from drift_sdk.text.answers.reasoning import Thinking
 from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import ToolSet
@@ -21,11 +22,13 @@ class Answer(Struct, frozen=True, kw_only=True):
     splitter:   splits it; None = all of it is text.
     marker_ids: special tokens that are part of the text which is split.
     grammar:    that it has to follow; None = any answer.
+    thinking:   the markers of its reasoning; None = it has none.
     """
 
     splitter: AnswerSplitter | None
     marker_ids: frozenset[int]
     grammar: AnyGrammar | None
+    thinking: Thinking | None = None
 
 
 def prepare_answer(
@@ -84,4 +87,11 @@ def prepare_answer(
     splitter = formats.splitter(
         tools, prompt=prompt, is_thinking=is_thinking, is_constrained=grammar is not None
     )
-    return Answer(splitter=splitter, marker_ids=tokenizer.special_ids_of(formats.markers), grammar=followed)
+    return Answer(
+        splitter=splitter,
+        marker_ids=tokenizer.special_ids_of(formats.markers),
+        grammar=followed,
+        thinking=formats.thinking(prompt, is_thinking=is_thinking)
+        if grammar is None or formats.is_harmony
+        else None,
+    )

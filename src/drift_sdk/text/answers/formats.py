@@ -9,7 +9,13 @@ from drift_sdk.errors import ConfigError
 from drift_sdk.text.answers import harmony
 from drift_sdk.text.answers.calls import CallReader
 from drift_sdk.text.answers.reader import Steps, TextReader
-from drift_sdk.text.answers.reasoning import REASONING_FORMATS, is_opened, read_around, read_reasoning
+from drift_sdk.text.answers.reasoning import (
+    REASONING_FORMATS,
+    Thinking,
+    is_opened,
+    read_around,
+    read_reasoning,
+)
 from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.tool_formats import TOOL_FORMATS, read_content
@@ -77,6 +83,23 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
         """
         reasoning = REASONING_FORMATS.get(self.reasoning or "")
         return reasoning is not None and is_opened(prompt, continued, reasoning)
+
+    def thinking(self, prompt: str, *, is_thinking: bool) -> Thinking | None:
+        """The markers of the reasoning in the answer to a prompt; None if none is looked for.
+
+        is_thinking: whether the answer begins with reasoning that the prompt has opened.
+        """
+        if self.is_harmony and self.reasoning is not None:
+            return harmony.thinking_of(prompt.rpartition(harmony.START)[2])
+
+        reasoning = REASONING_FORMATS.get(self.reasoning or "")
+        if reasoning is None:
+            return None
+
+        openers, closers = reasoning.openers, reasoning.closers
+        return Thinking(
+            openers=openers, closers=closers, ends=closers, begun=openers[0] if is_thinking else ""
+        )
 
     def splitter(
         self, tools: ToolSet, *, prompt: str = "", is_thinking: bool = False, is_constrained: bool = False

@@ -20,18 +20,31 @@ import re
 
 from drift_sdk.text.answers.calls import CallReader, MalformedCall
 from drift_sdk.text.answers.reader import Steps
+from drift_sdk.text.answers.reasoning import Thinking
 from drift_sdk.text.answers.writer import AnswerWriter
 
-__all__ = ["MARKERS", "read_harmony"]
+__all__ = ["MARKERS", "START", "read_harmony", "thinking_of"]
 
 START, MESSAGE, CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{START}assistant{CHANNEL}final{MESSAGE}"
 MARKERS = (MESSAGE, CHANNEL, "<|constrain|>", *ENDS)
 
 CHANNEL_OF = re.compile(r"<\|channel\|>\s*(\w+)")
 ROLES = ("all", "assistant", "developer", "system", "tool", "user")
 """Recipients that are no tools."""
 RECIPIENT_OF = re.compile(r"(?:^|\s)to=([^\s<]+)")
+
+
+def thinking_of(start: str) -> Thinking:
+    """The markers of reasoning. When it is ended for the model, it may go on with a message of its choice,
+    and if it chooses reasoning again, with the final one.
+
+    start: the beginning of the first message."""
+    closers = tuple(end for end in ENDS if end != START)
+    ends = (ENDS[0], ENDS[0] + FINAL)
+    return Thinking(openers=(ANALYSIS,), closers=closers, ends=ends, begun=start, is_anywhere=True)
 
 
 def read_harmony(
@@ -63,6 +76,7 @@ def read_body(
     channel, recipient = CHANNEL_OF.search(header), RECIPIENT_OF.search(header)
     is_analysis = channel is not None and channel[1] == "analysis"
     part = writer.reasoning if is_analysis and finds_reasoning else writer.text
+    start = calls.reader.num_taken
     if finds_calls and recipient is not None and recipient[1] not in ROLES:
         if is_analysis:
             calls.begin()  # without the header
@@ -75,6 +89,8 @@ def read_body(
         else:
             part = writer.text
 
-    yield from calls.reader.take_until(ENDS, part.write)
+    marker = yield from calls.reader.take_until(ENDS, part.write)
+    if part is writer.reasoning:
+        writer.reasoning_spans.append((start, calls.reader.num_taken - len(marker or "")))
     writer.reasoning.cut()
     writer.text.cut()

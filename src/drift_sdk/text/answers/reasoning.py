@@ -8,7 +8,14 @@ from drift_sdk.text.answers.reader import Steps, TextReader
 from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.writer import AnswerWriter
 
-__all__ = ["REASONING_FORMATS", "ReasoningFormat", "is_opened", "read_around", "read_reasoning"]
+__all__ = [
+    "REASONING_FORMATS",
+    "ReasoningFormat",
+    "Thinking",
+    "is_opened",
+    "read_around",
+    "read_reasoning",
+]
 
 GRANITE_OPENERS = ("Here is my thought process:", "Here's my thought process:")
 GRANITE_CLOSERS = ("Here is my response:", "Here's my response:")
@@ -25,6 +32,24 @@ class ReasoningFormat(Struct, frozen=True, kw_only=True):
     openers: tuple[str, ...]
     closers: tuple[str, ...]
     around: tuple[str, ...] = ()
+
+
+class Thinking(Struct, frozen=True, kw_only=True):
+    """The markers of the reasoning in an answer.
+
+    openers:     those that begin it.
+    closers:     those that end it.
+    ends:        texts that end it if the model does not, each for the opener at its place. Anywhere: for the
+                 first time and for all further ones.
+    begun:       an end of the prompt that may have begun it; empty = it has not.
+    is_anywhere: it may begin anywhere, more than once; else at the start of the answer.
+    """
+
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    ends: tuple[str, ...]
+    begun: str
+    is_anywhere: bool = False
 
 
 def read_reasoning(
@@ -48,7 +73,9 @@ def read_reasoning(
         writer.text.write("".join(space))
         return False
 
-    yield from reader.take_until(reasoning_format.closers, thought.push)
+    start = reader.num_taken if opener is not None else 0
+    closer = yield from reader.take_until(reasoning_format.closers, thought.push)
+    writer.reasoning_spans.append((start, reader.num_taken - len(closer or "")))
     thought.end()
     writer.text.cut()
     yield from reader.take_space(space.append)  # white space here is no part of the text

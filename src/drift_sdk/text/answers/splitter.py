@@ -46,6 +46,11 @@ class AnswerSplitter:
         return self._writer.take()
 
     @property
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        """Where the reasoning is in the answer, see `AnswerWriter`; complete after the flush."""
+        return self._writer.reasoning_spans
+
+    @property
     def failure(self) -> Exception | None:
         """Why the first malformed call could not be read; None if there is none."""
         return self._writer.failure

@@ -44,10 +44,13 @@ class AnswerWriter:
     reasoning neither begin nor end with it there. Between two texts around a call, that before the call
     stays, or a newline if there is none.
 
-    failure: the error of the first call that could not be read; None if there is none.
+    failure:         the error of the first call that could not be read; None if there is none.
+    reasoning_spans: where the reasoning is in the answer, with its white space and without its markers:
+                     places of its first character and behind its last one, noted when it ends.
     """
 
     def __init__(self) -> None:
+        self.reasoning_spans: list[tuple[int, int]] = []
         self.text: SpacedText = SpacedText()
         self.reasoning: SpacedText = SpacedText()
         self.reasoning.cut()
