@@ -319,7 +319,9 @@ def configurations(
     """Settings of models with few layers, and the drafts with which their kernels are compiled."""
     layers = {"num_hidden_layers": NUM_META_LAYERS}
     for name in names:
-        yield LLAMA | PUBLISHED[name] | layers, (NGram(), None, DynamicTree())
+        settings = LLAMA | PUBLISHED[name] | layers
+        has_trees = not read_spec(settings).recurrent_layers
+        yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []))
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())
 

@@ -16,8 +16,9 @@ from perf.harness.shapes import draft_settings
 __all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_draft"]
 
 META_DTYPE = torch.bfloat16
-NUM_META_LAYERS = 3
-"""The fewest for which a draft names three layers whose input it takes. Layers share kernels."""
+NUM_META_LAYERS = 4
+"""Enough for a draft that takes the inputs of three layers, and for a layer of each kind of hybrid models.
+Layers share kernels."""
 
 
 class MetaTensors(Struct, frozen=True):

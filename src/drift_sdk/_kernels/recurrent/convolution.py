@@ -114,18 +114,19 @@ def _mix_rows(
     position = tl.load(row_position_ptr + row, mask=is_row, other=0)
     x = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
     for tap in tl.static_range(WIDTH):
-        distance: tl.constexpr = WIDTH - 1 - tap
-        is_before = is_row & (row >= distance)
-        other_slot = tl.load(row_slot_ptr + (row - distance), mask=is_before, other=-1)
-        other_position = tl.load(row_position_ptr + (row - distance), mask=is_before, other=-1)
-        is_here = is_before & (slot >= 0) & (other_slot == slot) & (other_position == position - distance)
+        is_before = is_row & (row >= WIDTH - 1 - tap)
+        other_slot = tl.load(row_slot_ptr + (row - (WIDTH - 1 - tap)), mask=is_before, other=-1)
+        other_position = tl.load(row_position_ptr + (row - (WIDTH - 1 - tap)), mask=is_before, other=-1)
+        is_here = (
+            is_before & (slot >= 0) & (other_slot == slot) & (other_position == position - (WIDTH - 1 - tap))
+        )
         inputs = _load_rows(
             product_ptr,
             ring_ptr,
             row,
             slot,
             position,
-            distance,
+            WIDTH - 1 - tap,
             is_here,
             channel,
             is_channel,
@@ -139,7 +140,7 @@ def _mix_rows(
         weights = tl.broadcast_to(weight.to(tl.float32)[None, :], (BLOCK_ROWS, BLOCK))
         x = tl.fma(inputs.to(tl.float32), weights, x)
         if IS_KEPT:
-            if distance == 0:
+            if tap == WIDTH - 1:
                 place = slot.to(tl.int64) * RING + position % RING
                 kept_ptrs = ring_ptr + (place[:, None] * NUM_CHANNELS + channel[None, :])
                 tl.store(kept_ptrs, inputs, mask=(slot >= 0)[:, None] & is_channel[None, :])

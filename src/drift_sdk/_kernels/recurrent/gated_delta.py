@@ -287,6 +287,11 @@ def _launch(
     *arguments: Tensor | int,
 ) -> None:
     """num_rows: of the grid, whose columns are parts of value heads."""
+    tensor = arguments[0]
+    assert isinstance(tensor, Tensor)
+    if tensor.is_meta:  # kernels are compiled for a GPU that is not here
+        return
+
     # Imported here: cuda.core is installed where there is a GPU.
     from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
@@ -301,8 +306,6 @@ def _launch(
     options = tuple((name, str(value)) for name, value in {**sizes, **macros}.items())
     name = "gated_delta_rows" if files is ROWS else "gated_delta_prompts"
     kernel = CudaKernel(files, name, options)
-    tensor = arguments[0]
-    assert isinstance(tensor, Tensor)
     launch_kernel(
         compile_kernel(kernel, tensor.device.index or 0, shared_bytes),
         (spec.num_value_heads * (spec.value_dim // (16 * warps)), num_rows),
