@@ -91,7 +91,7 @@ def access_of_ptx(ptx: str, names: Sequence[str] | None = None) -> KernelAccess:
 
     names: of the parameters, in order; None: those of the PTX. An address that cannot be traced to a
     parameter counts as one into any of them. Raises LaunchOrderError for a kernel that may end without
-    having waited, that writes before it waits, or that calls a function.
+    having waited, or that calls a function.
     """
     text = COMMENT.sub("", ptx)
     (entry,) = ENTRY.finditer(text)
@@ -111,7 +111,7 @@ def access_of_ptx(ptx: str, names: Sequence[str] | None = None) -> KernelAccess:
 
     kernel = entry[1]
     early = not_waited(code)
-    reads, writes, triggers_early = set[str](), set[str](), False
+    reads, writes, writes_early, triggers_early = set[str](), set[str](), set[str](), False
     for i, instruction in enumerate(code):
         is_early = i in early
         if is_early and instruction.operation.startswith(ENDS):
@@ -119,13 +119,12 @@ def access_of_ptx(ptx: str, names: Sequence[str] | None = None) -> KernelAccess:
 
         triggers_early |= is_early and instruction.operation.startswith(TRIGGER)
         for is_write, place in accesses(instruction):
-            if is_write and is_early:
-                raise LaunchOrderError(f"{kernel}: writes {sorted(arguments(place))} before it waits")
             if is_write:
                 writes |= arguments(place)
+                writes_early |= arguments(place) if is_early else set()
             elif is_early:
                 reads |= arguments(place)
-    return KernelAccess(frozenset(reads), frozenset(writes), triggers_early)
+    return KernelAccess(frozenset(reads), frozenset(writes), triggers_early, frozenset(writes_early))
 
 
 def instructions_of(body: str) -> list[Instruction]:

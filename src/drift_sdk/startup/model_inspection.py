@@ -57,6 +57,7 @@ class Inspection:
         self._reasons: list[str] = []
 
     def info(self) -> ModelInfo:
+        """All findings. Longer than other methods because each is looked for although others are missing."""
         device = self._try(lambda: choose_device(self._config))
         dtype = None if device is None else self._try(lambda: choose_dtype(self._config, device))
         shapes = self._try(lambda: read_config(self._found.source, self._config))

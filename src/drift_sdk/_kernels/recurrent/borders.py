@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
@@ -27,7 +27,7 @@ BLOCK = 256
 def _move_borders(
     slot_ptr,  # int32, every `stride`-th one: slots, -1: none
     position_ptr,  # likewise
-    count_ptr,  # likewise, added to the position; or None
+    count_ptr,  # likewise, added to the position, 0: no slot; or None
     borders_ptr,  # [S] int32, written
     number,
     stride,
@@ -41,7 +41,9 @@ def _move_borders(
     slot = tl.load(slot_ptr + place * stride, mask=place < number, other=-1)
     position = tl.load(position_ptr + place * stride, mask=slot >= 0, other=0)
     if count_ptr is not None:
-        position += tl.load(count_ptr + place * stride, mask=slot >= 0, other=0)
+        count = tl.load(count_ptr + place * stride, mask=slot >= 0, other=0)
+        position += count
+        slot = tl.where(count > 0, slot, -1)
     tl.store(borders_ptr + slot, position // BORDER * BORDER, mask=slot >= 0)
 
 
@@ -51,10 +53,11 @@ def move_borders_of_rows(borders: Tensor, row_slot: Tensor, row_position: Tensor
     row_slot, row_position [N] int32, contiguous: `rows_per_slot` rows of each of some slots. Raises
     ValueError for another shape, type or layout.
     """
-    num_rows = row_slot.shape[0]
-    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
-    check_tensor("row_position", row_position, (num_rows,), torch.int32)
-    _move(borders, row_slot, row_position, None, num_rows // rows_per_slot, rows_per_slot)
+    check_range("rows_per_slot", rows_per_slot, 1)
+    number = row_slot.shape[0] // rows_per_slot
+    check_tensor("row_slot", row_slot, (number * rows_per_slot,), torch.int32)
+    check_tensor("row_position", row_position, (number * rows_per_slot,), torch.int32)
+    _move(borders, row_slot, row_position, None, number, rows_per_slot)
 
 
 def move_borders_of_prompts(borders: Tensor, runs: Tensor) -> None:
@@ -69,7 +72,7 @@ def move_borders_of_prompts(borders: Tensor, runs: Tensor) -> None:
 def _move(
     borders: Tensor, slot: Tensor, position: Tensor, count: Tensor | None, number: int, stride: int
 ) -> None:
-    check_tensor("borders", borders, borders.shape, torch.int32)
+    check_tensor("borders", borders, (borders.numel(),), torch.int32)
     _move_borders[(cdiv(number, BLOCK),)](
         slot_ptr=slot,
         position_ptr=position,

@@ -179,7 +179,10 @@ def _keep_inputs(
     BORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (run, block): some channels of a run. All that it reads of the ring comes before it writes."""
+    """Program (run, block): some channels of a run. All that it reads of the ring comes before it writes.
+
+    Longer than most functions because the rows of checkpoints and of the ring are loaded alike.
+    """
     wait_for_producers(PDL)
     start_dependents(PDL)
     run = tl.program_id(0)

@@ -74,10 +74,10 @@ def norm_gated(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, norm_kind
     any stride. Raises ValueError for another shape, type or layout.
     """
     (num_rows, size), head_size = x.shape, weight.shape[0]
-    check_tensor("x", x, (num_rows, size), x.dtype)
+    num_heads = size // head_size
+    check_tensor("x", x, (num_rows, num_heads * head_size), x.dtype)
     check_tensor("weight", weight, (head_size,), x.dtype)
     slices = check_partial_sums("gate", gate, num_rows, size, x.dtype)
-    num_heads = size // head_size
     _norm_gated[(num_rows, cdiv(num_heads, BLOCK_HEADS))](
         x_ptr=x,
         gate_ptr=gate,

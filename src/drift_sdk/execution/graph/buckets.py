@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillCon
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.commit.records import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
-from drift_sdk.execution.rounds.tree_plan import tree_rounds
+from drift_sdk.execution.rounds.drafter import RoundSizes
+from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_rounds
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.spec.states import BORDER
@@ -26,6 +27,7 @@ __all__ = [
     "PrefillLayout",
     "bucket_of",
     "prefill_buckets",
+    "round_sizes",
 ]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -345,6 +347,19 @@ def prefill_buckets(budget: int) -> tuple[int, ...]:
         octave = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(sizes[-1] + (octave if octave < FLAT_PREFILL_ROWS else octave // STEPS_PER_OCTAVE))
     return _buckets(sizes, most)
+
+
+def round_sizes(buckets: GraphBuckets, plans: Mapping[int, TreePlan]) -> RoundSizes:
+    """Sizes of the largest steps that a drafter takes part in."""
+    most = [(buckets.max_slots(number), plan) for number, plan in plans.items()]
+    return RoundSizes(
+        max_num_slots=buckets.decode[-1],
+        max_draft_tokens=max(number for number in buckets.drafts if number not in plans),
+        max_prefill_rows=buckets.prefill[-1],
+        max_path_length=max((plan.depth for _, plan in most), default=0),
+        max_path_rows=max((num_slots * (plan.depth + 1) for num_slots, plan in most), default=0),
+        max_growth_rows=max((num_slots * plan.num_draft_nodes for num_slots, plan in most), default=0),
+    )
 
 
 def _mixed_buckets(most_rows: int, rounds: Sequence[tuple[int, int]], num_drafts: int) -> list[MixedBucket]:

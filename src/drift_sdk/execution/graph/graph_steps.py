@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -30,10 +30,10 @@ from drift_sdk.execution.forward.row_attention import (
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAttention, Views
-from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
+from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, round_sizes
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.chain_drafts import ChainTreeDrafter
-from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, RoundSizes
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter
 from drift_sdk.execution.rounds.mixed import MixedStep, MixedTensors
 from drift_sdk.execution.rounds.partial_rounds import PartialRound, RefreshedRows, RefreshRound
 from drift_sdk.execution.rounds.round import DecodeRound
@@ -394,16 +394,3 @@ class GraphSteps:
             tree=tree,
             is_ngram=self.drafter.is_ngram if self.drafter is not None and rows_per_slot > 1 else None,
         )
-
-
-def round_sizes(buckets: GraphBuckets, plans: Mapping[int, TreePlan]) -> RoundSizes:
-    """Sizes of the largest steps that a drafter takes part in."""
-    most = [(buckets.max_slots(number), plan) for number, plan in plans.items()]
-    return RoundSizes(
-        max_num_slots=buckets.decode[-1],
-        max_draft_tokens=max(number for number in buckets.drafts if number not in plans),
-        max_prefill_rows=buckets.prefill[-1],
-        max_path_length=max((plan.depth for _, plan in most), default=0),
-        max_path_rows=max((num_slots * (plan.depth + 1) for num_slots, plan in most), default=0),
-        max_growth_rows=max((num_slots * plan.num_draft_nodes for num_slots, plan in most), default=0),
-    )
