@@ -44,10 +44,9 @@ EPS = tl.constexpr(1e-6)
 def _load_rows(
     product_ptr,
     ring_ptr,  # [num_slots, RING, channels]
-    row,  # [BLOCK_ROWS] int64: of the step, `distance` rows behind those that are loaded
-    slot,  # [BLOCK_ROWS]: of these; -1: none
-    position,
-    distance: tl.constexpr,
+    row,  # [BLOCK_ROWS] int64: of the step
+    slot,  # [BLOCK_ROWS]; -1: none
+    position,  # [BLOCK_ROWS]
     is_here,  # [BLOCK_ROWS]: whether the rows are rows of the step
     channel,  # [BLOCK]
     is_channel,
@@ -59,13 +58,12 @@ def _load_rows(
 ):
     """Return inputs [BLOCK_ROWS, BLOCK] in the storage type, which is that of the ring."""
     here = is_here[:, None] & is_channel[None, :]
-    ptrs = product_ptr + ((row - distance)[:, None] * row_stride + channel[None, :])
+    ptrs = product_ptr + (row[:, None] * row_stride + channel[None, :])
     x = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)
     for slice_index in tl.static_range(1, NUM_SLICES):
         x += tl.load(ptrs + slice_index * slice_stride, mask=here, other=0.0)
-    earlier = position - distance
-    is_kept = (slot >= 0) & (earlier >= 0) & (is_here == 0)
-    place = slot.to(tl.int64) * RING + tl.where(is_kept, earlier, 0) % RING
+    is_kept = (slot >= 0) & (position >= 0) & (is_here == 0)
+    place = slot.to(tl.int64) * RING + tl.where(is_kept, position, 0) % RING
     kept_ptrs = ring_ptr + (place[:, None] * NUM_CHANNELS + channel[None, :])
     kept = tl.load(kept_ptrs, mask=is_kept[:, None] & is_channel[None, :], other=0.0)
     return tl.where(is_here[:, None], x.to(kept.dtype), kept)
@@ -96,7 +94,8 @@ def _mix_rows(
     QUERY_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (block, head): the channels of a head of queries, keys or values."""
+    """Program (block, head): the channels of a head of queries, keys or values. Longer than other kernels by
+    the arguments of a load."""
     wait_for_producers(PDL)
     start_dependents(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -114,19 +113,18 @@ def _mix_rows(
     position = tl.load(row_position_ptr + row, mask=is_row, other=0)
     x = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
     for tap in tl.static_range(WIDTH):
-        is_before = is_row & (row >= WIDTH - 1 - tap)
-        other_slot = tl.load(row_slot_ptr + (row - (WIDTH - 1 - tap)), mask=is_before, other=-1)
-        other_position = tl.load(row_position_ptr + (row - (WIDTH - 1 - tap)), mask=is_before, other=-1)
-        is_here = (
-            is_before & (slot >= 0) & (other_slot == slot) & (other_position == position - (WIDTH - 1 - tap))
-        )
+        before = row - (WIDTH - 1 - tap)
+        earlier = position - (WIDTH - 1 - tap)
+        is_before = is_row & (before >= 0)
+        other_slot = tl.load(row_slot_ptr + before, mask=is_before, other=-1)
+        other_position = tl.load(row_position_ptr + before, mask=is_before, other=-1)
+        is_here = is_before & (slot >= 0) & (other_slot == slot) & (other_position == earlier)
         inputs = _load_rows(
             product_ptr,
             ring_ptr,
-            row,
+            before,
             slot,
-            position,
-            WIDTH - 1 - tap,
+            earlier,
             is_here,
             channel,
             is_channel,
@@ -210,7 +208,6 @@ def _keep_inputs(
                     row,
                     slots,
                     position,
-                    0,
                     is_kept & (position >= start),
                     channel,
                     is_channel,
@@ -230,7 +227,6 @@ def _keep_inputs(
             (first_row + position - start).to(tl.int64),
             slots,
             position,
-            0,
             is_kept & (position >= start),
             channel,
             is_channel,
