@@ -23,6 +23,7 @@ from perf.cases.gemm import gemm_cases
 from perf.cases.ngrams import ngram_cases
 from perf.cases.quantised import quantised_cases
 from perf.cases.quantised_experts import quantised_expert_cases
+from perf.cases.recurrent import recurrent_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
 from perf.cases.trees import tree_cases
 from perf.harness.bandwidth import matmul_tflop_s
@@ -50,6 +51,7 @@ SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[C
     "trees": tree_cases,
     "experts": expert_cases,
     "quantised_experts": quantised_expert_cases,
+    "recurrent": recurrent_cases,
 }
 
 
