@@ -113,8 +113,7 @@ def _mix_rows(
     slot = tl.load(row_slot_ptr + row, mask=is_row, other=-1)
     position = tl.load(row_position_ptr + row, mask=is_row, other=0)
     x = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
-    for tap in tl.static_range(WIDTH):
-        distance: tl.constexpr = WIDTH - 1 - tap
+    for distance in tl.static_range(WIDTH - 1, -1, -1):
         is_before = is_row & (row >= distance)
         other_slot = tl.load(row_slot_ptr + (row - distance), mask=is_before, other=-1)
         other_position = tl.load(row_position_ptr + (row - distance), mask=is_before, other=-1)
@@ -135,7 +134,7 @@ def _mix_rows(
             NUM_SLICES,
             RING,
         )
-        weight = tl.load(weight_ptr + (channel * WIDTH + tap), mask=is_channel, other=0.0)
+        weight = tl.load(weight_ptr + (channel * WIDTH + (WIDTH - 1 - distance)), mask=is_channel, other=0.0)
         weights = tl.broadcast_to(weight.to(tl.float32)[None, :], (BLOCK_ROWS, BLOCK))
         x = tl.fma(inputs.to(tl.float32), weights, x)
         if IS_KEPT:
