@@ -34,6 +34,7 @@ VARIANTS = ("perf.kernel_variants", "--model", "llama-3.1-8b")
 TWO_GPUS = ("perf.cross_compile", "--tensor-parallel", "2", "--model", "llama-3.1-8b", "--capability", "90")
 LARGEST = ("perf.cross_compile", "--covering", "--largest", "--capability", "90", "86")
 ATTENTION = tuple(("compiled_attention", str(dim), way) for dim in (64, 128) for way in ("beside", "behind"))
+RECURRENT = ("compiled_recurrent", "90", "86")
 MOST = {"plain": 66, "EAGLE-3": 138}
 """Variants of kernels, by the kind of decoding."""
 
@@ -58,7 +59,9 @@ def run_commands(*commands: tuple[str, ...], folder: Path) -> dict[tuple[str, ..
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Outcome]:
     """Variants are counted first: nothing is compiled yet that would not count."""
-    return run_commands(VARIANTS, TWO_GPUS, LARGEST, *ATTENTION, folder=tmp_path_factory.mktemp("compiled"))
+    return run_commands(
+        VARIANTS, TWO_GPUS, LARGEST, *ATTENTION, RECURRENT, folder=tmp_path_factory.mktemp("compiled")
+    )
 
 
 def test_default_engines_compile_no_more_variants_of_kernels(
@@ -91,6 +94,19 @@ def test_attention_beside_chunks_reads_early_around_the_l1_cache_and_waits_at_it
     assert found["writes_early"] == (sums if is_beside else [])
     assert not found["triggers_early"]
     assert found["num_cached_loads"] == 0
+
+
+def test_kernels_of_recurrent_layers_compile_and_wait(outcomes: dict[tuple[str, ...], Outcome]) -> None:
+    """Gates alone read weights before they wait, and let the next kernel start."""
+    status, printed = outcomes[RECURRENT]
+    assert status == 0, printed
+    found = json.loads(printed)
+    assert found["errors"] == []
+    waiting = ("_keep_inputs", "_mix_rows", "_move_borders", "_norm_gated")
+    assert found["early"] == {
+        "_fill_gates": [["decay_ptr", "step_ptr"], True],
+        **{name: [[], False] for name in waiting},
+    }
 
 
 def test_largest_kernels_fit_gpus_of_8_6(outcomes: dict[tuple[str, ...], Outcome]) -> None:

@@ -56,12 +56,12 @@ def test_borders_move_to_the_ends_of_prompts(number: int, device: str) -> None:
 
 
 def test_runs_end_before_at_and_behind_borders(device: str) -> None:
-    """Runs without rows move nothing."""
+    """Runs without rows end where they start."""
     ends = {0: (0, 31), 1: (0, 32), 2: (31, 1), 3: (30, 1), 4: (32, 31), 5: (32, 33), 6: (64, 0), 7: (5, 100)}
     runs = [(slot, start, 0, count) for slot, (start, count) in ends.items()]
     borders = torch.full((9,), 17, dtype=torch.int32, device=device)
     move_borders_of_prompts(borders, torch.tensor(runs, dtype=torch.int32, device=device))
-    assert borders.tolist() == [0, 32, 32, 0, 32, 64, 17, 96, 17]
+    assert borders.tolist() == [0, 32, 32, 0, 32, 64, 64, 96, 17]
 
 
 def test_errors_name_the_argument(device: str) -> None:

@@ -79,6 +79,7 @@ def requests_of(num_tokens: int) -> list[Request]:
 
     shared, repeated = tokens(40), tokens(5) * 6
     prompts = [[*shared, *tokens(12)], tokens(1), [*shared, *tokens(3)], repeated, [*shared, *tokens(30)]]
+    prompts.append(tokens(1))  # in a slot whose last border was another one
     return [(prompt, sampling_of(len(prompt), num_tokens, num_logprobs=1)) for prompt in prompts]
 
 

@@ -143,5 +143,5 @@ def move_borders_of_rows_reference(
 
 def move_borders_of_prompts_reference(borders: Tensor, runs: Tensor) -> None:
     for slot, start, _, count in runs.tolist():
-        if slot >= 0 and count > 0:
+        if slot >= 0:
             borders[slot] = (start + count) // BORDER * BORDER

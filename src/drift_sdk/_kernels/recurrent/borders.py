@@ -27,7 +27,7 @@ BLOCK = 256
 def _move_borders(
     slot_ptr,  # int32, every `stride`-th one: slots, -1: none
     position_ptr,  # likewise
-    count_ptr,  # likewise, added to the position, 0: no slot; or None
+    count_ptr,  # likewise, added to the position; or None
     borders_ptr,  # [S] int32, written
     number,
     stride,
@@ -41,9 +41,7 @@ def _move_borders(
     slot = tl.load(slot_ptr + place * stride, mask=place < number, other=-1)
     position = tl.load(position_ptr + place * stride, mask=slot >= 0, other=0)
     if count_ptr is not None:
-        count = tl.load(count_ptr + place * stride, mask=slot >= 0, other=0)
-        position += count
-        slot = tl.where(count > 0, slot, -1)
+        position += tl.load(count_ptr + place * stride, mask=slot >= 0, other=0)
     tl.store(borders_ptr + slot, position // BORDER * BORDER, mask=slot >= 0)
 
 
@@ -62,7 +60,8 @@ def move_borders_of_rows(borders: Tensor, row_slot: Tensor, row_position: Tensor
 
 def move_borders_of_prompts(borders: Tensor, runs: Tensor) -> None:
     """Move the borders [S] int32 of slots to the last one up to the end of their runs [M, 4], see PromptRuns.
-    Raises ValueError for another shape, type or layout."""
+    A run without rows may be of a prompt that goes on in a round of the same step. Raises ValueError for
+    another shape, type or layout."""
     num_runs = runs.shape[0]
     check_tensor("runs", runs, (num_runs, 4), torch.int32)
     slot, start, _, count = runs.unbind(1)

@@ -129,7 +129,7 @@ class PromptRuns(Struct, frozen=True):
     """Runs of rows of prompts, each of another slot.
 
     runs [M, 4] int32: slot, position of the first row, the row's number among the step's rows, and number of
-    rows. Slot -1 or no rows: nothing. The rows of run m come before those of run m + 1.
+    rows. Slot -1 or no rows: nothing to compute. The rows of run m come before those of run m + 1.
     places [N // BORDER + M + 1] int32: the places of checkpoints; for the borders behind the first row of
     run m, in order, from entry first_row // BORDER + m on. -1: no checkpoint there.
     """
