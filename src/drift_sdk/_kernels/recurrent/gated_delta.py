@@ -190,7 +190,7 @@ def advance_rows(
     stride, values = spec.key_dim + 8, 16 * warps
     halves = BORDER * stride + 4 * tiles * stride + 32
     floats = BORDER * values + 2 * BORDER * 4 * tiles + 2 * BORDER + warps * BORDER + 8 * tiles
-    # Up to 168 registers a thread, with which nothing is spilled; with 8 warps 128, for more CTAs at once.
+    # Up to 168 registers a thread, so that few are spilled; with 8 warps 128, for more CTAs at once.
     macros = {"TILES": tiles, "MIN_CTAS": 2 if warps == 8 else 12 // warps}
     arguments = {**_state_arguments(rows, states), "row_slot": row_slot, "row_position": row_position}
     arguments["borders"] = borders
