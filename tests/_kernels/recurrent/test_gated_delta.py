@@ -1,15 +1,20 @@
-"""The gated delta rule in CUDA C++: near float64, the same bits however rows are computed. Needs a GPU."""
+"""The gated delta rule in CUDA C++: near float64, the same bits however rows are computed. Without a GPU,
+threads are emulated, and sizes are small."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from emulated_cuda import has_host_compiler, launch_emulated
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.common import cuda_programs
+from drift_sdk._kernels.common.cuda_programs import CudaKernel
 from drift_sdk._kernels.recurrent.gated_delta import (
     LayerStates,
     MixedRows,
@@ -21,9 +26,13 @@ from drift_sdk._kernels.recurrent.gated_delta import (
 from drift_sdk.spec.model import GatedDelta, Norm
 from drift_sdk.spec.states import BORDER, num_ring_rows
 
-pytestmark = pytest.mark.gpu
-
-DEVICE = "cuda"
+IS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if IS_GPU else "cpu"
+pytestmark = (
+    pytest.mark.gpu
+    if IS_GPU
+    else pytest.mark.skipif(not has_host_compiler(), reason="needs a GPU or a compiler of C++")
+)
 NUM_SLOTS = 5
 
 
@@ -39,6 +48,34 @@ def layer(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Gat
 
 
 LAYERS = (layer(2, 6, 128, 128), layer(1, 1, 32, 16), layer(2, 4, 64, 48), layer(4, 4, 96, 128))
+if not IS_GPU:
+    LAYERS = (layer(1, 2, 32, 32), layer(1, 1, 64, 16))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of what is compiled for the CPU."""
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(autouse=True)
+def emulation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, programs are compiled for the CPU."""
+    if IS_GPU:
+        return
+
+    def launch(
+        kernel: CudaKernel,
+        grid: tuple[int, int],
+        num_threads: int,
+        shared_bytes: int,
+        *arguments: Tensor | int,
+    ) -> None:
+        macros = {name: int(value) for name, value in kernel.macros}
+        launch_emulated(folder, kernel.files, kernel.name, macros, grid, num_threads, arguments)
+
+    monkeypatch.setattr(cuda_programs, "compile_kernel", lambda kernel, *_: kernel)
+    monkeypatch.setattr(cuda_programs, "launch_kernel", launch)
 
 
 class Drawn(Struct):

@@ -37,6 +37,10 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+__device__ __forceinline__ void copy_4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void copy_16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -56,7 +60,7 @@ __device__ __forceinline__ void load_four_transposed(u32 (&m)[4], const void* ro
 }
 
 __device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -137,33 +141,42 @@ __device__ __forceinline__ void multiply_state(float (&sums)[COUNT][4], const St
         split(part[0], part[1], high[i][2 * half], low[i][2 * half]);
         split(part[2], part[3], high[i][2 * half + 1], low[i][2 * half + 1]);
       }
+    u32 b[COUNT][4];
 #pragma unroll
-    for (int tile = 0; tile < COUNT; tile++) {
-      u32 b[4];
-      load_four(b, rows[tile] + step * 16);
-      mma(sums[tile], high[0], b[0], b[1]);
-      mma(sums[tile], low[0], b[0], b[1]);
-      mma(sums[tile], high[1], b[2], b[3]);
-      mma(sums[tile], low[1], b[2], b[3]);
+    for (int tile = 0; tile < COUNT; tile++) load_four(b[tile], rows[tile] + step * 16);
+    // Each product waits for the one before it of its tile: those of other tiles lie between.
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int tile = 0; tile < COUNT; tile++) mma(sums[tile], high[i], b[tile][2 * i], b[tile][2 * i + 1]);
+#pragma unroll
+      for (int tile = 0; tile < COUNT; tile++) mma(sums[tile], low[i], b[tile][2 * i], b[tile][2 * i + 1]);
     }
   }
 }
 
-// The products of 16 keys, at `keys`, with the keys and queries of a tile of rows: lane 4 g + t has those of keys g and
-// g + 8 with row t.
-__device__ __forceinline__ void multiply_keys(float (&sums)[4], const u16* keys, const u16* rows) {
+// The products of 16 keys with the keys and queries of a tile of rows, COUNT times: lane 4 g + t has those of keys g and
+// g + 8 with row t. keys: of each time the first of the keys; rows: the row of shared memory of column lane % 8.
+template <int COUNT>
+__device__ __forceinline__ void multiply_keys(float (&sums)[COUNT][4], const u16* const (&keys)[COUNT],
+                                              const u16* const (&rows)[COUNT]) {
   const int lane = threadIdx.x & 31;
-  const u16* const a_row = keys + ((lane & 7) + (lane & 8)) * KEY_STRIDE + (lane >> 4) * 8;
-  const u16* const b_row = rows + (lane >> 3) * 8;
-  sums[0] = sums[1] = sums[2] = sums[3] = 0.f;
+  const int a_place = ((lane & 7) + (lane & 8)) * KEY_STRIDE + (lane >> 4) * 8, b_place = (lane >> 3) * 8;
+#pragma unroll
+  for (int time = 0; time < COUNT; time++) sums[time][0] = sums[time][1] = sums[time][2] = sums[time][3] = 0.f;
 #pragma unroll
   for (int step = 0; step < KEY_STEPS; step += 2) {
-    u32 a[4], b[4];
-    load_four(b, b_row + step * 16);
-    load_four(a, a_row + step * 16);
-    mma(sums, a, b[0], b[1]);
-    load_four(a, a_row + step * 16 + 16);
-    mma(sums, a, b[2], b[3]);
+    u32 a[COUNT][2][4], b[COUNT][4];
+#pragma unroll
+    for (int time = 0; time < COUNT; time++) {
+      load_four(b[time], rows[time] + b_place + step * 16);
+      load_four(a[time][0], keys[time] + a_place + step * 16);
+      load_four(a[time][1], keys[time] + a_place + step * 16 + 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int time = 0; time < COUNT; time++) mma(sums[time], a[time][i], b[time][2 * i], b[time][2 * i + 1]);
   }
 }
 
@@ -192,7 +205,7 @@ __device__ __forceinline__ float first_output(float product, float query_scale, 
 // Advances the state by the BORDER rows in shared memory: keys, key_scales, the sums of decays, and updates(row, i), those
 // of values g and g + 8 for i = 0, 1. Rows are summed 16 at a time, and of these the ones with equal remainder by 4
 // belong to a lane; first the high parts of the weighted updates.
-template <typename Updates>
+template <int TILES_AT_ONCE, typename Updates>
 __device__ __forceinline__ void fold(State& state, const u16* keys, const float* key_scales, const float* decays,
                                      Updates updates) {
   const int lane = threadIdx.x & 31, t = lane & 3;
@@ -218,14 +231,20 @@ __device__ __forceinline__ void fold(State& state, const u16* keys, const float*
   const u16* const row = keys + (16 * (matrix >> 1) + 4 * (2 * (matrix & 1) + (index & 1)) + (index >> 1)) * KEY_STRIDE;
   const float power = power_of_2(last);
 #pragma unroll
-  for (int tile = 0; tile < KEY_TILES; tile++) {
-    u32 b[4];
-    load_four_transposed(b, row + tile * 8);
+  for (int first = 0; first < KEY_TILES; first += TILES_AT_ONCE) {
+    u32 b[TILES_AT_ONCE][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) state[tile][i] = __fmul_rn(state[tile][i], power);
-    mma(state[tile], high[0], b[0], b[1]);
-    mma(state[tile], low[0], b[0], b[1]);
-    mma(state[tile], high[1], b[2], b[3]);
-    mma(state[tile], low[1], b[2], b[3]);
+    for (int i = 0; i < TILES_AT_ONCE; i++) {
+      load_four_transposed(b[i], row + (first + i) * 8);
+#pragma unroll
+      for (int j = 0; j < 4; j++) state[first + i][j] = __fmul_rn(state[first + i][j], power);
+    }
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+#pragma unroll
+      for (int i = 0; i < TILES_AT_ONCE; i++) mma(state[first + i], high[step], b[i][2 * step], b[i][2 * step + 1]);
+#pragma unroll
+      for (int i = 0; i < TILES_AT_ONCE; i++) mma(state[first + i], low[step], b[i][2 * step], b[i][2 * step + 1]);
+    }
   }
 }

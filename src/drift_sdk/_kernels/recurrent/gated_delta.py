@@ -35,6 +35,7 @@ from torch import Tensor
 from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.common.kernel_access import KernelAccess
 from drift_sdk._kernels.common.launch_order import note_kernel
+from drift_sdk._kernels.recurrent.kept_rows import keep_rows
 from drift_sdk.spec.model import GatedDelta
 from drift_sdk.spec.states import BORDER, num_ring_rows
 
@@ -60,7 +61,7 @@ STATES = frozenset({"state", "keys", "key_scales", "updates", "decays"})
 ROWS_ACCESS = KernelAccess(
     STATES | {"row_slot", "row_position", "borders"}, STATES | {"out"}, False, frozenset({"state"})
 )
-PROMPTS_ACCESS = KernelAccess(frozenset(), STATES | {"out", "checkpoints"}, False)
+PROMPTS_ACCESS = KernelAccess(frozenset(), frozenset({"state", "updates", "out", "checkpoints"}), False)
 
 
 class LayerStates(Struct, frozen=True):
@@ -248,6 +249,12 @@ def advance_prompts(
         checkpoints.stride(0) if len(checkpoints) else 0,
     )
     note_kernel("the gated delta rule of prompts", PROMPTS_ACCESS, arguments)
+    keep_rows(
+        spec,
+        runs.runs,
+        (rows.mixed, rows.scales, rows.gates),
+        (states.keys, states.key_scales, states.decays),
+    )
 
 
 def _warps_of_rows(spec: GatedDelta, num_slots: int) -> int:

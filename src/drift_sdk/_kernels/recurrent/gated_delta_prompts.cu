@@ -2,9 +2,12 @@
 //
 // Grid: (value heads times parts of their values, runs). A CTA of WARPS warps has 16 WARPS values of a head, and computes
 // the chunks of BORDER rows of its run one after the other. While it computes one, the next is copied to
-// shared memory. The state stays in registers; at the end it is stored, with what the rows since the border add.
+// shared memory. The state stays in registers; at the end it is stored, with the updates of the rows since the border.
+// Their keys and decays, which other CTAs may still read, are added to the rings by kept_rows.py.
 
 constexpr int ROW_TILES = BORDER / 4, VALUE_STRIDE = VALUES + 8;
+constexpr int JOBS = ROW_TILES + ROW_TILES / 2;  // products of keys with rows
+constexpr int JOBS_AT_ONCE = (JOBS + WARPS - 1) / WARPS < 3 ? (JOBS + WARPS - 1) / WARPS : 3;
 
 struct Chunk {
   u16 keys[BORDER * KEY_STRIDE];
@@ -61,22 +64,19 @@ __device__ __forceinline__ void compute_prompts(const Arguments& a, const int* r
       copy_16(to.values + (position - chunk) * VALUE_STRIDE + piece * 8,
               a.mixed + (row_of + position) * CHANNELS + 2 * NUM_KEY_HEADS * DK + head * DV + part * VALUES + piece * 8);
     }
-    end_copies();
-    if (thread < BORDER) {
-      const int position = chunk + thread;
-      float key_scale = 0.f, query_scale = 0.f, decay = 0.f, rate = 0.f;
+    for (int row = thread; row < last - chunk; row += THREADS) {
+      const int position = chunk + row;
       if (position < first) {
-        key_scale = __ldcg(a.key_scales + key_ring + position % RING);
-        decay = __ldcg(a.decays + ring + position % RING);
-      } else if (position < last) {
+        copy_4(to.key_scales + row, a.key_scales + key_ring + position % RING);
+        copy_4(to.decays + row, a.decays + ring + position % RING);
+      } else {
         const float* const scales = a.scales + (row_of + position) * 2 * NUM_KEY_HEADS + key_head;
         const float* const gates = a.gates + (row_of + position) * 2 * NUM_VALUE_HEADS + head;
-        query_scale = scales[0], key_scale = scales[NUM_KEY_HEADS];
-        decay = gates[0], rate = gates[NUM_VALUE_HEADS];
+        copy_4(to.query_scales + row, scales), copy_4(to.key_scales + row, scales + NUM_KEY_HEADS);
+        copy_4(to.decays + row, gates), copy_4(to.rates + row, gates + NUM_VALUE_HEADS);
       }
-      to.key_scales[thread] = key_scale, to.query_scales[thread] = query_scale;
-      to.decays[thread] = decay, to.rates[thread] = rate;
     }
+    end_copies();
   };
 
   copy_chunk(chunk, shared.chunks[0]);
@@ -94,20 +94,31 @@ __device__ __forceinline__ void compute_prompts(const Arguments& a, const int* r
       return (column % 2 ? rows.queries + 32 : rows.keys) + (4 * tile + column / 2) * KEY_STRIDE;
     };
     // Rows 0 to 15 with all tiles, rows 16 to 31 with the tiles behind.
-    for (int job = warp; job < ROW_TILES + ROW_TILES / 2; job += WARPS) {
-      const int half = job >= ROW_TILES, tile = half ? job - ROW_TILES / 2 : job;
-      float products[4];
-      multiply_keys(products, rows.keys + 16 * half * KEY_STRIDE, place(tile, lane & 7));
-      const int own = 4 * tile + t;
+    for (int first = warp * JOBS_AT_ONCE; first < JOBS; first += WARPS * JOBS_AT_ONCE) {
+      float products[JOBS_AT_ONCE][4];
+      const u16 *keys[JOBS_AT_ONCE], *columns[JOBS_AT_ONCE];
+      int halves[JOBS_AT_ONCE], tiles[JOBS_AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int other = 16 * half + g + 8 * i;
-        const Factors found =
-            factors(products[2 * i], products[2 * i + 1], rows.key_scales[own], rows.query_scales[own], rows.rates[own],
-                    rows.key_scales[other], sums[own], sums[other]);
-        const int at = other * BORDER + t * ROW_TILES + tile;
-        shared.update_factors[at] = other < own && own >= before ? found.update : 0.f;
-        shared.output_factors[at] = other <= own && own >= before ? found.output : 0.f;
+      for (int i = 0; i < JOBS_AT_ONCE; i++) {
+        const int job = min(first + i, JOBS - 1);
+        halves[i] = job >= ROW_TILES, tiles[i] = halves[i] ? job - ROW_TILES / 2 : job;
+        keys[i] = rows.keys + 16 * halves[i] * KEY_STRIDE, columns[i] = place(tiles[i], lane & 7);
+      }
+      multiply_keys<JOBS_AT_ONCE>(products, keys, columns);
+#pragma unroll
+      for (int i = 0; i < JOBS_AT_ONCE; i++) {
+        if (first + i >= JOBS) break;
+        const int own = 4 * tiles[i] + t;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int other = 16 * halves[i] + g + 8 * j;
+          const Factors found =
+              factors(products[i][2 * j], products[i][2 * j + 1], rows.key_scales[own], rows.query_scales[own],
+                      rows.rates[own], rows.key_scales[other], sums[own], sums[other]);
+          const int at = other * BORDER + t * ROW_TILES + tiles[i];
+          shared.update_factors[at] = other < own && own >= before ? found.update : 0.f;
+          shared.output_factors[at] = other <= own && own >= before ? found.output : 0.f;
+        }
       }
     }
     float products[ROW_TILES][4];
@@ -134,9 +145,8 @@ __device__ __forceinline__ void compute_prompts(const Arguments& a, const int* r
         const float* const added = a.updates + (ring + (chunk + row) % RING) * DV + part * VALUES + warp * 16 + g;
         if (row < before) products[tile][0] = __ldcg(added), products[tile][2] = __ldcg(added + 8);
       }
-#pragma unroll
-    for (int other = 0; other < BORDER; other++) {
-      if (other >= last) break;
+    // Adds what row `other` has added to the state to all rows behind it.
+    const auto add = [&](int other) {
       const int from = (lane & ~3) | (other & 3);
       const float first = __shfl_sync(~0u, products[other / 4][0], from);
       const float second = __shfl_sync(~0u, products[other / 4][2], from);
@@ -158,6 +168,16 @@ __device__ __forceinline__ void compute_prompts(const Arguments& a, const int* r
           products[tile][1] = __fmaf_rn(output[i], first, products[tile][1]);
           products[tile][3] = __fmaf_rn(output[i], second, products[tile][3]);
         }
+      }
+    };
+    if (last == BORDER) {
+#pragma unroll
+      for (int other = 0; other < BORDER; other++) add(other);
+    } else {
+#pragma unroll
+      for (int other = 0; other < BORDER; other++) {
+        if (other >= last) break;
+        add(other);
       }
     }
 
@@ -182,22 +202,10 @@ __device__ __forceinline__ void compute_prompts(const Arguments& a, const int* r
         float* const added = a.updates + (ring + (chunk + row) % RING) * DV + part * VALUES + warp * 16 + g;
         if (row >= before && row < last) added[0] = products[tile][0], added[8] = products[tile][2];
       }
-      if (part == 0) {
-        if (thread >= before && thread < last) a.decays[ring + (chunk + thread) % RING] = rows.decays[thread];
-        if (head % GROUP == 0) {
-          if (thread >= before && thread < last)
-            a.key_scales[key_ring + (chunk + thread) % RING] = rows.key_scales[thread];
-          for (int i = before * KEY_PIECES + thread; i < last * KEY_PIECES; i += THREADS) {
-            const int row = i / KEY_PIECES, piece = i % KEY_PIECES;
-            *reinterpret_cast<uint4*>(a.keys + (key_ring + (chunk + row) % RING) * DK + piece * 8) =
-                *reinterpret_cast<const uint4*>(rows.keys + row * KEY_STRIDE + piece * 8);
-          }
-        }
-      }
       break;
     }
 
-    fold(state, rows.keys, rows.key_scales, sums,
+    fold<4>(state, rows.keys, rows.key_scales, sums,
          [&](int row, int i) { return products[row / 4][2 * i]; });
     const int checkpoint = run_places[chunk / BORDER + 1];
     if (checkpoint >= 0)

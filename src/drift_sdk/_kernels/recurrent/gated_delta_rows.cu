@@ -65,7 +65,7 @@ __device__ __forceinline__ void compute_rows(const Arguments& a, const int* row_
     __syncthreads();
     shared.sums[warp][lane] = sum_decays(shared.decays[lane]);
     __syncwarp();
-    fold(state, shared.keys, shared.key_scales, shared.sums[warp], update_of);
+    fold<2>(state, shared.keys, shared.key_scales, shared.sums[warp], update_of);
     store_state(state, stored);
     __syncthreads();
   }
@@ -104,19 +104,20 @@ __device__ __forceinline__ void compute_rows(const Arguments& a, const int* row_
     for (int job = warp; job < 2 * TILES; job += WARPS) {
       const int half = job & 1, tile = job >> 1;
       if (16 * half >= before + count || 4 * tile >= count) continue;
-      float products[4];
-      multiply_keys(products, shared.keys + 16 * half * KEY_STRIDE, place(tile, lane & 7));
+      float found[1][4];
+      multiply_keys<1>(found, {shared.keys + 16 * half * KEY_STRIDE}, {place(tile, lane & 7)});
+      const float* const products = found[0];
       const int row = 4 * tile + t, own = before + row;
       if (row >= count) continue;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int other = 16 * half + g + 8 * i;
         if (other > own) continue;
-        const Factors found =
+        const Factors of_row =
             factors(products[2 * i], products[2 * i + 1], shared.key_scales[own], shared.query_scales[row],
                     shared.rates[row], shared.key_scales[other], sums[own], sums[other]);
-        shared.update_factors[other * 4 * TILES + row] = other < own ? found.update : 0.f;
-        shared.output_factors[other * 4 * TILES + row] = found.output;
+        shared.update_factors[other * 4 * TILES + row] = other < own ? of_row.update : 0.f;
+        shared.output_factors[other * 4 * TILES + row] = of_row.output;
       }
     }
     float products[TILES][4];
@@ -191,7 +192,7 @@ __device__ __forceinline__ void compute_rows(const Arguments& a, const int* row_
     if (done == num_rows) return;
 
     __syncwarp();
-    fold(state, shared.keys, shared.key_scales, sums, update_of);
+    fold<2>(state, shared.keys, shared.key_scales, sums, update_of);
     chunk += BORDER;
     __syncthreads();
   }
