@@ -31,10 +31,10 @@ def read_hybrid(
     settings: Settings,
     channels: Channel | Sequence[Channel],
     *,
-    is_fused: bool = False,
     names: Names,
+    **fused: bool,
 ) -> ModelSpec:
-    """A decoder with these channels. is_fused: as in GatedDelta."""
+    """A decoder with these channels. fused: fields of GatedDelta."""
     if settings.get("attn_output_gate") is False:
         raise ModelLoadError("config: attn_output_gate=False is not implemented")
 
@@ -46,13 +46,13 @@ def read_hybrid(
     )
     by_kind: dict[str, Mixer] = {
         "full_attention": attention,
-        "linear_attention": read_gated_delta(settings, is_fused=is_fused),
+        "linear_attention": replace(read_gated_delta(settings), **fused),
     }
     mixers = [by_kind[kind] for kind in read_kinds(settings)]
     return read_decoder(settings, mixers, channels, norm=norm, names=names)
 
 
-def read_gated_delta(settings: Settings, *, is_fused: bool) -> GatedDelta:
+def read_gated_delta(settings: Settings) -> GatedDelta:
     num_key_heads = read_int(settings, "linear_num_key_heads", le=MAX_HEADS)
     num_value_heads = read_int(settings, "linear_num_value_heads", le=MAX_HEADS)
     if num_value_heads % num_key_heads:
@@ -66,7 +66,6 @@ def read_gated_delta(settings: Settings, *, is_fused: bool) -> GatedDelta:
         value_dim=read_int(settings, "linear_value_head_dim", le=MAX_DIM),
         conv_width=read_int(settings, "linear_conv_kernel_dim", ge=2, le=16),
         norm=Norm(read_norm(settings).eps),
-        is_fused=is_fused,
     )
 
 

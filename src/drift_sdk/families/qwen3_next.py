@@ -18,7 +18,7 @@ def read_spec(settings: Settings) -> ModelSpec:
     router = Router(is_normalised=read_bool(settings, "norm_topk_prob"))
     experts, mlp = read_shared_experts(settings, router), read_mlp(settings)
     channels = [mlp if has_mlp else experts for has_mlp in mlp_layers(settings)]
-    return read_hybrid(settings, channels, is_fused=True, names=NAMES)
+    return read_hybrid(settings, channels, names=NAMES, has_fused_qkvz=True, has_fused_ba=True)
 
 
 FAMILY = Family(
