@@ -68,7 +68,7 @@ class Allocation:
     def _pieces(self, parts: list[Matrix], order: torch.Tensor) -> list[Matrix]:
         """Runs of rows of the parts, which are the rows of all parts in an order. Those of tensors, which are
         not filled yet, are parts of these."""
-        sizes = torch.tensor([part.shape[0] for part in parts], device="cpu")
+        sizes = torch.tensor([part.shape[0] for part in parts], dtype=torch.int64, device="cpu")
         ends = sizes.cumsum(0)
         owners = torch.bucketize(order, ends, right=True)
         ordered: list[Matrix] = []
