@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["add_mtp"]
+__all__ = ["add_mtp", "make_often_right"]
 
 
 def add_mtp(folder: Path, seed: int = 0, *, is_stacked: bool = False) -> None:
@@ -25,6 +25,25 @@ def add_mtp(folder: Path, seed: int = 0, *, is_stacked: bool = False) -> None:
     file = folder / "model.safetensors"
     drawn = {name: _draw(name, shape, generator) for name, shape in _shapes(settings, is_stacked).items()}
     save_file(load_file(file) | drawn, file, {"format": "pt"})
+
+
+def make_often_right(folder: Path) -> None:
+    """Change the weights of a model with the layer so that its drafts are often right, and often wrong.
+
+    The next token depends mostly on the one before, because layers add little to the residual stream, and the
+    layer that drafts hands on the embedding.
+    """
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            tensor.mul_(0.05)
+    identity = torch.eye(tensors["mtp.fc.weight"].shape[0])
+    tensors["mtp.fc.weight"].mul_(0.1)[:, : len(identity)] += identity
+    norm = next(name for name in tensors if name.endswith("model.norm.weight"))
+    tensors["mtp.norm.weight"] = tensors[norm].clone()
+    tensors["mtp.pre_fc_norm_embedding.weight"].zero_()
+    save_file(tensors, file, {"format": "pt"})
 
 
 def _shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, ...]]:
