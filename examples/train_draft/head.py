@@ -224,7 +224,7 @@ class HeadPass:
         return self._project(self._norm(hidden, "norm"), "lm_head").float()
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, self._weights[f"{name}.weight"], self._config.rms_norm_eps)
+        return rms_norm(x, self._weights[f"{name}.weight"], self._config.norm.eps)
 
     def _project(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, self._weights[f"{name}.weight"])

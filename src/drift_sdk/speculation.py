@@ -23,6 +23,8 @@ MAX_DRAFT_TOKENS = MAX_PATH_LENGTH
 TREE_CHOICES = (1, 3, 7, 15, 31)
 """Numbers of draft tokens that a batch may use instead of a whole tree: with the root, powers of two."""
 MAX_NGRAM = 16
+MTP = "mtp"
+"""The string that stands for the model's own MTP layer; a folder of that name is given as a Path."""
 NGRAM_NAMES = ("ngram", "n-gram", "n_gram")
 """Strings that are taken for n-gram drafts by mistake; a folder of such a name is given as a Path."""
 
@@ -178,7 +180,8 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     on the eager executor near ties may resolve differently.
 
     draft:                folder or hub id of an EAGLE-3 head; or folder, .gguf file or hub id of a model with
-                          the same vocabulary, smaller than the engine's; or `NGram()`.
+                          the same vocabulary, smaller than the engine's; or `NGram()`; or "mtp" for the layer
+                          of the model's own files that predicts one more token (Qwen3.5 and its successors).
     ngrams:               n-grams beside a head or a model as the draft: they take its place in the rounds of
                           a sequence in which they find something and are accepted at least as often, as
                           measured in the sequence. Drafts are chains then. None = no n-grams.
@@ -222,8 +225,14 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
             raise ConfigError.of("draft", self.draft, "a folder, a hub id or NGram()")
 
         if isinstance(self.draft, str) and self.draft.lower() in NGRAM_NAMES:
-            allowed = "NGram() for n-gram drafts, or a folder or hub id of an EAGLE-3 head or a model"
+            allowed = (
+                'NGram() for n-gram drafts, or a folder or hub id of an EAGLE-3 head or a model, or "mtp"'
+            )
             raise ConfigError.of("draft", self.draft, allowed)
+
+        if self.draft == MTP and self.aux_layer_convention is not None:
+            allowed = f'None with draft="{MTP}"'
+            raise ConfigError.of("aux_layer_convention", self.aux_layer_convention, allowed)
 
         if self.ngrams is not None:
             if not isinstance(self.ngrams, NGram):

@@ -311,11 +311,11 @@ def test_planted_fault_is_found(
         layers = (dataclasses.replace(first, mixer=mixer), *draft.weights.layers[1:])
         draft = DraftDecoder(draft.config, dataclasses.replace(draft.weights, layers=layers), target)
     elif fault == "norm twice":
-        norm, eps = draft.weights.final_norm, draft.config.rms_norm_eps
+        weight, norm = draft.weights.final_norm, draft.config.norm
         monkeypatch.setattr(
             DraftDecoder,
             "logits",
-            lambda self, hidden: logits(self, eagle3.rms_norm(hidden, norm, eps)),
+            lambda self, hidden: logits(self, eagle3.normalise(hidden, weight, norm)),
         )
     elif fault == "slot offset":
         monkeypatch.setattr(eagle3, "DRAFT_KV_OFFSET", 0)

@@ -1,4 +1,4 @@
-"""The pass of an EAGLE-3 draft over a whole sequence."""
+"""The pass of a draft head over a whole sequence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.states import SequenceState, StateRows
 
 __all__ = ["whole_pass"]
 
@@ -18,8 +19,12 @@ def whole_pass(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch
     rows = [SequenceRows(blocks, 0, len(tokens) - 1)]
     target_cache, draft_cache = (model.empty_kv_cache(len(blocks), 1) for model in (target, draft))
     ids = torch.tensor(tokens)
+    states = []
+    if target.spec.recurrent_layers:
+        state = SequenceState(target.spec, target.dtype, target.device)
+        states = [StateRows.of(state, 0, len(tokens) - 1, is_final=True)]
     hidden, aux_hidden = target.forward(
-        ids[:-1], AttentionBatch(rows, target_cache), target_cache, draft.aux_layers
+        ids[:-1], AttentionBatch(rows, target_cache), target_cache, draft.aux_layers, states
     )
     batch = AttentionBatch(rows, draft_cache, slot_offset=1)
     return draft.forward(draft.fuse(aux_hidden, hidden), ids[1:], batch, draft_cache)

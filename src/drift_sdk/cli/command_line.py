@@ -43,6 +43,7 @@ from drift_sdk.cli.terminal import print_error
 from drift_sdk.cli.tree import run_tree
 from drift_sdk.cli.warm import run_warm
 from drift_sdk.errors import FieldError, short_repr
+from drift_sdk.speculation import MTP
 
 __all__ = ["main"]
 
@@ -276,7 +277,7 @@ def acceptance_command(options: argparse.Namespace) -> Callable[[], int]:
     """The command `acceptance`. Raises ConfigError for n-grams, which read no layers, for a file without
     prompts, and for numbers out of range."""
     drafts = speculation(options)
-    if drafts is None or isinstance(drafts.draft, NGram):
+    if drafts is None or isinstance(drafts.draft, NGram) or drafts.draft == MTP:
         raise ConfigError.of("draft", options.draft, "an EAGLE-3 head")
 
     config = EngineConfig(device=options.device, speculation=drafts)

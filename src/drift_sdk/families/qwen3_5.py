@@ -14,13 +14,20 @@ from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_m
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.gguf import LAYER_MODULES, GGUFArchitecture, GGUFChange, GGUFSettings, Tiles
 from drift_sdk.spec.layer_types import read_num_layers
-from drift_sdk.spec.model import Channel, GatedDelta, Mixer, ModelSpec, Norm
-from drift_sdk.spec.names import Names
-from drift_sdk.spec.settings import Settings, read_int
+from drift_sdk.spec.model import Attention, Channel, GatedDelta, Mixer, ModelSpec, Norm
+from drift_sdk.spec.names import MtpNames, Names
+from drift_sdk.spec.settings import Settings, read_bool, read_int
 
+MTP = MtpNames(
+    joint="mtp.fc.weight",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    layer="mtp.layers.0",
+    final_norm="mtp.norm.weight",
+)
 UNREAD = ("mtp.",)
-"""The layer that predicts one more token."""
-NAMES = Names(unread=UNREAD)
+"""The layer that predicts one more token is no part of the decoder."""
+NAMES = Names(mtp=MTP, unread=UNREAD)
 KINDS = ("linear_attention", "full_attention")
 MAX_HEADS, MAX_DIM = 1024, 1024
 """Of recurrent layers."""
@@ -50,7 +57,18 @@ VALUE_TENSORS = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_
 
 
 def read_spec(settings: Settings) -> ModelSpec:
-    return read_hybrid(settings, read_mlp(settings), names=NAMES)
+    return with_mtp(settings, read_hybrid(settings, read_mlp(settings), names=NAMES))
+
+
+def with_mtp(settings: Settings, spec: ModelSpec) -> ModelSpec:
+    """The spec with the layer that predicts one more token, where files have one that shares the embedding:
+    it is like the decoder's layers of attention."""
+    num_layers = read_int(settings, "mtp_num_hidden_layers", 0, ge=0)
+    if num_layers != 1 or read_bool(settings, "mtp_use_dedicated_embeddings"):
+        return spec
+
+    layer = next(layer for layer in spec.layers if isinstance(layer.mixer, Attention))
+    return replace(spec, mtp=layer)
 
 
 def read_hybrid(

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from drift_sdk.families.qwen3_5 import (
     DEFAULTS,
+    MTP,
     STATE_KEYS,
     STATE_MODULES,
     STATE_TENSORS,
@@ -16,6 +17,7 @@ from drift_sdk.families.qwen3_5 import (
     gguf_settings,
     gguf_tiled_change,
     read_hybrid,
+    with_mtp,
 )
 from drift_sdk.spec.experts_settings import read_experts
 from drift_sdk.spec.family import Family
@@ -24,11 +26,14 @@ from drift_sdk.spec.model import Experts, Mlp, ModelSpec, Router
 from drift_sdk.spec.names import ExpertNames, MlpNames, Names
 from drift_sdk.spec.settings import Settings, read_int
 
-NAMES = Names(experts=ExpertNames(layout="stacked", shared=MlpNames(module="shared_expert")), unread=UNREAD)
+NAMES = Names(
+    experts=ExpertNames(layout="stacked", shared=MlpNames(module="shared_expert")), mtp=MTP, unread=UNREAD
+)
 
 
 def read_spec(settings: Settings) -> ModelSpec:
-    return read_hybrid(settings, read_shared_experts(settings, Router()), names=NAMES)
+    spec = read_hybrid(settings, read_shared_experts(settings, Router()), names=NAMES)
+    return with_mtp(settings, spec)
 
 
 def read_shared_experts(settings: Settings, router: Router) -> Experts:

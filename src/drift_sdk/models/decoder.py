@@ -25,7 +25,7 @@ from drift_sdk.models.weights import DecoderWeights, load_weights, tensor_shapes
 from drift_sdk.spec.model import Attention, Channel, Experts, GatedDelta, LayerSpec, Mixer, ModelSpec
 from drift_sdk.spec.rope import Rope
 
-__all__ = ["Decoder", "random_tensors"]
+__all__ = ["Decoder", "apply_channel", "random_tensors"]
 
 
 class Decoder:
@@ -177,7 +177,7 @@ class Decoder:
             mixed = _mix(normed, weights.mixer, layer.mixer, step, states, index)
             hidden = _add(hidden, mixed, weights.mixer_post_norm, layer)
             normed = normalise(hidden, weights.channel_norm, layer.norm)
-            output = _apply(normed, weights.channel, layer.channel)
+            output = apply_channel(normed, weights.channel, layer.channel)
             hidden = _add(hidden, output, weights.channel_post_norm, layer)
 
         aux_hidden[num_layers] = hidden
@@ -227,7 +227,7 @@ def _mix(
     return attend(x, weights, spec, step, index)
 
 
-def _apply(x: torch.Tensor, weights: MlpWeights | ExpertWeights, spec: Channel) -> torch.Tensor:
+def apply_channel(x: torch.Tensor, weights: MlpWeights | ExpertWeights, spec: Channel) -> torch.Tensor:
     """The output [N, hidden] of a channel for its normalised input [N, hidden]."""
     if isinstance(weights, ExpertWeights):
         assert isinstance(spec, Experts)

@@ -1,4 +1,5 @@
-"""Configuration of an EAGLE-3 draft, from its config.json and its target's configuration.
+"""Configuration of a draft head: of an EAGLE-3 draft, from its config.json and its target's configuration,
+or of the layer that the target has for it (MTP).
 
 Three formats are read: flat files as SafeAILab's EAGLE repository publishes them, flat files with a table
 `eagle_config` (SpecForge, NVIDIA), and files of the speculators library, with a table
@@ -14,7 +15,7 @@ from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families import families, read_spec
-from drift_sdk.spec.model import Attention, Mlp, ModelSpec
+from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec, Norm
 
 __all__ = ["DraftConfig", "draft_settings", "is_model_config"]
 
@@ -59,7 +60,12 @@ NUM_DEFAULT_FEATURES = 3
 
 
 class DraftConfig(Struct, frozen=True, kw_only=True):
-    """Shapes and options of an EAGLE-3 draft of one target. Names in brackets are those of config.json.
+    """Shapes and options of a draft of one target. Names in brackets are those of an EAGLE-3 draft's
+    config.json.
+
+    A row takes the embedding of a token and the feature of the position before, both normalised and joined.
+    In EAGLE-3 they are the input of the first layer's attention; in MTP they are projected, and begin the
+    residual stream.
 
     vocab_size:          the target's number of tokens; so many can be input.
     draft_vocab_size:    number of tokens the draft can propose.
@@ -67,6 +73,8 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     aux_layers:          layers of the target whose input (the residual stream) the feature is made of, low to
                          high; the target's number of layers stands for the output of the last one. Empty if
                          the feature is the target's final hidden state after its norm, not projected.
+    layer:               of each of its layers. The norm is that of feature, embedding and output too.
+    has_joint:           embedding and feature are projected (MTP).
     has_input_norm:      the concatenated hidden states are normalised (`norm_before_fc`).
     has_feature_norms:   each hidden state is normalised by itself (`fc_norm`).
     is_residual_normed:  the draft's residual stream starts from the normalised feature, else from the feature
@@ -79,15 +87,23 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     hidden_size: int
     target_hidden_size: int
     num_layers: int
-    attention: Attention
-    mlp: Mlp
-    rms_norm_eps: float
+    layer: LayerSpec
     is_head_tied: bool
     aux_layers: tuple[int, ...]
     has_input_norm: bool
     has_feature_norms: bool
     is_residual_normed: bool
     is_output_normed: bool
+    has_joint: bool = False
+
+    @property
+    def attention(self) -> Attention:
+        assert isinstance(self.layer.mixer, Attention)
+        return self.layer.mixer
+
+    @property
+    def norm(self) -> Norm:
+        return self.layer.norm
 
     @classmethod
     def from_hf(
@@ -108,16 +124,13 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
         # limit.
         llama = {"max_position_embeddings": target.max_position_embeddings} | settings
         shape = read_spec(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
-        attention, mlp = _check_layers(shape)
         draft = cls(
             vocab_size=shape.vocab_size,
             draft_vocab_size=_draft_vocab_size(settings, shape.vocab_size),
             hidden_size=shape.hidden_size,
             target_hidden_size=settings.get("target_hidden_size", shape.hidden_size),
             num_layers=shape.num_layers,
-            attention=attention,
-            mlp=mlp,
-            rms_norm_eps=shape.final_norm.eps,
+            layer=_llama_layer(shape),
             is_head_tied=shape.is_head_tied,
             aux_layers=_aux_layers(settings, target.num_layers, aux_layer_convention),
             has_input_norm=_flag(settings, "norm_before_fc"),
@@ -127,6 +140,26 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
         )
         _check_fit(draft, target)
         return draft
+
+    @classmethod
+    def of_mtp(cls, target: ModelSpec) -> DraftConfig:
+        """Of the layer that a target has for it, as `ModelSpec.mtp` describes it."""
+        assert target.mtp is not None
+        return cls(
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            num_layers=1,
+            layer=target.mtp,
+            is_head_tied=False,
+            aux_layers=(),
+            has_input_norm=False,
+            has_feature_norms=False,
+            is_residual_normed=False,
+            is_output_normed=True,
+            has_joint=True,
+        )
 
 
 def draft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,9 +232,8 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             raise ModelLoadError(f"config: eagle_config has {name}={short_repr(value)}, which is not known")
 
 
-def _check_layers(shape: ModelSpec) -> tuple[Attention, Mlp]:
-    """The attention and the MLP of the draft's layers. ModelLoadError for options of Llama layers that these
-    do not implement."""
+def _llama_layer(shape: ModelSpec) -> LayerSpec:
+    """The draft's layers. ModelLoadError for options of Llama layers that these do not implement."""
     if shape.quantisation is not None:
         found = f"quantization_config ({shape.quantisation.name})"
         raise ModelLoadError(f"config: {found} is not implemented in drafts")
@@ -214,7 +246,7 @@ def _check_layers(shape: ModelSpec) -> tuple[Attention, Mlp]:
     if mlp.activation != "silu":
         raise ModelLoadError(f"config: hidden_act={mlp.activation!r}: only 'silu' is implemented in drafts")
 
-    return shape.attention, mlp
+    return shape.layers[0]
 
 
 def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:

@@ -1,4 +1,5 @@
-"""An EAGLE-3 draft's weights: names, shapes, and loading. Some may be shared with the target."""
+"""A draft head's weights, and those of EAGLE-3: names, shapes, and loading. Some may be shared with the
+target."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, WeightForm
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
 from drift_sdk.quantised.weight import Matrix, take_rows
+from drift_sdk.spec.model import Mlp
 
 __all__ = ["DraftForm", "DraftWeights", "load_draft_weights", "required_shapes", "shareable_shapes"]
 
@@ -29,14 +31,15 @@ HIDDEN_NORM = "layers.0.hidden_norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """The weights of a draft. The first layer's qkv has 2 * hidden columns, those for the embedding first.
-    Matrices may be quantised.
+    """The weights of a draft. In EAGLE-3 the first layer's qkv has 2 * hidden columns, those for the
+    embedding first; in MTP `joint` does. Matrices may be quantised.
 
     embedding:                [vocab, hidden].
     fc:                       [hidden, num_features * target_hidden].
     input_norm:               [num_features * target_hidden].
     feature_norms:            [target_hidden] each.
-    hidden_norm, final_norm:  [hidden].
+    embedding_norm, hidden_norm, final_norm: [hidden], of embeddings, of features, and after the layers.
+    joint:                    [hidden, 2 * hidden].
     head:                     [draft_vocab, hidden].
     target_ids:               [draft_vocab] int64, the target's token id for each of the draft's.
     """
@@ -45,11 +48,13 @@ class DraftWeights:
     fc: Matrix | None
     input_norm: torch.Tensor | None
     feature_norms: tuple[torch.Tensor, ...]
+    embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     head: Matrix
     target_ids: torch.Tensor
+    joint: Matrix | None = None
 
 
 def required_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -109,13 +114,15 @@ def load_draft_weights(
         head = whole if len(ids) == whole.shape[0] else take_rows(whole, ids)
 
     feature_norms = range(len(config.aux_layers) if config.has_feature_norms else 0)
+    layers = tuple(_read_layer(config, reader, index) for index in range(config.num_layers))
     weights = DraftWeights(
         embedding=embedding,
         fc=reader.read_matrix(FC) if config.aux_layers else None,
         input_norm=reader.read(INPUT_NORM) if config.has_input_norm else None,
         feature_norms=tuple(reader.read(_feature_norm(index)) for index in feature_norms),
+        embedding_norm=layers[0].mixer_norm,
         hidden_norm=reader.read(HIDDEN_NORM),
-        layers=tuple(_read_layer(config, reader, index) for index in range(config.num_layers)),
+        layers=layers,
         final_norm=reader.read(FINAL_NORM),
         head=head,
         target_ids=ids,
@@ -174,7 +181,7 @@ class _Reader:
 def _read_layer(config: DraftConfig, reader: _Reader, index: int) -> LayerWeights:
     prefix = f"layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    has_bias, has_mlp_bias = config.attention.has_bias, config.mlp.has_bias
+    has_bias, has_mlp_bias = config.attention.has_bias, _mlp_of(config).has_bias
     return LayerWeights(
         mixer_norm=reader.read(f"{prefix}.input_layernorm.weight"),
         mixer=AttentionWeights(
@@ -207,7 +214,7 @@ def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]
         "v": (kv_size, width),
         "o": (hidden, query_size),
     }
-    size = config.mlp.intermediate_size
+    size = _mlp_of(config).intermediate_size
     mlp = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}.input_layernorm.weight": (hidden,),
@@ -215,7 +222,7 @@ def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]
     }
     for part, modules, has_bias in (
         ("self_attn", attention, config.attention.has_bias),
-        ("mlp", mlp, config.mlp.has_bias),
+        ("mlp", mlp, _mlp_of(config).has_bias),
     ):
         for module, shape in modules.items():
             shapes[f"{prefix}.{part}.{module}_proj.weight"] = shape
@@ -223,6 +230,11 @@ def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]
                 shapes[f"{prefix}.{part}.{module}_proj.bias"] = shape[:1]
 
     return shapes
+
+
+def _mlp_of(config: DraftConfig) -> Mlp:
+    assert isinstance(config.layer.channel, Mlp)
+    return config.layer.channel
 
 
 def _feature_norm(index: int) -> str:

@@ -1,7 +1,8 @@
-"""The EAGLE-3 draft head: one or a few Llama layers that predict the target's next feature.
+"""Draft heads: one or a few layers that predict the target's next feature.
 
-A feature is made of the target's residual stream at a few layers ("EAGLE-3: Scaling up Inference Acceleration
-of Large Language Models via Training-Time Test", arXiv 2503.01840).
+In EAGLE-3 ("Scaling up Inference Acceleration of Large Language Models via Training-Time Test", arXiv
+2503.01840) a feature is made of the target's residual stream at a few layers, and layers are Llama's. In MTP
+it is the target's output, and the layer is one like the target's, from the target's files: see mtp.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import Source, name_role, resolve
-from drift_sdk.models.channels.mlp import MlpWeights, apply_mlp
-from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder import Decoder, apply_channel
 from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.draft_weights import (
     DraftForm,
@@ -30,7 +30,7 @@ from drift_sdk.models.draft_weights import (
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.linear import embed, linear
 from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
-from drift_sdk.models.norms import rms_norm
+from drift_sdk.models.norms import normalise
 from drift_sdk.models.rope import rotary_tables
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.progress import Report
@@ -43,7 +43,7 @@ so that the draft's KV in a block depends only on the tokens of that block and o
 
 
 class DraftDecoder:
-    """An EAGLE-3 draft head of one target.
+    """A draft head of one target.
 
     Draft row i takes the feature of position i and token i + 1, and returns the next feature, from which
     `logits` predicts token i + 2.
@@ -170,17 +170,17 @@ class DraftDecoder:
         if len(aux_hidden) != len(self.aux_layers):
             raise ValueError(f"aux_hidden: {len(aux_hidden)} tensors: expected {len(self.aux_layers)}")
 
-        weights, eps = self.weights, self.config.rms_norm_eps
+        weights, norm = self.weights, self.config.norm
         if weights.fc is None:
             return self._target.final_normed(final_hidden)
 
         if weights.feature_norms:
             pairs = zip(aux_hidden, weights.feature_norms, strict=True)
-            aux_hidden = [rms_norm(feature, norm, eps) for feature, norm in pairs]
+            aux_hidden = [normalise(feature, weight, norm) for feature, weight in pairs]
 
         features = torch.cat(tuple(aux_hidden), dim=-1)
         if weights.input_norm is not None:
-            features = rms_norm(features, weights.input_norm, eps)
+            features = normalise(features, weights.input_norm, norm)
 
         return linear(features, weights.fc)
 
@@ -204,24 +204,23 @@ class DraftDecoder:
                 f"expected {list(expected)} and [{expected[0]}]"
             )
 
-        weights, eps = self.weights, self.config.rms_norm_eps
+        weights, norm = self.weights, self.config.norm
         rope = self._rope
         tables = rotary_tables(batch.positions, self._frequencies, self.dtype, rope.magnitude)
         step = AttentionStep(batch, cache, {rope: tables})
-        hidden = features
+        embedded = embed(token_ids, weights.embedding, self.dtype)
+        normed = normalise(features, weights.hidden_norm, norm)
+        inputs = torch.cat((normalise(embedded, weights.embedding_norm, norm), normed), dim=-1)
+        hidden = normed if self.config.is_residual_normed else features
+        if weights.joint is not None:
+            hidden = linear(inputs, weights.joint)
         for index, layer in enumerate(weights.layers):
-            if index == 0:
-                embedded = embed(token_ids, weights.embedding, self.dtype)
-                normed = rms_norm(features, weights.hidden_norm, eps)
-                hidden = normed if self.config.is_residual_normed else features
-                inputs = torch.cat((rms_norm(embedded, layer.mixer_norm, eps), normed), dim=-1)
-            else:
-                inputs = rms_norm(hidden, layer.mixer_norm, eps)
-
+            if index > 0 or weights.joint is not None:
+                inputs = normalise(hidden, layer.mixer_norm, norm)
             hidden = hidden + self._attention(index, inputs, step)
-            hidden = hidden + self._mlp(index, rms_norm(hidden, layer.channel_norm, eps))
+            hidden = hidden + self._mlp(index, normalise(hidden, layer.channel_norm, norm))
 
-        return rms_norm(hidden, weights.final_norm, eps) if self.config.is_output_normed else hidden
+        return normalise(hidden, weights.final_norm, norm) if self.config.is_output_normed else hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -235,16 +234,14 @@ class DraftDecoder:
         return attend(inputs, weights, self.config.attention, step, index)
 
     def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
-        """The output [N, hidden] of the MLP of layer `index`, for its normalised input."""
-        weights = self.weights.layers[index].channel
-        assert isinstance(weights, MlpWeights)
-        return apply_mlp(normed, weights, self.config.mlp)
+        """The output [N, hidden] of the MLP or the experts of layer `index`, for its normalised input."""
+        return apply_channel(normed, self.weights.layers[index].channel, self.config.layer.channel)
 
     def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.config.is_output_normed:
             return hidden
 
-        return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+        return normalise(hidden, self.weights.final_norm, self.config.norm)
 
 
 def _read_config(source: Source, target: Decoder, aux_layer_convention: str | None) -> DraftConfig:

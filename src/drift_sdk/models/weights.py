@@ -25,11 +25,13 @@ from drift_sdk.models.stored_layout import with_stored_layout
 from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weight_memory import memory_named
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import Experts, GatedDelta, ModelSpec
+from drift_sdk.spec.model import Experts, GatedDelta, LayerSpec, ModelSpec
+from drift_sdk.spec.names import Names
 
 __all__ = [
     "DecoderWeights",
     "LayerWeights",
+    "allocate_layer",
     "check_tensors",
     "load_weights",
     "meta_weights",
@@ -282,7 +284,10 @@ def _allocate(
     embedding = allocation.matrix(names.embedding, spec.vocab_size, hidden, is_projection=False)
     weights = DecoderWeights(
         embedding=embedding,
-        layers=tuple(_allocate_layer(spec, index, allocation) for index in range(spec.num_layers)),
+        layers=tuple(
+            allocate_layer(layer, names, names.layer.format(index), hidden, allocation)
+            for index, layer in enumerate(spec.layers)
+        ),
         final_norm=allocation.tensor(names.final_norm, hidden),
         head=embedding
         if spec.is_head_tied
@@ -291,9 +296,10 @@ def _allocate(
     return weights, allocation
 
 
-def _allocate_layer(spec: ModelSpec, index: int, allocation: Allocation) -> LayerWeights:
-    layer, names, hidden = spec.layers[index], spec.names, spec.hidden_size
-    prefix = names.layer.format(index)
+def allocate_layer(
+    layer: LayerSpec, names: Names, prefix: str, hidden: int, allocation: Allocation
+) -> LayerWeights:
+    """prefix: of the layer's tensors."""
 
     def norm(name: str) -> torch.Tensor:
         return allocation.tensor(f"{prefix}.{name}.weight", hidden)

@@ -23,7 +23,7 @@ from drift_sdk.spec.model import (
     QueryScaling,
     Router,
 )
-from drift_sdk.spec.names import SANDWICH, AttentionNames, ExpertNames, MlpNames, Names
+from drift_sdk.spec.names import SANDWICH, AttentionNames, ExpertNames, MlpNames, MtpNames, Names
 from drift_sdk.spec.rope import Rope
 from drift_sdk.spec.rope_settings import read_query_scaling, read_rope
 from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier, read_number
@@ -43,6 +43,7 @@ __all__ = [
     "Mlp",
     "MlpNames",
     "ModelSpec",
+    "MtpNames",
     "Names",
     "Norm",
     "OriginalFiles",

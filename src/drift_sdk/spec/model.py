@@ -279,6 +279,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     logits_divisor:           logits are divided by it.
     logits_cap:               then they are cap * tanh(logits / cap); None: they are not capped.
     names:                    of the tensors in files.
+    mtp:                      the layer that predicts one more token from the decoder's output, and drafts so;
+                              None: files of the model have none. It is not one of `layers`.
     quantisation:             how files store quantised weights; None: they have none, or MXFP4 experts alone.
     """
 
@@ -294,6 +296,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     logits_divisor: float = 1.0
     logits_cap: float | None = None
     names: Names = Names()
+    mtp: LayerSpec | None = None
     quantisation: Scheme | None = None
 
     @property

@@ -15,6 +15,7 @@ __all__ = [
     "ExpertNames",
     "GatedDeltaNames",
     "MlpNames",
+    "MtpNames",
     "Names",
 ]
 
@@ -86,9 +87,20 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
         check_choice("layout", self.layout, ExpertLayout)
 
 
+class MtpNames(Struct, frozen=True, kw_only=True):
+    """Names of the layer that predicts one more token (MTP), and of what is around it. layer: prefix of its
+    tensors, inside which names are those of other layers."""
+
+    joint: str = "mtp.fc.weight"
+    embedding_norm: str = "mtp.pre_fc_norm_embedding.weight"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden.weight"
+    layer: str = "mtp.layers.0"
+    final_norm: str = "mtp.norm.weight"
+
+
 class Names(Struct, frozen=True, kw_only=True):
-    """layer: prefix of the tensors of layer {}. The names of norms are inside it. unread: prefixes of tensors
-    that are not read."""
+    """layer: prefix of the tensors of layer {}. The names of norms are inside it. mtp: of the layer that
+    `ModelSpec.mtp` describes. unread: prefixes of tensors that the decoder does not read."""
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
@@ -102,6 +114,7 @@ class Names(Struct, frozen=True, kw_only=True):
     gated_delta: GatedDeltaNames = GatedDeltaNames()
     mlp: MlpNames = MlpNames()
     experts: ExpertNames = ExpertNames()
+    mtp: MtpNames = MtpNames()
     unread: tuple[str, ...] = ()
 
 

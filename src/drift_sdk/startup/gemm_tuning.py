@@ -150,6 +150,7 @@ def _products(
     elif draft is not None:
         yield from _layer_products(draft.layers, None)
         yield draft.fc, False, False, num_slices
+        yield draft.joint, False, False, num_slices
         yield draft.head, False, False, num_slices
 
 

@@ -19,6 +19,7 @@ from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
 from drift_sdk.progress import ignore_progress
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup.draft_startup import check_mtp
 from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
 from drift_sdk.startup.kv_sizing import KVDemand, KVSize, MemoryRoom, size_kv
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
@@ -69,6 +70,7 @@ class Inspection:
         if shapes is not None:
             self._try(lambda: check_kv_scheme(self._found.source, self._config, shapes))
             self._try(lambda: check_states(self._config, shapes, executor, dtype))
+            self._try(lambda: check_mtp(self._config, shapes))
         has_weights = self._config.load == "auto" and not self._found.missing
         if shapes is not None and has_weights:
             self._try(lambda: check_tensors(shapes, self._found.source.tensors(), self._config.kv_dtype))

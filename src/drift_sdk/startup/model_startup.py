@@ -27,6 +27,7 @@ from drift_sdk.scheduling.config import SchedulerConfig
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.attention_room import check_attention_room
 from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup.draft_startup import check_mtp
 from drift_sdk.startup.executor_factory import (
     OpenedExecutor,
     choose_executor,
@@ -222,6 +223,7 @@ def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: t
     check_division(config, spec, executor_name)
     check_views(config, spec)
     check_states(config, spec, executor_name, dtype)
+    check_mtp(config, spec)
     if executor_name == "graph":
         check_attention_room(config, spec, dtype, device)
     return Choices(config=config, spec=spec, executor_name=executor_name, fallback=fallback)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from references.draft import draft_inputs_reference
 
-from drift_sdk._kernels.draft.draft_inputs import draft_inputs
+from drift_sdk._kernels.draft.draft_inputs import Residual, draft_inputs
+from drift_sdk._kernels.layers.rms_norm import NormKind
 
 pytestmark = pytest.mark.kernel
 
@@ -45,11 +46,12 @@ class Case:
         self.hidden = torch.full((8, size), torch.nan, dtype=dtype, device=device)
         self.inputs = torch.full((8, 2 * size), torch.nan, dtype=dtype, device=device)
 
-    def run(self, *, is_residual_normed: bool, has_blocks: bool) -> None:
+    def run(self, *, residual: Residual, has_blocks: bool, norm_kind: NormKind = "rounded") -> None:
         """Compute the inputs, and compare hidden, inputs and block features with the reference's."""
         options = {
             "eps": 1e-5,
-            "is_residual_normed": is_residual_normed,
+            "residual": residual,
+            "norm_kind": norm_kind,
             "block_table": self.block_table,
             "block_size": BLOCK_SIZE,
         }
@@ -70,13 +72,24 @@ class Case:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("size", "num_slices", "is_residual_normed"), [(64, None, False), (20, 1, True), (20, 3, False)]
+    ("size", "num_slices", "residual", "norm_kind"),
+    [
+        (64, None, "feature", "rounded"),
+        (20, 1, "normed", "rounded"),
+        (20, 3, "feature", "wide"),
+        (20, None, "zeros", "offset"),
+    ],
 )
 def test_draft_inputs_equal_reference(
-    size: int, num_slices: int | None, is_residual_normed: bool, dtype: torch.dtype, device: str
+    size: int,
+    num_slices: int | None,
+    residual: Residual,
+    norm_kind: NormKind,
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
     case = Case(dtype, device, size, num_slices, num_features=6)
-    case.run(is_residual_normed=is_residual_normed, has_blocks=True)
+    case.run(residual=residual, norm_kind=norm_kind, has_blocks=True)
     # Positions 4 and 12 end a block of slots 1 and 2; rows 6 and 7 were read from blocks; dead rows end none.
     written = case.block_table[[1, 2, 1, 0], [0, 2, 3, 0]].long()
     others = [block for block in range(12) if block not in written.tolist()]
@@ -85,20 +98,20 @@ def test_draft_inputs_equal_reference(
 
 def test_draft_inputs_without_block_features(device: str) -> None:
     case = Case(torch.float32, device, 64, None, num_features=8)
-    case.run(is_residual_normed=False, has_blocks=False)
+    case.run(residual="feature", has_blocks=False)
 
 
 def test_draft_inputs_with_hidden_in_place_of_features(device: str) -> None:
     case = Case(torch.float32, device, 64, None, num_features=8)
     case.hidden = case.features
-    case.run(is_residual_normed=True, has_blocks=False)
+    case.run(residual="normed", has_blocks=False)
 
 
 def test_draft_inputs_name_wrong_arguments(device: str) -> None:
     case = Case(torch.float32, device, 64, None, num_features=6)
     with pytest.raises(ValueError, match="features: 6 rows: expected 8, or fewer with block_features"):
-        case.run(is_residual_normed=False, has_blocks=False)
+        case.run(residual="feature", has_blocks=False)
 
     case.inputs = case.inputs[:, :64].contiguous()
     with pytest.raises(ValueError, match=r"inputs: \[8, 64\] .*: expected \[8, 128\]"):
-        case.run(is_residual_normed=False, has_blocks=True)
+        case.run(residual="feature", has_blocks=True)

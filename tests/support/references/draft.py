@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.draft.draft_inputs import Residual
+from drift_sdk._kernels.layers.rms_norm import NormKind
 from drift_sdk._kernels.sampling.noise import gumbel_noise
 from references.layers import rms_norm_reference
 
@@ -28,7 +30,8 @@ def draft_inputs_reference(
     feature_norm: Tensor,
     *,
     eps: float,
-    is_residual_normed: bool,
+    residual: Residual,
+    norm_kind: NormKind = "rounded",
     block_table: Tensor,
     block_features: Tensor | None = None,
     block_size: int = 1,
@@ -48,9 +51,10 @@ def draft_inputs_reference(
 
     feature = torch.stack(rows).where(is_live[:, None], 0)
     embedded = embedding[row_token.clamp(min=0).long()].where(is_live[:, None], 0)
-    normed = rms_norm_reference(feature, feature_norm, eps).where(is_live[:, None], 0)
-    token = rms_norm_reference(embedded, token_norm, eps).where(is_live[:, None], 0)
-    return normed if is_residual_normed else feature, torch.cat((token, normed), dim=1)
+    normed = rms_norm_reference(feature, feature_norm, eps, norm_kind=norm_kind).where(is_live[:, None], 0)
+    token = rms_norm_reference(embedded, token_norm, eps, norm_kind=norm_kind).where(is_live[:, None], 0)
+    hidden = {"feature": feature, "normed": normed, "zeros": torch.zeros_like(feature)}[residual]
+    return hidden, torch.cat((token, normed), dim=1)
 
 
 def round_rows_reference(

@@ -14,6 +14,8 @@ its dependents start right after that.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -23,9 +25,13 @@ from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import inverse_rms, norm_warps, weigh
+from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, weigh
 
-__all__ = ["draft_inputs"]
+__all__ = ["Residual", "draft_inputs"]
+
+Residual = Literal["feature", "normed", "zeros"]
+"""What the residual stream begins with: the feature, the feature after its norm, or zeros, to which something
+is added."""
 
 
 @device_function
@@ -83,7 +89,8 @@ def _draft_inputs(
     PADDED_COLUMNS: tl.constexpr,  # SIZE as a power of two
     BLOCK_SIZE: tl.constexpr,  # tokens of a KV block
     NUM_SLICES: tl.constexpr,
-    IS_RESIDUAL_NORMED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    NORM_KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (R,). Longer than other kernels by its signature."""
@@ -123,15 +130,19 @@ def _draft_inputs(
     wide = feature.to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
     weights = tl.load(feature_norm_ptr + column, mask=is_column, other=0.0)
-    normed = weigh(tl.where(is_live, scaled, 0.0), weights)
+    normed = weigh(tl.where(is_live, scaled, 0.0), weights, NORM_KIND)
     tl.store(inputs_ptr + row * 2 * SIZE + SIZE + column, normed, mask=is_column)
-    tl.store(hidden_ptr + row * SIZE + column, normed if IS_RESIDUAL_NORMED else feature, mask=is_column)
+    if RESIDUAL == "normed":
+        feature = normed
+    elif RESIDUAL == "zeros":
+        feature = tl.zeros_like(feature)
+    tl.store(hidden_ptr + row * SIZE + column, feature, mask=is_column)
 
     is_loaded = column < tl.where(is_live, SIZE, 0)
     wide = tl.load(embedding_ptr + token * SIZE + column, mask=is_loaded, other=0.0).to(tl.float32)
     scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
     weights = tl.load(token_norm_ptr + column, mask=is_column, other=0.0)
-    normed = weigh(tl.where(is_live, scaled, 0.0), weights)
+    normed = weigh(tl.where(is_live, scaled, 0.0), weights, NORM_KIND)
     tl.store(inputs_ptr + row * 2 * SIZE + column, normed, mask=is_column)
 
 
@@ -147,17 +158,19 @@ def draft_inputs(
     inputs: Tensor,
     *,
     eps: float,
-    is_residual_normed: bool,
+    residual: Residual,
+    norm_kind: NormKind = "rounded",
     block_table: Tensor,
     block_features: Tensor | None = None,
     block_size: int = 1,
 ) -> None:
-    """inputs [R, 2 H] = (rms_norm(embedding[row_token]), rms_norm(feature)); hidden [R, H] = the feature or,
-    with is_residual_normed, its norm. Both are zeros for rows with a negative slot or token.
+    """inputs [R, 2 H] = (rms_norm(embedding[row_token]), rms_norm(feature)); hidden [R, H] = what `residual`
+    says. Both are zeros for rows with a negative slot or token.
 
     row_slot, row_token, row_position [R] int32: the feature is that of position row_position - 1.
     features: [F, H] in the storage type, or fp32 partial sums [num_slices, F, H], added in order and rounded;
-    hidden may be the same tensor. embedding [V, H], token_norm and feature_norm [H]. eps: of both norms.
+    hidden may be the same tensor. embedding [V, H], token_norm and feature_norm [H]. eps, norm_kind: of both
+    norms.
     block_features [num_blocks, H], with block_table [S, max_blocks] int32 and block_size tokens a block:
     features of rows below F that end a block are written there, and those of rows from F on are read there.
     Without it F must be R.
@@ -194,7 +207,8 @@ def draft_inputs(
         PADDED_COLUMNS=next_power_of_2(size),
         BLOCK_SIZE=block_size,
         NUM_SLICES=num_slices,
-        IS_RESIDUAL_NORMED=is_residual_normed,
+        RESIDUAL=residual,
+        NORM_KIND=norm_kind,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),
         **launch_options(),

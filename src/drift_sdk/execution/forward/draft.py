@@ -1,30 +1,36 @@
-"""The forward pass of an EAGLE-3 draft. Drafted tokens are verified, so its bits do not affect the output."""
+"""The forward pass of a draft head. Drafted tokens are verified, so its bits do not affect the output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.draft.draft_inputs import draft_inputs
+from drift_sdk._kernels.draft.draft_inputs import Residual, draft_inputs
 from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import gated_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.attention_gate import gate_attention
 from drift_sdk._kernels.layers.glu import glu
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
+from drift_sdk.execution.forward.experts import ExpertForward, has_few_rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
+from drift_sdk.models.channels.experts import ExpertWeights
 from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.quantised.weight import Matrix, dense
+from drift_sdk.spec.model import Experts
 
 __all__ = ["Attend", "DraftForward"]
 
@@ -82,7 +88,7 @@ class DraftForward:
         read from there.
         """
         config, weights, cache = self._draft.config, self._draft.weights, self._cache
-        num_rows, eps = rows.slot.shape[0], config.rms_norm_eps
+        num_rows, norm = rows.slot.shape[0], config.norm
         hidden, normed = self.hidden(num_rows), self.normed(num_rows)
         inputs = self._inputs(num_rows)
         draft_inputs(
@@ -91,16 +97,21 @@ class DraftForward:
             rows.position,
             features,
             dense(weights.embedding),
-            weights.layers[0].mixer_norm,
+            weights.embedding_norm,
             weights.hidden_norm,
             hidden,
             inputs,
-            eps=eps,
-            is_residual_normed=config.is_residual_normed,
+            eps=norm.eps,
+            norm_kind=norm.kind,
+            residual=_residual(config),
             block_table=self._block_table,
             block_features=cache.block_features if is_fused else None,
             block_size=cache.block_size,
         )
+        if weights.joint is not None:
+            first_norm = weights.layers[0].mixer_norm
+            self._add(hidden, self.multiply(inputs, weights.joint), first_norm, normed)
+            inputs = normed
         norms = [layer.mixer_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             with self._stages("draft_attention"):
@@ -109,12 +120,10 @@ class DraftForward:
                 attended = self._attend(mixer, index, rows, normed if index else inputs, attend)
                 product = self.multiply(attended, mixer.output)
                 bias = mixer.output_bias
-                add_norm(hidden, product, layer.channel_norm, normed, eps=eps, bias=bias)
+                self._add(hidden, product, layer.channel_norm, normed, bias)
             with self._stages("draft_mlp"):
-                mlp = layer.channel
-                assert isinstance(mlp, MlpWeights)
-                product = self.multiply(self._activated(mlp, normed), mlp.down)
-                add_norm(hidden, product, next_norm, normed, eps=eps, bias=mlp.down_bias)
+                product, bias = self._channel(layer.channel, rows, normed)
+                self._add(hidden, product, next_norm, normed, bias)
 
     def multiply(self, x: Tensor, matrix: Matrix) -> Tensor:
         """x [R, in] times matrix [out, in] transposed: fp32 partial sums [num_partials, R, out], to be added
@@ -143,8 +152,11 @@ class DraftForward:
         num_rows, kv = rows.slot.shape[0], cache.layer(index)
         query = self._take("draft_query", num_rows, spec.num_heads, spec.head_dim)
         attended = self._take("draft_attended", num_rows, spec.num_heads, spec.head_dim)
+        head_norm, width = spec.head_norm, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        product = self.multiply(inputs, mixer.qkv)
+        bias = None if mixer.qkv_bias is None else mixer.qkv_bias[:width]
         rotate_and_store(
-            self.multiply(inputs, mixer.qkv),
+            product[..., :width],
             rows.slot,
             rows.position,
             self._block_table,
@@ -152,7 +164,11 @@ class DraftForward:
             cache.sin,
             query,
             kv,
-            bias=mixer.qkv_bias,
+            bias=bias,
+            query_norm=mixer.query_norm,
+            key_norm=mixer.key_norm,
+            eps=0.0 if head_norm is None else head_norm.eps,
+            norm_kind="rounded" if head_norm is None else head_norm.kind,
             row_kv_slot=rows.kv_slot,
         )
         attend(
@@ -161,14 +177,50 @@ class DraftForward:
                 out=attended,
                 kv=kv,
                 block_table=self._block_table,
+                scale=spec.scale,
                 first_key=DRAFT_KV_OFFSET,
             )
         )
-        return attended.flatten(1)
+        rows_of_heads = attended.flatten(1)
+        if spec.has_gate:
+            gate_attention(rows_of_heads, product[..., width:])
+        return rows_of_heads
 
-    def _activated(self, mlp: MlpWeights, normed: Tensor) -> Tensor:
-        """The gated activation [R, intermediate] of the normalised rows [R, hidden]."""
-        num_rows, size = normed.shape[0], self._draft.config.mlp.intermediate_size
+    def _channel(
+        self, weights: MlpWeights | ExpertWeights, rows: Rows, normed: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of a layer's MLP or experts for the normalised rows [R, hidden], as `add_norm` takes it,
+        and the bias that remains to be added."""
+        spec = self._draft.config.layer.channel
+        if isinstance(weights, MlpWeights):
+            assert not isinstance(spec, Experts)
+            activated = self._activated(weights, normed, spec.intermediate_size)
+            return self.multiply(activated, weights.down), weights.down_bias
+
+        assert isinstance(spec, Experts)
+        shape = self._draft.num_layers, spec.num_experts
+        counts = self._workspace.take("draft_expert_counts", shape, torch.int32)
+        experts = ExpertForward(
+            spec,
+            self._tuned,
+            rows.slot,
+            normed,
+            self._workspace,
+            counts=counts,
+            max_scale=0 if has_few_rows(normed.shape[0], spec) else None,
+        )
+        return experts.run(weights, 0), None
+
+    def _add(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, normed: Tensor, bias: Tensor | None = None
+    ) -> None:
+        """Add to the residual stream, and normalise it with `weight`; as `add_norm` takes them."""
+        norm = self._draft.config.norm
+        add_norm(hidden, delta, weight, normed, eps=norm.eps, bias=bias, norm_kind=norm.kind)
+
+    def _activated(self, mlp: MlpWeights, normed: Tensor, size: int) -> Tensor:
+        """The gated activation [R, size] of the normalised rows [R, hidden]."""
+        num_rows = normed.shape[0]
         activated = self._take("draft_activated", num_rows, size)
         bias = mlp.gate_up_bias
         if isinstance(mlp.gate_up, KernelWeight):
@@ -187,8 +239,16 @@ class DraftForward:
         return activated
 
     def _inputs(self, num_rows: int) -> Tensor:
-        """The first layer's input [num_rows, 2 * hidden]: token embedding and feature, both normalised."""
+        """Token embedding and feature [num_rows, 2 * hidden], both normalised."""
         return self._take("draft_inputs", num_rows, 2 * self._draft.config.hidden_size)
 
     def _take(self, name: str, *shape: int) -> Tensor:
         return self._workspace.take(name, shape, self._draft.dtype)
+
+
+def _residual(config: DraftConfig) -> Residual:
+    """What the residual stream begins with."""
+    if config.has_joint:
+        return "zeros"
+
+    return "normed" if config.is_residual_normed else "feature"

@@ -30,7 +30,7 @@ from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.quantised.weight import dense
 from drift_sdk.spec.model import Experts, Mlp
 
-__all__ = ["ExpertForward", "take_counts"]
+__all__ = ["ExpertForward", "has_few_rows", "take_counts"]
 
 MANY_ROWS_PER_EXPERT = 16
 """The most rows of an expert, on average, for which prefill passes use the kernels of few rows. It is 16
@@ -52,17 +52,18 @@ class ExpertForward:
         normed: Tensor,
         workspace: Workspace,
         *,
-        num_layers: int,
+        counts: Tensor,
         max_scale: int | None,
     ) -> None:
-        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads.
+        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads. counts
+        [num_layers, E] int32: see `take_counts`.
         max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many."""
         num_rows = normed.shape[0]
         self._spec, self._tuned, self._row_slot, self._normed = spec, tuned, row_slot, normed
         self._workspace, self._max_scale = workspace, max_scale
         self._products = ExactProducts(tuned, None, workspace, num_rows)
         self._rows = ExpertRows.take(workspace.take, num_rows, spec.num_experts, spec.num_active)
-        self._counts = take_counts(workspace, num_layers, spec.num_experts)
+        self._counts = counts
         self._gated_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=True)
         self._down_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=False)
         gate = spec.clamped_gate
@@ -84,15 +85,15 @@ class ExpertForward:
         is_decoding: bool,
     ) -> ExpertForward:
         """Experts of a model. The other arguments as in `__init__`."""
-        has_few_rows = normed.shape[0] * spec.num_active <= MANY_ROWS_PER_EXPERT * spec.num_experts
+        is_of_few = is_decoding or has_few_rows(normed.shape[0], spec)
         return cls(
             spec,
             model.tuned,
             row_slot,
             normed,
             workspace,
-            num_layers=model.decoder.spec.num_layers,
-            max_scale=model.decoder.max_expert_scale if is_decoding or has_few_rows else None,
+            counts=take_counts(workspace, model.decoder.spec.num_layers, spec.num_experts),
+            max_scale=model.decoder.max_expert_scale if is_of_few else None,
         )
 
     def run(self, weights: ExpertWeights, index: int) -> Tensor:
@@ -172,6 +173,11 @@ class ExpertForward:
             correction_bias=weights.correction,
         )
         list_rows(rows)
+
+
+def has_few_rows(num_rows: int, spec: Experts) -> bool:
+    """Whether the kernels of few rows of an expert are the faster ones for a pass of prompts."""
+    return num_rows * spec.num_active <= MANY_ROWS_PER_EXPERT * spec.num_experts
 
 
 def take_counts(workspace: Workspace, num_layers: int, num_experts: int) -> Tensor:

@@ -124,6 +124,7 @@ def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> No
         embedding=embedding if is_shared else dequantised(weights.embedding, dtype),
         head=arrange_matrix(weights.head, dtype),
         fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
+        joint=None if weights.joint is None else arrange_matrix(weights.joint, dtype),
         layers=tuple(_arrange_layer(layer, dtype) for layer in weights.layers),
     )
 

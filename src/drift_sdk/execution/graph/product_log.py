@@ -103,7 +103,7 @@ class ProductLog:
         for depth in range(num_drafts):
             found.update(self._of_draft(_product("draft head", weights.head, num_slots)))
             if depth > 0:
-                found.update(self._of_draft(_layer_products("draft ", weights.layers, num_slots)))
+                found.update(self._rows_of_draft(num_slots))
         return found
 
     def _verified(self, num_slots: int, num_drafts: int) -> Products:
@@ -117,9 +117,18 @@ class ProductLog:
             return Counter()
 
         weights = self._draft.weights
-        found: Products = Counter(self._of_draft(_layer_products("draft ", weights.layers, num_rows)))
+        found = self._rows_of_draft(num_rows)
         if isinstance(weights, DraftWeights) and weights.fc is not None:
             found.update(self._of_draft(_product("draft fc", weights.fc, num_rows)))
+        return found
+
+    def _rows_of_draft(self, num_rows: int) -> Products:
+        """The products of the draft's layers, and of the projection before them."""
+        assert self._draft is not None
+        weights = self._draft.weights
+        found: Products = Counter(self._of_draft(_layer_products("draft ", weights.layers, num_rows)))
+        if isinstance(weights, DraftWeights) and weights.joint is not None:
+            found.update(self._of_draft(_product("draft joint", weights.joint, num_rows)))
         return found
 
     def _of_draft(self, products: Iterable[LoggedProduct]) -> list[LoggedProduct]:

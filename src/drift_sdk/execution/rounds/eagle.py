@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter of the graph executor: chains of drafted tokens, within the graphs that verify them."""
+"""The drafter of the graph executor with a draft head: chains, within the graphs that verify them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ class EagleRoundDrafter:
                 final_norm,
                 hidden,
                 normed,
-                eps=config.rms_norm_eps,
+                eps=config.norm.eps,
+                norm_kind=config.norm.kind,
             )
             if config.is_output_normed:
                 normed.copy_(hidden)  # the kept output has been normalised already
@@ -196,7 +197,7 @@ class EagleRoundDrafter:
     def fuse(self, aux_hidden: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Features of rows [R, target_hidden] for `draft_inputs`, computed as `DraftDecoder.fuse` does."""
         draft, weights, num_rows = self._draft, self._draft.weights, hidden.shape[0]
-        eps, width = draft.config.rms_norm_eps, draft.config.target_hidden_size
+        eps, width = draft.config.norm.eps, draft.config.target_hidden_size
         shape = (num_rows, width * max(len(self.aux_layers), 1))
         features = self._workspace.take("draft_features", shape, draft.dtype)
         if weights.fc is None:

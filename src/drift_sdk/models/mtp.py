@@ -1,0 +1,157 @@
+"""The layer of a model's own files that predicts one more token (MTP), as a draft head of the model.
+
+The feature of a position is the target's output after its final norm. Feature and the embedding of the next
+token are normalised, joined and projected; one layer like the target's follows, then a norm. Embedding and
+head are the target's. For more tokens the layer is repeated, with its own output as the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from msgspec.structs import replace
+
+from drift_sdk.errors import ModelLoadError
+from drift_sdk.loading.random import RandomTensors
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.allocation import Allocation, ReadMatrix
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.draft_weights import DraftForm, DraftWeights
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.filling import fill_places
+from drift_sdk.models.matrix_reader import PAIRED, MatrixReader, WeightForm
+from drift_sdk.models.stored_layout import stored_layout
+from drift_sdk.models.weight_memory import memory_named
+from drift_sdk.models.weights import DecoderWeights, allocate_layer, others
+from drift_sdk.spec.model import Experts, ModelSpec
+
+__all__ = ["has_mtp", "load_mtp", "mtp_shapes", "random_mtp"]
+
+
+def has_mtp(spec: ModelSpec, tensors: TensorSource) -> bool:
+    """Whether a model's files have the layer that its config describes."""
+    return spec.mtp is not None and spec.names.mtp.joint in tensors.names()
+
+
+def mtp_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors of the layer that `spec.mtp` describes."""
+    return {name: tuple(place.shape) for name, place in _meta_places(spec).items()}
+
+
+@torch.inference_mode()
+def load_mtp(
+    target: Decoder,
+    tensors: TensorSource,
+    *,
+    form: DraftForm = "expanded",
+    check_bytes: Callable[[int], None] | None = None,
+) -> DraftDecoder:
+    """The draft head in a model's files, on the model's device and in its dtype, with its embedding and head.
+
+    tensors: of the model, whose spec has a layer of this kind. form: of the head's own matrices.
+    check_bytes(num_bytes) is called before memory is allocated, and may raise.
+
+    Raises ModelLoadError naming tensor, file, found and expected shape for a tensor that is missing,
+    unexpected, misshapen or not finite, of an odd number of columns for "int4", and if there is not enough
+    memory.
+    """
+    spec = _with_stored_layout(target.spec, tensors)
+    _check(spec, tensors, form)
+    num_bytes = sum(place.numel() for place in _meta_places(spec).values()) * target.dtype.itemsize
+    if check_bytes is not None:
+        check_bytes(num_bytes)
+
+    device, dtype = target.device, target.dtype
+    with memory_named(tensors.location, device, lambda: num_bytes):
+        reader = MatrixReader(tensors, form, device=device, dtype=dtype, on_read=lambda: None)
+        allocation = Allocation(device, dtype, reader.read)
+        weights = _allocate(spec, allocation, target.weights)
+        for name, place in fill_places(allocation.places, tensors):
+            reader.finite.add(name, place)
+        reader.finite.finish()
+        allocation.finish()
+    return DraftDecoder(DraftConfig.of_mtp(spec), weights, target)
+
+
+def random_mtp(target: Decoder, seed: int = 0, *, form: DraftForm = "expanded") -> DraftDecoder:
+    """The draft head of a model with random weights, the same for the same seed."""
+    assert target.spec.mtp is not None
+    tensors = RandomTensors(
+        mtp_shapes(target.spec),
+        device=target.device,
+        dtype=target.dtype,
+        seed=seed,
+        norm_mean=0.0 if target.spec.mtp.norm.kind == "offset" else 1.0,
+    )
+    return load_mtp(target, tensors, form=form)
+
+
+def _allocate(spec: ModelSpec, allocation: Allocation, target: DecoderWeights | None) -> DraftWeights:
+    """Weights that are not initialised; without a target, its own are left out."""
+    assert spec.mtp is not None
+    names, hidden = spec.names.mtp, spec.hidden_size
+    unknown = allocation.empty(0)
+    return DraftWeights(
+        embedding=unknown if target is None else target.embedding,
+        fc=None,
+        input_norm=None,
+        feature_norms=(),
+        embedding_norm=allocation.tensor(names.embedding_norm, hidden),
+        hidden_norm=allocation.tensor(names.hidden_norm, hidden),
+        layers=(allocate_layer(spec.mtp, spec.names, names.layer, hidden, allocation),),
+        final_norm=allocation.tensor(names.final_norm, hidden),
+        head=unknown if target is None else target.head,
+        target_ids=torch.arange(spec.vocab_size, device=unknown.device),
+        joint=allocation.matrix(names.joint, hidden, 2 * hidden),
+    )
+
+
+def _meta_places(spec: ModelSpec, read: ReadMatrix | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of files, without memory. read: as in Allocation."""
+    meta = torch.device("meta")
+    allocation = Allocation(meta, torch.float32) if read is None else Allocation(meta, torch.float32, read)
+    _allocate(spec, allocation, None)
+    return allocation.places
+
+
+def _with_stored_layout(spec: ModelSpec, tensors: TensorSource) -> ModelSpec:
+    """The spec, with the layout that experts of the layer have in files: it may not be that of the others."""
+    assert spec.mtp is not None
+    channel, names = spec.mtp.channel, spec.names
+    if not isinstance(channel, Experts):
+        return spec
+
+    experts = stored_layout(names.experts, channel, names.mtp.layer, spec.hidden_size, tensors)
+    return replace(spec, names=replace(names, experts=experts))
+
+
+def _check(spec: ModelSpec, tensors: TensorSource, form: WeightForm) -> None:
+    """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen, or cannot have the form."""
+    projections: list[str] = []
+
+    def note(name: str, is_projection: bool) -> None:
+        projections.append(name)
+
+    places, names = _meta_places(spec, note), set(tensors.names())
+    missing = [name for name in places if name not in names]
+    if missing:
+        found = f"tensor {missing[0]} of shape {list(places[missing[0]].shape)} is missing"
+        raise ModelLoadError(f"{tensors.location}: {found}{others(missing)}")
+
+    prefix = spec.names.mtp.layer.partition(".")[0]
+    extra = sorted(name for name in names - places.keys() if name.startswith(f"{prefix}."))
+    if extra and spec.quantisation is None:
+        found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this draft"
+        raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{others(extra)}")
+
+    for name, place in places.items():
+        if (shape := tensors.shape(name)) != tuple(place.shape):
+            found = f"tensor {name} has shape {list(shape)}, expected {list(place.shape)}"
+            raise ModelLoadError(f"{tensors.file(name)}: {found}")
+
+    for name in projections if form in PAIRED else ():
+        if (num_columns := places[name].shape[1]) % 2:
+            found = f"tensor {name} has {num_columns} columns, an odd number"
+            raise ModelLoadError(f'{tensors.file(name)}: {found}: expected draft_weights other than "{form}"')

@@ -1,0 +1,180 @@
+"""Rounds that a model's own MTP layer drafts: both executors draft, accept and emit the same tokens. The
+kernels in CUDA C++ are replaced by their reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from interpreted_device import InterpretedDevice
+from references.gated_delta import advance_prompts_reference, advance_rows_reference
+from scheduled_run import run_scheduled, sampling_of
+
+from drift_sdk._kernels.gemm.tuning import WatchedTable
+from drift_sdk.execution.drafter_factory import EagleDrafterFactory
+from drift_sdk.execution.eager.drafters import EagleDrafter
+from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.forward import draft as draft_forward
+from drift_sdk.execution.forward import gated_delta
+from drift_sdk.execution.forward.rows import Rows
+from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
+from drift_sdk.families import read_spec
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.mtp import random_mtp
+from drift_sdk.startup.gemm_tuning import weights_to_tune
+from drift_sdk.steps import ExecutorLimits, SlotSampling, StepResult
+
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: kernels run on the CPU"),
+]
+
+DENSE = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 256,
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    "tie_word_embeddings": False,
+}
+EXPERTS = DENSE | {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+LIMITS = ExecutorLimits(vocab_size=40, max_num_seqs=3, max_model_len=128, num_blocks=24, block_size=16)
+BUDGET, NUM_CHECKPOINTS, NUM_DRAFTS = 48, 4, 2
+
+Request = tuple[list[int], SlotSampling]
+Drafts = list[tuple[int, ...]]
+
+
+@pytest.fixture(autouse=True)
+def reference_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_delta, "advance_rows", advance_rows_reference)
+    monkeypatch.setattr(gated_delta, "advance_prompts", advance_prompts_reference)
+
+
+def models(settings: dict[str, Any]) -> tuple[Decoder, DraftDecoder]:
+    target = Decoder.random(read_spec(settings), device="cpu", dtype=torch.float32, seed=3)
+    draft = random_mtp(target, 4)
+    generator = torch.Generator().manual_seed(5)
+    norms = {
+        name: torch.empty_like(getattr(draft.weights, name)).normal_(0.0, 0.5, generator=generator)
+        for name in ("embedding_norm", "hidden_norm", "final_norm")
+    }
+    draft.weights = dataclasses.replace(draft.weights, **norms)
+    return target, draft
+
+
+def requests_of() -> list[Request]:
+    """Prompts of which some begin alike, one goes on from a checkpoint, and one is a single token."""
+    rng = random.Random(5)
+
+    def tokens(number: int) -> list[int]:
+        return [rng.randrange(3, 40) for _ in range(number)]
+
+    shared = tokens(40)
+    prompts = [[*shared, *tokens(12)], tokens(1), [*shared, *tokens(3)], [*shared, *tokens(30)]]
+    return [(prompt, sampling_of(len(prompt), 14)) for prompt in prompts]
+
+
+def run(executor: EagerExecutor | GraphExecutor) -> tuple[list[list[int]], list[StepResult]]:
+    results: list[StepResult] = []
+    tokens = run_scheduled(
+        executor,
+        requests_of(),
+        prefill_token_budget=BUDGET,
+        draft_choices=(0, NUM_DRAFTS),
+        has_draft_kv=True,
+        num_checkpoints=NUM_CHECKPOINTS,
+        on_step=lambda plan, result: results.append(result),
+    )
+    executor.close()
+    return tokens, results
+
+
+def graph_executor(target: Decoder, draft: DraftDecoder, table: WatchedTable) -> GraphExecutor:
+    options = GraphOptions(prefill_token_budget=BUDGET, num_checkpoints=NUM_CHECKPOINTS)
+    factory = EagleDrafterFactory(draft, (NUM_DRAFTS,))
+    return GraphExecutor(InterpretedDevice(), target, LIMITS, table, options, drafter_factory=factory)
+
+
+def note_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafts, Drafts]:
+    """The drafts of the eager and of the graph executor, in order."""
+    of_eager: Drafts = []
+    of_graph: Drafts = []
+    propose, propose_rows = EagleDrafter.propose, EagleRoundDrafter.propose
+
+    def eager(self: EagleDrafter, *inputs: Any) -> Any:
+        drafts = propose(self, *inputs)
+        of_eager.extend(tuple(draft.token_ids) for draft in drafts if draft.token_ids)
+        return drafts
+
+    def graph(self: EagleRoundDrafter, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
+        propose_rows(self, rows, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
+        tokens, slots = (each.view(num_slots, -1)[:, 1:] for each in (rows.token, rows.slot))
+        drafts = [tuple(own[slot >= 0].tolist()) for own, slot in zip(tokens, slots, strict=True)]
+        of_graph.extend(draft for draft in drafts if draft)
+
+    monkeypatch.setattr(EagleDrafter, "propose", eager)
+    monkeypatch.setattr(EagleRoundDrafter, "propose", graph)
+    return of_eager, of_graph
+
+
+@pytest.mark.parametrize("settings", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_rounds_equal_those_of_the_eager_executor(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models(settings)
+    plain, _ = run(EagerExecutor(target, LIMITS))
+    of_eager, of_graph = note_drafts(monkeypatch)
+    expected, expected_results = run(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))
+    assert expected == plain
+    table = WatchedTable()
+    found, results = run(graph_executor(target, draft, table))
+    assert found == expected
+    assert of_graph == of_eager
+    assert sum(each.num_accepted for result in expected_results for each in result.decode) > 0
+    assert len(set(of_eager)) > 10 and any(len(drafts) == NUM_DRAFTS for drafts in of_eager)
+    for result, other in zip(results, expected_results, strict=True):
+        pairs = zip(result.decode, other.decode, strict=True)
+        assert all((a.num_drafted, a.num_accepted) == (b.num_drafted, b.num_accepted) for a, b in pairs)
+    assert table.used == {weight.key for weight in weights_to_tune(target.weights, draft.weights)}
+
+
+@pytest.mark.parametrize("fault", ["gate", "norm", "joint"])
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models(DENSE)
+    of_eager, of_graph = note_drafts(monkeypatch)
+    run(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))
+    add_norm = draft_forward.add_norm
+    if fault == "gate":
+        monkeypatch.setattr(draft_forward, "gate_attention", lambda attended, gate: None)
+    elif fault == "norm":
+        monkeypatch.setattr(
+            draft_forward, "add_norm", lambda *inputs, norm_kind, **rest: add_norm(*inputs, **rest)
+        )
+    else:
+        monkeypatch.setattr(draft_forward, "_residual", lambda config: "feature")
+    run(graph_executor(target, draft, WatchedTable()))
+    assert of_graph != of_eager

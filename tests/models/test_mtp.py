@@ -1,0 +1,335 @@
+"""The layer of a model's files that predicts one more token, against its formula in plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoder_parity import BLOCK_SIZE, poisoned_cache, shuffled_blocks
+from hybrid_zoo import make_hybrid_model
+from mtp_zoo import add_mtp
+from safetensors.torch import load_file, save_file
+from tolerances import assert_near
+
+from drift_sdk import ConfigError, EngineConfig, ModelLoadError, NGram, Speculation
+from drift_sdk.families import read_spec
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_weights import DraftForm
+from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.mtp import load_mtp, random_mtp
+from drift_sdk.models.states import SequenceState, StateRows
+from drift_sdk.startup.draft_startup import check_mtp, open_drafter_factory
+
+NUM_MODELS = 16
+NUM_PROMPT, NUM_DRAFTS, NUM_BLOCKS = 43, 5, 16
+CHUNKS = (1, 20, 7, 15)
+FAMILIES = ("qwen3_5", "qwen3_5_moe")
+INNER = 144  # terms of the longest sum: embedding and feature of 72
+
+
+class Reference:
+    """The layer in float64, over whole sequences, from the tensors of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self.c = config.get("text_config", config)
+        stored = load_file(folder / "model.safetensors")
+        self.w = {name: tensor.double() for name, tensor in stored.items()}
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = self.c.get("rms_norm_eps", 1e-6)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + self.w[f"mtp.{name}.weight"])
+
+    def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.w[f"mtp.{name}.weight"], self.w.get(f"mtp.{name}.bias"))
+
+    def outputs(self, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The outputs for features of positions from 0 on, and the tokens after them."""
+        embedded = self.w[next(name for name in self.w if name.endswith("embed_tokens.weight"))][tokens]
+        joined = (self.norm(embedded, "pre_fc_norm_embedding"), self.norm(features, "pre_fc_norm_hidden"))
+        x = self.project(torch.cat(joined, -1), "fc")
+        x = x + self.attention(self.norm(x, "layers.0.input_layernorm"))
+        x = x + self.channel(self.norm(x, "layers.0.post_attention_layernorm"))
+        return self.norm(x, "norm")
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, dim = (
+            self.c[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        both = self.project(x, "layers.0.self_attn.q_proj").view(-1, heads, 2, dim)
+        query = self.rotate(self.norm(both[:, :, 0], "layers.0.self_attn.q_norm"))
+        key = self.project(x, "layers.0.self_attn.k_proj").view(-1, kv_heads, dim)
+        key = self.rotate(self.norm(key, "layers.0.self_attn.k_norm"))
+        value = self.project(x, "layers.0.self_attn.v_proj").view(-1, kv_heads, dim)
+        key, value = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value) * both[:, :, 1].sigmoid()
+        return self.project(attended.flatten(1), "layers.0.self_attn.o_proj")
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        rope = self.c["rope_parameters"]
+        size = int(self.c["head_dim"] * rope["partial_rotary_factor"])
+        frequencies = rope["rope_theta"] ** (-torch.arange(0, size, 2).double() / size)
+        angles = (torch.arange(len(x)).double()[:, None] * frequencies)[:, None]
+        first, second, rest = x.split([size // 2, size // 2, x.shape[-1] - size], -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    def mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        gate, up = self.project(x, f"{name}.gate_proj"), self.project(x, f"{name}.up_proj")
+        return self.project(F.silu(gate) * up, f"{name}.down_proj")
+
+    def channel(self, x: torch.Tensor) -> torch.Tensor:
+        name = "layers.0.mlp"
+        if "num_experts" not in self.c:
+            return self.mlp(x, name)
+        probabilities = self.project(x, f"{name}.gate").softmax(-1)
+        shares, experts = probabilities.topk(self.c["num_experts_per_tok"], dim=-1)
+        shares = shares / shares.sum(-1, keepdim=True)
+        gate = self.project(x, f"{name}.shared_expert_gate").sigmoid()
+        total = gate * self.mlp(x, f"{name}.shared_expert")
+        for row in range(len(x)):
+            for share, expert in zip(shares[row], experts[row].tolist(), strict=True):
+                total[row] += share * self.expert(x[row], expert)
+        return total
+
+    def expert(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        prefix = "mtp.layers.0.mlp.experts"
+        if f"{prefix}.gate_up_proj" not in self.w:
+            return self.mlp(x, f"layers.0.mlp.experts.{index}")
+        gate, up = (self.w[f"{prefix}.gate_up_proj"][index] @ x).chunk(2)
+        return self.w[f"{prefix}.down_proj"][index] @ (F.silu(gate) * up)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        names = [name for name in self.w if name.endswith(("lm_head.weight", "embed_tokens.weight"))]
+        return outputs @ self.w[max(names, key=lambda name: name.endswith("lm_head.weight"))].T
+
+
+def load(folder: Path) -> tuple[Decoder, DraftDecoder]:
+    source = resolve(folder)
+    tensors = source.tensors()
+    target = Decoder.load(read_spec(source.config), tensors, device="cpu", dtype=torch.float32)
+    return target, load_mtp(target, tensors)
+
+
+@torch.inference_mode()
+def features_of(target: Decoder, draft: DraftDecoder, tokens: torch.Tensor) -> torch.Tensor:
+    cache, state = poisoned_cache(target.spec), SequenceState(target.spec, torch.float32, target.device)
+    batch = AttentionBatch([SequenceRows(shuffled_blocks(), 0, len(tokens))], cache)
+    rows = [StateRows.of(state, 0, len(tokens), is_final=True)]
+    hidden, aux_hidden = target.forward(tokens, batch, cache, draft.aux_layers, rows)
+    return draft.fuse(aux_hidden, hidden)
+
+
+@torch.inference_mode()
+def assert_drafts(target: Decoder, draft: DraftDecoder, reference: Reference, seed: int) -> None:
+    """Rows of a prompt in chunks and of drafts after it, and their greedy tokens, equal the reference's."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, target.spec.vocab_size, (NUM_PROMPT + 1,), generator=generator)
+    features = features_of(target, draft, tokens[:-1])
+    cache, blocks = draft.empty_kv_cache(NUM_BLOCKS, BLOCK_SIZE), shuffled_blocks(NUM_BLOCKS)
+    for tensor in cache.tensors:
+        tensor.fill_(math.nan)
+
+    def forward(features: torch.Tensor, tokens: torch.Tensor, start: int) -> torch.Tensor:
+        rows = [SequenceRows(blocks, start, len(tokens))]
+        batch = AttentionBatch(rows, cache, slot_offset=DRAFT_KV_OFFSET)
+        return draft.forward(features, tokens, batch, cache)
+
+    found, start = [], 0
+    for length in CHUNKS:
+        rows = slice(start, start + length)
+        found.append(forward(features[rows], tokens[start + 1 : start + length + 1], start))
+        start += length
+    all_features, all_tokens = features.double(), tokens[1:]
+    expected = reference.outputs(all_features, all_tokens)
+    assert_near(torch.cat(found), expected, inner=INNER, depth=4, name="prompt")
+    last = found[-1][-1:]
+    for number in range(NUM_DRAFTS):
+        logits, wanted = draft.logits(last), reference.logits(expected[-1:])
+        depth = 6 + 4 * number
+        assert_near(last, expected[-1:], inner=INNER, depth=depth, name=f"row {number}")
+        assert_near(logits, wanted, inner=INNER, depth=depth, name=f"logits {number}")
+        token = draft.target_ids[logits.argmax(-1)]
+        assert int(token) == int(wanted.argmax())
+        all_features = torch.cat((all_features, expected[-1:]))
+        all_tokens = torch.cat((all_tokens, token))
+        last = forward(last, token, NUM_PROMPT + number)
+        expected = reference.outputs(all_features, all_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(NUM_MODELS))
+def test_drafts_equal_the_formula(family: str, seed: int, tmp_path: Path) -> None:
+    make_hybrid_model(family, seed, tmp_path)
+    add_mtp(tmp_path, seed, is_stacked=seed % 2 == 1)
+    target, draft = load(tmp_path)
+    assert draft.weights.embedding is target.weights.embedding and draft.weights.head is target.weights.head
+    assert_drafts(target, draft, Reference(tmp_path), seed)
+
+
+def wrong_token(draft: DraftDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = draft.forward
+    monkeypatch.setattr(draft, "forward", lambda x, ids, *rest: forward(x, ids.roll(1), *rest))
+
+
+def halves(draft: DraftDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    joint = draft.weights.joint.roll(draft.config.hidden_size, 1)
+    draft.weights = dataclasses.replace(draft.weights, joint=joint)
+
+
+@pytest.mark.parametrize("fault", [wrong_token, halves])
+def test_planted_faults_are_found(
+    fault: Callable[[DraftDecoder, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_hybrid_model("qwen3_5", 0, tmp_path)
+    add_mtp(tmp_path)
+    target, draft = load(tmp_path)
+    fault(draft, monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_drafts(target, draft, Reference(tmp_path), 0)
+
+
+def test_features_are_outputs_after_the_final_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_hybrid_model("qwen3_5", 1, tmp_path)
+    add_mtp(tmp_path)
+    target, draft = load(tmp_path)
+    tokens = torch.arange(3, 40)
+    with torch.no_grad():
+        expected = model.model(tokens[None], use_cache=False).last_hidden_state[0]
+    assert_near(features_of(target, draft, tokens), expected.double(), inner=INNER, depth=16)
+    monkeypatch.setattr(draft, "fuse", lambda aux_hidden, hidden: hidden)  # before the norm
+    with pytest.raises(AssertionError):
+        assert_near(features_of(target, draft, tokens), expected.double(), inner=INNER, depth=16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_layers(family: str, tmp_path: Path) -> None:
+    make_hybrid_model(family, 0, tmp_path)
+    add_mtp(tmp_path)
+    target, _ = load(tmp_path)
+    first, again, other = (random_mtp(target, seed) for seed in (4, 4, 5))
+    assert torch.equal(first.weights.joint, again.weights.joint)
+    assert not torch.equal(first.weights.joint, other.weights.joint)
+    assert first.weights.final_norm.abs().max() < 0.2
+    output = first.weights.layers[0].mixer.output
+    assert output.std() == pytest.approx(output.shape[1] ** -0.5, rel=0.3)
+
+
+def edit(folder: Path, **tensors: torch.Tensor | None) -> None:
+    file = folder / "model.safetensors"
+    stored: dict[str, Any] = load_file(file) | tensors
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, file)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"mtp.layers.0.self_attn.q_norm.weight": None}, r"tensor mtp\.layers\.0\.self_attn\.q_norm\.weight"),
+        ({"mtp.norm.weight": torch.ones(5)}, r"mtp\.norm\.weight has shape \[5\], expected"),
+        ({"mtp.embed_tokens.weight": torch.ones(5)}, r"mtp\.embed_tokens\.weight of shape \[5\] is not part"),
+    ],
+)
+def test_wrong_tensors_are_named(tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_hybrid_model("qwen3_5", 0, tmp_path)
+    add_mtp(tmp_path)
+    edit(tmp_path, **tensors)
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_quantised_layers_are_near(form: DraftForm, tmp_path: Path) -> None:
+    make_hybrid_model("qwen3_5", 0, tmp_path, intermediate_size=48)
+    add_mtp(tmp_path)
+    target, draft = load(tmp_path)
+    quantised = load_mtp(target, resolve(tmp_path).tensors(), form=form)
+    expected = draft.weights.joint
+    found = quantised.weights.joint.dequantise(torch.float32)
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 0.0 < error < 0.2
+    assert quantised.weights.embedding is target.weights.embedding
+
+
+def test_odd_columns_are_named(tmp_path: Path) -> None:
+    make_hybrid_model("qwen3_5", 0, tmp_path, intermediate_size=47)
+    add_mtp(tmp_path)
+    target, _ = load(tmp_path)
+    message = r'down_proj\.weight has 47 columns, an odd number: expected draft_weights other than "int4"'
+    with pytest.raises(ModelLoadError, match=message):
+        load_mtp(target, resolve(tmp_path).tensors(), form="int4")
+
+
+def factory_of(folder: Path, **fields: Any) -> Any:
+    source = resolve(folder)
+    config = EngineConfig(
+        **{"device": "cpu", "dtype": "float32", "speculation": Speculation(draft="mtp")} | fields
+    )
+    spec = read_spec(source.config)
+    check_mtp(config, spec)
+    target = Decoder.random(spec, device="cpu", dtype=torch.float32)
+    return open_drafter_factory(config, target, lambda *_: None, source)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors"),
+    [
+        ({"mtp_num_hidden_layers": 0}, {}),
+        ({"mtp_num_hidden_layers": 2}, {}),
+        ({"mtp_use_dedicated_embeddings": True}, {}),
+        ({}, {"mtp.fc.weight": None}),
+    ],
+)
+def test_models_without_the_layer_are_refused(
+    settings: dict[str, Any], tensors: dict[str, Any], tmp_path: Path
+) -> None:
+    make_hybrid_model("qwen3_5", 0, tmp_path)
+    add_mtp(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    edit(tmp_path, **tensors)
+    with pytest.raises(ConfigError, match="MTP layer|no tensor mtp.fc.weight") as caught:
+        factory_of(tmp_path)
+    assert caught.value.field == "draft"
+
+
+def test_draft_weights_of_experts_are_refused(tmp_path: Path) -> None:
+    make_hybrid_model("qwen3_5_moe", 0, tmp_path)
+    add_mtp(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        factory_of(tmp_path, speculation=Speculation(draft="mtp", draft_weights="fp8"))
+    assert caught.value.field == "draft_weights"
+
+
+def test_settings_of_heads_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Speculation(draft="mtp", aux_layer_convention="output")
+    assert caught.value.field == "aux_layer_convention"
+
+
+@pytest.mark.parametrize("load_form", ["auto", "random"])
+def test_a_layer_that_is_not_used_is_logged(
+    load_form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_hybrid_model("qwen3_5", 0, tmp_path)
+    caplog.set_level(logging.INFO, "drift_sdk")
+    factory_of(tmp_path, speculation=None, load=load_form)
+    assert "MTP" not in caplog.text
+    add_mtp(tmp_path)
+    factory_of(tmp_path, load=load_form)
+    assert "MTP" not in caplog.text
+    for speculation in (None, Speculation(draft=NGram())):
+        caplog.clear()
+        factory_of(tmp_path, speculation=speculation, load=load_form)
+        assert "MTP layer that is not used" in caplog.text

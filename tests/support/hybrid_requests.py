@@ -1,0 +1,119 @@
+"""Requests of models with recurrent layers: alone and together, with prefix hits and preemptions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+from loops import until
+from msgspec.structs import replace
+from near_ties import no_near_ties
+from tolerances import bound
+
+from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+
+__all__ = [
+    "NEAR_TIE",
+    "PREFIX",
+    "VARIANTS",
+    "VOCAB_SIZE",
+    "Case",
+    "config_of",
+    "draw_cases",
+    "run_all",
+    "run_alone",
+    "tokens_of",
+]
+
+VOCAB_SIZE = 160
+NUM_REQUESTS = 24
+PREFIX = [3 + (7 * i) % 150 for i in range(160)]
+NEAR_TIE = bound(16.0, inner=96, depth=1 + 4 * 4)
+"""More than the rounding of logits of a model with three recurrent layers in four."""
+VARIANTS = [
+    {"prefill_token_budget": 512},
+    {"prefill_token_budget": 16},
+    {"prefill_token_budget": 61, "kv_cache_tokens": 400, "max_num_seqs": 12},  # preemptions
+]
+
+
+class Case:
+    """A request whose prompt begins with a part of PREFIX, and the step at which it arrives."""
+
+    def __init__(self, rng: random.Random, seed: int) -> None:
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 60))]
+        shared = rng.choice([0, 1, 31, 32, 33, 63, 64, 65, 100, 128, 160])
+        self.prompt = PREFIX[:shared] + own
+        self.arrival = rng.randrange(40)
+        self.params = SamplingParams(
+            max_tokens=rng.randint(1, 48),
+            ignore_eos=True,
+            seed=seed,
+            temperature=0.8 if seed % 3 == 2 else 0.0,
+            priority=rng.choice([0, 0, 0, 1]),
+        )
+
+
+def config_of(**fields: object) -> EngineConfig:
+    return EngineConfig(
+        **{"dtype": "float32", "device": "cpu", "max_model_len": 320, "block_size": 16} | fields
+    )
+
+
+async def run_all(
+    folder: Path,
+    config: EngineConfig,
+    given: list[Case],
+    *,
+    num_passes: int = 1,
+    on_end: Callable[[Engine], None] = lambda engine: None,
+) -> list[Completion]:
+    """Requests at their steps, or one after the other if only one may run; of the last pass."""
+    completions: dict[int, Completion] = {}
+    async with Engine(folder, config) as engine:
+
+        async def ask(index: int) -> None:
+            completions[index] = await engine.generate(given[index].prompt, given[index].params)
+
+        async def ask_later(index: int, first: int) -> None:
+            def is_time() -> bool:
+                stats = engine.stats()
+                is_idle = stats.num_running == stats.num_waiting == stats.num_queued == 0
+                return is_idle or stats.num_steps - first >= given[index].arrival
+
+            await until(is_time)
+            await ask(index)
+
+        for _ in range(num_passes):
+            first = engine.stats().num_steps
+            async with anyio.create_task_group() as tasks:
+                for index in range(len(given)):
+                    if config.max_num_seqs == 1:
+                        await ask(index)
+                    else:
+                        tasks.start_soon(ask_later, index, first)
+        on_end(engine)
+    return [completions[index] for index in range(len(given))]
+
+
+def draw_cases() -> list[Case]:
+    rng = random.Random(2027)
+    return [Case(rng, seed) for seed in range(NUM_REQUESTS)]
+
+
+def run_alone(folder: Path, cases: list[Case]) -> list[Completion]:
+    """Each request alone, without prefix hits. Their tokens are no near ties."""
+    salted = [Case(random.Random(0), 0) for _ in cases]
+    for index, (each, case) in enumerate(zip(salted, cases, strict=True)):
+        each.prompt, each.params = case.prompt, replace(case.params, cache_salt=str(index))
+    with no_near_ties(NEAR_TIE):
+        found = anyio.run(lambda: run_all(folder, config_of(max_num_seqs=1), salted))
+    assert not any(each.usage.cached_tokens for each in found)
+    assert len({token for each in found for token in each.token_ids}) > 40
+    return found
+
+
+def tokens_of(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in completions]
