@@ -139,7 +139,7 @@ class NGramDrafterFactory(DrafterFactory):
 
 
 class EagleDrafterFactory(DrafterFactory):
-    """An EAGLE-3 draft of the target. tree: the shape of its drafts; None: chains."""
+    """A draft head of the target (EAGLE-3 or MTP). tree: the shape of its drafts; None: chains."""
 
     needs_draft_kv = True
     always_drafts = True

@@ -110,7 +110,7 @@ class EagleState:
 
 
 class EagleDrafter:
-    """Drafts with an EAGLE-3 head on the target's features.
+    """Drafts with a head on the target's features (EAGLE-3 or MTP).
 
     Draft row i combines the feature of position i with token i + 1, at RoPE position i. Its keys and values
     lie at KV slot i + 1 of the sequence's blocks, so a block's draft KV depends only on the tokens of that

@@ -1,4 +1,4 @@
-"""The KV cache of an EAGLE-3 draft, its rotation tables, and the features and outputs kept beside it."""
+"""The KV cache of a draft head, its rotation tables, and the features and outputs kept beside it."""
 
 from __future__ import annotations
 
