@@ -25,7 +25,8 @@ NUM_TOKENS = 40
 
 def saved(family: str, folder: Path) -> Path:
     """A model whose heads the kernels compute."""
-    make_hybrid_model(family, 1, folder, linear_key_head_dim=64, linear_value_head_dim=32, head_dim=32)
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "head_dim": 32}
+    make_hybrid_model(family, 1, folder, **sizes, attention_bias=False)
     save_tokenizer(folder, VOCAB_SIZE)
     return folder
 

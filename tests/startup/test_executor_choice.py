@@ -107,6 +107,14 @@ def test_recurrent_layers_without_kernels_are_named(sizes: tuple[int, int], is_s
     assert is_supported or f"this model has {keys} and {values}" in str(reason)
 
 
+def test_biases_of_gates_are_named() -> None:
+    changes = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 64, "num_key_value_heads": 1}
+    reason = "CUDA graphs do not support gates of attention with a bias"
+    for has_bias, expected in ((False, ("graph", None)), (True, ("eager", reason))):
+        model = read_spec(CONFIG | changes | {"attention_bias": has_bias})
+        assert choose_executor(EngineConfig(), GPU, model) == expected
+
+
 @pytest.mark.parametrize(("head_dim", "is_large"), [(128, False), (256, False), (258, True), (320, True)])
 def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) -> None:
     model = read_spec(CONFIG | {"head_dim": head_dim})

@@ -312,6 +312,9 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
         return recurrent
 
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    if any(mixer.has_bias and mixer.is_gate_interleaved for mixer in mixers):
+        return "CUDA graphs do not support gates of attention with a bias"
+
     forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
     if len(forms) > 1:
         return f"CUDA graphs support heads of one form, this model has {len(forms)}"
