@@ -114,6 +114,8 @@ def settings_of(job: Job) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "seed": 0,
     }
+    if "linear_num_value_heads" in config:
+        settings["gdn_prefill_backend"] = "triton"  # the default needs FlashInfer
     if job.num_active:
         settings["enforce_eager"] = True
     compilation: dict[str, Any] = {}

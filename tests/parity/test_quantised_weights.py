@@ -9,6 +9,9 @@ from typing import Any
 import anyio
 import pytest
 from draft_zoo import make_draft
+from gguf import GGMLQuantizationType as Q
+from hybrid_gguf import write_hybrid_gguf
+from hybrid_zoo import make_hybrid_model
 from model_zoo import make_model
 from quantised_files import write_checkpoint
 
@@ -19,16 +22,18 @@ PROMPTS = [[5, 17, 300], list(range(40, 90)), [7]]
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 
 
-def generate(model: Path, params: SamplingParams, **settings: Any) -> list[tuple[int, ...]]:
+def generate(
+    model: Path, params: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS, **settings: Any
+) -> list[tuple[int, ...]]:
     """The tokens of all prompts, in a batch; of the first one again after the engine has slept."""
 
     async def main() -> list[tuple[int, ...]]:
         async with Engine(model, CONFIG.replace(**settings)) as engine:
-            streams = [engine.generate(prompt, params) for prompt in PROMPTS]
+            streams = [engine.generate(prompt, params) for prompt in prompts]
             found = [(await stream).token_ids for stream in streams]
             await engine.sleep()
             await engine.wake()
-            assert (await engine.generate(PROMPTS[0], params)).token_ids == found[0]
+            assert (await engine.generate(prompts[0], params)).token_ids == found[0]
             return found
 
     return anyio.run(main)
@@ -48,6 +53,20 @@ def test_tokens_are_those_of_the_numbers(folder: Path) -> None:
     expected = generate(folder / "twin", SAMPLED)
     assert generate(folder / "quantised", SAMPLED, weights="stored") == expected
     assert generate(folder / "quantised", SAMPLED) == expected
+
+
+@pytest.mark.parametrize("kind", ["fp8, blocks of 128", "nvfp4, modelopt", "gguf"])
+def test_tokens_of_models_with_recurrent_layers(kind: str, tmp_path: Path) -> None:
+    model = make_hybrid_model("qwen3_5", 0, tmp_path / "plain", hidden_size=64, intermediate_size=48)
+    quantised, prompts = tmp_path / "quantised", [[5, 17, 30], list(range(40, 90)), [7]]
+    if kind == "gguf":
+        quantised = tmp_path / "model.gguf"
+        write_hybrid_gguf(model, quantised, lambda name: Q.Q8_0).save_pretrained(tmp_path / "twin")
+    else:
+        ignored = ("lm_head", "embed_tokens", "in_proj_a", "in_proj_b")
+        write_checkpoint(tmp_path / "plain", kind, quantised, tmp_path / "twin", ignored=ignored)
+    expected = generate(tmp_path / "twin", SAMPLED, prompts)
+    assert generate(quantised, SAMPLED, prompts, weights="stored") == expected
 
 
 @pytest.mark.parametrize("weights", ["stored", "fp8"])

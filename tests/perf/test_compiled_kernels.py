@@ -102,7 +102,7 @@ def test_kernels_of_recurrent_layers_compile_and_wait(outcomes: dict[tuple[str, 
     assert status == 0, printed
     found = json.loads(printed)
     assert found["errors"] == []
-    waiting = ("_keep_inputs", "_mix_rows", "_move_borders", "_norm_gated")
+    waiting = ("_keep_inputs", "_keep_rows", "_mix_rows", "_move_borders", "_norm_gated")
     assert found["early"] == {
         "_fill_gates": [["decay_ptr", "step_ptr"], True],
         **{name: [[], False] for name in waiting},

@@ -445,3 +445,10 @@ def test_vllm_captures_the_rows_of_the_scenarios(tmp_path: Path) -> None:
         "cudagraph_capture_sizes": [1, 2, 3, 4, 6, 8, 16, 18],
     }
     assert "compilation_config" not in settings_of(Job(folder=str(model.path), repeats=1, prompt_lengths=[8]))
+
+
+def test_vllm_computes_recurrent_layers_without_flashinfer(tmp_path: Path) -> None:
+    for name, backend in (("tiny", None), ("qwen3.5-0.8b", "triton")):
+        model = prepare(name, tmp_path / name)
+        job = Job(folder=str(model.path), repeats=1, prompt_lengths=[8])
+        assert settings_of(job).get("gdn_prefill_backend") == backend

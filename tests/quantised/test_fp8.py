@@ -46,6 +46,23 @@ def test_each_block_has_its_scale_and_the_last_may_be_cut_off(block: tuple[int, 
     assert torch.equal(weight.rows(index).dequantise(torch.float32), expected_numbers(weight)[index])
 
 
+@pytest.mark.parametrize(
+    ("index", "height"),
+    [
+        ((*range(16, 32), *range(16)), 16),
+        ((*range(16), *range(32, 40)), 16),
+        ((*range(8, 24), *range(8)), 1),
+        ((*range(15), 16), 1),
+        ((*range(8), *range(16, 32)), 1),
+    ],
+)
+def test_blocks_of_which_all_rows_are_taken_stay(index: tuple[int, ...], height: int) -> None:
+    weight, rows = random_weight(40, 50, (16, 16)), torch.tensor(index)
+    taken = weight.rows(rows)
+    assert taken.block == (height, 16)
+    assert torch.equal(taken.dequantise(torch.float32), expected_numbers(weight)[rows])
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (3, 2), (1, 2)])
 def test_scales_of_another_shape_are_rejected(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"expected \[2, 2\]"):

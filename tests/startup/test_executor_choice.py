@@ -86,6 +86,27 @@ def test_setting_without_graphs_is_named() -> None:
             choose_executor(EngineConfig(kv_dtype="nvfp4", **config), GPU)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_supported"),
+    [
+        ((32, 16), True),
+        ((128, 128), True),
+        ((96, 256), True),
+        ((16, 16), False),
+        ((160, 16), False),
+        ((64, 24), False),
+    ],
+)
+def test_recurrent_layers_without_kernels_are_named(sizes: tuple[int, int], is_supported: bool) -> None:
+    keys, values = sizes
+    changes = {"model_type": "qwen3_5_text", "linear_key_head_dim": keys, "linear_value_head_dim": values}
+    changes |= {"num_hidden_layers": 4, "head_dim": 64, "num_key_value_heads": 1}
+    model = read_spec(CONFIG | changes)
+    name, reason = choose_executor(EngineConfig(), GPU, model)
+    assert name == ("graph" if is_supported else "eager")
+    assert is_supported or f"this model has {keys} and {values}" in str(reason)
+
+
 @pytest.mark.parametrize(("head_dim", "is_large"), [(128, False), (256, False), (258, True), (320, True)])
 def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) -> None:
     model = read_spec(CONFIG | {"head_dim": head_dim})

@@ -19,8 +19,9 @@ from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
 from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns
 from drift_sdk._kernels.recurrent.gated_norm import norm_gated
 from drift_sdk._kernels.recurrent.gates import fill_gates
+from drift_sdk._kernels.recurrent.kept_rows import keep_rows
 from drift_sdk.spec.model import GatedDelta, Norm
-from drift_sdk.spec.states import BORDER, num_input_rows
+from drift_sdk.spec.states import BORDER, num_input_rows, num_ring_rows
 from perf.cross_compile import GPUS, target, violations
 
 __all__ = ["main"]
@@ -83,6 +84,10 @@ def recorded(capability: int) -> list[KernelToCompile]:
             gate = product[..., spec.num_channels :]
             for kind in ("rounded", "wide", "offset"):
                 norm_gated(rows.out, gate, norm, eps=1e-6, norm_kind=kind)
+        keys = empty(5, spec.num_key_heads, num_ring_rows(1), spec.key_dim)
+        decays = empty(5, spec.num_value_heads, num_ring_rows(1), dtype=torch.float32)
+        rings = keys, decays[:, : spec.num_key_heads].contiguous(), decays
+        keep_rows(spec, runs.runs, (rows.mixed, rows.scales, rows.gates), rings)
         move_borders_of_rows(numbers(5), *places, 2)
         move_borders_of_prompts(numbers(5), runs.runs)
     return [each for each in kernels if isinstance(each, KernelToCompile)]

@@ -120,16 +120,18 @@ inline void run(int grid_x, int grid_y, int num_threads, std::function<void()> k
         thread.context.uc_link = nullptr;
         makecontext(&thread.context, enter, 0);
       }
-      for (int left = num_threads, idle = 0; left > 0;) {
+      // In turn from the first and from the last thread on, so that what a missing barrier would order is not in order.
+      for (int left = num_threads, turn = 0; left > 0; turn++) {
         left = 0;
-        for (Thread& thread : threads)
-          if (!thread.is_done) {
-            left++;
-            current = &thread;
-            thread_index.x = thread.index;
-            swapcontext(&scheduler, &thread.context);
-          }
-        if (++idle > 10'000'000) std::abort();  // threads wait for one that has ended
+        for (int i = 0; i < num_threads; i++) {
+          Thread& thread = threads[turn % 2 ? i : num_threads - 1 - i];
+          if (thread.is_done) continue;
+          left++;
+          current = &thread;
+          thread_index.x = thread.index;
+          swapcontext(&scheduler, &thread.context);
+        }
+        if (turn > 10'000'000) std::abort();  // threads wait for one that has ended
       }
     }
 }

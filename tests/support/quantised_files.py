@@ -172,7 +172,11 @@ def _packed(
     return draw
 
 
-def _fp8(strategy: str, name: str, **more: torch.Tensor) -> Callable[..., Stored]:
+def _fp8(
+    strategy: str, name: str, block: tuple[int, int] = BLOCK, **more: torch.Tensor
+) -> Callable[..., Stored]:
+    height, width = block
+
     def draw(rows: int, columns: int, rng: np.random.Generator) -> Stored:
         codes = rng.integers(0, 0x78, (rows, columns)) | (rng.integers(0, 2, (rows, columns)) << 7)
         shapes = {
@@ -180,20 +184,20 @@ def _fp8(strategy: str, name: str, **more: torch.Tensor) -> Callable[..., Stored
             "tensor": (1,),
             "channel": (rows, 1),
             "vector": (rows,),
-            "block": (-(-rows // BLOCK[0]), -(-columns // BLOCK[1])),
+            "block": (-(-rows // height), -(-columns // width)),
         }
         scales = rng.uniform(1e-4, 1e-3, shapes[strategy]).astype(np.float32)
         numbers = np.empty((rows, columns), np.float32)
         table = e4m3_table()
         for row in range(rows):
-            for first in range(0, columns, BLOCK[1]):
-                piece = slice(first, first + BLOCK[1])
+            for first in range(0, columns, width):
+                piece = slice(first, first + width)
                 scale = {
                     "scalar": lambda: scales,
                     "tensor": lambda: scales[0],
                     "channel": lambda row=row: scales[row, 0],
                     "vector": lambda row=row: scales[row],
-                    "block": lambda row=row, first=first: scales[row // BLOCK[0], first // BLOCK[1]],
+                    "block": lambda row=row, first=first: scales[row // height, first // width],
                 }[strategy]()
                 numbers[row, piece] = table[codes[row, piece]] * scale
         values = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn)
@@ -277,6 +281,10 @@ FORMATS: dict[str, Format] = {
     "fp8, blocks": Format(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)},
         _fp8("block", "weight_scale_inv"),
+    ),
+    "fp8, blocks of 128": Format(
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        _fp8("block", "weight_scale_inv", (128, 128)),
     ),
     "fp8, scalar": Format(
         {"quant_method": "fp8", "activation_scheme": "static"}, _fp8("scalar", "weight_scale", **STATIC)

@@ -65,23 +65,14 @@ def read_glm_experts(settings: Settings) -> Channel:
 
 
 def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
-    """Files count the layers that predict several tokens, which come last."""
-    values, config = file.values, file.config
+    values = file.values
     if values.get("expert_gating_func", SIGMOID) != SIGMOID:
         found = f"{file.place}expert_gating_func={short_repr(values['expert_gating_func'])}"
         raise ModelLoadError(f"{found}, expected {SIGMOID}, the sigmoid")
 
-    rope, head_dim = config["rope_parameters"], config["head_dim"]
-    if isinstance(file.rotary_dim, int) and isinstance(head_dim, int) and head_dim:
-        # Half an element more, so that truncation cannot lose one.
-        share = 1.0 if file.rotary_dim == head_dim else (file.rotary_dim + 0.5) / head_dim
-        rope = rope | {"partial_rotary_factor": share}
-    num_layers, num_predicting = config["num_hidden_layers"], values.get("nextn_predict_layers", 0)
-    if isinstance(num_layers, int) and isinstance(num_predicting, int):
-        num_layers -= num_predicting
     return {
-        "num_hidden_layers": num_layers,
-        "rope_parameters": rope,
+        "num_hidden_layers": file.num_layers,
+        "rope_parameters": file.partial_rope,
         "n_routed_experts": values.get("expert_count"),
         "num_experts_per_tok": values.get("expert_used_count"),
         "moe_intermediate_size": values.get("expert_feed_forward_length"),

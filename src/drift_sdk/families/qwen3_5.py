@@ -3,13 +3,16 @@ read images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
 from drift_sdk.spec.family import Family
+from drift_sdk.spec.gguf import LAYER_MODULES, GGUFArchitecture, GGUFChange, GGUFSettings, Tiles
 from drift_sdk.spec.layer_types import read_num_layers
 from drift_sdk.spec.model import Attention, Channel, GatedDelta, Mixer, ModelSpec, Norm
 from drift_sdk.spec.names import MtpNames, Names
@@ -28,6 +31,29 @@ NAMES = Names(mtp=MTP, unread=UNREAD)
 KINDS = ("linear_attention", "full_attention")
 MAX_HEADS, MAX_DIM = 1024, 1024
 """Of recurrent layers."""
+
+STATE_KEYS = (
+    "ssm.conv_kernel",
+    "ssm.state_size",
+    "ssm.group_count",
+    "ssm.time_step_rank",
+    "ssm.inner_size",
+)
+"""Metadata of GGUF files with recurrent layers."""
+STATE_MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+STATE_TENSORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+QKV_TENSORS = ("in_proj_qkv.weight", "conv1d.weight")
+VALUE_TENSORS = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
+"""Tensors of which all rows are those of value heads."""
 
 
 def read_spec(settings: Settings) -> ModelSpec:
@@ -49,10 +75,10 @@ def read_hybrid(
     settings: Settings,
     channels: Channel | Sequence[Channel],
     *,
-    is_fused: bool = False,
     names: Names,
+    **fused: bool,
 ) -> ModelSpec:
-    """A decoder with these channels. is_fused: as in GatedDelta."""
+    """A decoder with these channels. fused: fields of GatedDelta."""
     if settings.get("attn_output_gate") is False:
         raise ModelLoadError("config: attn_output_gate=False is not implemented")
 
@@ -64,13 +90,13 @@ def read_hybrid(
     )
     by_kind: dict[str, Mixer] = {
         "full_attention": attention,
-        "linear_attention": read_gated_delta(settings, is_fused=is_fused),
+        "linear_attention": replace(read_gated_delta(settings), **fused),
     }
     mixers = [by_kind[kind] for kind in read_kinds(settings)]
     return read_decoder(settings, mixers, channels, norm=norm, names=names)
 
 
-def read_gated_delta(settings: Settings, *, is_fused: bool) -> GatedDelta:
+def read_gated_delta(settings: Settings) -> GatedDelta:
     num_key_heads = read_int(settings, "linear_num_key_heads", le=MAX_HEADS)
     num_value_heads = read_int(settings, "linear_num_value_heads", le=MAX_HEADS)
     if num_value_heads % num_key_heads:
@@ -84,7 +110,6 @@ def read_gated_delta(settings: Settings, *, is_fused: bool) -> GatedDelta:
         value_dim=read_int(settings, "linear_value_head_dim", le=MAX_DIM),
         conv_width=read_int(settings, "linear_conv_kernel_dim", ge=2, le=16),
         norm=Norm(read_norm(settings).eps),
-        is_fused=is_fused,
     )
 
 
@@ -104,6 +129,60 @@ def read_kinds(settings: Settings) -> list[str]:
     return list(kinds)
 
 
+def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
+    values = file.values
+    for key in STATE_KEYS:
+        if type(values[key]) is not int or values[key] < 1:
+            raise ModelLoadError(f"{file.place}{key}={short_repr(values[key])}, expected a positive integer")
+
+    conv_width, key_dim, num_key_heads, num_value_heads, size = (values[key] for key in STATE_KEYS)
+    if size % num_value_heads:
+        found = f"{file.place}ssm.inner_size={size}"
+        raise ModelLoadError(f"{found}, expected a multiple of ssm.time_step_rank={num_value_heads}")
+
+    return {
+        "num_hidden_layers": file.num_layers,
+        "rope_parameters": file.partial_rope,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
+        "full_attention_interval": values.get("full_attention_interval"),
+        "linear_conv_kernel_dim": conv_width,
+        "linear_key_head_dim": key_dim,
+        "linear_num_key_heads": num_key_heads,
+        "linear_num_value_heads": num_value_heads,
+        "linear_value_head_dim": size // num_value_heads,
+    }
+
+
+def gguf_change(name: str, _: Mapping[str, Any]) -> GGUFChange:
+    """Files have -exp(A_log), 1 + weight of all norms but those of recurrent outputs, and weights of the
+    convolution without the dimension of one."""
+    part = name.rpartition(".linear_attn.")[2]
+    if part == "A_log":
+        return GGUFChange(numbers=lambda rates: np.log(-rates))
+
+    if part == "conv1d.weight":
+        return GGUFChange(shape=lambda shape: (*shape[:1], 1, *shape[1:]))
+
+    if part.endswith("norm.weight") and part != "norm.weight":
+        return GGUFChange(numbers=lambda weights: weights - 1)
+
+    return GGUFChange()
+
+
+def gguf_tiled_change(name: str, settings: Mapping[str, Any]) -> GGUFChange:
+    """The same, and value head j of key head k is number j * num_key_heads + k."""
+    change, part = gguf_change(name, settings), name.rpartition(".linear_attn.")[2]
+    num_key_heads = settings["linear_num_key_heads"]
+    tiles = Tiles(settings["linear_num_value_heads"] // num_key_heads, num_key_heads)
+    if part in QKV_TENSORS:
+        return replace(change, rows=tiles, first_row=2 * num_key_heads * settings["linear_key_head_dim"])
+
+    if part in VALUE_TENSORS:
+        return replace(change, rows=tiles)
+
+    return replace(change, columns=tiles) if part == "out_proj.weight" else change
+
+
 DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -120,4 +199,15 @@ FAMILY = Family(
     spec=read_spec,
     outer=("Qwen3_5ForConditionalGeneration",),
     defaults=DEFAULTS | {"num_key_value_heads": 4},
+    gguf=(
+        GGUFArchitecture(
+            name="qwen35",
+            layer_modules=LAYER_MODULES | STATE_MODULES,
+            layer_tensors=STATE_TENSORS,
+            is_partial=True,
+            change=gguf_tiled_change,
+            required=STATE_KEYS,
+            settings=gguf_settings,
+        ),
+    ),
 )

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from drift_sdk.families.qwen3_5 import DEFAULTS, MTP, UNREAD, read_hybrid, with_mtp
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from drift_sdk.families.qwen3_5 import (
+    DEFAULTS,
+    MTP,
+    STATE_KEYS,
+    STATE_MODULES,
+    STATE_TENSORS,
+    UNREAD,
+    gguf_settings,
+    gguf_tiled_change,
+    read_hybrid,
+    with_mtp,
+)
 from drift_sdk.spec.experts_settings import read_experts
 from drift_sdk.spec.family import Family
+from drift_sdk.spec.gguf import EXPERT_KEYS, EXPERT_MODULES, GGUFArchitecture, GGUFChange, GGUFSettings
 from drift_sdk.spec.model import Experts, Mlp, ModelSpec, Router
 from drift_sdk.spec.names import ExpertNames, MlpNames, Names
 from drift_sdk.spec.settings import Settings, read_int
@@ -30,6 +47,39 @@ def read_shared_experts(settings: Settings, router: Router) -> Experts:
     )
 
 
+def expert_settings(file: GGUFSettings) -> dict[str, Any]:
+    values = file.values
+    return gguf_settings(file) | {
+        "num_experts": values.get("expert_count"),
+        "num_experts_per_tok": values.get("expert_used_count"),
+        "moe_intermediate_size": values.get("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": values.get("expert_shared_feed_forward_length"),
+    }
+
+
+def expert_change(name: str, change: GGUFChange) -> GGUFChange:
+    """Files may have the gate of the shared expert without the dimension of one."""
+    if not name.endswith(".shared_expert_gate.weight"):
+        return change
+
+    return replace(change, shape=lambda shape: (1, *shape) if len(shape) == 1 else shape)
+
+
+def gguf_change(name: str, settings: Mapping[str, Any]) -> GGUFChange:
+    return expert_change(name, gguf_tiled_change(name, settings))
+
+
+SHARED_KEYS = (*EXPERT_KEYS, "expert_shared_feed_forward_length", *STATE_KEYS)
+SHARED_MODULES = (
+    EXPERT_MODULES
+    | STATE_MODULES
+    | {
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    }
+)
 EXPERT_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 FAMILY = Family(
     model_type="qwen3_5_moe_text",
@@ -39,4 +89,16 @@ FAMILY = Family(
     defaults=DEFAULTS
     | EXPERT_DEFAULTS
     | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
+    gguf=(
+        GGUFArchitecture(
+            name="qwen35moe",
+            layer_modules=SHARED_MODULES,
+            layer_tensors=STATE_TENSORS,
+            is_partial=True,
+            change=gguf_change,
+            keys=("expert_count",),
+            required=SHARED_KEYS,
+            settings=expert_settings,
+        ),
+    ),
 )

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from drift_sdk.families.qwen3_5 import DEFAULTS, UNREAD, read_hybrid
-from drift_sdk.families.qwen3_5_moe import EXPERT_DEFAULTS, read_shared_experts
+from collections.abc import Mapping
+from typing import Any
+
+from drift_sdk.families.qwen3_5 import DEFAULTS, STATE_TENSORS, UNREAD, gguf_change, read_hybrid
+from drift_sdk.families.qwen3_5_moe import (
+    EXPERT_DEFAULTS,
+    SHARED_KEYS,
+    SHARED_MODULES,
+    expert_change,
+    expert_settings,
+    read_shared_experts,
+)
 from drift_sdk.families.qwen3_moe import mlp_layers
 from drift_sdk.spec.decoder_settings import read_mlp
 from drift_sdk.spec.family import Family
+from drift_sdk.spec.gguf import GGUFArchitecture, GGUFChange, GGUFSettings
 from drift_sdk.spec.model import ModelSpec, Router
 from drift_sdk.spec.names import ExpertNames, MlpNames, Names
 from drift_sdk.spec.settings import Settings, read_bool
 
+SPLIT = "has_split_projections"
+"""A setting that GGUF files get: they have the gate of the output apart, and the rows of all key heads in
+order."""
 NAMES = Names(experts=ExpertNames(shared=MlpNames(module="shared_expert")), unread=UNREAD)
 
 
@@ -18,7 +32,19 @@ def read_spec(settings: Settings) -> ModelSpec:
     router = Router(is_normalised=read_bool(settings, "norm_topk_prob"))
     experts, mlp = read_shared_experts(settings, router), read_mlp(settings)
     channels = [mlp if has_mlp else experts for has_mlp in mlp_layers(settings)]
-    return read_hybrid(settings, channels, is_fused=True, names=NAMES)
+    is_split = read_bool(settings, SPLIT)
+    return read_hybrid(settings, channels, names=NAMES, has_fused_qkvz=not is_split, has_fused_ba=True)
+
+
+def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
+    return expert_settings(file) | {
+        SPLIT: any(name.endswith(".attn_qkv.weight") for name in file.tensors),
+        "norm_topk_prob": True,  # not in files: llama.cpp does it for this architecture
+    }
+
+
+def next_change(name: str, settings: Mapping[str, Any]) -> GGUFChange:
+    return expert_change(name, gguf_change(name, settings))
 
 
 FAMILY = Family(
@@ -35,4 +61,17 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
     },
+    gguf=(
+        GGUFArchitecture(
+            name="qwen3next",
+            layer_modules=SHARED_MODULES
+            | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+            layer_tensors=STATE_TENSORS,
+            is_partial=True,
+            change=next_change,
+            keys=("expert_count",),
+            required=SHARED_KEYS,
+            settings=gguf_settings,
+        ),
+    ),
 )

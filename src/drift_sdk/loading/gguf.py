@@ -23,6 +23,9 @@ from drift_sdk.loading.gguf_header import is_block_matrix
 from drift_sdk.loading.gguf_parts import GGUFParts
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
 from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.tiles import TiledWeight
+from drift_sdk.quantised.weight import QuantisedWeight
+from drift_sdk.spec.gguf import GGUFChange, Tiles
 
 __all__ = ["GGUFFile"]
 
@@ -81,18 +84,23 @@ class GGUFFile:
         return self._stored_names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._header.tensors[self._stored_names[name]].shape
+        shape, change = self._header.tensors[self._stored_names[name]].shape, self._change(name)
+        return shape if change.shape is None else change.shape(shape)
 
     def file(self, name: str) -> str:
         return self._parts.file(self._header.tensors[self._stored_names[name]])
 
     def get(self, name: str) -> torch.Tensor:
-        """A tensor dequantised to float32, with the values and the order of rows of Hugging Face."""
-        array = self._in_order(name, self._dequantise(self._stored_names[name]))
+        """A tensor dequantised to float32, with the numbers, the order and the shape of Hugging Face."""
+        array, change = self._in_order(name, self._dequantise(self._stored_names[name])), self._change(name)
+        if change.columns is not None:
+            array = _untile(array, 1, change.columns)
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             array = array - np.float32(self._architecture.norm_offset)
-
-        return torch.from_numpy(array)
+        if change.numbers is not None:
+            with np.errstate(all="ignore"):  # as in _to_float32
+                array = change.numbers(array)
+        return torch.from_numpy(array).view(self.shape(name))
 
     def read_into(self, name: str, place: torch.Tensor) -> None:
         """Fill `place`, as in InPlaceSource."""
@@ -102,20 +110,23 @@ class GGUFFile:
 
     def quantised_bytes(self, name: str) -> int | None:
         """Bytes of a matrix of blocks; None for other tensors."""
-        tensor = self._header.tensors[self._stored_names[name]]
-        return tensor.num_bytes if is_block_matrix(tensor) else None
+        return self._header.tensors[self._stored_names[name]].num_bytes if self._has_blocks(name) else None
 
-    def quantised(self, name: str, device: torch.device) -> BlockWeight | None:
-        """A matrix of blocks, with the order of rows of Hugging Face; None for other tensors."""
-        tensor = self._header.tensors[self._stored_names[name]]
-        if not is_block_matrix(tensor):
+    def quantised(self, name: str, device: torch.device) -> QuantisedWeight | None:
+        """A matrix of blocks, with the order of Hugging Face; None for other tensors."""
+        tensor, change = self._header.tensors[self._stored_names[name]], self._change(name)
+        if not self._has_blocks(name):
             return None
 
         block_format = cast(BlockFormat, tensor.quantization.name)
         columns, num_bytes = BLOCK_FORMATS[block_format]
         blocks = self._parts.raw(tensor).reshape(tensor.shape[0], tensor.shape[1] // columns, num_bytes)
         ordered = torch.from_numpy(np.ascontiguousarray(self._in_order(name, blocks)))
-        return BlockWeight(ordered.to(device), block_format)
+        weight = BlockWeight(ordered.to(device), block_format)
+        if change.columns is None:
+            return weight
+
+        return TiledWeight(weight, change.columns.outer, change.columns.inner)
 
     def mxfp4(self, name: str) -> torch.Tensor:
         """The blocks of a tensor in MXFP4, [..., columns / 32, 17] uint8: a scale and the codes of each.
@@ -132,8 +143,21 @@ class GGUFFile:
         blocks = self._parts.raw(tensor).reshape(*rows, inner // columns, num_bytes)
         return torch.from_numpy(blocks)
 
+    def _change(self, name: str) -> GGUFChange:
+        change = self._architecture.change
+        return GGUFChange() if change is None else change(name, self.config)
+
+    def _has_blocks(self, name: str) -> bool:
+        """Whether a tensor is a matrix of blocks, with the numbers of Hugging Face."""
+        tensor = self._header.tensors[self._stored_names[name]]
+        return is_block_matrix(tensor) and self._change(name).numbers is None
+
     def _in_order(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
         """The rows of a tensor in the order of Hugging Face."""
+        change = self._change(name)
+        if change.rows is not None:
+            kept, tiled = np.split(rows, [change.first_row])
+            rows = np.concatenate((kept, _untile(tiled, 0, change.rows)))
         if self._architecture.is_permuted:
             for module, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if f".self_attn.{module}." in name:
@@ -163,6 +187,13 @@ class GGUFFile:
             ) from error
 
         return found
+
+
+def _untile(array: npt.NDArray[T], axis: int, tiles: Tiles) -> npt.NDArray[T]:
+    """The rows or columns of a tensor in the order of Hugging Face."""
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    runs = array.reshape(*before, tiles.outer, tiles.inner, -1, *after)
+    return runs.swapaxes(axis, axis + 1).reshape(array.shape)
 
 
 def _unpermute(array: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:

@@ -24,7 +24,7 @@ from drift_sdk.quantised.weight import QuantisedWeight
 
 __all__ = ["Mxfp4Experts", "cut_by_expert"]
 
-STACKED = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down)_exps)\.weight")
+STACKED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate_up|gate|up|down)_exps\.weight")
 CUT = re.compile(r"blk\.[0-9]+\.ffn_(?:gate|up|down)_exps\.[0-9]+\.weight")
 MAX_EXPERTS, MAX_TENSORS = 1024, 2**18
 
@@ -37,8 +37,9 @@ STORED_NAME = re.compile(r"blk\.([0-9]+)\.ffn_(?:gate|up|down)_exps\.(?:weight|b
 
 def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str, GGUFTensor]:
     """The tensors, with those of all experts cut into one for each: that of expert 3 in
-    "blk.0.ffn_up_exps.weight" is "blk.0.ffn_up_exps.3.weight". Raises ModelLoadError with the location for
-    none or too many, and for a tensor that is of one expert already."""
+    "blk.0.ffn_up_exps.weight" is "blk.0.ffn_up_exps.3.weight". "ffn_gate_up_exps" has the rows of both
+    projections of each expert. Raises ModelLoadError with the location for none or too many, for a tensor
+    that is of one expert already, and for a projection that is there twice."""
     found: dict[str, GGUFTensor] = {}
     for name in filter(CUT.fullmatch, tensors):
         raise ModelLoadError(f"{location}: tensor {name}, expected one of all experts")
@@ -49,21 +50,29 @@ def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str,
             found[name] = tensor
             continue
 
-        num_experts, *shape = tensor.shape
+        num_experts, rows, columns = tensor.shape
         if not 1 <= num_experts <= MAX_EXPERTS:
             raise ModelLoadError(
                 f"{location}: tensor {name} has {num_experts} experts, expected 1 to {MAX_EXPERTS}"
             )
 
-        if len(found) + num_experts > MAX_TENSORS:
+        parts = ("gate", "up") if match[2] == "gate_up" else (match[2],)
+        if len(found) + len(parts) * num_experts > MAX_TENSORS:
             raise ModelLoadError(f"{location}: more than {MAX_TENSORS} matrices of experts")
 
-        num_bytes = tensor.num_bytes // num_experts  # an expert has whole rows, and a row whole blocks
-        for expert in range(num_experts):
-            found[f"{match[1]}.{expert}.weight"] = structs.replace(
+        if rows % len(parts):
+            raise ModelLoadError(f"{location}: tensor {name} has {rows} rows, expected an even number")
+
+        num_bytes = tensor.num_bytes // num_experts // len(parts)  # of whole rows, which have whole blocks
+        for index, (expert, part) in enumerate(itertools.product(range(num_experts), parts)):
+            own = f"{match[1]}{part}_exps.{expert}.weight"
+            if own in found:
+                raise ModelLoadError(f"{location}: tensor {name} has a projection that another one has")
+
+            found[own] = structs.replace(
                 tensor,
-                shape=tuple(shape),
-                offset=tensor.offset + expert * num_bytes,
+                shape=(rows // len(parts), columns),
+                offset=tensor.offset + index * num_bytes,
                 num_bytes=num_bytes,
             )
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from drift_sdk.quantised.stacking import stack_rows
-from drift_sdk.quantised.weight import Matrix, QuantisedWeight, take_rows
+from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
 __all__ = ["Allocation", "ReadMatrix"]
 
@@ -63,8 +63,33 @@ class Allocation:
         parts: list[Matrix] = [
             weights[name] or self.tensor(name, size, columns) for name, size in rows.items()
         ]
-        whole = parts[0] if len(parts) == 1 else stack_rows(parts)
-        return whole if order is None else take_rows(whole, order)
+        return _stack(parts if order is None else self._pieces(parts, order))
+
+    def _pieces(self, parts: list[Matrix], order: torch.Tensor) -> list[Matrix]:
+        """Runs of rows of the parts, which are the rows of all parts in an order. Those of tensors, which are
+        not filled yet, are parts of these."""
+        sizes = torch.tensor([part.shape[0] for part in parts], dtype=torch.int64, device="cpu")
+        ends = sizes.cumsum(0)
+        owners = torch.bucketize(order, ends, right=True)
+        ordered: list[Matrix] = []
+        for index, (part, first) in enumerate(zip(parts, (ends - sizes).tolist(), strict=True)):
+            own = order[owners == index] - first
+            if isinstance(part, torch.Tensor):
+                ordered.append(self.in_order(part, own))
+            else:
+                ordered.append(part.rows(own))
+
+        pieces: list[Matrix] = []
+        taken = [0] * len(parts)
+        runs = owners.unique_consecutive(return_counts=True)
+        for index, size in zip(*(each.tolist() for each in runs), strict=True):
+            whole, first = ordered[index], taken[index]
+            taken[index] += size
+            if isinstance(whole, torch.Tensor):
+                pieces.append(whole[first : first + size])
+            else:
+                pieces.append(whole.rows(torch.arange(first, first + size, device="cpu")))
+        return pieces
 
     def in_order(self, tensor: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
         """The tensor, whose rows `finish` puts in another order than files have them."""
@@ -82,3 +107,7 @@ class Allocation:
         tensor = self.empty(sum(rows.values()), *columns)
         self.places.update(zip(rows, torch.split(tensor, list(rows.values())), strict=True))
         return tensor
+
+
+def _stack(parts: list[Matrix]) -> Matrix:
+    return parts[0] if len(parts) == 1 else stack_rows(parts)

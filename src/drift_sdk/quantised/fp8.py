@@ -64,9 +64,16 @@ class Fp8Weight(QuantisedWeight):
         return numbers.to(dtype)
 
     def rows(self, index: torch.Tensor) -> Fp8Weight:
+        """As in QuantisedWeight. Blocks stay as they are where all of their rows come together."""
         # Indexing is not implemented for 8-bit floating-point numbers on every device.
         values = self.values.view(torch.uint8)[index].view(torch.float8_e4m3fn)
-        return Fp8Weight(values, self.scales[index // self.block[0]], (1, self.block[1]))
+        height, width = self.block
+        first = index[::height]
+        whole = (first[:, None] + torch.arange(height, device=index.device)).flatten()
+        if height > 1 and not (first % height).any() and torch.equal(whole[: len(index)], index):
+            return Fp8Weight(values, self.scales[first // height], self.block)
+
+        return Fp8Weight(values, self.scales[index // height], (1, width))
 
     def to(self, device: torch.device) -> Fp8Weight:
         return Fp8Weight(self.values.to(device), self.scales.to(device), self.block)

@@ -10,7 +10,7 @@ from drift_sdk.spec.decoder_settings import (
 )
 from drift_sdk.spec.experts_settings import read_experts
 from drift_sdk.spec.family import Family, OriginalFiles
-from drift_sdk.spec.gguf import GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.gguf import GGUFArchitecture, GGUFChange, GGUFSettings, Tiles
 from drift_sdk.spec.layer_types import read_layer_types, read_num_layers, read_window
 from drift_sdk.spec.model import (
     Attention,
@@ -37,6 +37,7 @@ __all__ = [
     "Experts",
     "Family",
     "GGUFArchitecture",
+    "GGUFChange",
     "GGUFSettings",
     "LayerSpec",
     "Mlp",
@@ -50,6 +51,7 @@ __all__ = [
     "Rope",
     "Router",
     "Settings",
+    "Tiles",
     "attention_layers",
     "read_activation",
     "read_attention",

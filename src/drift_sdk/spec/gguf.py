@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, field
 
 __all__ = [
@@ -17,7 +19,9 @@ __all__ = [
     "LAYER_MODULES",
     "SANDWICH_MODULES",
     "GGUFArchitecture",
+    "GGUFChange",
     "GGUFSettings",
+    "Tiles",
 ]
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -66,6 +70,48 @@ class GGUFSettings(Struct, frozen=True, kw_only=True):
     place: str
     tensors: Collection[str]
 
+    @property
+    def num_layers(self) -> Any:
+        """Layers without those that predict several tokens, which files count as the last ones."""
+        found, num_predicting = self.config["num_hidden_layers"], self.values.get("nextn_predict_layers", 0)
+        is_known = isinstance(found, int) and isinstance(num_predicting, int)
+        return found - num_predicting if is_known else found
+
+    @property
+    def partial_rope(self) -> dict[str, Any]:
+        """The `rope_parameters` of heads that are rotated in part."""
+        rope, head_dim = dict(self.config["rope_parameters"]), self.config["head_dim"]
+        if not (isinstance(self.rotary_dim, int) and isinstance(head_dim, int) and head_dim):
+            return rope
+
+        # Half an element more, so that truncation cannot lose one.
+        share = 1.0 if self.rotary_dim == head_dim else (self.rotary_dim + 0.5) / head_dim
+        return rope | {"partial_rotary_factor": share}
+
+
+class Tiles(Struct, frozen=True):
+    """Runs of equally many rows or columns, in another order: run i * inner + j of a file is run
+    j * outer + i of Hugging Face, with i below `outer` and j below `inner`."""
+
+    outer: int
+    inner: int
+
+
+class GGUFChange(Struct, frozen=True, kw_only=True):
+    """How a tensor of a file differs from that of Hugging Face.
+
+    rows:      the order of its rows from `first_row` on; None: it is the same.
+    columns:   the order of its columns; None: it is the same.
+    numbers:   Hugging Face's numbers, from those of the file. None: they are equal.
+    shape:     Hugging Face's shape, from that of the file. None: they are equal.
+    """
+
+    rows: Tiles | None = None
+    first_row: int = 0
+    columns: Tiles | None = None
+    numbers: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]] | None = None
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+
 
 class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     """An architecture of GGUF files.
@@ -75,11 +121,14 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
                     or they have a mark.
     layer_modules:  Hugging Face names of a layer's modules, by their names in the file; "{}" is an expert's
                     number.
-    layer_tensors:  Hugging Face names of a layer's tensors that belong to no module, likewise.
+    layer_tensors:  Hugging Face names of a layer's tensors that belong to no module, likewise. Their names in
+                    the file may have no suffix.
     is_permuted:    the rows of query and key projections are interleaved, see `GGUFFile.get`.
     is_partial:     a part of each head may be rotated.
     yarn:           settings of YaRN that files do not say; None: YaRN is not implemented.
     norm_offset:    what files add to the weights of norms.
+    change:         other differences of a tensor, by its Hugging Face name and the settings; None: there are
+                    none.
     keys:           metadata that changes the arithmetic and is read for this architecture.
     required:       metadata that files of this architecture have.
     settings:       settings of the architecture alone. Raises ModelLoadError naming the place.
@@ -93,6 +142,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     is_partial: bool = False
     yarn: Mapping[str, Any] | None = None
     norm_offset: float = 0.0
+    change: Callable[[str, Mapping[str, Any]], GGUFChange] | None = None
     keys: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     settings: Callable[[GGUFSettings], dict[str, Any]] | None = None
@@ -104,14 +154,14 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
 
     def tensor_name(self, name: str) -> str:
         """The Hugging Face name of a tensor; its name in the file if models have no such tensor."""
-        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?\.(weight|bias)", name):
+        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias))?", name):
             layer, module, expert, suffix = match.groups()
-            own = self.layer_tensors.get(f"{module}.{suffix}")
+            own = self.layer_tensors.get(module if suffix is None else f"{module}.{suffix}")
             if own is not None and expert is None:
                 return f"model.layers.{layer}.{own}"
 
             known = self.layer_modules.get(module)
-            if known is None or (expert is None) == ("{}" in known):
+            if known is None or suffix is None or (expert is None) == ("{}" in known):
                 return name
 
             return f"model.layers.{layer}.{known.format(expert)}.{suffix}"

@@ -135,7 +135,7 @@ class GatedDelta(Struct, frozen=True, kw_only=True):
     key_dim, value_dim:  of a head; its state is [key_dim, value_dim].
     conv_width:          rows that the convolution sees, the row's own included.
     norm:                of the output of a head, with one weight for all heads.
-    is_fused:            files have the projections of each key head and its value heads together.
+    has_fused_qkvz, has_fused_ba: files have these projections of each key head and its value heads together.
     """
 
     num_key_heads: int
@@ -144,7 +144,8 @@ class GatedDelta(Struct, frozen=True, kw_only=True):
     value_dim: int
     conv_width: int
     norm: Norm
-    is_fused: bool = False
+    has_fused_qkvz: bool = False
+    has_fused_ba: bool = False
 
     @property
     def group(self) -> int:

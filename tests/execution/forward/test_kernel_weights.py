@@ -20,6 +20,7 @@ from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.int4 import quantise_int4
 from drift_sdk.quantised.nvfp4 import quantise_nvfp4
 from drift_sdk.quantised.stacking import stack_rows
+from drift_sdk.quantised.tiles import TiledWeight
 from drift_sdk.quantised.weight import QuantisedWeight, dequantised
 
 pytestmark = pytest.mark.kernel
@@ -56,6 +57,13 @@ def check(matrix: QuantisedWeight, *, is_gated: bool = False) -> KernelWeight:
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_blocks_keep_their_numbers(name: BlockFormat, is_gated: bool) -> None:
     arranged = check(finite_blocks(name, rows=64), is_gated=is_gated)
+    assert arranged.nbytes == 64 * 512 * BITS[name] / 8
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_columns_in_another_order_take_no_more(name: BlockFormat) -> None:
+    """Runs of 64 columns, a part of a block of 256."""
+    arranged = check(TiledWeight(finite_blocks(name, rows=64), outer=2, inner=4))
     assert arranged.nbytes == 64 * 512 * BITS[name] / 8
 
 

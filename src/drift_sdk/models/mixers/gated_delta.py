@@ -55,18 +55,20 @@ def allocate_gated_delta(
 ) -> GatedDeltaWeights:
     """layer: prefix of the layer's tensors."""
     prefix, size, heads = f"{layer}.{names.module}", spec.output_size, spec.num_value_heads
-    qkvz, ba, orders = {names.qkv: spec.num_channels, names.z: size}, {names.b: heads, names.a: heads}, None
-    if spec.is_fused:
-        qkvz, ba = {names.qkvz: spec.num_channels + size}, {names.ba: 2 * heads}
-        orders = _fused_orders(spec)
+    qkvz, ba = {names.qkv: spec.num_channels, names.z: size}, {names.b: heads, names.a: heads}
+    if spec.has_fused_qkvz:
+        qkvz = {names.qkvz: spec.num_channels + size}
+    if spec.has_fused_ba:
+        ba = {names.ba: 2 * heads}
+    qkvz_order, ba_order = _fused_orders(spec)
 
     def projection(rows: dict[str, int], order: torch.Tensor | None) -> Matrix:
         whole = {f"{prefix}.{name}.weight": number for name, number in rows.items()}
         return allocation.projection(whole, hidden, order)
 
     return GatedDeltaWeights(
-        qkvz=projection(qkvz, None if orders is None else orders[0]),
-        ba=projection(ba, None if orders is None else orders[1]),
+        qkvz=projection(qkvz, qkvz_order if spec.has_fused_qkvz else None),
+        ba=projection(ba, ba_order if spec.has_fused_ba else None),
         conv=allocation.tensor(f"{prefix}.{names.conv}.weight", spec.num_channels, 1, spec.conv_width),
         decay=allocation.tensor(f"{prefix}.{names.decay}", heads, dtype=torch.float32),
         step=allocation.tensor(f"{prefix}.{names.step}", heads),
