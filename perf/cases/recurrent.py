@@ -35,8 +35,7 @@ def recurrent_cases(
 ) -> Iterator[Case]:
     """Yield cases for as many sequences as `row_counts` say, and of a prompt; none without recurrent layers.
 
-    Bytes are those of the states, and of what half of BORDER rows have added to them. Operations are those of
-    the states' products.
+    Bytes: the states, and what half of BORDER rows have added to them. Operations: the products with states.
     """
     mixers = [layer.mixer for layer in model.spec.layers]
     spec = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
@@ -101,7 +100,7 @@ def prepare_prompt(spec: GatedDelta, num_rows: int, device: str) -> Prepared:
 
 def drawn_states(spec: GatedDelta, num_slots: int, max_rows: int, device: str) -> LayerStates:
     """States of random numbers."""
-    states = LayerStates.empty(spec, num_slots, num_ring_rows(max_rows), torch.device(device))
+    states = LayerStates.empty(spec, (num_slots,), num_ring_rows(max_rows), torch.device(device))
     for name in states.__struct_fields__:
         getattr(states, name).normal_(std=0.1)
     states.decays.abs_().neg_()

@@ -53,7 +53,7 @@ STATE_MODULES = {
 STATE_TENSORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 QKV_TENSORS = ("in_proj_qkv.weight", "conv1d.weight")
 VALUE_TENSORS = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
-"""Tensors of which all rows are those of value heads."""
+"""Tensors whose rows are all of value heads."""
 
 
 def read_spec(settings: Settings) -> ModelSpec:

@@ -98,12 +98,12 @@ class Tiles(Struct, frozen=True):
 
 
 class GGUFChange(Struct, frozen=True, kw_only=True):
-    """How a tensor of a file differs from that of Hugging Face.
+    """How a tensor of a file differs from Hugging Face's.
 
     rows:      the order of its rows from `first_row` on; None: it is the same.
     columns:   the order of its columns; None: it is the same.
-    numbers:   Hugging Face's numbers, from those of the file. None: they are equal.
-    shape:     Hugging Face's shape, from that of the file. None: they are equal.
+    numbers:   Hugging Face's numbers, from the file's. None: they are equal.
+    shape:     Hugging Face's shape, from the file's. None: they are equal.
     """
 
     rows: Tiles | None = None

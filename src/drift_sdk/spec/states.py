@@ -21,7 +21,7 @@ BORDER = 32
 
 def num_ring_rows(max_rows: int) -> int:
     """Rows since a border that kernels keep, if at most `max_rows` are verified at once: the stored border
-    may be that of the first row of the verification before, of which all rows may have been accepted."""
+    may be the last one up to the first row of the verification before, whose rows may all be accepted."""
     return -(-(BORDER - 1 + 2 * max_rows) // 8) * 8
 
 

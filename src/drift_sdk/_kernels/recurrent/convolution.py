@@ -56,7 +56,7 @@ def _load_rows(
     NUM_SLICES: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """Return inputs [BLOCK_ROWS, BLOCK] in the storage type, which is that of the ring."""
+    """Return inputs [BLOCK_ROWS, BLOCK] in the storage type of the ring."""
     here = is_here[:, None] & is_channel[None, :]
     ptrs = product_ptr + (row[:, None] * row_stride + channel[None, :])
     x = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)

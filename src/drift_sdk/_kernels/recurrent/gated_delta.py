@@ -53,7 +53,7 @@ MAX_ROWS = 17
 """Most rows of a sequence that are verified at once."""
 MAX_KEY_DIM = 128
 FEW_SLOTS = 16
-"""Most sequences for which CTAs of 4 warps are faster than those of 8 (48 heads of 128 x 128, H200)."""
+"""Most sequences for which CTAs of 4 warps are faster than CTAs of 8 (48 heads of 128 x 128, H200)."""
 
 COMMON = ("common/types.cu", "common/dependent_launch.cu", "recurrent/gated_delta.cu")
 ROWS, PROMPTS = (*COMMON, "recurrent/gated_delta_rows.cu"), (*COMMON, "recurrent/gated_delta_prompts.cu")
@@ -80,15 +80,23 @@ class LayerStates(Struct, frozen=True):
     decays: Tensor
 
     @classmethod
-    def empty(cls, spec: GatedDelta, num_slots: int, num_rows: int, device: torch.device) -> LayerStates:
-        """Uninitialised. num_rows: of the rings, see `num_ring_rows`."""
+    def empty(
+        cls,
+        spec: GatedDelta,
+        sizes: tuple[int, ...],
+        num_rows: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> LayerStates:
+        """Uninitialised. sizes: slots, behind other dimensions. num_rows: of the rings, see `num_ring_rows`.
+        dtype: of keys, which kernels have in bfloat16."""
 
         def take(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty((num_slots, *shape), dtype=dtype, device=device)
+            return torch.empty((*sizes, *shape), dtype=dtype, device=device)
 
         return cls(
             state=take(*state_shape(spec)),
-            keys=take(spec.num_key_heads, num_rows, spec.key_dim, dtype=torch.bfloat16),
+            keys=take(spec.num_key_heads, num_rows, spec.key_dim, dtype=dtype),
             key_scales=take(spec.num_key_heads, num_rows),
             updates=take(spec.num_value_heads, num_rows, spec.value_dim),
             decays=take(spec.num_value_heads, num_rows),

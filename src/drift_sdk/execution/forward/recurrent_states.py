@@ -21,7 +21,7 @@ class RecurrentLayer(Struct, frozen=True):
     """The states of a layer.
 
     states: of slots. inputs [S, rows, num_channels]: rings of the convolution's inputs. checkpoints
-    [P, *state_shape], checkpoint_inputs [P, conv_width - 1, num_channels]: views of those of all layers.
+    [P, *state_shape], checkpoint_inputs [P, conv_width - 1, num_channels]. All are views of larger tensors.
     """
 
     states: LayerStates
@@ -31,10 +31,8 @@ class RecurrentLayer(Struct, frozen=True):
 
 
 class _Group(Struct, frozen=True):
-    """The layers of a spec: the tensors of `RecurrentLayer`, with the layers as first dimension. Those of the
-    slots are `states` and `inputs`."""
+    """The layers of a spec: the tensors of `RecurrentLayer`, with the layers as first dimension."""
 
-    spec: GatedDelta
     layers: tuple[int, ...]
     states: LayerStates
     inputs: Tensor
@@ -112,17 +110,9 @@ def _group(
     def take(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((len(layers), *shape), dtype=dtype, device=decoder.device)
 
-    states = LayerStates(
-        state=take(num_slots, *state_shape(spec)),
-        keys=take(num_slots, spec.num_key_heads, num_rows, spec.key_dim, dtype=decoder.dtype),
-        key_scales=take(num_slots, spec.num_key_heads, num_rows),
-        updates=take(num_slots, spec.num_value_heads, num_rows, spec.value_dim),
-        decays=take(num_slots, spec.num_value_heads, num_rows),
-    )
     return _Group(
-        spec=spec,
         layers=layers,
-        states=states,
+        states=LayerStates.empty(spec, (len(layers), num_slots), num_rows, decoder.device, decoder.dtype),
         inputs=take(num_slots, num_input_rows(spec, max_rows), spec.num_channels, dtype=decoder.dtype),
         checkpoints=take(num_checkpoints, *state_shape(spec)),
         checkpoint_inputs=take(num_checkpoints, num_kept, spec.num_channels, dtype=decoder.dtype),
