@@ -26,6 +26,7 @@ def test_static_tree_is_drawn_with_its_statistics(tmp_path: Path, capsys: pytest
     text = "\n".join(lines)
     assert "nodes                     6, the newest token included" in text
     assert "leaves                    3" in text
+    assert "candidates after a token  2" in text
     assert "nodes of depth  1         2, with children 1" in text
     assert [line.split()[:4] for line in lines if line.endswith("bytes")] == [
         *(["1", "5", "6", "2"], ["2", "5", "12", "4"], ["4", "5", "24", "8"], ["8", "5", "48", "16"]),

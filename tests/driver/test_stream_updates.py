@@ -10,7 +10,7 @@ from loops import on_every_loop, run
 
 from drift_sdk.driver.loop_poster import LoopPoster
 from drift_sdk.driver.stream_updates import SLICE_UPDATES, PendingUpdates, StreamUpdates, Update
-from drift_sdk.results import Chunk
+from drift_sdk.results import Chunk, TokenLogprobs, ToolCall
 
 NUM_STREAMS = 3 * SLICE_UPDATES + 5
 
@@ -42,6 +42,29 @@ def test_steps_are_delivered_in_slices_and_in_order(loop: str) -> None:
         assert [stream.take_chunk().token_ids for stream in streams] == [(0, 1)] * NUM_STREAMS
 
     run(loop, main)
+
+
+async def test_unread_chunks_are_joined() -> None:
+    calls = [ToolCall(name=name, arguments={}) for name in "ab"]
+    logprobs = [TokenLogprobs(token_id=token_id, logprob=-1.0, top=()) for token_id in range(3)]
+    stream = StreamUpdates(LoopPoster.current())
+    for given in (
+        Chunk(text="", token_ids=(0,), reasoning="so", logprobs=(logprobs[0],)),
+        Chunk(text="a", token_ids=(1,), reasoning="me", tool_calls=(calls[0],), logprobs=(logprobs[1],)),
+        Chunk(
+            text="b", token_ids=(2,), tool_calls=(calls[1],), logprobs=(logprobs[2],), finish_reason="stop"
+        ),
+    ):
+        stream.deliver(Update(stream_updates=stream, chunk=given))
+    assert stream.take_chunk() == Chunk(
+        text="ab",
+        token_ids=(0, 1, 2),
+        reasoning="some",
+        tool_calls=tuple(calls),
+        logprobs=tuple(logprobs),
+        finish_reason="stop",
+    )
+    assert not stream.has_chunk
 
 
 def test_closed_loops_are_forgotten() -> None:

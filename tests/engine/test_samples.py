@@ -232,6 +232,19 @@ async def test_samples_are_accepted_together_before_the_first_token() -> None:
         await samples
 
 
+async def test_samples_that_share_no_block_are_queued_together() -> None:
+    """The last token of a prompt is always computed, so a prompt of one block has no block to share."""
+    async with scripted_engine(by_seed, config=BLOCKS) as engine:
+        await engine.pause()
+        for num_tokens, num_queued in ((16, 3), (17, 1)):
+            samples = engine.samples([1] * num_tokens, 3, SAMPLED)
+            await samples.accepted()
+            await until(lambda expected=num_queued: engine.stats().num_queued == expected)
+            samples.cancel()
+            await samples
+        await engine.resume()
+
+
 async def test_error_of_the_prompt_is_raised_by_every_sample() -> None:
     async with scripted_engine("fine", config=BLOCKS) as engine:
         samples = engine.samples("x" * 600, 3)

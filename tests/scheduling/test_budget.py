@@ -129,6 +129,19 @@ def test_median_target_is_met(throughput: bool, knows_decode_time: bool) -> None
     assert p50 == pytest.approx(20.0, rel=0.1)
 
 
+def test_median_of_three_steps_is_the_second() -> None:
+    """Steps take 1.2, 2 and 3 times what was predicted: one of 40 ms has to be predicted as one of 20."""
+    budget = make(p50=40.0)
+    budget.observe(0, 8, 8, 0.01)
+    token_s = 0.0
+    for ratio in (1.2, 2.0, 3.0):
+        duration_s = ratio * (0.01 + 100 * token_s)
+        budget.observe(100, 8, 8, duration_s)
+        measured_s = (duration_s - 0.01) / 100
+        token_s = token_s + 0.1 * (measured_s - token_s) if token_s else measured_s
+    assert budget.num_tokens(8, MANY) == pytest.approx((0.04 / 2.0 - 0.01) / token_s, abs=1)
+
+
 def test_p95_target_is_met() -> None:
     machine = Machine(make(p95=30.0))
     machine.percentiles_ms(200)

@@ -9,7 +9,7 @@ from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 
 pytestmark = pytest.mark.kernel
 
-SMALL = ((1, 1, 1), (1, 33, 16), (3, 64, 96), (5, 40, 200), (17, 130, 64), (33, 16, 576))
+SMALL = ((1, 1, 1), (1, 33, 16), (3, 64, 96), (2, 64, 128), (5, 40, 200), (17, 130, 64), (33, 16, 576))
 LARGE = ((1, 6144, 4096), (4, 960, 576), (65, 4096, 4096), (384, 3072, 576), (7, 1002, 14336))
 CONFIGS = (
     GemmConfig(True, 32, 16, 32, 2, 4, num_slices=1),

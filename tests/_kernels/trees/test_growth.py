@@ -71,9 +71,10 @@ def frontier_of(num_rows: int, device: str) -> Frontier:
 
 
 class Growth:
-    """Trees that grow by random candidates, by kernels or by references."""
+    """Trees that grow by random candidates, by kernels or by references. has_ties: candidates of which many
+    are equally likely, and some certain."""
 
-    def __init__(self, plan: TreePlan, device: str, seed: int) -> None:
+    def __init__(self, plan: TreePlan, device: str, seed: int, *, has_ties: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_rows = NUM_TREES * plan.num_nodes
         self.plan, self.device = plan, device
@@ -81,6 +82,8 @@ class Growth:
         for width in (1, *plan.widths):
             shape = (NUM_TREES * width, plan.num_candidates)
             logprob = -torch.rand(shape, generator=generator)
+            if has_ties:
+                logprob = (logprob * 3).ceil()
             token = torch.rand(shape[0], 90, generator=generator).argsort(-1)[:, : shape[1]].int()
             logprob = logprob.sort(-1, descending=True).values
             scratch = torch.zeros(1)
@@ -152,10 +155,11 @@ REFERENCES = (grow_static_reference, expand_dynamic_reference, keep_best_referen
 
 @pytest.mark.parametrize("shape", [STATIC, DYNAMIC], ids=["static", "dynamic"])
 def test_growth_equals_the_reference_and_the_eager_growth(shape: Any, device: str) -> None:
-    for seed in range(2):
+    for seed, has_ties in enumerate((False, True)):
         plan = tree_plan(shape, 9)
         assert plan is not None
-        found, twin = Growth(plan, device, seed), Growth(plan, "cpu", seed)
+        found = Growth(plan, device, seed, has_ties=has_ties)
+        twin = Growth(plan, "cpu", seed, has_ties=has_ties)
         found.run(*KERNELS)
         twin.run(*REFERENCES)
         for name in ("slot", "token", "parent"):

@@ -90,6 +90,27 @@ def test_tiles_of_a_step_with_many_chunks_fit() -> None:
     assert sorted(slots[slots >= 0]) == [*range(20)]
 
 
+def test_last_token_of_a_prompt_is_a_row_of_the_round() -> None:
+    """The chunk has the tokens before it."""
+    found = buckets(16, 256, draft_choices=(1, 3))
+    bucket = found.mixed_bucket(3, 1, 2, 1)
+    assert bucket is not None
+    plan = StepPlan(
+        step_id=0,
+        assignments=(),
+        block_updates=(),
+        prefill=(PrefillChunk(slot=5, start=4, token_ids=(7, 8, 9), next_token_id=None),),
+        decode=(DecodeRow(slot=2, num_draft_tokens=1),),
+    )
+    layout = found.mixed_layout(bucket)
+    payload = np.full(layout.num_words, 99, np.int32)
+    fill_mixed(found, plan, (), bucket, payload)
+    rows = payload[layout.rows].reshape(3, bucket.size)
+    place = bucket.num_rows + 1 + bucket.num_drafts
+    assert np.flatnonzero(rows[1] >= 0).tolist() == [0, 1, place]
+    assert rows[:, [0, 1, place]].T.tolist() == [[7, 5, 4], [8, 5, 5], [9, 5, 6]]
+
+
 def test_few_chunk_rows_have_smaller_tiles() -> None:
     """Smaller tiles give programs for most multiprocessors."""
     found = buckets(256, 2048)

@@ -110,7 +110,7 @@ def requests_of(seed: int) -> list[Request]:
     stops = tuple(range(0, 300, 2))
     return [
         request(random_tokens(10), logit_bias=((17, 0.5), (40, -0.5))),
-        request([*shared, 7], temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+        request([*shared, 7], temperature=0.8, top_p=0.9, seed=3, num_logprobs=2, num_prompt_logprobs=2),
         request([5], temperature=1.0, top_k=5, seed=2**40 + 1, stop_token_ids=stops),
         request([*shared, 9, 11], repetition_penalty=1.4, frequency_penalty=0.5, num_logprobs=0),
         request(random_tokens(6), allowed_token_ids=(17, 18, 19, 40), presence_penalty=0.7, num_logprobs=1),
