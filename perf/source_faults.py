@@ -107,7 +107,7 @@ def outcome_of(fault: Fault | None, tests: Sequence[str]) -> Outcome:
         done = subprocess.run(
             module_command("pytest", *options, *tests),
             cwd=ROOT,
-            env=with_paths(os.environ, str(copy)),
+            env=with_paths({**os.environ, "PYTHONPATH": ""}, str(copy)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
