@@ -1,5 +1,6 @@
 # make demo                  set up, and stream an answer of a small model in the terminal
 # make test                  set up, lint, check types and run the tests (on the CPU)
+# make test-all              the same with the tests that `make test` leaves out (marked slow)
 # make unit                  run the tests only
 # make check                 lint and check types only
 # make ray-test              install Ray Serve, and run the tests of Ray and of its examples
@@ -17,13 +18,14 @@ BIN := .venv/bin
 OUT ?= gpu-results
 JOBS ?= 12
 PROCESSES ?= 2
+TESTS := not gpu and not perf and not slow
 # pytest-benchmark is disabled because, where it is installed, it warns when several processes run tests.
 GPU_PYTEST = $(PYTHON) -m pytest -q -W default -p no:cacheprovider -p no:benchmark
 
 # The tests start many processes, which need not compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit ray-test client-test template-test check oldest-triton fuzz gpu-test gpu-perf clean
+.PHONY: demo test test-all unit ray-test client-test template-test check oldest-triton fuzz gpu-test gpu-perf clean
 
 demo:
 	@PYTHON=$(PYTHON) .ci/setup
@@ -33,10 +35,15 @@ test:
 	@PYTHON=$(PYTHON) .ci/setup test
 	@$(MAKE) --no-print-directory --jobs 2 check unit
 
+test-all:
+	@PYTHON=$(PYTHON) .ci/setup test
+	@$(MAKE) --no-print-directory --jobs 2 check unit \
+		TESTS="not gpu and not perf"
+
 # No test depends on the clock, so tests may run in parallel. The tests of a module share engines and models:
 # each process gets consecutive tests, and takes over tests of another process when it has finished its own.
 unit:
-	@$(BIN)/python -m pytest -m "not gpu and not perf and not slow" -n $(PROCESSES) --dist worksteal -p no:benchmark
+	@$(BIN)/python -m pytest -m "$(TESTS)" -n $(PROCESSES) --dist worksteal -p no:benchmark
 
 # In an environment of its own, because clients may need older versions of what the tests use. Warnings of the
 # clients are not errors. With CLIENT_REQUESTS=FOLDER, the requests are recorded.
