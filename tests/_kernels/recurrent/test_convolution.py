@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec import Struct
 from references.recurrent import keep_inputs_reference, mix_rows_reference, scales_reference
+from slow_cases import slow_after
 from tolerances import assert_near
 from torch import Tensor
 
@@ -135,9 +136,9 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_slices", [0, 1, 3])
+@pytest.mark.parametrize("num_slices", slow_after(2, [0, 3, 1]))
 @pytest.mark.parametrize("conv_width", WIDTHS)
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[2]}-{sizes[3]}")
+@pytest.mark.parametrize("sizes", slow_after(2, SIZES), ids=lambda sizes: f"{sizes[2]}-{sizes[3]}")
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "read"])
 def test_rows_are_near_float64(
     is_kept: bool,
@@ -416,9 +417,9 @@ RUNS: dict[str, tuple[list[Part], dict[tuple[int, int], int]]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_slices", [0, 1, 3])
+@pytest.mark.parametrize("num_slices", slow_after(2, [0, 3, 1]))
 @pytest.mark.parametrize("conv_width", WIDTHS)
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[2]}-{sizes[3]}")
+@pytest.mark.parametrize("sizes", slow_after(2, SIZES), ids=lambda sizes: f"{sizes[2]}-{sizes[3]}")
 @pytest.mark.parametrize("max_rows", [1, 4])
 def test_rings_and_checkpoints_keep_the_last_rows(
     max_rows: int,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from emulated_cuda import has_host_compiler, launch_emulated
 from msgspec import Struct
+from slow_cases import slow_after, slow_rows_after
 from torch import Tensor
 
 from drift_sdk._kernels.common import cuda_programs
@@ -244,7 +245,7 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("spec", LAYERS, ids=lambda spec: f"{spec.key_dim}-{spec.value_dim}")
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, 32, 33, 64, 300])
+@pytest.mark.parametrize("num_rows", slow_after(4, [1, 31, 33, 300, 2, 16, 32, 64]))
 def test_prompts_are_near_float64(spec: GatedDelta, num_rows: int) -> None:
     sequence = drawn(spec, num_rows, 1)
     out, _ = whole(spec, sequence)
@@ -256,7 +257,9 @@ def test_prompts_are_near_float64(spec: GatedDelta, num_rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "num_warps"),
-    [(spec, warps) for spec in LAYERS for warps in (1, 2, 4, 8) if has_warps(spec, warps)],
+    slow_rows_after(
+        2, [(spec, warps) for warps in (1, 2, 4, 8) for spec in LAYERS if has_warps(spec, warps)]
+    ),
     ids=str,
 )
 def test_prompts_have_the_same_bits_however_they_are_cut(spec: GatedDelta, num_warps: int) -> None:
@@ -283,7 +286,7 @@ def test_prompts_have_the_same_bits_however_they_are_cut(spec: GatedDelta, num_w
     ],
     ids=str,
 )
-@pytest.mark.parametrize("start", [0, 1, 31, 32, 45])
+@pytest.mark.parametrize("start", slow_after(1, [31, 0, 1, 32, 45]))
 def test_decoding_has_the_bits_of_prompts(
     spec: GatedDelta, rows_per_slot: int, num_warps: int | None, start: int
 ) -> None:
