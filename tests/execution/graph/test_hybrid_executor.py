@@ -13,6 +13,7 @@ import torch
 from interpreted_device import InterpretedDevice
 from references.gated_delta import advance_prompts_reference, advance_rows_reference
 from scheduled_run import run_scheduled, sampling_of
+from slow_cases import slow_after
 from tolerances import bound
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
@@ -121,7 +122,7 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fast_prompts", [False, True])
+@pytest.mark.parametrize("fast_prompts", slow_after(1, [False, True]))
 def test_steps_equal_those_of_the_eager_executor(decoder: Decoder, fast_prompts: bool) -> None:
     requests = requests_of(3)
     expected_tokens, expected = run(EagerExecutor(decoder, LIMITS), requests)
@@ -143,6 +144,7 @@ def test_steps_equal_those_of_the_eager_executor(decoder: Decoder, fast_prompts:
     assert any(each.checkpoint is not None for plan in plans for each in plan.assignments)
 
 
+@pytest.mark.slow
 def test_rejected_drafts_leave_no_trace(decoder: Decoder) -> None:
     requests = requests_of(14)
     expected, _ = run(EagerExecutor(decoder, LIMITS), requests)

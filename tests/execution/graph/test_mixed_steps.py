@@ -15,6 +15,7 @@ from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
 from sampling_rows import FixedMask
 from scheduled_run import run_scheduled, sampling_of
+from slow_cases import slow_after
 from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.gemm.logged_products import read_products
@@ -197,7 +198,7 @@ def factory_of(kind: str, target: Decoder, tmp_path: Path) -> DrafterFactory:
     return HybridDrafterFactory(eagle, ngram)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "model", "eagle+ngram"])
+@pytest.mark.parametrize("kind", slow_after(1, ["eagle+ngram", "ngram", "model"]))
 def test_steps_and_drafts_equal_those_of_the_eager_executor(
     kind: str, target: Decoder, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from interpreted_device import InterpretedDevice
 from references.gated_delta import advance_prompts_reference, advance_rows_reference
 from scheduled_run import run_scheduled, sampling_of
+from slow_cases import slow_after
 
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
@@ -141,7 +142,7 @@ def note_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafts, Drafts]:
     return of_eager, of_graph
 
 
-@pytest.mark.parametrize("settings", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("settings", slow_after(1, [DENSE, EXPERTS]), ids=["dense", "experts"])
 def test_rounds_equal_those_of_the_eager_executor(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def test_rounds_equal_those_of_the_eager_executor(
     assert table.used == {weight.key for weight in weights_to_tune(target.weights, draft.weights)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["gate", "norm", "joint"])
 def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models(DENSE)

@@ -11,6 +11,7 @@ import torch
 from draft_zoo import make_draft
 from drawn_decoder import drawn_decoder
 from lockstep_devices import Lockstep
+from slow_cases import slow_after
 from tiny_llama import tiny_llama
 
 from drift_sdk import DynamicTree, NGram
@@ -61,7 +62,7 @@ def rounds(executor: Executor, max_depth: int | None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["trees of a head", "a model and n-grams"])
+@pytest.mark.parametrize("kind", slow_after(1, ["trees of a head", "a model and n-grams"]))
 def test_rounds_are_those_of_the_whole_model(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
