@@ -22,6 +22,7 @@ from hybrid_parity import (
 from hybrid_zoo import HYBRIDS, make_hybrid_model
 from msgspec import structs
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_after
 
 from drift_sdk import EngineConfig, ModelLoadError, inspect
 from drift_sdk.families import read_spec
@@ -34,7 +35,7 @@ from drift_sdk.spec.model import Attention, GatedDelta
 NUM_MODELS = 16
 
 
-@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@pytest.mark.parametrize("seed", slow_after(2, range(NUM_MODELS)))
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_tokens_equal_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = make_hybrid_model(family, seed, tmp_path)
@@ -123,7 +124,7 @@ def _assert_found(
     assert (changed - expected).abs().max() > 100 * (unchanged - expected).abs().max()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(3, FAULTS))
 def test_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     family, plant = FAULTS[fault]
     found = answer(make_hybrid_model(family, 0, tmp_path), 0)

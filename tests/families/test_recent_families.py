@@ -15,6 +15,7 @@ from decoder_parity import inner_terms, poisoned_cache, shuffled_blocks
 from msgspec import structs
 from recent_zoo import RECENT, VOCAB_SIZE, make_recent_model
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_after
 from tolerances import tie_gap
 
 from drift_sdk.families import read_spec
@@ -69,7 +70,7 @@ def num_wrong(decoder: Decoder, token_ids: torch.Tensor, expected: torch.Tensor)
     return int((best - chosen > gap).sum())
 
 
-@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@pytest.mark.parametrize("seed", slow_after(3, range(NUM_MODELS)))
 @pytest.mark.parametrize("family", RECENT)
 def test_tokens_equal_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = make_recent_model(family, seed, tmp_path)
@@ -144,7 +145,7 @@ def _seed_of(fault: str) -> int:
     return {"queries not scaled": 1, "scale of weights": 3}.get(fault, 0)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(3, FAULTS))
 def test_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     family, plant = FAULTS[fault]
     model = make_recent_model(family, _seed_of(fault), tmp_path)

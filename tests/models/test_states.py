@@ -9,6 +9,7 @@ import pytest
 import torch
 from decoder_parity import inner_terms, load_decoder, poisoned_cache, random_tokens, shuffled_blocks
 from hybrid_zoo import HYBRIDS, make_hybrid_model
+from slow_cases import slow_after
 from tolerances import assert_near
 
 from drift_sdk.families import read_spec
@@ -70,7 +71,7 @@ def assert_equal(decoder: Decoder, found: torch.Tensor, expected: torch.Tensor, 
     assert_near(found, expected, inner=inner_terms(spec), depth=depth, name=name)
 
 
-@pytest.mark.parametrize("size", [1, 7, 31, 32, 33, 64])
+@pytest.mark.parametrize("size", slow_after(2, [7, 33, 1, 31, 32, 64]))
 def test_chunks_of_any_size_give_equal_logits(decoder: Decoder, size: int) -> None:
     token_ids = random_tokens(decoder.spec, NUM_TOKENS)
     sequence = Sequence(decoder)
@@ -78,7 +79,7 @@ def test_chunks_of_any_size_give_equal_logits(decoder: Decoder, size: int) -> No
     assert_equal(decoder, found, whole_pass(decoder, token_ids), f"chunks of {size}")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_after(2, range(4)))
 def test_rejected_rows_leave_no_trace(decoder: Decoder, seed: int) -> None:
     """Each step has a right token and drafts, of which the first few are right."""
     rng = random.Random(seed)
@@ -111,7 +112,7 @@ def test_rows_that_were_kept_wrongly_are_found(decoder: Decoder, monkeypatch: py
         test_rejected_rows_leave_no_trace(decoder, 0)
 
 
-@pytest.mark.parametrize("size", [1, 13, 64, NUM_TOKENS])
+@pytest.mark.parametrize("size", slow_after(2, [13, NUM_TOKENS, 1, 64]))
 def test_sequences_go_on_from_checkpoints(decoder: Decoder, size: int) -> None:
     """Whatever the division of the prompt that took the checkpoint, and at every border."""
     token_ids = random_tokens(decoder.spec, NUM_TOKENS)
