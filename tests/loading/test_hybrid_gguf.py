@@ -16,6 +16,7 @@ from hybrid_gguf import write_hybrid_gguf
 from hybrid_parity import answer, load, logits_of, num_wrong
 from hybrid_zoo import make_hybrid_model
 from msgspec import structs
+from slow_cases import slow_after
 
 from drift_sdk import EngineConfig, ModelLoadError, inspect
 from drift_sdk.families import read_spec
@@ -50,7 +51,7 @@ def sizes(family: str, **more: int) -> dict[str, Any]:
     return more | ({"mlp_only_layers": [], "norm_topk_prob": True} if family == "qwen3_next" else {})
 
 
-@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@pytest.mark.parametrize("seed", slow_after(2, range(NUM_MODELS)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = make_hybrid_model(family, seed, tmp_path, **sizes(family, **(GROUPED if seed % 2 else {})))
@@ -88,7 +89,7 @@ KINDS: dict[str, Callable[[str], Q]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(1, KINDS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_tokens_equal_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
     """Those of a model with the same numbers. What is quantised in the file is in memory, with the same
@@ -154,7 +155,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(4, FAULTS))
 def test_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
     model = make_hybrid_model("qwen3_5", 0, tmp_path, **GROUPED, linear_key_head_dim=24)

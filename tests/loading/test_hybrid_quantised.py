@@ -12,6 +12,7 @@ from hybrid_parity import load, logits_of, stacked_and_each
 from hybrid_zoo import make_hybrid_model
 from quantised_files import FORMATS, write_checkpoint
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_after
 
 from drift_sdk import ModelLoadError
 from drift_sdk.models.channels.experts import ExpertWeights
@@ -60,7 +61,7 @@ def mixers(decoder: Decoder, kind: type = GatedDeltaWeights) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", slow_after(1, ["qwen3_5_moe", "qwen3_5", "qwen3_next"]))
 def test_logits_are_those_of_the_numbers(family: str, kind: str, tmp_path: Path) -> None:
     write(family, tmp_path, kind)
     expected = logits(load(tmp_path / "twin"))

@@ -17,6 +17,7 @@ import pytest
 from gguf_model import write_gguf
 from hub_server import HubServer, hub_server
 from model_zoo import make_model
+from slow_cases import slow_rows_after
 
 from drift_sdk import Engine, EngineClosed, EngineConfig, ModelLoadError, Speculation, inspect
 from drift_sdk.loading.hub_threads import call_each
@@ -123,10 +124,13 @@ def test_start_that_waits_for_another_one_ends(hub: HubServer, models: Path) -> 
 
 @pytest.mark.parametrize(
     ("pace", "file", "call"),
-    [
-        ("stall", ".safetensors", "SyncEngine('org/qwen3', config).start()"),
-        ("stall", "config.json", "inspect('org/qwen3', config)"),
-    ],
+    slow_rows_after(
+        1,
+        [
+            ("stall", ".safetensors", "SyncEngine('org/qwen3', config).start()"),
+            ("stall", "config.json", "inspect('org/qwen3', config)"),
+        ],
+    ),
 )
 def test_interrupted_process_ends(pace: str, file: str, call: str, hub: HubServer, tmp_path: Path) -> None:
     hub.pace = slow(pace, file)
