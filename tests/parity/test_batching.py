@@ -11,6 +11,7 @@ from loops import until
 from model_zoo import logprob_bound, make_model
 from near_ties import no_near_ties
 from placement import engine_config
+from slow_cases import slow_after
 
 from drift_sdk import Completion, Engine, SamplingParams
 
@@ -64,8 +65,8 @@ def alone(folder: Path, cases: list[Case]) -> list[Completion]:
     return anyio.run(main)
 
 
-@pytest.mark.parametrize("kv_cache_tokens", [16_384, 320])
-@pytest.mark.parametrize("prefill_token_budget", [16, 64, 512])
+@pytest.mark.parametrize("kv_cache_tokens", slow_after(1, [320, 16_384]))
+@pytest.mark.parametrize("prefill_token_budget", slow_after(2, [16, 64, 512]))
 def test_requests_together_equal_requests_alone(
     folder: Path,
     cases: list[Case],

@@ -12,6 +12,7 @@ import torch
 from draft_pass import whole_pass
 from draft_zoo import make_draft
 from model_zoo import make_model
+from slow_cases import slow_rows_after
 from tolerances import assert_near
 
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
@@ -107,6 +108,7 @@ class RewindOneShort(WatchedDrafter):
         super().draft_extend(longer, aux_hidden, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [PositionOff, FeatureOff, StaleDraftKV, RewindOneShort])
 def test_planted_fault_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[WatchedDrafter]
@@ -117,10 +119,16 @@ def test_planted_fault_is_found(
 
 @pytest.mark.parametrize(
     ("kv_cache_tokens", "variant"),
-    [
-        *((4096, variant) for variant in ("reference", "speculators", "final hidden", "post norm", "deep")),
-        *((224, variant) for variant in ("reference", "deep")),
-    ],
+    slow_rows_after(
+        2,
+        [
+            *((224, variant) for variant in ("reference", "deep")),
+            *(
+                (4096, variant)
+                for variant in ("reference", "speculators", "final hidden", "post norm", "deep")
+            ),
+        ],
+    ),
 )
 def test_state_equals_a_pass_over_the_whole_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_tokens: int, variant: str

@@ -12,11 +12,12 @@ import anyio
 import pytest
 from expert_cases import LOGPROB_BOUND, NUM_TOKENS, clear_cases, make_folder
 from expert_zoo import EXPERT_MODELS
+from slow_cases import slow_after
 
 from drift_sdk import Chain, Engine, EngineConfig, NGram, SamplingParams, Speculation
 
 
-@pytest.mark.parametrize("name", [*EXPERT_MODELS, "mxfp4"])
+@pytest.mark.parametrize("name", slow_after(2, ["mxfp4", *EXPERT_MODELS]))
 def test_tokens_equal_transformers_alone_and_together(name: str, tmp_path: Path) -> None:
     """Alone; then all at once, in small chunks, with drafts and cached prefixes."""
     model, folder = make_folder(name, tmp_path)

@@ -11,6 +11,7 @@ import torch
 from decoder_parity import inner_terms, poisoned_cache, shuffled_blocks
 from family_zoo import FAMILIES, draw_model, own_decoder
 from msgspec import structs
+from slow_cases import slow_after
 from tolerances import assert_near, tie_gap
 
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -84,7 +85,7 @@ def _prompts(model: Any, seed: int) -> torch.Tensor:
     return torch.randint(3, model.config.vocab_size, (2, PROMPT_LENGTH), generator=generator)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_after(3, FAMILIES))
 def test_greedy_tokens_equal_transformers(family: str) -> None:
     num_distinct = []
     for seed in range(NUM_MODELS[family]):
@@ -211,7 +212,7 @@ FAULTS: dict[str, tuple[str, int, Callable[[Decoder], Decoder]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(3, FAULTS))
 def test_planted_fault_is_found(fault: str) -> None:
     family, seed, plant = FAULTS[fault]
     model = draw_model(family, seed)

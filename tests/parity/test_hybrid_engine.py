@@ -26,6 +26,7 @@ from loops import until
 from msgspec.structs import replace
 from near_ties import no_near_ties
 from oracle_drafter import OracleDrafter
+from slow_cases import slow_after
 
 from drift_sdk import (
     Chain,
@@ -65,7 +66,7 @@ def alone(folder: Path, cases: list[Case]) -> list[Completion]:
     return run_alone(folder, cases)
 
 
-@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+@pytest.mark.parametrize("variant", slow_after(1, [2, 0, 1]))
 def test_requests_together_equal_requests_alone(
     folder: Path, cases: list[Case], alone: list[Completion], variant: int
 ) -> None:
@@ -85,8 +86,8 @@ def test_requests_together_equal_requests_alone(
     assert all(each.usage.cached_tokens % BORDER == 0 for each in found)
 
 
-@pytest.mark.parametrize("corruption", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+@pytest.mark.parametrize("corruption", slow_after(1, [0.3, 0.0, 0.7]))
+@pytest.mark.parametrize("variant", slow_after(1, [2, 0, 1]))
 def test_drafts_do_not_change_tokens(
     folder: Path,
     cases: list[Case],
@@ -127,6 +128,7 @@ def draft(
     return anyio.run(lambda: run_all(folder, config, cases, num_passes=2)), oracle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_name", ["reference", "ngram"])
 def test_heads_and_ngrams_do_not_change_tokens(
     folder: Path, cases: list[Case], alone: list[Completion], tmp_path: Path, draft_name: str
@@ -142,6 +144,7 @@ def test_heads_and_ngrams_do_not_change_tokens(
     assert sum(each.usage.cached_tokens for each in found) > 0
 
 
+@pytest.mark.slow
 def test_a_rejected_row_that_stays_is_found(
     folder: Path, cases: list[Case], alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +159,7 @@ def test_a_rejected_row_that_stays_is_found(
     assert tokens_of(found) != tokens_of(alone)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_place_is_found(
     folder: Path, cases: list[Case], alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +212,7 @@ def shared_by_all(seed: int) -> list[Case]:
     return given
 
 
+@pytest.mark.slow
 def test_shared_prefixes_of_every_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts and prefix cache together give the tokens of neither."""
     given = shared_by_all(SHARED_SEED)

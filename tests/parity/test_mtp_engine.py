@@ -15,6 +15,7 @@ from hybrid_requests import VARIANTS, Case, config_of, draw_cases, run_all, run_
 from hybrid_zoo import make_hybrid_model
 from msgspec.structs import replace
 from mtp_zoo import add_mtp, make_often_right
+from slow_cases import slow_after
 from tolerances import assert_near
 
 from drift_sdk import Chain, Completion, ConfigError, DynamicTree, Engine, NGram, Speculation
@@ -31,7 +32,7 @@ SPECULATION = Speculation(draft="mtp", shape=Chain(3), adaptive=False)
 Model = tuple[Path, list[Case], list[Completion]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=slow_after(1, MODELS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """The folder of a model, requests, and what they are answered alone and without drafts."""
     folder, cases = tmp_path_factory.mktemp(request.param), draw_cases()
@@ -136,7 +137,7 @@ def assert_states(model: Model, drafter: WatchedDrafter) -> None:
             assert_near(hidden, expected[seed][num_rows - 1], inner=144, depth=24, name=name)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, {"max_num_seqs": 1}], ids=str)
+@pytest.mark.parametrize("variant", slow_after(1, [*VARIANTS[::-1], {"max_num_seqs": 1}]), ids=str)
 def test_drafts_do_not_change_tokens(model: Model, variant: dict[str, int]) -> None:
     """Together and alone, with prefix hits, preemptions, and drafts that are rejected."""
     found, drafter, num_preemptions = run_watched(model, variant, WatchedDrafter)
@@ -151,6 +152,7 @@ def test_drafts_do_not_change_tokens(model: Model, variant: dict[str, int]) -> N
     assert_states(model, drafter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [FeatureBeforeNorm, TokenOfTheFeature, RejectedRowKept, NoRowBehindHits])
 def test_planted_faults_are_found(model: Model, fault: type[WatchedDrafter]) -> None:
     """Which do not change tokens."""
@@ -169,6 +171,7 @@ def test_ngrams_beside_the_layer(model: Model) -> None:
     assert 0 < sum(each.num_ngram_drafted for each in stats) < sum(each.num_drafted for each in stats)
 
 
+@pytest.mark.slow
 def test_random_weights_and_adaptive_drafts(model: Model) -> None:
     """With random weights the layer has some too."""
     folder, cases, _ = model

@@ -15,6 +15,7 @@ import torch
 from model_zoo import logprob_bound, make_model
 from near_ties import no_near_ties
 from placement import engine_config
+from slow_cases import slow_after
 from tolerances import assert_near
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -262,7 +263,7 @@ def rule_combinations(
     ]
 
 
-@pytest.mark.parametrize("index", [0, 4, 14, 20])
+@pytest.mark.parametrize("index", slow_after(2, [0, 20, 4, 14]))
 def test_greedy_tokens_equal_transformers(index: int, tmp_path: Path) -> None:
     """Those of `generate` itself, which takes longer, for one prompt of model 4."""
     model = make_model(index, tmp_path)
@@ -308,7 +309,7 @@ def choices_with_penalties(
     return choices
 
 
-@pytest.mark.parametrize("index", [4, 13])
+@pytest.mark.parametrize("index", slow_after(1, [4, 13]))
 def test_presence_and_frequency_penalties_in_the_engine(index: int, tmp_path: Path) -> None:
     model = make_model(index, tmp_path)
     rng = random.Random(index)
@@ -450,8 +451,8 @@ def alone(folder: Path, requests: list[Request]) -> list[Completion]:
     return anyio.run(main)
 
 
-@pytest.mark.parametrize("kv_cache_tokens", [16_384, 320])
-@pytest.mark.parametrize("prefill_token_budget", [16, 512])
+@pytest.mark.parametrize("kv_cache_tokens", slow_after(1, [320, 16_384]))
+@pytest.mark.parametrize("prefill_token_budget", slow_after(1, [16, 512]))
 def test_requests_together_equal_requests_alone(
     folder: Path,
     requests: list[Request],
@@ -499,6 +500,7 @@ def assert_same_logprobs(found: Any, expected: Any) -> None:
         assert all(abs(a[1] - b[1]) < logprob_bound(MODEL) for a, b in zip(one.top, other.top, strict=True))
 
 
+@pytest.mark.slow
 def test_each_rule_changes_tokens(folder: Path, requests: list[Request], alone: list[Completion]) -> None:
     """Otherwise the tests above would not notice a rule without effect."""
     neutral = SamplingParams()
@@ -557,7 +559,7 @@ def assert_prompt_logprobs(model: Any, prompt: list[int], completion: Completion
             ) < logprob_bound(MODEL)
 
 
-@pytest.mark.parametrize("prefill_token_budget", [1, 16, 512])
+@pytest.mark.parametrize("prefill_token_budget", slow_after(1, [16, 1, 512]))
 @pytest.mark.parametrize("rows", [eager.LOGITS_ROWS, 7])
 def test_prompt_logprobs_equal_transformers(
     prefill_token_budget: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

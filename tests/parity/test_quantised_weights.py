@@ -105,6 +105,7 @@ def test_files_with_quantised_weights_are_not_quantised_again(folder: Path) -> N
     anyio.run(main)
 
 
+@pytest.mark.slow
 def test_smollm2_tokens_are_those_of_its_dequantised_weights(smollm2_file: Path) -> None:
     async def tokens(weights: Any) -> Sequence[int]:
         async with Engine(smollm2_file, CONFIG.replace(weights=weights)) as engine:

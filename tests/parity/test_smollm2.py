@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
+import pytest
 import torch
 from tolerances import tie_gap
 
@@ -31,6 +32,7 @@ def num_near_ties(model, prompt: list[int], tokens: Sequence[int]) -> int:
     return int((behind > 0).sum())
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference) -> None:
     model, tokenizer = smollm2_reference
     text = Path(torch.nn.__file__).parent.joinpath("functional.py").read_text()[:40_000]

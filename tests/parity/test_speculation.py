@@ -15,6 +15,7 @@ from model_zoo import first_layers, logprob_bound, make_model
 from near_ties import no_near_ties
 from numpy.typing import NDArray
 from oracle_drafter import OracleDrafter
+from slow_cases import slow_after, slow_rows_after
 
 from drift_sdk import (
     Chain,
@@ -133,7 +134,9 @@ ORACLES = [
 ]
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "variant", "corruption", "temperature"), ORACLES)
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "variant", "corruption", "temperature"), slow_rows_after(6, ORACLES)
+)
 def test_oracle_drafter(
     folder: Path,
     plain: dict[float, list[Completion]],
@@ -174,7 +177,7 @@ def long_plain(folder: Path) -> list[Completion]:
 
 
 @pytest.mark.parametrize("corruption", [0.2, 0.5])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_draft_tokens", slow_after(2, [1, 5, 2, 3, 4]))
 def test_every_acceptance_length_occurs(
     folder: Path,
     long_plain: list[Completion],
@@ -204,7 +207,7 @@ NGRAM_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("temperature", "variant", "adaptive"), NGRAM_RUNS)
+@pytest.mark.parametrize(("temperature", "variant", "adaptive"), slow_rows_after(4, NGRAM_RUNS))
 def test_ngram_drafter(
     folder: Path, plain: dict[float, list[Completion]], temperature: int, variant: int, adaptive: bool
 ) -> None:
@@ -226,7 +229,9 @@ def test_ngram_drafter_of_one_request_at_a_time(
     assert sum(f.speculation.num_drafted for f in found) > 0
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "variant"), [(1, 0), (2, 3), (3, 1), (4, 0), (5, 2)])
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "variant"), slow_rows_after(1, [(5, 2), (3, 1), (1, 0), (2, 3), (4, 0)])
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_random_eagle_draft(
     folder: Path,
@@ -291,7 +296,7 @@ def test_small_models_and_ngrams_beside_drafts(
     assert all(each.num_ngram_drafted <= each.num_drafted for each in stats)
 
 
-@pytest.mark.parametrize("variant", range(4))
+@pytest.mark.parametrize("variant", slow_after(2, range(4)))
 def test_a_model_that_drafts_for_itself_is_always_right(folder: Path, variant: int) -> None:
     """The draft has keys and values of all tokens: after prompts in chunks, prefix hits, preemptions, and
     rounds in which a request drafts fewer tokens than others or none."""

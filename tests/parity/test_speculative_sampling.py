@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from oracle_drafter import OracleDrafter
+from slow_cases import slow_after
 from torch import Tensor
 
 from drift_sdk.execution.eager import executor as eager
@@ -220,7 +221,7 @@ class AlwaysAccepted(NGramDrafter):
         return [Draft.chain([EqualToAny(token) for token in draft.token_ids]) for draft in drafts]
 
 
-@pytest.mark.parametrize("fault", ["everything is accepted", "noise is used twice"])
+@pytest.mark.parametrize("fault", slow_after(1, ["everything is accepted", "noise is used twice"]))
 def test_planted_bias_is_found(
     decoder: Decoder, plain_of_other_seeds: Sequences, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

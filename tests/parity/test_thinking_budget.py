@@ -11,6 +11,7 @@ import pytest
 from asgi_calls import call
 from model_zoo import logprob_bound, make_model
 from near_ties import no_near_ties
+from slow_cases import slow_after
 
 import drift_sdk.openai
 from drift_sdk import (
@@ -120,7 +121,7 @@ SPECULATIONS = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("is_alone", slow_after(1, [False, True]))
 @pytest.mark.parametrize("draft", SPECULATIONS)
 async def test_batches_and_drafts_change_no_token(
     folder: Path, alone: dict[float, list[Completion]], draft: str, is_alone: bool, temperature: float

@@ -13,6 +13,7 @@ from draft_zoo import make_draft
 from model_zoo import logprob_bound, make_model
 from near_ties import no_near_ties
 from placement import engine_config
+from slow_cases import slow_rows_after
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
 
@@ -54,7 +55,10 @@ async def _together(folder: Path, config: EngineConfig) -> tuple[list[list[Compl
 
 
 @pytest.mark.parametrize(
-    "index, draft", [(QWEN2, None), (PHI3, "ngram"), (GEMMA3, "ngram"), (GEMMA3, EAGLE), (SMOLLM3, "ngram")]
+    "index, draft",
+    slow_rows_after(
+        2, [(GEMMA3, EAGLE), (PHI3, "ngram"), (QWEN2, None), (GEMMA3, "ngram"), (SMOLLM3, "ngram")]
+    ),
 )
 def test_tokens_together_equal_tokens_alone(index: int, draft: str | None, tmp_path: Path) -> None:
     make_model(index, tmp_path / "model")
