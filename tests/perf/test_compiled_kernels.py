@@ -64,6 +64,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
     )
 
 
+@pytest.mark.slow
 def test_default_engines_compile_no_more_variants_of_kernels(
     outcomes: dict[tuple[str, ...], Outcome],
 ) -> None:
@@ -78,6 +79,7 @@ def test_default_engines_compile_no_more_variants_of_kernels(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ATTENTION, ids=" ".join)
 def test_attention_beside_chunks_reads_early_around_the_l1_cache_and_waits_at_its_end(
     command: tuple[str, ...], outcomes: dict[tuple[str, ...], Outcome]
@@ -96,6 +98,7 @@ def test_attention_beside_chunks_reads_early_around_the_l1_cache_and_waits_at_it
     assert found["num_cached_loads"] == 0
 
 
+@pytest.mark.slow
 def test_kernels_of_recurrent_layers_compile_and_wait(outcomes: dict[tuple[str, ...], Outcome]) -> None:
     """Gates alone read weights before they wait, and let the next kernel start."""
     status, printed = outcomes[RECURRENT]
@@ -109,6 +112,7 @@ def test_kernels_of_recurrent_layers_compile_and_wait(outcomes: dict[tuple[str, 
     }
 
 
+@pytest.mark.slow
 def test_largest_kernels_fit_gpus_of_8_6(outcomes: dict[tuple[str, ...], Outcome]) -> None:
     """8.6 has the instructions of 8.0 and the least shared memory. Kernels for 9.0, compiled before in the
     same process, leave nothing behind."""
@@ -119,6 +123,7 @@ def test_largest_kernels_fit_gpus_of_8_6(outcomes: dict[tuple[str, ...], Outcome
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_kernels_of_two_gpus_fit_gpus_of_9_0(outcomes: dict[tuple[str, ...], Outcome]) -> None:
     """Sums inside and after layers, logits, drafts, and the beginning of a step."""
     status, printed = outcomes[TWO_GPUS]

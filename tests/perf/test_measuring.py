@@ -48,6 +48,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "DecodeOptions", partial(DecodeOptions, lengths=SHORT))
 
 
+@pytest.mark.slow
 async def test_decode_run_has_plausible_figures(tiny: Model) -> None:
     options = DecodeOptions(repeats=2, lengths=(2, 34), max_model_len=128)
     reported: list[Any] = []
@@ -126,6 +127,7 @@ def test_decode_writes_a_result_file(tmp_path: Path) -> None:
     assert "temperature" not in written["runs"][0]
 
 
+@pytest.mark.slow
 def test_models_are_measured_in_turn_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "LENGTHS", (2, 18))
     out = tmp_path / "models.json"
@@ -173,6 +175,7 @@ def test_numbers_of_gpus_are_measured_in_turn(tmp_path: Path, monkeypatch: pytes
     assert found == [(1, True), (2, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_sampled_runs_are_sampled_and_recorded_as_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +236,7 @@ def test_strict_prefill_is_refused_on_a_cpu(tmp_path: Path) -> None:
         prefill_main([*arguments, "--out", str(tmp_path / "prefill.json")])
 
 
+@pytest.mark.slow
 def test_startup_measures_a_cold_and_a_warm_run(tiny: Model) -> None:
     runs = startup.measure(tiny, device="cpu", dtype="float32", executor="auto", repeats=1)
     assert [run.kernel_cache for run in runs] == ["cold", "warm"]
@@ -276,6 +280,7 @@ def test_warm_startup_is_the_median_of_all(tiny: Model, monkeypatch: pytest.Monk
     assert begun_at == [0, 1, 2, 3, 4], "each process has its own start"
 
 
+@pytest.mark.slow
 def test_startup_keeps_bytecode(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm start compiles no modules, even in an environment that keeps none of the compiled ones."""
     environments = []

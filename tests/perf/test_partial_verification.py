@@ -63,6 +63,7 @@ def test_engines_draft_the_number_that_is_measured(tmp_path: Path) -> None:
         assert speculation.partial_verification == given.partial and not speculation.adaptive
 
 
+@pytest.mark.slow
 def test_sizes_identify_a_run(tmp_path: Path) -> None:
     out = tmp_path / "partial.json"
     for window in ("8", "16"):

@@ -39,6 +39,7 @@ for fields in ({"strict_performance": True}, {"executor": "graph"}):
 """
 
 
+@pytest.mark.slow
 def test_fallback_and_slow_kernel_change_the_imported_package(tmp_path: Path) -> None:
     """One copy with both faults, imported by another process as a measurement imports it."""
     (path,) = plant(FAULTS["forced fallback"], tmp_path, GPU)

@@ -241,6 +241,7 @@ def test_roofline_bars_are_computed_from_runs() -> None:
     assert [(bar.share, bar.is_anchor) for bar in vllm] == [(0.6, False)]
 
 
+@pytest.mark.slow
 def test_roofline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = results()

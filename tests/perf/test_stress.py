@@ -30,6 +30,7 @@ def tiny(tmp_path: Path) -> Model:
     return prepare("tiny", tmp_path / "tiny")
 
 
+@pytest.mark.slow
 def test_cache_is_filled_and_random_requests_leave_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
