@@ -329,14 +329,33 @@ class ViewMachine(SchedulerMachine):
         return msgspec.structs.replace(layout, max_sequences=data.draw(st.integers(1, 6), label="most"))
 
 
+FEW = settings(max_examples=80, stateful_step_count=40, deadline=None)
+MANY = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestTinyPool = TinyPoolMachine.TestCase
-TestTinyPool.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestCheckpoints = CheckpointMachine.TestCase
-TestCheckpoints.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestViews = ViewMachine.TestCase
-TestViews.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestScheduler.settings = TestTinyPool.settings = TestCheckpoints.settings = TestViews.settings = FEW
+
+
+@pytest.mark.slow
+class TestSchedulerAtLength(TestScheduler):
+    settings = MANY
+
+
+@pytest.mark.slow
+class TestTinyPoolAtLength(TestTinyPool):
+    settings = MANY
+
+
+@pytest.mark.slow
+class TestCheckpointsAtLength(TestCheckpoints):
+    settings = MANY
+
+
+@pytest.mark.slow
+class TestViewsAtLength(TestViews):
+    settings = MANY
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
