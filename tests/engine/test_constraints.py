@@ -20,6 +20,7 @@ import pytest
 from loops import WAIT_S, on_every_loop, run, until
 from model_zoo import make_model
 from placement import engine_config
+from slow_cases import slow_rows_after
 
 from drift_sdk import (
     Completion,
@@ -248,7 +249,9 @@ def alone(folder: Path) -> list[Completion]:
     return anyio.run(main)
 
 
-@pytest.mark.parametrize(("kv_cache_tokens", "budget"), [(8192, 512), (8192, 16), (288, 64), (288, 16)])
+@pytest.mark.parametrize(
+    ("kv_cache_tokens", "budget"), slow_rows_after(2, [(8192, 512), (288, 16), (8192, 16), (288, 64)])
+)
 def test_batch_of_constrained_requests_equals_each_alone(
     folder: Path, alone: list[Completion], kv_cache_tokens: int, budget: int
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from model_zoo import save_tokenizer
+from slow_cases import slow_after
 from tiny_llama import tiny_llama
 
 SUPPORT = Path(__file__).parent.parent / "support"
@@ -51,7 +52,7 @@ def test_exit_status_is_kept_with_a_step_in_flight(end: str) -> None:
         assert lines[-1:] == ([LAST_LINE[end]] if end in LAST_LINE else [])
 
 
-@pytest.mark.parametrize("end", ["exit", "exception"])
+@pytest.mark.parametrize("end", slow_after(1, ["exit", "exception"]))
 def test_exit_status_is_kept_with_torch_in_flight(end: str, folder: Path) -> None:
     for _ in range(REPEATS):
         lines = leave("eager", end, str(folder))

@@ -29,6 +29,7 @@ import smollm2
 from model_zoo import make_model
 from rich.console import Console
 from rich.live import Live
+from slow_cases import slow_after
 
 import drift_sdk
 from drift_sdk import Engine, EngineConfig, ModelLoadError, QueueFull, SamplingParams, TokenStream, ToolCall
@@ -93,8 +94,10 @@ def use_script(monkeypatch: pytest.MonkeyPatch, reply: object, **options: Any) -
     monkeypatch.setattr(drift_sdk, "Engine", lambda model: scripted_engine(reply, **options))
 
 
-def test_hello_streams_an_answer_of_the_default_model() -> None:
-    with running("hello") as process:
+@pytest.mark.parametrize("is_short", slow_after(1, [True, False]))
+def test_hello_streams_an_answer_of_the_default_model(is_short: bool) -> None:
+    arguments = (str(smollm2.path()), "What is the capital of France?") if is_short else ()
+    with running("hello", *arguments) as process:
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "Warning" not in err and "Traceback" not in err, err

@@ -267,6 +267,7 @@ async def test_cancelled_start_ends_the_actor(nodes: TwoNodes, monkeypatch: pyte
     assert len(killed) == 2 and not loading.is_open
 
 
+@pytest.mark.slow
 async def test_shutdown_of_ray_ends_streams_and_a_start_connects_again(nodes: TwoNodes) -> None:
     engine = nodes.engine(OTHER)
     await engine.start()

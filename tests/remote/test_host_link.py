@@ -20,6 +20,7 @@ import psutil
 import pytest
 from letters import letters, tokens_of
 from loops import WAIT_S, on_every_loop, run, until
+from slow_cases import slow_after
 
 from drift_sdk import ConfigError, EngineClosed, EnginePool, ProcessEngine
 from drift_sdk.remote import host_link, process_engine
@@ -218,7 +219,7 @@ class HangsAt:
         patch.setattr(process_engine, "start_child", start)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("loop", slow_after(1, ["asyncio", "trio"]))
 def test_pool_of_which_one_child_hangs_at_its_start(
     loop: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
