@@ -21,6 +21,7 @@ import httpx
 import pytest
 from loops import WAIT_S
 from model_zoo import make_model
+from slow_cases import slow_after
 
 import drift_sdk
 from drift_sdk import Engine, EngineConfig, EnginePool, prometheus
@@ -91,7 +92,7 @@ def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-@pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
+@pytest.mark.parametrize("page", slow_after(1, ["README.md", "docs/server.md"]))
 def test_the_command_that_serves_runs(page: str, tmp_path: Path) -> None:
     """With a small random model, and a free port."""
     make_model(0, tmp_path)

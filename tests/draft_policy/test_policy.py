@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
+from slow_cases import slow_after
 
 from drift_sdk.draft_policy.policy import DraftPolicy
 from drift_sdk.draft_policy.round_costs import RoundCosts
@@ -139,7 +140,7 @@ def adaptive(choices: Sequence[int], *, is_measured: bool = True) -> DraftPolicy
 
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("profile", [even_rates, falling_rates])
-@pytest.mark.parametrize("length", [1.0, 1.5, 2.5, 3.2])
+@pytest.mark.parametrize("length", slow_after(2, [1.0, 3.2, 1.5, 2.5]))
 def test_speed_is_close_to_the_best(
     choices: Sequence[int], profile: Callable[[float], Rates], length: float
 ) -> None:

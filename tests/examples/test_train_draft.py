@@ -330,6 +330,7 @@ def test_pass_equals_that_of_the_draft_decoder(target: Target, tmp_path: Path) -
         first, count = verified + step, 1
 
 
+@pytest.mark.slow
 def test_acceptance_is_that_of_the_engine(folder: Path, target: Target, tmp_path: Path) -> None:
     """A head trained on what it is asked for, so that drafts are accepted; in float32, so that the engine's
     tokens do not depend on drafting."""

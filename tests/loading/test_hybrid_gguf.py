@@ -51,7 +51,7 @@ def sizes(family: str, **more: int) -> dict[str, Any]:
     return more | ({"mlp_only_layers": [], "norm_topk_prob": True} if family == "qwen3_next" else {})
 
 
-@pytest.mark.parametrize("seed", slow_after(2, range(NUM_MODELS)))
+@pytest.mark.parametrize("seed", slow_after(1, [1, 0, *range(2, NUM_MODELS)]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = make_hybrid_model(family, seed, tmp_path, **sizes(family, **(GROUPED if seed % 2 else {})))

@@ -162,6 +162,7 @@ def test_planted_faults_are_found(model: Model, fault: type[WatchedDrafter]) -> 
         assert_states(model, drafter)
 
 
+@pytest.mark.slow
 def test_ngrams_beside_the_layer(model: Model) -> None:
     folder, cases, alone = model
     speculation = replace(SPECULATION, ngrams=NGram(min_length=1))

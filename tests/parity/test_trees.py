@@ -15,6 +15,7 @@ from draft_pass import whole_pass
 from draft_zoo import make_draft
 from model_zoo import logprob_bound, make_model
 from near_ties import no_near_ties
+from slow_cases import slow_after
 from tolerances import assert_near
 from tree_oracle import TreeOracle
 
@@ -231,7 +232,9 @@ def test_cancelled_requests_do_not_change_the_others(
     anyio.run(main)
 
 
-@pytest.mark.parametrize("shape", [STATIC, DynamicTree(top_k=3, depth=4, num_draft_tokens=20)], ids=repr)
+@pytest.mark.parametrize(
+    "shape", slow_after(1, [DynamicTree(top_k=3, depth=4, num_draft_tokens=20), STATIC]), ids=repr
+)
 def test_trees_of_an_eagle_draft(folder: Path, plain: list[Completion], shape: Any) -> None:
     found, stats = anyio.run(run_all, folder, config_of(folder, shape), CASES[:6])
     assert_same(found, plain[:6])
@@ -330,7 +333,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(1, FAULTS))
 def test_planted_fault_changes_tokens_and_is_found_by_the_checks(
     folder: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

@@ -209,6 +209,7 @@ async def test_lost_node_ends_started_streams_and_the_pool_goes_on(
     await lost.aclose()
 
 
+@pytest.mark.slow
 def test_smollm2_in_an_actor_has_the_tokens_of_a_local_engine(nodes: TwoNodes) -> None:
     model = smollm2_path()
     config = EngineConfig(device="cpu", num_threads=1, max_model_len=64, kv_cache_tokens=512)

@@ -19,7 +19,7 @@ import anyio
 import psutil
 import pytest
 from letters import letters, tokens_of
-from loops import WAIT_S, on_every_loop, run, until
+from loops import WAIT_S, run, until
 from slow_cases import slow_after
 
 from drift_sdk import ConfigError, EngineClosed, EnginePool, ProcessEngine
@@ -99,7 +99,7 @@ async def check_serves(engine: ProcessEngine) -> None:
         assert (await engine.generate("a", max_tokens=9, seed=1)).token_ids == tokens_of("a", 1, 9)
 
 
-@on_every_loop
+@pytest.mark.parametrize("loop", slow_after(2, ["asyncio", "trio", "uvloop"]))
 def test_cancelled_start_ends_the_child_and_leaves_nothing(
     loop: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
+from slow_cases import slow_after
 from torch import Tensor
 
 from drift_sdk._kernels.common.gpu_limits import HOPPER
@@ -113,7 +114,7 @@ def test_candidate_with_other_bits_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert first != 6 and first in stages and 6 not in stages and len(stages) > 1
 
 
-@pytest.mark.parametrize("way", ["batch", "slices", None])
+@pytest.mark.parametrize("way", slow_after(1, [None, "batch", "slices"]))
 def test_library_is_measured_in_the_way_in_which_it_serves(
     way: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

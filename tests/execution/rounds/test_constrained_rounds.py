@@ -307,6 +307,7 @@ def test_constrained_slots_with_ngram_drafts(decoder: Decoder, expected: Run, wa
     assert outcomes(found) == {"all", "some", "none"}
 
 
+@pytest.mark.slow
 def test_constrained_slots_with_ngrams_beside_a_model(
     decoder: Decoder, expected: Run, waits: list[int]
 ) -> None:
