@@ -1,9 +1,9 @@
 """Attention of prompt chunks in CUDA C++: that of `prefill_attention`, and bit for bit that of
 `exact_prefill_attention`.
 
-On GPUs of compute capability 9.0, for bfloat16 and heads of 64, 128 or 256 dimensions. Keys and values come by
-the copy engine ahead of the products. The warp that starts the copies computes nothing for a single copy, so
-that it starts as soon as its place is free. The softmax of a tile is computed while the values of the tile
+On GPUs of compute capability 9.0, for bfloat16 and heads of 64, 128 or 256 dimensions. Keys and values come
+by the copy engine ahead of the products. The warp that starts the copies computes nothing for a single copy,
+so that it starts as soon as its place is free. The softmax of a tile is computed while the values of the tile
 before are multiplied: with partitions by parts of 64 keys; without them, two warpgroups start their products
 in turns.
 
