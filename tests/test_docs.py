@@ -267,10 +267,48 @@ async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_mode
         assert (full.status_code, full.json()["detail"]) == (429, "8 requests are waiting")
 
 
-def test_links_lead_to_files() -> None:
-    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        links = re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text())
-        assert not [link for link in links if not (file.parent / link).exists()], file
+def pages() -> list[Path]:
+    """All Markdown files of the repository."""
+    folders = [ROOT / name for name in ("docs", "perf", "examples")]
+    return [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+
+
+def headings_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    anchors: set[str] = set()
+    for title in re.findall(r"^#+ (.+?) *$", text, flags=re.MULTILINE):
+        shown = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title)
+        anchor = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        number = len([each for each in anchors if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each)])
+        anchors.add(f"{anchor}-{number}" if number else anchor)
+    return anchors
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    broken = []
+    for page in pages():
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (anchor and anchor not in headings_of(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
+def test_pages_that_are_named_exist() -> None:
+    """In code, and in pages without a link."""
+    sources = [
+        path for name in ("src", "tests", "perf", "examples", "docs") for path in (ROOT / name).rglob("*.py")
+    ]
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in (*pages(), *sources)
+        for name in re.findall(r"(?<![\w/.])(?:docs|perf)/[\w/-]+\.md", file.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert not missing
 
 
 def test_the_api_page_matches_the_code() -> None:
