@@ -129,7 +129,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fast_prompts:             on the graph executor, compute prompts in the orders of summation that are
                               fastest. Long prompts take up to a tenth less time, and tokens are no longer a
                               function of the request alone: near ties may resolve differently when a prompt
-                              is cut, cached, preempted, or computed beside others. See docs/exactness.md.
+                              is cut, cached, preempted, or computed beside others. See docs/guarantees.md.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files
