@@ -67,7 +67,9 @@ def test_the_readme_streams_serves_and_tests_in_six_lines() -> None:
         assert len([line for line in block.splitlines() if line]) <= 6
 
 
-NAMES = ("debugging", "deployment", "guide", "migration", "models", "scaling", "server", "sizing", "tools")
+DEPLOYMENT = tuple(f"deployment/{name}" for name in ("operations", "scaling", "server", "sizing"))
+GUIDE = tuple(f"guide/{name}" for name in ("streaming", "tools"))
+NAMES = (*DEPLOYMENT, *GUIDE, "migration", "models", "troubleshooting")
 PAGES = tuple(f"docs/{name}.md" for name in NAMES)
 
 
@@ -91,7 +93,7 @@ def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-@pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/deployment/server.md"])
 def test_the_command_that_serves_runs(page: str, tmp_path: Path) -> None:
     """With a small random model, and a free port."""
     make_model(0, tmp_path)
@@ -171,9 +173,10 @@ def test_snippet_of_a_pool_of_processes_runs() -> None:
 
 
 def _run_snippet_of_scaling(subject: str, **names: object) -> dict[str, object]:
-    """Run the snippet of docs/scaling.md that contains `subject`, among those that need GPUs or a cluster,
-    with these names defined; return all names afterwards."""
-    snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), flags=re.DOTALL)
+    """Run the snippet of docs/deployment/scaling.md that contains `subject`, among those that need GPUs or a
+    cluster, with these names defined; return all names afterwards."""
+    page = ROOT / "docs/deployment/scaling.md"
+    snippets = re.findall(r"```py\n(.*?)```", page.read_text(), flags=re.DOTALL)
     [snippet] = [snippet for snippet in snippets if subject in snippet]
     code = compile(snippet, "scaling.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     found = eval(code, names)
@@ -198,8 +201,8 @@ def test_names_of_the_migration_page_exist() -> None:
     assert not [f"{kind}.{name}" for kind, name in own if not hasattr(getattr(drift_sdk, kind), name)]
 
 
-def test_names_of_the_debugging_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/debugging.md").read_text()
+def test_names_of_the_page_of_troubleshooting_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
     fields = re.findall(r"`([A-Z]\w+)\.(\w+)", text)
     assert len(fields) > 30
     assert not [f"{kind}.{name}" for kind, name in fields if not hasattr(getattr(drift_sdk, kind), name)]
@@ -243,7 +246,7 @@ def test_the_page_of_models_quotes_messages() -> None:
 
 async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
     """Errors of preparing a prompt become 400, a full queue 429, and both come before the headers."""
-    (snippet,) = [text for text in snippets_of("docs/guide.md") if "FastAPI(" in text]
+    (snippet,) = [text for text in snippets_of("docs/guide/streaming.md") if "FastAPI(" in text]
     names: dict[str, Any] = {}
     exec(compile(snippet, "guide.md#fastapi", "exec"), names)
     app = names["app"]

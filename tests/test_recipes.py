@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from drift_sdk import Engine, SamplingParams
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[1] / "docs" / "guide" / "streaming.md"
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
