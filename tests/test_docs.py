@@ -1,4 +1,4 @@
-"""README, guide and API page: snippets run, links lead to files, the API page matches the code."""
+"""README and documents: snippets run, links lead to files and headings, the API page matches the code."""
 
 from __future__ import annotations
 
@@ -48,28 +48,32 @@ def snippets_of(file: str) -> list[str]:
     return snippets
 
 
-def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, snippet in enumerate(snippets_of("README.md")):
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_snippets_of_a_first_page_run_as_scripts(
+    page: str, any_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, snippet in enumerate(snippets_of(page)):
         names: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(snippet, f"README.md#{number}", "exec"), names)
+        exec(compile(snippet, f"{page}#{number}", "exec"), names)
         tests = [value for name, value in names.items() if name.startswith("test_")]
         for test in tests:
             asyncio.run(test())
         assert tests or capsys.readouterr().out
 
 
-def test_the_readme_streams_serves_and_tests_in_six_lines() -> None:
-    """The tests beside this one run them."""
-    section = (ROOT / "README.md").read_text().partition("## Stream, serve, test\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```(?:python)?\n(.*?)```", section, flags=re.DOTALL)
-    for subject, block in zip(("print(chunk.text", "drift_sdk serve", "assert "), blocks, strict=True):
-        assert subject in block
-        assert len([line for line in block.splitlines() if line]) <= 6
+def test_the_readme_is_short() -> None:
+    """The tests beside this one run its snippets."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 600
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)
+    for subject, limit in (("print(chunk.text", 8), ("drift_sdk serve", 1), ("assert ", 4), ("make test", 2)):
+        (block,) = [block for block in blocks if subject in block]
+        assert len([line for line in block.splitlines() if line]) <= limit
 
 
 DEPLOYMENT = tuple(f"deployment/{name}" for name in ("operations", "scaling", "server", "sizing"))
-GUIDE = tuple(f"guide/{name}" for name in ("streaming", "tools"))
-NAMES = (*DEPLOYMENT, *GUIDE, "migration", "models", "troubleshooting")
+GUIDE = tuple(f"guide/{name}" for name in ("batch", "streaming", "structured", "sync", "testing", "tools"))
+NAMES = (*DEPLOYMENT, *GUIDE, "migration", "models", "speculation", "troubleshooting")
 PAGES = tuple(f"docs/{name}.md" for name in NAMES)
 
 
@@ -93,7 +97,7 @@ def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-@pytest.mark.parametrize("page", ["README.md", "docs/deployment/server.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/deployment/server.md"])
 def test_the_command_that_serves_runs(page: str, tmp_path: Path) -> None:
     """With a small random model, and a free port."""
     make_model(0, tmp_path)
@@ -244,11 +248,11 @@ def test_the_page_of_models_quotes_messages() -> None:
         assert str(error.value).startswith(message)
 
 
-async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
+async def test_the_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
     """Errors of preparing a prompt become 400, a full queue 429, and both come before the headers."""
-    (snippet,) = [text for text in snippets_of("docs/guide/streaming.md") if "FastAPI(" in text]
+    (snippet,) = [text for text in snippets_of("docs/deployment/server.md") if "def stream_text(" in text]
     names: dict[str, Any] = {}
-    exec(compile(snippet, "guide.md#fastapi", "exec"), names)
+    exec(compile(snippet, "server.md#fastapi", "exec"), names)
     app = names["app"]
     transport = httpx.ASGITransport(app=app)
     async with (
