@@ -152,7 +152,7 @@ def test_engine_on_the_cpu_needs_neither_triton_nor_cuda_python() -> None:
 
 def test_a_file_fits_in_the_head() -> None:
     for _, file in modules():
-        assert len(file.read_text().splitlines()) <= 400, file
+        assert len(file.read_text().splitlines()) <= 900, file
 
 
 def test_long_functions_say_why() -> None:

@@ -15,7 +15,7 @@ from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 from drift_sdk._kernels.trees.candidates import CandidateBuffers, rank_candidates
 from drift_sdk._kernels.trees.kv_rewind import kv_rewind

@@ -20,7 +20,7 @@ from drift_sdk._kernels.commit.records import (
     RECORD_HEADER_WORDS,
     record_words,
 )
-from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from perf.harness.simulated_acceptance import SimulatedRounds, commit_simulated
 

@@ -25,9 +25,8 @@ from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.sampling.apply_logits_rules import apply_logits_rules
-from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampling.logits import apply_logits_rules
+from drift_sdk._kernels.sampling.rows import RowsToSample, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.kv_rewind import kv_rewind
 from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_record_words

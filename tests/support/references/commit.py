@@ -12,7 +12,7 @@ from drift_sdk._kernels.commit.records import (
     ROW_RECORD_WORDS,
     record_words,
 )
-from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 
 

@@ -16,8 +16,8 @@ from drift_sdk._kernels.commit.records import (
     RECORD_HEADER_WORDS,
     record_words,
 )
-from drift_sdk._kernels.sampling.noise import gumbel_noise
-from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.candidates import CandidateBuffers
 from drift_sdk._kernels.trees.dynamic_growth import CandidatePool

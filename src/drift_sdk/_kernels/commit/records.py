@@ -12,7 +12,7 @@ import triton.language as tl
 
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
+from drift_sdk._kernels.sampling.rows import MAX_TOP
 from drift_sdk._kernels.slots.slot_columns import SlotFlag
 
 __all__ = [

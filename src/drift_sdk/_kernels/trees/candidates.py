@@ -26,8 +26,8 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.draft.draft_choose import CHUNK_TOKENS, _noise, num_draft_chunks
-from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max
-from drift_sdk._kernels.sampling.scaled_logits import LEAST_TEMPERATURE
+from drift_sdk._kernels.sampling.logits import LEAST_TEMPERATURE
+from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max
 from drift_sdk.trees.limits import MAX_CANDIDATES
 
 __all__ = ["CandidateBuffers", "rank_candidates"]

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from drift_sdk._kernels.sampling.penalties import (
+from drift_sdk._kernels.sampling.torch_reference import (
     add_bias,
     count_tokens,
     mask_logits,

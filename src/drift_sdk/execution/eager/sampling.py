@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.sampling.noise import gumbel_noise
-from drift_sdk._kernels.sampling.sample import filter_logits, sample, top_logprobs
+from drift_sdk._kernels.sampling.torch_reference import filter_logits, gumbel_noise, sample, top_logprobs
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotSampling
 

@@ -9,8 +9,8 @@ import torch
 from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
 from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
-from drift_sdk._kernels.sampling.token_counts import count_tokens
+from drift_sdk._kernels.sampling.logits import count_tokens
+from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.gather_rows import gather_rows
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.sampling.sample import top_logprobs
+from drift_sdk._kernels.sampling.torch_reference import top_logprobs
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import PrefillChunk

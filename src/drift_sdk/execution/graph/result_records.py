@@ -15,7 +15,7 @@ from drift_sdk._kernels.commit.records import (
     RECORD_HEADER_WORDS,
     record_words,
 )
-from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP
+from drift_sdk._kernels.sampling.rows import MAX_TOP
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.rounds.round_checks import violation_of

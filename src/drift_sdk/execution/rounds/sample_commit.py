@@ -9,8 +9,8 @@ from torch import Tensor
 from drift_sdk._kernels.commit.commit import commit
 from drift_sdk._kernels.exchange.gather_logits import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
-from drift_sdk._kernels.sampling.sampled_rows import sample_rows
+from drift_sdk._kernels.sampling.rows import SampleBuffers
+from drift_sdk._kernels.sampling.sample import sample_rows
 from drift_sdk._kernels.slots.input_ring import copy_masks
 from drift_sdk._kernels.trees.tree_accept import tree_accept
 from drift_sdk.execution.acceptance import Acceptance

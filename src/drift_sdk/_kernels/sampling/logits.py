@@ -1,4 +1,6 @@
-"""The rules of a slot applied to its rows' logits: bias, penalties, stop ids, allowed ids, constraint.
+"""Logits before a token is chosen: rules of slots, counts of tokens that rules need, scaling.
+
+The rules of a slot applied to its rows' logits: bias, penalties, stop ids, allowed ids, constraint.
 
 Rules apply in this order: the bias is added; tokens seen before get the repetition, frequency and presence
 penalties; tokens that the rules forbid become -inf. Stop ids are forbidden while the sequence is shorter than
@@ -16,23 +18,86 @@ Bytes: a row of logits once, and once more to write it where rules apply; of the
 Programmatic dependent launch: the kernel waits for its producers before its first read, and lets its
 dependents, the short launches of `sample_rows`, start right after that.
 
-Reference: `apply_processors` in execution.eager.logits_processors, over the operations of `penalties`.
+Reference: `apply_processors` in execution.eager.logits_processors, over the operations
+of `torch_reference`.
+
+Counts of the tokens that a prefill brings in, which the penalties need.
+
+Grid (tiles of rows,): a program owns TILE_ROWS rows. Rows of one slot may lie in several programs and hold
+the same token, so sets and counts are updated by atomic operations; on integers, so the order in which
+programs get there does not matter. Bytes: 12 a row, and up to 16 more for rows of slots with penalties.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
+its dependents start right after that.
+
+Reference: `LogitsProcessors.count` in execution.eager.logits_processors.
+
+Scaled logits: logits over the temperature, with the row's largest at zero. Filters and noise work on them.
+
+Parts of kernels; in the reference they are the first line of `torch_reference.sample`.
 """
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
+from torch import Tensor
 
+from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.sampling.gumbel import arg_max
-from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
-from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS
-from drift_sdk._kernels.sampling.scaled_logits import scale
-from drift_sdk._kernels.slots.slot_columns import SlotFlag
+from drift_sdk._kernels.common.sizes import cdiv
+from drift_sdk._kernels.sampling.noise import LEAST_NOISE, MOST_NOISE, arg_max
+from drift_sdk._kernels.sampling.rows import CHUNK_TOKENS, RowsToSample
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag
 
-__all__ = ["apply_logits_rules", "find_ruled_row"]
+NEGLIGIBLE_LOGIT = tl.constexpr(LEAST_NOISE - MOST_NOISE - 0.1)
+"""About -25.8. A token with a scaled logit below it is never chosen: even with the most noise it stays below
+the best token with the least, with 0.1 for rounding. Where a filter cuts below it does not matter."""
+LEAST_TEMPERATURE = tl.constexpr(1e-30)
+"""Keeps the factor finite, so that the best logit, 0, is never multiplied by infinity. Far below every
+temperature at which more than one token can be chosen."""
+
+
+@device_function
+def scale(logits, row_max, temperature):
+    """Scaled logits, of logits [N] of a row whose largest is `row_max`."""
+    return (logits - row_max) * (1.0 / tl.maximum(temperature, LEAST_TEMPERATURE))
+
+
+@device_function
+def best_of_chunks(
+    chunk_value_ptr,  # [R, C] fp32
+    row,
+    num_chunks,  # C
+    PADDED_CHUNKS: tl.constexpr,  # C as a power of two
+):
+    """The largest logit of a row, from those of its chunks; 0 if all are -inf."""
+    chunk = tl.arange(0, PADDED_CHUNKS)
+    values = tl.load(chunk_value_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=-float("inf"))
+    best = tl.max(values, axis=0)
+    return tl.where(best == -float("inf"), 0.0, best)
+
+
+@device_function
+def mass_of_chunks(
+    chunk_value_ptr,  # [R, C] fp32
+    chunk_mass_ptr,  # [R, C] fp32: each with the chunk's best at zero
+    row,
+    best,  # of the row
+    temperature,
+    num_chunks,  # C
+    PADDED_CHUNKS: tl.constexpr,  # C as a power of two
+):
+    """The mass of a row: the sum of exp(scaled logits), chunk by chunk in one reduction."""
+    chunk = tl.arange(0, PADDED_CHUNKS)
+    cell = row * num_chunks + chunk
+    is_chunk = chunk < num_chunks
+    values = tl.load(chunk_value_ptr + cell, mask=is_chunk, other=-float("inf"))
+    masses = tl.load(chunk_mass_ptr + cell, mask=is_chunk, other=0.0)
+    return tl.sum(masses * tl.exp(scale(values, best, temperature)), axis=0)
+
 
 BIAS = tl.constexpr(SlotFlag.BIAS.value)
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
@@ -341,5 +406,70 @@ def apply_logits_rules(rows: RowsToSample) -> None:
         PDL=uses_pdl(),
         num_warps=8,
         enable_fp_fusion=False,  # a product is rounded before it is subtracted, as in the reference
+        **launch_options(),
+    )
+
+
+TILE_ROWS = 256
+"""Rows of a program: two a thread of 4 warps."""
+
+
+@kernel
+def _count_tokens(
+    row_slot_ptr,  # [N] int32; -1: padding
+    row_token_ptr,  # [N] int32; -1: none
+    row_position_ptr,  # [N] int32
+    flags_ptr,  # [S] int32
+    num_prompt_tokens_ptr,  # [S] int32
+    counts_ptr,  # [S, VOCAB_SIZE] int32, counted up
+    prompt_bits_ptr,  # [S, NUM_WORDS] int32, bits are set
+    num_rows,  # N
+    VOCAB_SIZE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles of rows,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_row = row < num_rows
+    slot = tl.load(row_slot_ptr + row, mask=is_row, other=-1)
+    token = tl.load(row_token_ptr + row, mask=is_row, other=-1)
+    is_counted = (slot >= 0) & (token >= 0)
+    is_counted &= (tl.load(flags_ptr + slot, mask=is_counted, other=0) & PENALTIES) != 0
+    position = tl.load(row_position_ptr + row, mask=is_counted, other=0)
+    is_prompt = position < tl.load(num_prompt_tokens_ptr + slot, mask=is_counted, other=0)
+    wide_slot = slot.to(tl.int64)
+    word_ptr = prompt_bits_ptr + wide_slot * NUM_WORDS + token // 32
+    tl.atomic_or(word_ptr, 1 << (token % 32), mask=is_counted & is_prompt, sem="relaxed")
+    count_ptr = counts_ptr + wide_slot * VOCAB_SIZE + token
+    tl.atomic_add(count_ptr, 1, mask=is_counted & (is_prompt == 0), sem="relaxed")
+
+
+def count_tokens(row_slot: Tensor, row_token: Tensor, row_position: Tensor, slots: SlotColumns) -> None:
+    """Mark each row's token as one of its slot's prompt, or count it as generated, by its position.
+
+    row_slot, row_token, row_position [N] int32; rows of a negative slot or token, and of slots without
+    penalties, change nothing. Raises ValueError for another shape or type.
+    """
+    (num_rows,) = row_slot.shape
+    for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
+        check_tensor(name, column, (num_rows,), torch.int32)
+
+    slots.check()
+    _count_tokens[(cdiv(num_rows, TILE_ROWS),)](
+        row_slot,
+        row_token,
+        row_position,
+        slots.flags,
+        slots.num_prompt_tokens,
+        slots.counts,
+        slots.prompt_bits,
+        num_rows,
+        VOCAB_SIZE=slots.vocab_size,
+        NUM_WORDS=slots.prompt_bits.shape[1],
+        TILE_ROWS=TILE_ROWS,
+        PDL=uses_pdl(),
         **launch_options(),
     )
