@@ -25,7 +25,7 @@ from drift_sdk import (
     Speculation,
     StaticTree,
 )
-from drift_sdk._kernels.trees.tree_roots import RootTensors
+from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.rounds import sample_commit

@@ -25,8 +25,7 @@ from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
 from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
-from drift_sdk._kernels.trees.tree_attention import tree_attention
-from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.quantised.e4m3 import E4M3, quantise_e4m3
 

@@ -28,10 +28,8 @@ from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.sampling.logits import apply_logits_rules
 from drift_sdk._kernels.sampling.rows import RowsToSample, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
-from drift_sdk._kernels.trees.kv_rewind import kv_rewind
-from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_record_words
-from drift_sdk._kernels.trees.tree_attention import tree_attention
-from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.trees.token_tree import TokenTree

@@ -1,7 +1,7 @@
 """Gumbel noise inside a kernel, and the arg max that samples with it.
 
-The kernels' counterpart of `torch_reference.gumbel_noise`, which is the reference: the same Philox words, so the same
-uniforms bit for bit; logarithms differ from torch's by rounding.
+The kernels' counterpart of `torch_reference.gumbel_noise`, which is the reference: the same Philox words, so
+the same uniforms bit for bit; logarithms differ from torch's by rounding.
 """
 
 from __future__ import annotations

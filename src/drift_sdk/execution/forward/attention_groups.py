@@ -14,8 +14,7 @@ from drift_sdk._kernels.attention.partition_sums import AttentionScratch
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.shared_prefixes import BlockTable
-from drift_sdk._kernels.trees.tree_attention import tree_attention
-from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.model_resources import ModelResources
 

@@ -13,7 +13,7 @@ from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.partitions import Partitions
 from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
-from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 
 __all__ = [

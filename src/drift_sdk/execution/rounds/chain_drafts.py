@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.common.launch_order import note_library_kernel
-from drift_sdk._kernels.trees.tree_roots import RootTensors
+from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import RoundDrafter, VerifiedRows
 from drift_sdk.execution.rounds.tree_plan import TreePlan

@@ -9,14 +9,18 @@ from torch import Tensor
 
 from drift_sdk._kernels.draft.draft_choose import num_draft_chunks
 from drift_sdk._kernels.draft.draft_state import keep_last_rows
-from drift_sdk._kernels.trees.candidates import CandidateBuffers, rank_candidates
-from drift_sdk._kernels.trees.dynamic_growth import CandidatePool, expand_dynamic, keep_best
-from drift_sdk._kernels.trees.frontier import Frontier
-from drift_sdk._kernels.trees.path_rows import gather_hidden, path_rows
-from drift_sdk._kernels.trees.static_growth import StaticTables, grow_static
-from drift_sdk._kernels.trees.tree_paths import TreePaths
-from drift_sdk._kernels.trees.tree_roots import RootTensors
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
+from drift_sdk._kernels.trees.tree_attention import TreePaths
+from drift_sdk._kernels.trees.tree_growth import (
+    CandidateBuffers,
+    CandidatePool,
+    Frontier,
+    StaticTables,
+    expand_dynamic,
+    grow_static,
+    keep_best,
+    rank_candidates,
+)
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, gather_hidden, path_rows
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups

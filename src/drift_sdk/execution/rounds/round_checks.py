@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.slots.slot_columns import SlotState
-from drift_sdk._kernels.trees.commit_checks import check_acceptance, check_cache
-from drift_sdk._kernels.trees.round_checks import (
+from drift_sdk._kernels.trees.tree_accept import tree_record_words
+from drift_sdk._kernels.trees.tree_checks import (
     FLAG_BITS,
     NUM_DROPPED,
     REASONS,
+    check_acceptance,
+    check_cache,
     check_drafts,
     check_hidden,
     check_paths,
     report_flags,
 )
-from drift_sdk._kernels.trees.tree_accept import tree_record_words
-from drift_sdk._kernels.trees.tree_roots import RootTensors
+from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.device.ring import Ring
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace

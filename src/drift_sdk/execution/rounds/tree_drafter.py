@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from drift_sdk._kernels.trees.tree_roots import RootTensors
+from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.rounds.drafter import VerifiedRows
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 

@@ -7,10 +7,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.slots.input_ring import show_drafts
-from drift_sdk._kernels.trees.kv_rewind import kv_rewind
-from drift_sdk._kernels.trees.tree_paths import TreePaths
-from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
+from drift_sdk._kernels.trees.tree_accept import kv_rewind
+from drift_sdk._kernels.trees.tree_attention import TreePaths
+from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors, tree_roots, tree_rows
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
