@@ -22,13 +22,13 @@ from drift_sdk._kernels.common.cuda_programs import CudaKernel
 from drift_sdk._kernels.common.gpu_limits import HOPPER
 from drift_sdk._kernels.common.kernel_access import KernelAccess, LaunchOrderError
 from drift_sdk._kernels.experts import packed_products
-from drift_sdk._kernels.experts.cuda_products import (
+from drift_sdk._kernels.experts.cuda_experts import (
     CudaTiles,
+    RingTiles,
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
+    cuda_route,
 )
-from drift_sdk._kernels.experts.cuda_routing import cuda_route
-from drift_sdk._kernels.experts.ring_products import RingTiles
 from drift_sdk._kernels.gemm.few_rows_gemm import few_rows_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.quantised import dequantise, quantised_gemm

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
+from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.experts import ExpertForward

@@ -40,13 +40,6 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.spec.model import Router
 
-__all__ = [
-    "ExpertRows",
-    "check_rows",
-    "choose_experts",
-    "list_rows",
-]
-
 MAX_BLOCK_PAIRS, WARP_PAIRS = 1_024, 256
 """The most pairs that a program of `_list_rows` reads at a time, and those of a warp: 8 for each thread."""
 

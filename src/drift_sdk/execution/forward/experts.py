@@ -6,15 +6,20 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from drift_sdk._kernels.experts.cuda_products import (
+from drift_sdk._kernels.experts.cuda_experts import (
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
+    cuda_route,
     has_cuda_product,
+    has_cuda_route,
 )
-from drift_sdk._kernels.experts.cuda_routing import cuda_route, has_cuda_route
-from drift_sdk._kernels.experts.expert_gemm import expert_multiply
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, expert_gemm_config
-from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
+from drift_sdk._kernels.experts.expert_gemm import (
+    ClampedActivation,
+    ExpertMatrix,
+    expert_gemm_config,
+    expert_multiply,
+    gated_expert_multiply,
+)
 from drift_sdk._kernels.experts.packed_products import packed_expert_multiply, packed_gated_expert_multiply
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.gemm import multiply

@@ -1,4 +1,19 @@
-"""Products of MXFP4 experts in CUDA C++ for a few rows: those of expert_gemm.py and gated_expert_gemm.py.
+"""Experts in CUDA C++ for a few rows: routing, and products of MXFP4 weights.
+
+Routing in one launch of CUDA C++: the router's product, and what routing.py does with it.
+
+It is for routers of the kind "softmax". For a decode pass of up to LISTED_ROWS rows, three launches become
+one; for more rows, `list_rows` follows. The CTAs of a cluster have 16 experts each, and write their logits to
+each other's shared memory: they wait for each other, but not for a launch. There are no atomic operations,
+and lists have a fixed order.
+
+Order of summation: warps take chunks by turns as in the products below. It is the same for any number of
+rows, and another than that of gemm.py.
+
+Bytes: the router once for each 16 rows. Dependent launch: the router's weights, which never change, are
+loaded before the kernel waits; it permits its dependents right after.
+
+Products of MXFP4 experts in CUDA C++ for a few rows: those of expert_gemm.py.
 
 Triton's kernels convert MXFP4 slowly, because layouts of their tiles change on the way to the MMA. Here the
 16 bytes that a lane loads are its own fragments (expert_products.cu), and conversion costs two instructions
@@ -9,7 +24,7 @@ cores in ascending order, and their sums are added in ascending order. It is the
 and any tiles, and another than that of Triton's kernels. Weights are converted exactly; scales above
 MAX_SCALE are left to Triton's kernels.
 
-ring_products.py has a variant with the same bits, in which a warp copies the weights ahead.
+A variant with the same bits has a warp that copies the weights ahead: below.
 
 Grid: as many CTAs as the GPU holds at once. Each goes through tiles of the weight, for up to 32 pairs of an
 expert, and loads the next weights while it computes.
@@ -19,6 +34,23 @@ cache.
 
 Dependent launch: the product of gate and up projections waits first, as its rows are listed right before.
 The down projection loads its first weights before it waits. Both permit dependents after their last weights.
+
+The same products from a ring of stages in shared memory, on compute capability 9.0.
+
+A warp of each CTA copies tiles of the weight, 16 rows each, to shared memory by bulk copies, several items
+ahead and across experts (ring_products.cu). So many bytes are under way that memory does not wait for the
+warps that multiply. These do the same as those of expert_products.cu in the same order, and have the rows of
+x in registers, which they seldom change.
+
+Order of summation and bits: those of the products above.
+
+Grid: as many CTAs as the GPU holds at once. Each has tiles that follow each other, of one expert or a few.
+
+Bytes: those of the experts that rows have. An expert with more than 8 rows has several tiles of pairs, which
+read a band of 16 tiles of the weight one after the other: the first one from memory, the others from the L2
+cache.
+
+Dependent launch: as above. The down projection copies its first items before it waits.
 """
 
 from __future__ import annotations
@@ -29,27 +61,91 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
+from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.kernel_access import KernelAccess
 from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix, check_expert_rows, check_matrix
-from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
-from drift_sdk._kernels.experts.ring_products import RingTiles, ring_tiles
-from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk._kernels.experts.expert_gemm import (
+    ClampedActivation,
+    ExpertMatrix,
+    check_expert_rows,
+    check_matrix,
+)
+from drift_sdk._kernels.experts.routing import ExpertRows, check_rows, list_rows
+from drift_sdk.spec.model import Router
 
 if TYPE_CHECKING:
     from drift_sdk._kernels.common.cuda_programs import CudaKernel
 
-__all__ = [
-    "FILES",
-    "MAX_SCALE",
-    "NUM_THREADS",
-    "CudaTiles",
-    "cuda_expert_multiply",
-    "cuda_gated_expert_multiply",
-    "cuda_tiles",
-    "has_cuda_product",
-]
+MAX_PAIRS = 16
+"""The most pairs of an expert, on average, for which the ring is used. The weight of an expert with more than
+8 pairs is converted for each 8 anew, which takes three quarters of the time of reading it from memory. Up to
+2 pairs this has been measured; from there on it follows from a count of instructions, by which the tiles of
+cuda_experts.py take longer."""
+FEW_ROWS = 4
+"""Up to so many rows, three stages are faster than four: a CTA has few items."""
+
+CAPABILITY = (9, 0)
+"""The compute capability that the ring is made for."""
+MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024
+"""Shared memory of a multiprocessor, and what each CTA takes of it besides its own."""
+MAX_INNER = 3072
+"""The most inner indices for which registers hold a row of x: three chunks of each warp."""
+RING_ROW_TILE, PAIR_TILE = 16, 8
+RING_WARPS, LANES = 8, 32
+COPY_ALIGNMENT = 16
+
+
+class RingTiles(Struct, frozen=True):
+    """Stages and CTAs of a product. No result depends on them.
+
+    num_stages: tiles of the weight in the shared memory of a CTA. num_ctas: CTAs of a multiprocessor.
+    """
+
+    num_stages: int = 4
+    num_ctas: int = 2
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the warps that multiply, and of the one that copies."""
+        return (RING_WARPS + 1) * LANES
+
+    def shared_bytes(self, inner: int) -> int:
+        """Bytes of a CTA's shared memory: for each stage codes, scales, sums, an item and two barriers."""
+        sums, item, barriers = RING_WARPS * LANES * 16, 48, 16
+        stage = RING_ROW_TILE * inner // 2 + RING_ROW_TILE * inner // 32 + sums + item + barriers
+        return self.num_stages * stage + 16
+
+    def fits(self, inner: int) -> bool:
+        """Whether a multiprocessor holds `num_ctas` CTAs."""
+        return self.num_ctas * (self.shared_bytes(inner) + RESERVED_BYTES) <= MULTIPROCESSOR_BYTES
+
+    def num_items(self, rows: ExpertRows, num_weight_rows: int) -> int:
+        """The most tiles of pairs times tiles of the weight, whatever the experts of the rows are."""
+        num_pairs = rows.num_rows * rows.num_active
+        num_used = min(rows.num_experts, num_pairs)
+        return (num_used + (num_pairs - num_used) // PAIR_TILE) * (num_weight_rows // RING_ROW_TILE)
+
+
+def ring_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> RingTiles | None:
+    """Return the tiles for a product of rows with a matrix; None if another kernel computes it."""
+    if rows.num_rows * rows.num_active > MAX_PAIRS * rows.num_experts:
+        return None
+
+    tiles = RingTiles(num_stages=3 if rows.num_rows <= FEW_ROWS else 4)
+    return tiles if has_ring(matrix, tiles) else None
+
+
+def has_ring(matrix: ExpertMatrix, tiles: RingTiles) -> bool:
+    """Whether a product with a matrix, for which there is a product of cuda_experts.py, can be computed from
+    a ring: whole tiles, copies of a multiple of 16 bytes from addresses that are one, and rows that fit."""
+    tensors = [tensor for tensor in (matrix.values, matrix.scales) if tensor is not None]
+    is_whole = matrix.values.shape[1] % RING_ROW_TILE == 0 and matrix.inner <= MAX_INNER
+    if not is_whole or any(tensor.data_ptr() % COPY_ALIGNMENT for tensor in tensors):
+        return False
+
+    is_hopper = torch.cuda.get_device_capability(matrix.values.device) == CAPABILITY
+    return is_hopper and tiles.fits(matrix.inner)
+
 
 MAX_SCALE = 128
 """The largest scale of MXFP4 weights: 2 ** (scale - 1) is a bfloat16, which a number is multiplied by."""
@@ -225,3 +321,84 @@ def kernel_of(
         last = f"{tiles.weight_tiles}, {tiles.row_tiles}, {tiles.depth(sizes[1])}"
         product = f"multiply_experts<{', '.join(first)}, {last}>"
     return CudaKernel((*FILES, *files), "product", (("PRODUCT", product), ("CTAS", str(tiles.num_ctas))))
+
+
+LISTED_ROWS = 16
+"""The most rows that one cluster chooses for, and lists."""
+
+CTA_EXPERTS, MAX_CTAS, MAX_ACTIVE = 16, 8, 16
+COLUMN_ALIGNMENT = 8
+
+
+def has_cuda_route(weight: Tensor, num_active: int, router: Router) -> bool:
+    """Whether `cuda_route` routes with a router's weight [E, K]: never for sigmoids."""
+    num_experts, inner = weight.shape
+    if (
+        router.kind != "softmax"
+        or weight.device.type != "cuda"
+        or weight.dtype != torch.bfloat16
+        or inner % COLUMN_ALIGNMENT
+    ):
+        return False
+
+    # Imported here: cuda.core is installed where there is a GPU.
+    from drift_sdk._kernels.common.cuda_programs import has_compiler
+
+    is_known = num_experts % CTA_EXPERTS == 0 and num_experts <= CTA_EXPERTS * MAX_CTAS
+    if not is_known or num_active > MAX_ACTIVE:
+        return False
+
+    return torch.cuda.get_device_capability(weight.device) >= (9, 0) and has_compiler()
+
+
+def cuda_route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_slot: Tensor,
+    rows: ExpertRows,
+    *,
+    is_normalised: bool,
+) -> None:
+    """Fill `rows`, where `has_cuda_route`: `multiply`, `choose_experts` and `list_rows` in this order.
+
+    x [R, K] and weight [E, K], bfloat16. The other arguments are those of `choose_experts`. Raises ValueError
+    for another shape, type or layout.
+    """
+    num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
+    inner = weight.shape[1]
+    check_tensor("x", x, (num_rows, inner), torch.bfloat16)
+    check_tensor("weight", weight, (num_experts, inner), torch.bfloat16)
+    check_tensors((num_experts,), torch.bfloat16, bias=bias)
+    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
+    check_rows(rows)
+    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+
+    row_tiles = 1 if num_rows <= LISTED_ROWS // 2 else 2
+    has_lists = num_rows <= LISTED_ROWS
+    flags = ", ".join(str(flag).lower() for flag in (is_normalised, has_lists))
+    template = f"{inner}, {num_experts}, {num_active}, {row_tiles}, {flags}"
+    macros = (("ROUTE", f"route_rows<{template}>"),)
+    kernel = CudaKernel((*FILES, "experts/route_rows.cu"), "route", macros)
+    launch_kernel(
+        compile_kernel(kernel, x.device.index or 0, 0),
+        (-(-num_rows // (8 * row_tiles)),),
+        NUM_THREADS,
+        0,
+        x,
+        weight,
+        bias,
+        row_slot,
+        rows.experts,
+        rows.shares,
+        rows.pairs,
+        rows.counts,
+        num_rows,
+        cluster=num_experts // CTA_EXPERTS,
+    )
+    names = ("experts", "shares", "pairs", "counts") if has_lists else ("experts", "shares")
+    access = KernelAccess(frozenset({"weight", "bias"}), frozenset(names), False)
+    written = {name: getattr(rows, name) for name in names}
+    note_kernel("routing", access, {"weight": weight, "bias": bias, **written})
+    if not has_lists:
+        list_rows(rows)
