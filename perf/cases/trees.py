@@ -8,11 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.sampling.rows import SampleBuffers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.decode import AttentionConfig
 from drift_sdk._kernels.experts.cuda_experts import CudaTiles, RingTiles
 from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for

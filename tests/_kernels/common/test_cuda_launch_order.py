@@ -15,8 +15,8 @@ from ptx_access import access_of_ptx, has_nvrtc, ptx_of
 from quantised_cases import FORMATS, QuantisedFormat, draw
 
 from drift_sdk import _kernels
-from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention
-from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.prefill import cuda_prefill_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.common import cuda_programs, launch_order
 from drift_sdk._kernels.common.cuda_programs import CudaKernel
 from drift_sdk._kernels.common.gpu_limits import HOPPER

@@ -20,11 +20,10 @@ from references.trees import (
 )
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.sampling.logits import apply_logits_rules
 from drift_sdk._kernels.sampling.rows import RowsToSample, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from references.attention import paged_attention_reference
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward import attention_groups
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape

@@ -13,9 +13,8 @@ from drawn_decoder import drawn_decoder
 from msgspec import structs
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
+from drift_sdk._kernels.attention.prefill import prefill_attention_config, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward import products

@@ -9,14 +9,13 @@ import torch
 from msgspec.structs import replace
 from prompt_chunks import Prompt
 
-from drift_sdk._kernels.attention import paged_attention
-from drift_sdk._kernels.attention.attention_config import AttentionConfig
-from drift_sdk._kernels.attention.cuda_prefill import has_cuda_prefill
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
+from drift_sdk._kernels.attention import decode
+from drift_sdk._kernels.attention.decode import AttentionConfig
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.attention.plan import PlannedRows
+from drift_sdk._kernels.attention.prefill import TILE_FIELDS, has_cuda_prefill, prefill_tiles
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.common.kernel_access import LaunchOrderError
 from drift_sdk._kernels.common.launch_order import checked_launches, note_library_kernel
 from drift_sdk.execution.device.workspace import Workspace
@@ -133,9 +132,9 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
         def __getitem__(self, grid: object) -> Callable[..., None]:
             return lambda **given: started.append(given["BESIDE_CHUNKS"])
 
-    monkeypatch.setattr(paged_attention, "_attend", Kernel())
-    monkeypatch.setattr(paged_attention, "add_partitions", lambda *_: None)
-    monkeypatch.setattr(paged_attention, "uses_pdl", lambda: has_pdl)
+    monkeypatch.setattr(decode, "_attend", Kernel())
+    monkeypatch.setattr(decode, "add_partitions", lambda *_: None)
+    monkeypatch.setattr(decode, "uses_pdl", lambda: has_pdl)
     prompt = Prompt([(0, 3, 1)], HEADS, 64, DEVICE, torch.float32)
     groups = groups_of(1, 64)
     slot, position = torch.tensor([[0], [3]], dtype=torch.int32, device=DEVICE)
@@ -145,7 +144,7 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
     assert started == [False, has_pdl]
     groups.attend(layer, rows)
     scratch = groups.scratches[0][0]
-    paged_attention.paged_attention(layer, rows, scratch, AttentionConfig())
+    decode.paged_attention(layer, rows, scratch, AttentionConfig())
     assert started[2:] == [False, False]
 
 

@@ -8,9 +8,7 @@ from interpreted_device import InterpretedDevice
 from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.shared_prefixes import BlockTable
+from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.forward import attention_groups

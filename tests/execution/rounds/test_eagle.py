@@ -13,7 +13,7 @@ from msgspec import structs
 from tiny_llama import tiny_llama
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.decode import AttentionConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace

@@ -7,9 +7,9 @@ from heapq import nsmallest
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import cache_words
+from drift_sdk._kernels.attention.cache import cache_words
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk._kernels.commit.records import (
     FINISHED_LENGTH,
     FINISHED_STOP,

@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
+from drift_sdk._kernels.attention.prefill import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel

@@ -12,7 +12,7 @@ Grid: (rows, tiles of heads). A program owns some heads of one kind (queries, ke
 first tiles are of query heads, the next of keys, the last of values.
 
 In a cache of e4m3, what would be stored is divided by the scale of its head and rounded once more; see
-e4m3.py, also for the order of dimensions.
+cache.py, also for the order of dimensions.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type.
 Every product and sum of the rotation is rounded to the storage type, and so is the product with the scale of
@@ -34,7 +34,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import encode_e4m3
+from drift_sdk._kernels.attention.cache import encode_e4m3
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.common.arguments import (
     PartialSums,

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import padded_size
-from drift_sdk._kernels.attention.online_softmax import LOG2_E
+from drift_sdk._kernels.attention.softmax import LOG2_E
 from drift_sdk._kernels.common.arguments import check_power_of_two, check_tensor, check_tensors
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.kernel import kernel

@@ -35,7 +35,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import cache_words
+from drift_sdk._kernels.attention.cache import cache_words
 from drift_sdk._kernels.commit.records import (
     HEADER_SIZE,
     PENALTIES,

@@ -11,7 +11,7 @@ One kernel sums the partitions, in two kinds of programs that run side by side: 
 that the border lies in and those behind it, `attend_prefix` the partitions before. Then `add_partitions`
 combines them as in paged attention.
 
-Order of summation: that of online_softmax.py, tile by tile as in `_attend`.
+Order of summation: that of softmax.py, tile by tile as in `_attend`.
 
 Grid: one dimension. First the programs of paths: (trees, tiles of nodes, KV heads), the last being the
 fastest. A tile is one node, unless that makes more programs than run at once: then it is as many nodes as the
@@ -29,7 +29,7 @@ permits its dependents to start at its end.
 Attention of the nodes of trees to the partitions that all of them see whole.
 
 These are the partitions before the one in which the last border of a tile before the root lies. The sums are
-those of `_attend` in paged_attention.py, in the same order.
+those of `_attend` in decode.py, in the same order.
 
 Attention of the nodes of trees to the keys from the partition of the border on.
 
@@ -45,29 +45,29 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import (
+from drift_sdk._kernels.attention.cache import offset_in_cache
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch, add_partitions
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
+from drift_sdk._kernels.attention.plan import (
     TILE_FIRST_KEY,
     TILE_NUM_KEYS,
     TILE_SEQUENCE,
     TILE_SLOT,
     TILE_WORDS,
+    PlannedRows,
     next_partition,
 )
-from drift_sdk._kernels.attention.cache_offset import offset_in_cache
-from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
-from drift_sdk._kernels.attention.online_softmax import (
+from drift_sdk._kernels.attention.softmax import (
     ONES_COLUMNS,
     attend_tile,
     clear_parts,
     head_scale,
     load_parts,
+    partition_of,
+    partition_start,
     store_parts,
     zero_parts,
 )
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
-from drift_sdk._kernels.attention.partition_sums import AttentionScratch, add_partitions
-from drift_sdk._kernels.attention.partitions import partition_of, partition_start
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel

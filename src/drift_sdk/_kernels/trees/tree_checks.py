@@ -33,7 +33,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import cache_words
+from drift_sdk._kernels.attention.cache import cache_words
 from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel

@@ -6,14 +6,15 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
+from drift_sdk._kernels.attention.decode import (
+    AttentionConfig,
+    AttentionScratch,
+    attention_config,
+    paged_attention,
+)
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.paged_attention import paged_attention
-from drift_sdk._kernels.attention.partition_sums import AttentionScratch
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.shared_prefixes import BlockTable
+from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.model_resources import ModelResources

@@ -7,12 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from drift_sdk._kernels.attention.cuda_prefill import has_cuda_prefill
-from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
+from drift_sdk._kernels.attention.plan import PlannedRows
+from drift_sdk._kernels.attention.prefill import PrefillAttentionConfig, has_cuda_prefill, prefill_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk.execution.forward.attention_groups import AttentionGroups
 

@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk.execution.device.workspace import Workspace
 
 __all__ = ["Rows"]

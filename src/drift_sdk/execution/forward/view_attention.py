@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk._kernels.retrieval.block_shares import block_shares
 from drift_sdk._kernels.retrieval.select_blocks import select_blocks
 from drift_sdk._kernels.retrieval.view import Retrieval, view_blocks

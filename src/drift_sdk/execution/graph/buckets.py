@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from msgspec import Struct
 
-from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_config
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
+from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.commit.records import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.drafter import RoundSizes

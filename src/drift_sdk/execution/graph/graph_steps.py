@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
+from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
 from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers

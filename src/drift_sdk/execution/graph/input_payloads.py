@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
+from drift_sdk._kernels.attention.prefill import prefill_tiles
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.spec.states import BORDER
 from drift_sdk.steps import PrefillChunk, StepPlan, TokenConstraint

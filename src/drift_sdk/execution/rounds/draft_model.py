@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
+from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
-from drift_sdk._kernels.attention.shared_prefixes import BlockTable
+from drift_sdk._kernels.attention.plan import BlockTable
+from drift_sdk._kernels.attention.prefill import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows

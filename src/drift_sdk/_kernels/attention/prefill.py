@@ -21,30 +21,276 @@ tile of keys is then one contiguous piece, found by one entry of the table.
 
 Dependent launch: the kernel waits first. It permits its dependents to start when only the output is left to
 store; a program without rows does so by ending.
+
+Attention of prompt chunks in CUDA C++: that of `prefill_attention`, and bit for bit that of
+`exact_prefill_attention`.
+
+On GPUs of compute capability 9.0, for bfloat16 and heads of 64 or 128 dimensions. Keys and values come by the
+copy engine ahead of the products. The warp that starts the copies computes nothing for a single copy, so that
+it starts as soon as its place is free. The softmax of a tile is computed while the values of the tile before
+are multiplied: with partitions by halves; without them, two warpgroups start their products in turns.
+
+Order of summation: with partitions, that of softmax.py. Scores and values are products of wgmma, the
+denominator one with 8 columns of ones. Without, tiles of 128 keys in ascending order, wherever a chunk began.
+
+Grid: (query heads, CTAs). A CTA goes through tiles of 64 or 128 rows, so that the unused tiles of a step's
+table need no CTAs of their own. Few rows have small tiles, which fill more multiprocessors. Of many rows, the
+heads that share keys run together, before others.
+
+Bytes: a tile of rows reads the keys and values that it sees, from the L2 cache where other heads and tiles
+have read them. Flops: 4 * num_heads * head_dim for each pair of a row and a key.
+
+Dependent launch: a CTA waits before it reads anything, and then permits its dependents to start. Attention of
+other rows fills the multiprocessors that few chunks leave idle (see `paged_attention`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton.language as tl
+from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention, has_cuda_prefill
-from drift_sdk._kernels.attention.e4m3 import decode_rows
+from drift_sdk._kernels.attention.cache import decode_rows
 from drift_sdk._kernels.attention.layer_attention import MIN_DOT_SIZE, LayerAttention
-from drift_sdk._kernels.attention.online_softmax import LOG2_E, head_scale
-from drift_sdk._kernels.attention.prefill_config import PrefillAttentionConfig, prefill_attention_config
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
+from drift_sdk._kernels.attention.softmax import LOG2_E, Partitions, head_scale
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.device_function import device_function
+from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.common.kernel import kernel
+from drift_sdk._kernels.common.kernel_access import KernelAccess
+from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.common.sizes import next_power_of_2
 
-__all__ = [
-    "PrefillAttentionConfig",
-    "prefill_attention",
-    "prefill_attention_config",
-]
+TILE_FIELDS = 4
+"""Numbers of a tile: slot (-1: unused tile), first row, number of rows, position of the first row."""
+
+
+def prefill_tiles(chunks: Sequence[tuple[int, int, int]], tile_rows: int, out: npt.NDArray[np.int32]) -> int:
+    """Cut chunks into tiles of `tile_rows` rows, the last tile of a chunk being shorter.
+
+    chunks: (slot, start, num_rows) each, where start is the position of the first row; the rows of all chunks
+    follow one another in the step.
+    out: int32 [max_tiles, 4], gets the tiles, those that see the most keys first, so that no long one starts
+    last; then slot -1 to the end. num_rows // tile_rows + len(chunks) tiles are always enough, num_rows being
+    the rows of all chunks.
+    Returns the number of tiles used. Raises ValueError if they do not fit.
+    """
+    slots, starts, sizes = np.array(chunks, dtype=np.int32).reshape(-1, 3).T
+    tile_counts = -(-sizes // tile_rows)
+    num_tiles = int(tile_counts.sum())
+    if num_tiles > out.shape[0]:
+        raise ValueError(f"out: room for {out.shape[0]} tiles: expected {num_tiles} or more")
+
+    # Of every tile: its chunk, and its first row counted from that of the chunk.
+    chunk = np.repeat(np.arange(len(tile_counts)), tile_counts)
+    first_tile = np.repeat(tile_counts.cumsum() - tile_counts, tile_counts)
+    row_in_chunk = (np.arange(num_tiles) - first_tile) * tile_rows
+    num_rows = np.minimum(sizes[chunk] - row_in_chunk, tile_rows)
+    position = starts[chunk] + row_in_chunk
+    first_row = (sizes.cumsum() - sizes)[chunk] + row_in_chunk
+    most_keys_first = np.argsort(-(position + num_rows), kind="stable")
+    out[:num_tiles] = np.stack((slots[chunk], first_row, num_rows, position), axis=1)[most_keys_first]
+    out[num_tiles:, 0] = -1
+    return num_tiles
+
+
+SHARED_RESERVE, WIDE_SHARED_RESERVE = 1024, 9216
+"""Bytes of shared memory that Triton may take beside the tiles; the second for heads of more than 128
+dimensions, whose scores change their layout there."""
+
+
+class PrefillAttentionConfig(Struct, frozen=True):
+    """Tile sizes and launch configuration. tile_rows and tile_keys are powers of two, 16 at least.
+
+    tile_rows: rows of a program; the module's docstring says why 128.
+    tile_keys: keys that a program takes at a time, part of the result's bits. The others may be part of them
+    too, by the instructions that Triton chooses for them.
+    num_stages: of Triton's pipeline. Keys are found through the block table, so the stages serve two loads
+    one after the other: five of them keep three tiles of keys in shared memory; three stages would wait for
+    each tile right after asking for it.
+    """
+
+    tile_rows: int = 128
+    tile_keys: int = 64
+    num_warps: int = 8
+    num_stages: int = 5
+
+
+def prefill_attention_config(head_dim: int, dtype: torch.dtype) -> PrefillAttentionConfig:
+    """Return the configuration for a size of heads on the current GPU: what fits in registers and shared
+    memory, no spilling."""
+    if dtype == torch.float32:
+        return PrefillAttentionConfig(tile_rows=16, tile_keys=32, num_stages=1)
+
+    tile_keys, limits = 64 if head_dim <= 128 else 32, gpu_limits()
+    wide = PrefillAttentionConfig(tile_keys=tile_keys)
+    for config in (wide, PrefillAttentionConfig(tile_keys=tile_keys, num_stages=3)):
+        if shared_bytes(config, head_dim, limits) <= limits.shared_bytes:
+            return config
+
+    return PrefillAttentionConfig(tile_rows=64, tile_keys=32, num_warps=4, num_stages=3)
+
+
+def shared_bytes(config: PrefillAttentionConfig, head_dim: int, limits: GpuLimits) -> int:
+    """Return at least the shared memory that a program takes: queries, and keys and values of the tiles that
+    are under way. Triton keeps one tile more with wgmma, which reads them from there."""
+    num_tiles = config.num_stages // 2 + (limits.capability[0] == 9)
+    padded_dim = next_power_of_2(head_dim)
+    reserve = SHARED_RESERVE if padded_dim <= 128 else WIDE_SHARED_RESERVE
+    return (config.tile_rows + 2 * config.tile_keys * num_tiles) * padded_dim * 2 + reserve
+
+
+COMMON_FILES = (
+    "common/types.cu",
+    "common/dependent_launch.cu",
+    "common/hopper.cu",
+    "attention/prefill_stages.cu",
+    "attention/prefill_products.cu",
+    "attention/prefill_rows.cu",
+)
+FILES = (*COMMON_FILES, "attention/prefill.cu", "attention/prefill_kernel.cu")
+EXACT_FILES = (*COMMON_FILES, "attention/exact_prefill.cu", "attention/prefill_kernel.cu")
+ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
+
+ROWS, KEYS, BOX_KEYS, HALF_DIM = 64, 128, 64, 64
+"""Rows of a warpgroup; keys of a tile; keys that are copied at a time; dimensions of a head that lie side by
+side in shared memory."""
+PART_KEYS = 64
+"""Keys of a tile in decoding's order of summation."""
+NUM_STAGES = 2
+"""Tiles of keys, and of values, in shared memory."""
+ONES_BYTES, BARRIER_BYTES = 1024, 1024
+ALIGNMENT = 16
+"""Bytes of a query's row that are loaded at a time."""
+
+
+class Launch(Struct, frozen=True):
+    """Launch configuration of a CTA; no bit depends on it.
+
+    copy_registers, registers: of a thread that copies and of one that computes; 0: as many as it starts with.
+    """
+
+    num_threads: int
+    copy_registers: int = 0
+    registers: int = 0
+
+
+LAUNCHES = {64: Launch(160), 128: Launch(384, 40, 232)}
+"""By rows of a tile."""
+
+
+def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitions | None) -> bool:
+    """Return True if `cuda_prefill_attention` computes this attention."""
+    query = layer.query
+    if query.device.type != "cuda" or query.dtype != torch.bfloat16 or layer.kv.keys.dtype != torch.bfloat16:
+        return False
+
+    has_shape = tile_rows in LAUNCHES and layer.head_dim in (HALF_DIM, 2 * HALF_DIM)
+    has_rows = query.stride(0) * query.element_size() % ALIGNMENT == 0 and query.data_ptr() % ALIGNMENT == 0
+    if layer.window or layer.first_key or not has_shape or not has_rows or layer.kv.block_size % BOX_KEYS:
+        return False
+
+    if partitions is not None and not _has_whole_tiles(partitions):
+        return False
+
+    # Imported here: cuda.core is installed where there is a GPU.
+    from drift_sdk._kernels.common.cuda_programs import has_compiler
+
+    return torch.cuda.get_device_capability(query.device) == (9, 0) and has_compiler()
+
+
+def cuda_prefill_attention(
+    layer: LayerAttention, tiles: Tensor, tile_rows: int, partitions: Partitions | None
+) -> None:
+    """Attention of the rows of `tiles`, in `layer.out`, where `has_cuda_prefill`. The caller,
+    `prefill_attention` or `exact_prefill_attention`, checks the arguments. Unused tiles are the last ones.
+
+    partitions: in whose order to sum; None: all keys in one.
+    """
+    from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
+
+    options, num_warpgroups, head_dim = LAUNCHES[tile_rows], tile_rows // ROWS, layer.head_dim
+    stage_bytes = (tile_rows + 2 * NUM_STAGES * KEYS) * head_dim * 2
+    shared_bytes = stage_bytes + ONES_BYTES + BARRIER_BYTES
+    sizes = (num_warpgroups, NUM_STAGES, options.copy_registers, options.registers)
+    macros = {
+        "DIM": head_dim,
+        "ATTEND": f"attend<{', '.join(map(str, sizes))}>",
+        "THREADS": options.num_threads,
+    }
+    if partitions is not None:
+        macros |= {
+            "NARROW": partitions.narrow,
+            "NARROW_END": partitions.narrow_end,
+            "NUM_DOUBLINGS": partitions.num_doublings,
+        }
+        shared_bytes += tile_rows * head_dim * 4
+    files = FILES if partitions is None else EXACT_FILES
+    kernel = CudaKernel(files, "attend_prompts", tuple((name, str(value)) for name, value in macros.items()))
+    keys, values = (
+        Boxes(cache.view(prod(cache.shape[:-1]), head_dim), BOX_KEYS, HALF_DIM)
+        for cache in (layer.kv.keys, layer.kv.values)
+    )
+    # As many CTAs as one chunk of all rows has tiles, at least one for each multiprocessor. Several chunks
+    # may have more tiles; some CTAs then take several.
+    num_rows, num_tiles = layer.query.shape[0], tiles.shape[0]
+    filling = -(-gpu_limits().num_multiprocessors // layer.num_heads)
+    num_ctas = min(num_tiles, max(filling, -(-num_rows // tile_rows)))
+    # Where the heads that share keys fill the GPU, the L2 cache holds their keys until all rows are done.
+    is_filled = num_ctas * layer.group >= gpu_limits().num_multiprocessors
+    launch_kernel(
+        compile_kernel(kernel, layer.query.device.index or 0, shared_bytes),
+        (layer.num_heads, num_ctas),
+        options.num_threads,
+        shared_bytes,
+        layer.query,
+        keys,
+        values,
+        layer.block_table,
+        tiles,
+        layer.sinks,
+        layer.out,
+        layer.log2_scale,
+        layer.query.stride(0),
+        layer.block_table.stride(0),
+        num_tiles,
+        layer.kv.num_heads,
+        layer.group,
+        layer.kv.block_size,
+        layer.group if is_filled else layer.num_heads,
+    )
+    _note(layer, tiles)
+
+
+def _note(layer: LayerAttention, tiles: Tensor) -> None:
+    """Add the launch to the launches being checked."""
+    note_kernel(
+        "attention of prompts",
+        ACCESS,
+        {
+            "query": layer.query,
+            "keys": layer.kv.keys,
+            "values": layer.kv.values,
+            "block_table": layer.block_table,
+            "tiles": tiles,
+            "sinks": layer.sinks,
+            "out": layer.out,
+        },
+        has_all=True,
+    )
+
+
+def _has_whole_tiles(partitions: Partitions) -> bool:
+    """Return True if no tile of keys reaches across a border. All borders are multiples of `narrow`."""
+    return partitions.tile == PART_KEYS and partitions.narrow % KEYS == 0
+
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
@@ -141,7 +387,7 @@ def _prefill_attention(
     key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     value_scale_ptr,  # as key_scale_ptr
     block_table_ptr,  # [S, max_blocks] int32; rows have a stride
-    tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill_tiles.py; slot -1: unused
+    tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill.py; slot -1: unused
     sinks_ptr,  # [NUM_HEADS], storage type, or None
     output_ptr,  # [R, NUM_HEADS * HEAD_DIM], storage type
     scale,  # of scores, times log2(e)
@@ -249,7 +495,7 @@ def prefill_attention(layer: LayerAttention, tiles: Tensor, config: PrefillAtten
     0 ... position + j. Rows of no tile are left as they are.
     The first key is at most 15, and at most any row's own position. Rows of query and block table may have
     any stride. Raises ValueError for another shape, type or layout.
-    Where it can, cuda_prefill.py computes the same in less time, with other bits.
+    Where it can, prefill.py computes the same in less time, with other bits.
     """
     layer.check(max_first_key=MIN_DOT_SIZE - 1, has_strides=True)  # it lies in the first tile of keys
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)

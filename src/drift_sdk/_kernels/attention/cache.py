@@ -1,4 +1,6 @@
-"""Keys and values in eight bits: e4m3 codes with a scale for each KV head, and how they lie in a cache.
+"""Keys and values in a paged cache: their places, and their e4m3 codes.
+
+Keys and values in eight bits: e4m3 codes with a scale for each KV head, and how they lie in a cache.
 
     code = e4m3(x / scale)           rounded to nearest, ties to even
     x    = code * scale              the codes alone in attention: scales multiply sums, once for each row
@@ -27,15 +29,34 @@ from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.launching import is_interpreted
 from drift_sdk.quantised.e4m3 import E4M3, MAX_E4M3
 
-__all__ = [
-    "cache_words",
-    "check_cache",
-    "check_scales",
-    "decode_pairs",
-    "decode_rows",
-    "encode_e4m3",
-    "is_decoded_in_pairs",
-]
+
+@device_function
+def offset_in_cache(
+    table_ptr,  # [max_blocks] int32: the block table's row of a slot
+    first_key,  # position of the tile's first key
+    key,  # [TILE_KEYS]: 0 ... TILE_KEYS - 1
+    position,  # [TILE_KEYS]: first_key + key
+    num_keys,
+    head,  # KV head
+    dim,  # [PADDED_DIM]
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    CACHE: tl.constexpr,  # the cache_modifier of loads from the table
+):
+    """Return the offsets [TILE_KEYS, PADDED_DIM] of a tile's keys (or values) in the cache."""
+    if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
+        block = tl.load(table_ptr + first_key // KV_BLOCK_SIZE, cache_modifier=CACHE).to(tl.int64)
+        return ((block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * HEAD_DIM + (
+            key[:, None] * HEAD_DIM + dim[None, :]
+        )
+    else:
+        block_ptrs = table_ptr + position // KV_BLOCK_SIZE
+        block = tl.load(block_ptrs, mask=position < num_keys, other=0, cache_modifier=CACHE).to(tl.int64)
+        cache_row = (block * NUM_KV_HEADS + head) * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
+        return cache_row[:, None] * HEAD_DIM + dim[None, :]
+
 
 LARGEST = tl.constexpr(MAX_E4M3)
 SMALLEST_NORMAL = tl.constexpr(2.0**-6)

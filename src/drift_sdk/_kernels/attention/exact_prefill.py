@@ -5,7 +5,7 @@
 With a window w, a row sees only the last w of these positions. A sink is one more score in the softmax, whose
 value is zero.
 
-Order of summation: that of online_softmax.py, as `paged_attention` sums. A prompt's rows get the bits that
+Order of summation: that of softmax.py, as `paged_attention` sums. A prompt's rows get the bits that
 they have when they are decoded or verified, however the prompt is cut into chunks. `prefill_attention` is
 faster (it does not keep the sums of partitions apart) and has other bits.
 
@@ -26,26 +26,25 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention, has_cuda_prefill
-from drift_sdk._kernels.attention.e4m3 import decode_rows
+from drift_sdk._kernels.attention.cache import decode_rows
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.online_softmax import (
+from drift_sdk._kernels.attention.prefill import TILE_FIELDS, cuda_prefill_attention, has_cuda_prefill
+from drift_sdk._kernels.attention.softmax import (
     ONES_COLUMNS,
+    Partitions,
     add_partition,
     add_sink,
     attend_tile,
     head_scale,
+    partition_of,
+    partition_start,
     zero_parts,
 )
-from drift_sdk._kernels.attention.partitions import Partitions, partition_of, partition_start
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS
 from drift_sdk._kernels.common.arguments import check_tensor
 from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-
-__all__ = ["ExactPrefillConfig", "exact_prefill_attention", "exact_prefill_config"]
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
@@ -172,7 +171,7 @@ def _exact_prefill_attention(
     NARROW_STAGES: tl.constexpr,  # of the pipeline over narrow partitions
     PDL: tl.constexpr,
 ):
-    """Program (head, tile of rows), in the order of summation of online_softmax.py.
+    """Program (head, tile of rows), in the order of summation of softmax.py.
 
     Three kinds of partitions, in ascending order: narrow ones that all rows see, a loop whose pipeline spans
     the partitions; wider ones, from NARROW_END on, that all rows see; and those that reach to the diagonal or
@@ -313,7 +312,7 @@ def exact_prefill_attention(
 
     tiles: as of `prefill_attention`. partitions: those of `paged_attention`, for equal bits.
     The first key is 0. All tensors are contiguous. Raises ValueError for another shape, type or layout.
-    Where it can, cuda_prefill.py computes the same bits in less time.
+    Where it can, prefill.py computes the same bits in less time.
     """
     layer.check(max_first_key=0)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
