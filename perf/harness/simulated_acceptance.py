@@ -26,11 +26,12 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import commit, commit_tensors
-from drift_sdk._kernels.commit.records import (
+from drift_sdk._kernels.commit import (
     HEADER_SIZE,
     PENALTIES,
     ROW_SIZE,
+    commit,
+    commit_tensors,
     emit_token,
     find_record,
     write_empty_record,

@@ -13,11 +13,11 @@ import torch
 from references.commit import commit_reference
 from references.simulated import commit_simulated_reference
 
-from drift_sdk._kernels.commit.commit import commit
-from drift_sdk._kernels.commit.records import (
+from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,
+    commit,
     record_words,
 )
 from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers

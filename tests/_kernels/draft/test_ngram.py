@@ -8,7 +8,7 @@ import pytest
 import torch
 from references.draft import append_history_reference
 
-from drift_sdk._kernels.draft.ngram import SEARCH_TOKENS, append_history, num_searchers, propose_ngrams
+from drift_sdk._kernels.draft.ngrams import SEARCH_TOKENS, append_history, num_searchers, propose_ngrams
 from drift_sdk.draft_policy.ngram import NGramHistory
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.rows import Rows

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drift_sdk._kernels.draft.ngram import num_searchers, search_ngrams
-from drift_sdk._kernels.draft.ngram_choice import score_ngrams, take_ngrams
+from drift_sdk._kernels.draft.ngrams import num_searchers, score_ngrams, search_ngrams, take_ngrams
 from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT, next_score, num_right
 from drift_sdk.execution.eager.drafters import Span
 from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter, state_of

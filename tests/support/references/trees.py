@@ -10,7 +10,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.cache import cache_words
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import PlannedRows
-from drift_sdk._kernels.commit.records import (
+from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,

@@ -26,8 +26,6 @@ from drift_sdk._kernels.common.launching import launch_options, start_dependents
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max, gumbel_from_bits
 
-__all__ = ["choose_drafts", "num_draft_chunks"]
-
 CHUNK_TOKENS = 1024
 """Logits of a program: 8 a thread of 4 warps. A draft's vocabulary of 32,000 has 32 chunks, so that a single
 row is shared by 32 multiprocessors."""

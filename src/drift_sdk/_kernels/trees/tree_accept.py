@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drift_sdk._kernels.attention.cache import cache_words
-from drift_sdk._kernels.commit.records import (
+from drift_sdk._kernels.commit import (
     HEADER_SIZE,
     PENALTIES,
     ROW_SIZE,

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
-from drift_sdk._kernels.commit.records import record_words
+from drift_sdk._kernels.commit import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_rounds

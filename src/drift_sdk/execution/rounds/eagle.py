@@ -12,9 +12,13 @@ from drift_sdk._kernels.attention.plan import BlockTable
 from drift_sdk._kernels.attention.prefill import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
-from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows
-from drift_sdk._kernels.draft.draft_state import keep_last_rows
-from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
+from drift_sdk._kernels.draft.draft_rows import (
+    chunk_rows,
+    draft_tiles,
+    keep_last_rows,
+    num_draft_tiles,
+    round_rows,
+)
 from drift_sdk._kernels.layers.embedding import embed_norm
 from drift_sdk._kernels.layers.residual_norm import add_norm
 from drift_sdk.execution.device.slot_table import SlotTable

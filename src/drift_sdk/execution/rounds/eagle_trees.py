@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.draft.draft_choose import num_draft_chunks
-from drift_sdk._kernels.draft.draft_state import keep_last_rows
+from drift_sdk._kernels.draft.draft_rows import keep_last_rows
 from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk._kernels.trees.tree_growth import (
     CandidateBuffers,

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.draft.ngram import append_history, num_searchers, search_ngrams
-from drift_sdk._kernels.draft.ngram_choice import score_ngrams, take_ngrams
+from drift_sdk._kernels.draft.ngrams import (
+    append_history,
+    num_searchers,
+    score_ngrams,
+    search_ngrams,
+    take_ngrams,
+)
 from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.draft.ngram import append_history, num_searchers, propose_ngrams
+from drift_sdk._kernels.draft.ngrams import append_history, num_searchers, propose_ngrams
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
 from drift_sdk.execution.forward.rows import Rows

@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import commit
+from drift_sdk._kernels.commit import commit
 from drift_sdk._kernels.exchange.gather_logits import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.sampling.rows import SampleBuffers
