@@ -39,8 +39,6 @@ from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerSums, is_compiled
 from drift_sdk._kernels.layers.residual_norm import add_total, normalise
 from drift_sdk._kernels.layers.rms_norm import NormKind, norm_warps
 
-__all__ = ["add_norm_across"]
-
 NAN_BITS = tl.constexpr(0x7FFFFFFF)
 """The bits of a NaN that is sent in place of a number with the bits EMPTY, which mark a missing number."""
 

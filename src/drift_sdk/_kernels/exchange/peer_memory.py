@@ -40,19 +40,6 @@ from drift_sdk._kernels.common.launching import (
     wait_for_producers,
 )
 
-__all__ = [
-    "EMPTY",
-    "PeerMemory",
-    "PeerSums",
-    "PeerTensor",
-    "await_flag",
-    "begin_exchange",
-    "is_compiled",
-    "peer_pointer",
-    "publish",
-    "raise_flags",
-]
-
 EMPTY = tl.constexpr(-1)
 """The bits of a place for a number that has not come: a NaN that no operation of a GPU gives."""
 

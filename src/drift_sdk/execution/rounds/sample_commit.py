@@ -7,7 +7,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.commit import commit
-from drift_sdk._kernels.exchange.gather_logits import gather_logits
+from drift_sdk._kernels.exchange.gather import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows
