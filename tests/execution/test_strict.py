@@ -22,7 +22,7 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
 )
-from drift_sdk._kernels.gemm import cublas_gemm as cublas_gemm
+from drift_sdk._kernels.gemm import fastest_gemm as cublas_gemm
 from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable
 from drift_sdk.driver.request_registry import RequestRegistry

@@ -9,8 +9,6 @@ so the tokens of a slot are appended in order. Program 0 also moves the ring's i
 entry. Bytes: 56 a slot, 20 a row and, for each token emitted, 8 with penalties and 328 with
 log-probabilities. Everything computed is an integer; log-probabilities are copied bit by bit.
 
-A slot's record is that of commit.py.
-
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
 its dependents start right after that. It is the last kernel of a round, or the last before a drafter's.
 

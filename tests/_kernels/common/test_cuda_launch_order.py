@@ -29,7 +29,7 @@ from drift_sdk._kernels.experts.cuda_experts import (
     cuda_gated_expert_multiply,
     cuda_route,
 )
-from drift_sdk._kernels.gemm.few_rows_gemm import few_rows_multiply
+from drift_sdk._kernels.gemm.fastest_gemm import few_rows_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.quantised import dequantise, quantised_gemm
 from drift_sdk._kernels.recurrent.gated_delta import (

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from drift_sdk._kernels.common import timing
-from drift_sdk._kernels.common.timing import time_us
+from drift_sdk._kernels.gemm import tuner
+from drift_sdk._kernels.gemm.tuner import time_us
 
 
 class FakeGpu:
@@ -48,7 +48,7 @@ def current(stream: object) -> Iterator[None]:
 
 def fake(monkeypatch: pytest.MonkeyPatch, milliseconds: list[float]) -> FakeGpu:
     gpu = FakeGpu(milliseconds)
-    timing._stream.cache_clear()
+    tuner._stream.cache_clear()
     for name in ("Stream", "CUDAGraph", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **options: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -59,7 +59,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, milliseconds: list[float]) -> FakeGpu:
 @pytest.fixture(autouse=True)
 def forget_stream() -> Iterator[None]:
     yield
-    timing._stream.cache_clear()
+    tuner._stream.cache_clear()
 
 
 def test_median_of_the_measurements_after_as_many_that_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

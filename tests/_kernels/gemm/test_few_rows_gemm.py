@@ -5,7 +5,7 @@ import torch
 from msgspec.structs import replace
 
 from drift_sdk._kernels.common.gpu_limits import HOPPER
-from drift_sdk._kernels.gemm.few_rows_gemm import (
+from drift_sdk._kernels.gemm.fastest_gemm import (
     ROW_TILE,
     FewRowsTiles,
     few_rows_multiply,

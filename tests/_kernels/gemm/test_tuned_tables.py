@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from drift_sdk._kernels.common.gpu_limits import HOPPER
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.heuristic import GemmShape, has_equal_shares
 from drift_sdk._kernels.gemm.slices import num_slices

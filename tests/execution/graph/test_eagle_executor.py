@@ -17,8 +17,7 @@ from interpreted_device import InterpretedDevice
 from tiny_llama import tiny_llama
 from triton.runtime import interpreter
 
-from drift_sdk._kernels.gemm.logged_products import LoggedProduct, read_products
-from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
+from drift_sdk._kernels.gemm.tuning import LoggedProduct, TunedTable, WatchedTable, read_products
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter

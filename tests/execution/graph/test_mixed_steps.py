@@ -17,8 +17,7 @@ from sampling_rows import FixedMask
 from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
-from drift_sdk._kernels.gemm.logged_products import read_products
-from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.gemm.tuning import TunedTable, read_products
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,

@@ -39,13 +39,6 @@ from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.gemm.slices import slice_size
 from drift_sdk._kernels.layers.activation import Activation, activate
 
-__all__ = [
-    "GemmConfig",
-    "GemmTiles",
-    "gated_multiply",
-    "multiply",
-]
-
 BAND_TILES = tl.constexpr(8)
 """Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value
 (GROUP_SIZE_M); tuning does not vary it, and no result depends on it."""
@@ -61,7 +54,7 @@ class GemmTiles(Struct, frozen=True, forbid_unknown_fields=True):
     tile_n, tile_m, tile_k: entries of a tile along the weight's rows (columns of the output), along the rows,
     and along the inner dimension; powers of two.
     num_stages, num_warps: of Triton's pipeline, and of a program.
-    is_library: the vendor's library is faster, see cublas_gemm.py. It does not add slices, so they must be
+    is_library: the vendor's library is faster, see fastest_gemm.py. It does not add slices, so they must be
     spread.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply
+from drift_sdk._kernels.gemm.fastest_gemm import fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.soft_cap import soft_cap
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.gemm.cublas_gemm import library_product
+from drift_sdk._kernels.gemm.fastest_gemm import library_product
 from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import meta_weights

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drift_sdk._kernels.gemm.logged_products import LoggedProduct, add_products
+from drift_sdk._kernels.gemm.tuning import LoggedProduct, add_products
 from drift_sdk.execution.device.device import Replay
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
