@@ -9,7 +9,7 @@ import torch
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows

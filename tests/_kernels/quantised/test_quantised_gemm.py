@@ -10,7 +10,7 @@ from quantised_cases import FORMATS, QuantisedFormat, draw
 from references.layers import activate_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.layers.activation import Activation
+from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk._kernels.quantised import programs
 from drift_sdk._kernels.quantised.packing import PackedWeight, pack_weight
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply

@@ -61,7 +61,7 @@ from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, weigh
+from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, norm_warps, weigh
 
 TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""

@@ -46,8 +46,7 @@ from drift_sdk._kernels.common.kernel_access import KernelAccess
 from drift_sdk._kernels.common.launch_order import note_kernel, note_library_kernel
 from drift_sdk._kernels.common.parallel_compile import is_recording
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
-from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.layers.glu import glu
+from drift_sdk._kernels.layers.gates import Activation, glu
 
 FILES = ("common/types.cu", "common/dependent_launch.cu", "gemm/few_rows.cu")
 ACCESS = KernelAccess(frozenset({"weight"}), frozenset({"out"}), False)

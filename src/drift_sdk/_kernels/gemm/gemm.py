@@ -37,7 +37,7 @@ from drift_sdk._kernels.common.launching import (
 )
 from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.gemm.slices import slice_size
-from drift_sdk._kernels.layers.activation import Activation, activate
+from drift_sdk._kernels.layers.gates import Activation, activate
 
 BAND_TILES = tl.constexpr(8)
 """Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value

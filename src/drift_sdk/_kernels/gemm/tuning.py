@@ -241,7 +241,7 @@ LOCK_TIMEOUT_S = 120.0
 LOCK_POLL_S = 0.05
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-SOURCES = ("gemm/gemm.py", "gemm/fastest_gemm.py", "gemm/slices.py", "common/launching.py", "layers/glu.py")
+SOURCES = ("gemm/gemm.py", "gemm/fastest_gemm.py", "gemm/slices.py", "common/launching.py", "layers/gates.py")
 """Files of this package that the time of a product depends on."""
 
 

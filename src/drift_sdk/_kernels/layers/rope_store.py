@@ -49,10 +49,8 @@ from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, weigh
+from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, weigh
 from drift_sdk.quantised.e4m3 import E4M3
-
-__all__ = ["rotate_and_store"]
 
 PROGRAM_ELEMENTS = 1_024
 """Elements of a program: 8 for each of the 128 threads of four warps. A row of an 8B model (48 heads of 128)
@@ -146,7 +144,7 @@ def _rotate_and_store(
     PADDED_HALF: tl.constexpr,  # HALF, rounded up to a power of two
     PADDED_REST: tl.constexpr,  # HEAD_DIM - 2 * HALF, rounded up likewise; 0: all are rotated
     NUM_SLICES: tl.constexpr,
-    NORM_KIND: tl.constexpr,  # see rms_norm.py
+    NORM_KIND: tl.constexpr,  # see norm.py
     PDL: tl.constexpr,
 ):
     """Program (row, tile): the first tiles are of query heads, then of keys, then of values. Longer than
@@ -286,7 +284,7 @@ def rotate_and_store(
     elements of each head are rotated. Both None: nothing is rotated.
     query_out: [R, num_heads, head_dim].
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
-    norm_kind: of both, see rms_norm.py.
+    norm_kind: of both, see norm.py.
     row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
     query_scale: [max_positions] in the storage type: queries are multiplied by the number at the position of
     their row, after the rotation and its rounding, and rounded again.

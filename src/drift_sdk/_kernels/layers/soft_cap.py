@@ -33,8 +33,6 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv
 
-__all__ = ["soft_cap"]
-
 BLOCK_COLUMNS = 1_024
 """Columns of a program: 8 for each of the 128 threads of four warps, two loads of 16 bytes."""
 

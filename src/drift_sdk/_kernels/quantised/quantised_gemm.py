@@ -34,7 +34,7 @@ from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
 from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 from drift_sdk._kernels.common.kernel_access import KernelAccess
 from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.layers.activation import Activation
+from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk._kernels.quantised.packing import UNIT, PackedWeight
 from drift_sdk._kernels.quantised.programs import has_programs, program
 from drift_sdk._kernels.quantised.tile_choice import choose_tiles

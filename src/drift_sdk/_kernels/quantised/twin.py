@@ -23,8 +23,7 @@ from drift_sdk._kernels.common.launching import (
     wait_for_producers,
 )
 from drift_sdk._kernels.common.sizes import cdiv
-from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.layers.glu import glu
+from drift_sdk._kernels.layers.gates import Activation, glu
 from drift_sdk._kernels.quantised.dequantise import (
     natural_column,
     packed_codes,

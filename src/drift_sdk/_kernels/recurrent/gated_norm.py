@@ -6,7 +6,7 @@ Grid: (rows, blocks of heads). A program owns BLOCK_HEADS heads of a row; the or
 depends on that and on the size of a head, not on the number of rows.
 
 Order of summation: slices of z in ascending order in float32, then rounded to the storage type. The norm is
-rounded as its kind says (rms_norm.py), silu and the last product are float32, and rounded once.
+rounded as its kind says (norm.py), silu and the last product are float32, and rounded once.
 
 Dependent launch: the kernel waits first, then permits its dependents to start.
 """
@@ -20,7 +20,7 @@ from drift_sdk._kernels.common.arguments import check_partial_sums, check_tensor
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, weigh
+from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, weigh
 
 __all__ = ["norm_gated"]
 

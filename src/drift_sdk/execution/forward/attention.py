@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
-from drift_sdk._kernels.layers.attention_gate import gate_attention
+from drift_sdk._kernels.layers.gates import gate_attention
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.model_resources import ModelResources

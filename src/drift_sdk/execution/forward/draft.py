@@ -12,9 +12,8 @@ from drift_sdk._kernels.draft.draft_rows import Residual, draft_inputs
 from drift_sdk._kernels.gemm.fastest_gemm import fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import gated_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.attention_gate import gate_attention
-from drift_sdk._kernels.layers.glu import glu
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.gates import gate_attention, glu
+from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache

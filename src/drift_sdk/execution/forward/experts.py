@@ -24,7 +24,7 @@ from drift_sdk._kernels.experts.packed_products import packed_expert_multiply, p
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.gemm import multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.gate_rows import gate_rows
+from drift_sdk._kernels.layers.gates import gate_rows
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.kernel_weights import KernelExperts
 from drift_sdk.execution.forward.mlp import take_activated

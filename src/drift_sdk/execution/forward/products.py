@@ -12,7 +12,7 @@ from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.glu import glu
+from drift_sdk._kernels.layers.gates import glu
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.workspace import Workspace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.layers.activation import Activation
+from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk._kernels.quantised.dequantise import dequantise
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
 from drift_sdk.execution.device.workspace import Workspace

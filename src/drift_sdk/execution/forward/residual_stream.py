@@ -8,8 +8,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
-from drift_sdk._kernels.layers.embedding import embed_norm
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.norm import add_norm, embed_norm
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.quantised.weight import dense

@@ -19,8 +19,7 @@ from drift_sdk._kernels.draft.draft_rows import (
     num_draft_tiles,
     round_rows,
 )
-from drift_sdk._kernels.layers.embedding import embed_norm
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.norm import add_norm, embed_norm
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape

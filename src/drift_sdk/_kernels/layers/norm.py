@@ -1,4 +1,19 @@
-"""The residual stream: a layer's output is added to it, and it is normalised, in one pass.
+"""RMS norm, with what it is fused with: the sum of the residual stream, and the look-up of embeddings.
+
+Normalisation by the root mean square (RMS norm), as a part of other kernels.
+
+    rms_norm(x) = x / sqrt(mean(x^2) + eps) * weight
+
+Kinds of norms differ in the product with the weight:
+
+- rounded: the normalised value is rounded to the storage type, and its product with the weight again
+- wide: the product with the weight is float32, and rounded once
+- offset: as wide, with 1 + weight in place of the weight (Gemma)
+
+The sum of squares is float32, in an order that depends on the size and on the number of warps (see
+`norm_warps`).
+
+The residual stream: a layer's output is added to it, and it is normalised, in one pass.
 
     total[r] = sum of slices of delta[r] + bias
     total[r] = rms_norm(total[r]) * delta_norm                                      where this norm is given
@@ -17,10 +32,25 @@ that of a launch and one trip to memory.
 Dependent launch: with a delta, the kernel always follows the product that made it, so it permits its
 dependents to start at once; before it waits, it reads the weights, which never change, and the residual
 stream, which is older than the product. Without a delta it reads the weight, waits, and then permits them.
+
+Rows of the embedding as the residual stream, and its first norm.
+
+    hidden[r] = embedding[row_token[r]] * multiplier
+    hidden[r] = rms_norm(hidden[r])                                      where its epsilon is given
+    normed[r] = rms_norm(hidden[r]) * normed_multiplier * weight
+
+Grid: (rows). A program owns one row, in registers.
+
+Bytes: three rows of the storage type for each row: one in, two out.
+
+Dependent launch: the kernel waits first, then permits its dependents to start.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -35,9 +65,44 @@ from drift_sdk._kernels.common.device_function import device_function
 from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, norm_warps, weigh
 
-__all__ = ["add_norm", "add_total", "normalise"]
+NormKind = Literal["rounded", "wide", "offset"]
+
+
+@device_function
+def inverse_rms(
+    sum_of_squares,  # fp32
+    SIZE: tl.constexpr,  # of how many values
+    eps,
+):
+    """Return 1 / sqrt(sum_of_squares / SIZE + eps), the factor that normalises the values."""
+    return tl.rsqrt(sum_of_squares / SIZE + eps)
+
+
+@device_function
+def weigh(
+    normed,  # fp32, any shape
+    weight,  # storage type, the same shape
+    NORM_KIND: tl.constexpr = tl.constexpr("rounded"),  # noqa: B008 - older Triton takes no other default
+):
+    """Return normed times weight in the storage type, as the kind of norm says."""
+    if NORM_KIND == "offset":
+        return (normed * (1.0 + weight.to(tl.float32))).to(weight.dtype)
+    elif NORM_KIND == "wide":
+        return (normed * weight.to(tl.float32)).to(weight.dtype)
+    else:
+        rounded = normed.to(weight.dtype).to(tl.float32)
+        return (rounded * weight.to(tl.float32)).to(weight.dtype)
+
+
+def norm_warps(size: int) -> int:
+    """Return the warps of a program that normalises a row of `size` values: 1 to 16, a power of two.
+
+    256 values a warp are 8 for each of its 32 threads, 16 bytes of bfloat16: the widest load. 16 warps, which
+    are reached at 4,096 values, are half of the 32 that a CTA may have. The result depends on the size alone,
+    since the order of the sum of squares, and so its bits, depend on the number of warps.
+    """
+    return min(max(next_power_of_2(size) // 256, 1), 16)
 
 
 @device_function
@@ -104,7 +169,7 @@ def _add_norm(
     NUM_SLICES: tl.constexpr,  # 0: no delta
     DELTA_MULTIPLIER: tl.constexpr,
     NORMED_MULTIPLIER: tl.constexpr,
-    NORM_KIND: tl.constexpr,  # see rms_norm.py
+    NORM_KIND: tl.constexpr,  # see norm.py
     PDL: tl.constexpr,
 ):
     """Program (row): one row. Longer than other kernels by its signature."""
@@ -172,7 +237,7 @@ def add_norm(
     delta_norm [H] in the storage type, if given: delta is normalised, and weighed by it, before it is added.
     delta_eps: of the norm of delta; None: eps.
     delta_multiplier: delta is multiplied by it, after its norm.
-    normed_multiplier: applied before the first rounding of `normed`. norm_kind: see rms_norm.py.
+    normed_multiplier: applied before the first rounding of `normed`. norm_kind: see norm.py.
     aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
     Rows of all but weights and bias may have any stride. Raises ValueError for another shape, type or layout.
     """
@@ -212,6 +277,103 @@ def add_norm(
         PADDED_SIZE=next_power_of_2(size),
         NUM_SLICES=slices.num_slices,
         DELTA_MULTIPLIER=delta_multiplier,
+        NORMED_MULTIPLIER=normed_multiplier,
+        NORM_KIND=norm_kind,
+        PDL=uses_pdl(),
+        num_warps=norm_warps(size),
+        **launch_options(),
+    )
+
+
+@kernel
+def _embed_norm(
+    row_token_ptr,  # [R] int32; negative: padding row
+    row_slot_ptr,  # [R] int32; negative: padding row
+    embedding_ptr,  # [V, SIZE], storage type
+    weight_ptr,  # [SIZE], storage type
+    hidden_ptr,  # [R, SIZE], storage type
+    normed_ptr,  # [R, SIZE], storage type
+    eps,
+    embedding_eps,  # or None
+    hidden_stride,
+    normed_stride,
+    SIZE: tl.constexpr,  # hidden size
+    PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
+    MULTIPLIER: tl.constexpr,
+    NORMED_MULTIPLIER: tl.constexpr,
+    NORM_KIND: tl.constexpr,  # see norm.py
+    PDL: tl.constexpr,
+):
+    """Program (row): one row."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED_SIZE)
+    column_mask = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
+    token = tl.load(row_token_ptr + row).to(tl.int64)
+    is_live = tl.minimum(token, tl.load(row_slot_ptr + row)) >= 0
+    live_mask = column < tl.where(is_live, SIZE, 0)
+    x = tl.load(embedding_ptr + token * SIZE + column, mask=live_mask, other=0.0)
+    if MULTIPLIER != 1.0:
+        x = (x.to(tl.float32) * MULTIPLIER).to(x.dtype)
+    if embedding_eps is not None:
+        embedded = x.to(tl.float32)
+        embedded *= inverse_rms(tl.sum(embedded * embedded, axis=0), SIZE, embedding_eps)
+        x = tl.where(is_live, embedded, 0.0).to(x.dtype)
+    tl.store(hidden_ptr + row * hidden_stride + column, x, mask=column_mask)
+    wide = x.to(tl.float32)
+    scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
+    if NORMED_MULTIPLIER != 1.0:
+        scaled *= NORMED_MULTIPLIER
+    # With eps 0 a row of zeros has no norm.
+    scaled = tl.where(is_live, scaled, 0.0)
+    tl.store(normed_ptr + row * normed_stride + column, weigh(scaled, weight, NORM_KIND), mask=column_mask)
+
+
+def embed_norm(
+    row_token: Tensor,
+    row_slot: Tensor,
+    embedding: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    normed: Tensor,
+    *,
+    eps: float,
+    embedding_eps: float | None = None,
+    multiplier: float = 1.0,
+    normed_multiplier: float = 1.0,
+    norm_kind: NormKind = "rounded",
+) -> None:
+    """hidden = embedding[row_token] * multiplier, normed = rms_norm(hidden) * normed_multiplier * weight.
+
+    row_token, row_slot: [R] int32; rows with a negative token or slot get zeros in both outputs.
+    embedding_eps: hidden is normalised with it, without a weight, after the multiplier; None: it is not.
+    embedding [V, H], weight [H], hidden and normed [R, H]: in the storage type. Rows of hidden and normed may
+    have any stride. Raises ValueError for another shape, type or layout.
+    """
+    (num_rows,) = row_token.shape
+    vocab_size, size = embedding.shape
+    dtype = embedding.dtype
+    check_tensors((num_rows,), torch.int32, row_token=row_token, row_slot=row_slot)
+    check_tensor("embedding", embedding, (vocab_size, size), dtype)
+    check_tensor("weight", weight, (size,), dtype)
+    check_rows("hidden", hidden, (num_rows, size), dtype)
+    check_rows("normed", normed, (num_rows, size), dtype)
+    _embed_norm[(num_rows,)](
+        row_token_ptr=row_token,
+        row_slot_ptr=row_slot,
+        embedding_ptr=embedding,
+        weight_ptr=weight,
+        hidden_ptr=hidden,
+        normed_ptr=normed,
+        eps=eps,
+        embedding_eps=embedding_eps,
+        hidden_stride=hidden.stride(0),
+        normed_stride=normed.stride(0),
+        SIZE=size,
+        PADDED_SIZE=next_power_of_2(size),
+        MULTIPLIER=multiplier,
         NORMED_MULTIPLIER=normed_multiplier,
         NORM_KIND=norm_kind,
         PDL=uses_pdl(),
