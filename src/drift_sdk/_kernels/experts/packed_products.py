@@ -25,9 +25,9 @@ Triton does the same from the same bytes. Its sums have another order, so other 
 
 Products of experts with quantised weights in Triton: the fallback of packed_products.cu, and its oracle.
 
-The kernels read the same bytes, and sum as quantised/twin.py does: a row's bits depend neither on the other
-rows nor on how many of them its expert has, and are not those of packed_products.cu. Tiles and programs are
-those of expert_gemm.py.
+The kernels read the same bytes, and sum as quantised/quantised_gemm.py does: a row's bits depend neither on
+the other rows nor on how many of them its expert has, and are not those of packed_products.cu. Tiles and
+programs are those of expert_gemm.py.
 
 Dependent launch: the kernels wait first. They permit their dependents to start when only the store is left.
 """
@@ -62,10 +62,9 @@ from drift_sdk._kernels.experts.expert_gemm import (
     tile_pairs,
 )
 from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk._kernels.quantised.dequantise import has_programs, program
 from drift_sdk._kernels.quantised.packing import PANEL, UNIT, PackedWeight
-from drift_sdk._kernels.quantised.programs import has_programs, program
-from drift_sdk._kernels.quantised.tiles import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles
-from drift_sdk._kernels.quantised.twin import packed_sums
+from drift_sdk._kernels.quantised.quantised_gemm import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles, packed_sums
 
 TILES = ExpertGemmConfig(tile_n=64, tile_m=16, tile_k=0, num_stages=0, num_warps=4)
 """Tiles of the output and warps; the others have no meaning here."""
