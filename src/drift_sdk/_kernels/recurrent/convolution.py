@@ -33,8 +33,6 @@ from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns
 from drift_sdk.spec.model import GatedDelta
 from drift_sdk.spec.states import BORDER, num_input_rows
 
-__all__ = ["keep_inputs", "mix_rows"]
-
 BLOCK_ROWS, BLOCK_CHANNELS, NUM_WARPS = 8, 512, 4
 EPS = tl.constexpr(1e-6)
 """Added to the square of a length."""
