@@ -9,9 +9,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import PlannedRows
-from drift_sdk._kernels.retrieval.block_shares import block_shares
-from drift_sdk._kernels.retrieval.select_blocks import select_blocks
-from drift_sdk._kernels.retrieval.view import Retrieval, view_blocks
+from drift_sdk._kernels.views import Retrieval, block_shares, select_blocks, view_blocks
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from references.retrieval import (
+from references.views import (
     block_shares_reference,
     note_round_reference,
     refresh_rows_reference,
@@ -15,10 +15,14 @@ from references.retrieval import (
 )
 from tolerances import assert_near
 
-from drift_sdk._kernels.retrieval.block_shares import block_shares
-from drift_sdk._kernels.retrieval.pending import note_round, refresh_rows
-from drift_sdk._kernels.retrieval.select_blocks import select_blocks
-from drift_sdk._kernels.retrieval.view import Retrieval, view_blocks
+from drift_sdk._kernels.views import (
+    Retrieval,
+    block_shares,
+    note_round,
+    refresh_rows,
+    select_blocks,
+    view_blocks,
+)
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 
 pytestmark = pytest.mark.kernel

@@ -1,11 +1,11 @@
-"""References of the kernels of `drift_sdk._kernels.retrieval`."""
+"""References of the kernels of `drift_sdk._kernels.views`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.retrieval.view import Retrieval
+from drift_sdk._kernels.views import Retrieval
 from drift_sdk.partial_verification import ViewLayout
 
 
