@@ -42,8 +42,8 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.rows import SampleBuffers
-from drift_sdk._kernels.slots.input_ring import entry_after
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+from drift_sdk._kernels.slots.step_inputs import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["SimulatedAcceptance", "SimulatedRounds", "commit_simulated", "simulate_choices"]

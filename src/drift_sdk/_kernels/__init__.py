@@ -10,7 +10,8 @@ Module layout
 3. The wrappers: they check shapes, types and strides (common/arguments.py), and launch. Outputs are tensors
    of the caller.
 
-`<wrapper>_reference`, the same in plain torch, lies with the tests, in tests/support/references/<folder or module>.py.
+`<wrapper>_reference`, the same in plain torch, lies with the tests, in tests/support/references/<folder or
+module>.py.
 
 A kernel in CUDA C++ lies in a .cu file beside its wrapper, which declares with `note_kernel` what it reads
 before it waits and what it writes. Each of its threads waits before it ends or permits dependents to start.

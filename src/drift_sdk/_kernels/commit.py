@@ -34,8 +34,8 @@ from drift_sdk._kernels.common.kernel import kernel
 from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
 from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
-from drift_sdk._kernels.slots.input_ring import entry_after
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.slots.step_inputs import entry_after
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
 """Reasons for which a slot has ended, as in `SlotState.finish` and in its record; 0: it has not."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from drift_sdk._kernels.common.arguments import check_tensor
 
-__all__ = ["SlotColumns", "SlotFlag", "SlotState", "num_mask_words"]
-
 
 class SlotFlag(IntFlag):
     """The rules that apply to a slot's logits. Sampling reads a table [S, V] or [S, W] only for slots that

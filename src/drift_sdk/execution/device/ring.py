@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from drift_sdk._kernels.slots.input_ring import HEADER_WORDS, advance, enter
+from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS, advance, enter
 from drift_sdk.execution.device.device import Event, Replay, ServingDevice
 from drift_sdk.execution.device.slot_table import Pairs
 from drift_sdk.steps import HostWork

@@ -11,7 +11,7 @@ from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
 from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers
-from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk._kernels.slots.step_inputs import gather_rows
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.forward.attention_groups import AttentionGroups

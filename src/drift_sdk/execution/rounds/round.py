@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drift_sdk._kernels.slots.gather_rows import gather_rows
-from drift_sdk._kernels.slots.input_ring import show_drafts
+from drift_sdk._kernels.slots.step_inputs import gather_rows, show_drafts
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.resources import DeviceResources

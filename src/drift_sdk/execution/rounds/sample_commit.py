@@ -11,7 +11,7 @@ from drift_sdk._kernels.exchange.gather import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows
-from drift_sdk._kernels.slots.input_ring import copy_masks
+from drift_sdk._kernels.slots.step_inputs import copy_masks
 from drift_sdk._kernels.trees.tree_accept import tree_accept
 from drift_sdk.execution.acceptance import Acceptance
 from drift_sdk.execution.forward.head_product import multiply_head

@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.slots.input_ring import show_drafts
+from drift_sdk._kernels.slots.step_inputs import show_drafts
 from drift_sdk._kernels.trees.tree_accept import kv_rewind
 from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors, tree_roots, tree_rows
