@@ -120,7 +120,7 @@ def test_a_crowd_changes_no_bit(family: str, tmp_path: Path) -> None:
         {"max_num_seqs": 16, "prefill_token_budget": 40},
         {"max_num_seqs": 8, "kv_cache_tokens": 1200},
         {"max_num_seqs": 16, "speculation": drafts},
-        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 800, "prefill_token_budget": 200},
+        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 480, "prefill_token_budget": 200},
     ]
     for mode in modes:
         found, stats = answers(folder, prompts, repeats=2, **mode)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_zoo import make_hybrid_model
 from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
 
@@ -112,6 +113,27 @@ def test_scales_are_1_where_files_have_none(plain: Path, tmp_path: Path) -> None
         found = load(source).weights.kv_scales
         assert found is not None
         assert found.keys.tolist() == found.values.tolist() == [[1.0] * NUM_KV_HEADS] * NUM_LAYERS
+
+
+def test_layers_without_attention_have_no_scales(tmp_path: Path) -> None:
+    make_hybrid_model("qwen3_5", 1, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    spec = read_spec(Source(tmp_path).config)
+    attended = [name.removesuffix(".q_proj.weight") for name in tensors if name.endswith(".q_proj.weight")]
+    assert 0 < len(attended) == len(spec.attention_layers) < spec.num_layers
+    for name in attended:
+        tensors |= {f"{name}.k_scale": torch.tensor([0.25]), f"{name}.v_scale": torch.tensor([0.75])}
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    found = load(Source(tmp_path)).weights.kv_scales
+    assert found is not None
+    for scales, expected in ((found.keys, 0.25), (found.values, 0.75)):
+        assert (scales[list(spec.attention_layers)] == expected).all()
+
+    del tensors[f"{attended[-1]}.k_scale"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="k_scale"):
+        load(Source(tmp_path))
 
 
 @pytest.mark.parametrize("settings", [COMPRESSED, None], ids=["quantised", "not quantised"])

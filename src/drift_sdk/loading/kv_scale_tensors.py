@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -34,9 +34,12 @@ def has_kv_scales(names: Collection[str]) -> bool:
     return any(name.endswith(ENDS) for name in names)
 
 
-def check_kv_scales(tensors: StoredSource, num_layers: int, num_kv_heads: int) -> None:
+def check_kv_scales(tensors: StoredSource, layers: Sequence[int], num_kv_heads: int) -> None:
     """Raise ModelLoadError naming file and tensor if headers show that scales are missing for some layers or
-    cannot be read, for scales of unknown names, and if scales of two pairs of names differ."""
+    cannot be read, for scales of unknown names, and if scales of two pairs of names differ.
+
+    layers: indices of the layers with attention.
+    """
     for name in tensors.names():
         if name.rpartition(".")[2] in LAST_PARTS and not name.endswith(ENDS):
             raise ModelLoadError(
@@ -44,38 +47,38 @@ def check_kv_scales(tensors: StoredSource, num_layers: int, num_kv_heads: int) -
                 f"{', '.join(end.lstrip('.') for end in dict.fromkeys(ENDS))} in its layer"
             )
 
-    pairs = _pairs(tensors, num_layers)
+    pairs = _pairs(tensors, layers)
     for part in dict.fromkeys(pairs[0] if pairs else ()):
-        for layer in range(num_layers):
+        for layer in layers:
             _check_layer(tensors, layer, part, num_kv_heads)
     for other in pairs[1:]:
-        for layer in range(num_layers):
+        for layer in layers:
             _check_same(tensors, layer, pairs[0], other, num_kv_heads)
 
 
 def read_kv_scales(
-    tensors: StoredSource, num_layers: int, num_kv_heads: int
+    tensors: StoredSource, layers: Sequence[int], num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Scales of keys and of values, float32 [num_layers, num_kv_heads] each; None without. Raises
-    ModelLoadError naming file and tensor."""
-    pairs = _pairs(tensors, num_layers)
+    """Scales of keys and of values, float32 [len(layers), num_kv_heads] each; None without. Raises
+    ModelLoadError naming file and tensor. layers: as of `check_kv_scales`."""
+    pairs = _pairs(tensors, layers)
     if not pairs:
         return None
 
     keys, values = (
-        torch.stack([_read_layer(tensors, layer, part, num_kv_heads) for layer in range(num_layers)])
+        torch.stack([_read_layer(tensors, layer, part, num_kv_heads) for layer in layers])
         for part in pairs[0]
     )
     return keys, values
 
 
-def _pairs(tensors: StoredSource, num_layers: int) -> list[tuple[str, str]]:
+def _pairs(tensors: StoredSource, layers: Sequence[int]) -> list[tuple[str, str]]:
     """The pairs of KV_SCALES that some layer has tensors of; the first is read."""
     names = tensors.names()
     return [
         pair
         for pair in KV_SCALES
-        if any(f"{_attention(layer)}.{part}" in names for layer in range(num_layers) for part in pair)
+        if any(f"{_attention(layer)}.{part}" in names for layer in layers for part in pair)
     ]
 
 
@@ -150,11 +153,11 @@ class ScaledTensors:
     def read_into(self, name: str, place: torch.Tensor) -> None:
         self._tensors.read_into(name, place)
 
-    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
-        check_kv_scales(self._tensors, num_layers, num_kv_heads)
+    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
+        check_kv_scales(self._tensors, layers, num_kv_heads)
 
-    def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return read_kv_scales(self._tensors, num_layers, num_kv_heads)
+    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return read_kv_scales(self._tensors, layers, num_kv_heads)
 
 
 def _attention(layer: int) -> str:

@@ -139,13 +139,13 @@ class QuantisedTensors:
         else:
             self.quantised_bytes(name)
 
-    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
+    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
         """Check headers of scales of the KV cache, as in KVScaleSource."""
-        check_kv_scales(self._tensors, num_layers, num_kv_heads)
+        check_kv_scales(self._tensors, layers, num_kv_heads)
 
-    def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scales of the KV cache, as in KVScaleSource."""
-        return read_kv_scales(self._tensors, num_layers, num_kv_heads)
+        return read_kv_scales(self._tensors, layers, num_kv_heads)
 
     def get(self, name: str) -> torch.Tensor:
         weight = self.quantised(name, CPU)

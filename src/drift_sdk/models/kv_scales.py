@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,6 +10,7 @@ from msgspec import Struct
 
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.kv_numbers import KVForm
+from drift_sdk.spec.model import ModelSpec
 
 __all__ = ["KVScaleSource", "KVScales", "load_kv_scales"]
 
@@ -17,14 +19,14 @@ __all__ = ["KVScaleSource", "KVScales", "load_kv_scales"]
 class KVScaleSource(TensorSource, Protocol):
     """A TensorSource whose files may have scales of the KV cache.
 
-    Both methods raise ModelLoadError naming file and tensor.
+    layers: indices of the layers with attention. Both methods raise ModelLoadError naming file and tensor.
     """
 
-    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
+    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
         """Find out from headers whether `kv_scales` can read the scales."""
 
-    def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Scales of keys and of values, float32 [num_layers, num_kv_heads] each, on the CPU; None without."""
+    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scales of keys and of values, float32 [len(layers), num_kv_heads] on the CPU; None without."""
 
 
 NVFP4_SCALE = 0.25
@@ -44,19 +46,19 @@ class KVScales(Struct, frozen=True):
     form: KVForm = "fp8"
 
 
-def load_kv_scales(
-    tensors: TensorSource, form: KVForm, num_layers: int, num_kv_heads: int, device: torch.device
-) -> KVScales:
-    """The scales of a source for e4m3, 1 where its files have none; fixed ones for NVFP4, whose groups have
-    scales of their own. Raises ModelLoadError as KVScaleSource does."""
+def load_kv_scales(tensors: TensorSource, form: KVForm, spec: ModelSpec, device: torch.device) -> KVScales:
+    """The scales of a source for e4m3, 1 where its files have none and in layers without attention; fixed
+    ones for NVFP4, whose groups have scales of their own. Raises ModelLoadError as KVScaleSource does."""
+    layers, num_kv_heads = spec.attention_layers, spec.attention.num_kv_heads
+    ones = torch.ones(spec.num_layers, num_kv_heads, dtype=torch.float32, device=device)
     if form == "nvfp4":
-        fixed = torch.full((num_layers, num_kv_heads), NVFP4_SCALE, dtype=torch.float32, device=device)
+        fixed = ones * NVFP4_SCALE
         return KVScales(fixed, fixed, form)
 
-    found = tensors.kv_scales(num_layers, num_kv_heads) if isinstance(tensors, KVScaleSource) else None
+    found = tensors.kv_scales(layers, num_kv_heads) if isinstance(tensors, KVScaleSource) else None
     if found is None:
-        ones = torch.ones(num_layers, num_kv_heads, dtype=torch.float32, device=device)
         return KVScales(ones, ones)
 
-    keys, values = found
-    return KVScales(keys.to(device), values.to(device))
+    places = torch.tensor(layers, device=device)
+    keys, values = (ones.index_copy(0, places, scales.to(device)) for scales in found)
+    return KVScales(keys, values)

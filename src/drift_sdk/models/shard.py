@@ -13,7 +13,7 @@ Keys and values are those of a GPU's heads, and so are their scales. A GPU thus 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -195,17 +195,17 @@ class ShardedTensors:
             parts.append(whole.narrow(dim, part.start, part.stop - part.start))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def check_kv_scales(self, num_layers: int, num_kv_heads: int) -> None:
+    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
         if isinstance(self._tensors, KVScaleSource):
-            self._tensors.check_kv_scales(num_layers, num_kv_heads * self._shard.size)
+            self._tensors.check_kv_scales(layers, num_kv_heads * self._shard.size)
 
-    def kv_scales(self, num_layers: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scales of the part's heads, as in KVScaleSource."""
         if not isinstance(self._tensors, KVScaleSource):
             return None
 
         num_all = num_kv_heads * self._shard.size
-        found = self._tensors.kv_scales(num_layers, num_all)
+        found = self._tensors.kv_scales(layers, num_all)
         if found is None:
             return None
 

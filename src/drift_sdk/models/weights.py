@@ -171,7 +171,7 @@ def load_weights(
     if kv_form is None:
         return weights
 
-    kv_scales = load_kv_scales(tensors, kv_form, spec.num_layers, spec.attention.num_kv_heads, device)
+    kv_scales = load_kv_scales(tensors, kv_form, spec, device)
     return replace(weights, kv_scales=kv_scales)
 
 
@@ -249,7 +249,7 @@ def check_tensors(spec: ModelSpec, tensors: TensorSource, kv_form: KVForm | None
         for name, place in places.items():
             tensors.check(name, place.dtype)
     if kv_form == "fp8" and isinstance(tensors, KVScaleSource):
-        tensors.check_kv_scales(spec.num_layers, spec.attention.num_kv_heads)
+        tensors.check_kv_scales(spec.attention_layers, spec.attention.num_kv_heads)
 
 
 def _hint(spec: ModelSpec, name: str, names: Collection[str]) -> str:

@@ -329,6 +329,11 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return {group: tuple(layers) for group, layers in groups.items()}
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention))
+
+    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that carry a state."""
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, GatedDelta))

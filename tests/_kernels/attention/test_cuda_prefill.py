@@ -10,7 +10,7 @@ import torch
 from prompt_chunks import Prompt
 
 from drift_sdk._kernels.attention import exact_prefill as in_triton
-from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.prefill import cuda_prefill_attention, has_cuda_prefill
 from drift_sdk._kernels.attention.softmax import Partitions
@@ -25,6 +25,12 @@ CHUNKS = [
     [(0, 5, 37), (1, 700, 129), (2, 2051, 70), (3, 4500, 333)],
 ]
 MAX_KEYS = 4864
+SHAPES = [
+    *((heads, rows) for heads in ((32, 8, 128), (1, 1, 128), (14, 2, 64), (9, 3, 64)) for rows in (64, 128)),
+    ((6, 1, 256), 64),
+    ((8, 4, 256), 64),
+]
+"""Heads, KV heads and dimensions of a head, and rows of a tile."""
 
 
 @pytest.fixture
@@ -34,7 +40,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Prompt, int], torch.Tens
     def attend(prompt: Prompt, tile_rows: int) -> torch.Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(in_triton, "has_cuda_prefill", lambda *_: False)
-            return prompt.exact(ExactPrefillConfig(tile_rows=tile_rows), Partitions())
+            config = ExactPrefillConfig(tile_rows=tile_rows)
+            if prompt.query.shape[2] > 128:
+                config = exact_prefill_config(prompt.query.shape[2], prompt.query.dtype)
+            return prompt.exact(config, Partitions())
 
     return attend
 
@@ -54,10 +63,9 @@ def assert_near(found: torch.Tensor, prompt: Prompt) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("block_size", [64, 256])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (1, 1, 128), (14, 2, 64), (9, 3, 64)], ids=str)
+@pytest.mark.parametrize(("heads", "tile_rows"), SHAPES, ids=str)
 def test_sums_of_all_shapes(
     heads: tuple[int, int, int],
     block_size: int,
@@ -76,8 +84,11 @@ def test_sums_of_all_shapes(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile_rows", [64, 128])
-@pytest.mark.parametrize("heads", [(3, 1, 128), (4, 2, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "tile_rows"),
+    [((3, 1, 128), 64), ((3, 1, 128), 128), ((4, 2, 64), 64), ((4, 2, 64), 128), ((6, 1, 256), 64)],
+    ids=str,
+)
 def test_a_cta_goes_through_tiles_of_different_lengths(
     heads: tuple[int, int, int],
     tile_rows: int,
@@ -94,9 +105,9 @@ def test_a_cta_goes_through_tiles_of_different_lengths(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile_rows", [64, 128])
-def test_bits_of_a_row_do_not_depend_on_its_chunk(tile_rows: int, device: str) -> None:
-    whole = Prompt([(0, 0, 700)], (4, 2, 128), 64, device, torch.bfloat16, MAX_KEYS)
+@pytest.mark.parametrize(("head_dim", "tile_rows"), [(128, 64), (128, 128), (256, 64)])
+def test_bits_of_a_row_do_not_depend_on_its_chunk(head_dim: int, tile_rows: int, device: str) -> None:
+    whole = Prompt([(0, 0, 700)], (4, 2, head_dim), 64, device, torch.bfloat16, MAX_KEYS)
     expected = attend(whole, tile_rows, None)
     query = whole.query
     for start, num_rows in ((699, 1), (333, 367), (65, 200)):

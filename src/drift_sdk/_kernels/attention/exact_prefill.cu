@@ -129,7 +129,7 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
   r.end_scores();
   r.mask_scores(0);
   take_scores(0);
-  take_scores(1);
+  if constexpr (PARTS == 2) take_scores(1);
   r.round_probabilities();
   bool is_first = true;
 #pragma unroll 1
@@ -149,26 +149,30 @@ __device__ __forceinline__ void attend_rows(WarpgroupRows<WARPGROUPS, STAGES>& r
     settle_probabilities(0);
     wait_for_wgmma<0>();
     keep_sums(0);
-    rescale_sums(1);
-    start_values(1, false);
-    round_probabilities(0);
-    take_scores(1);
-    settle_probabilities(1);
-    wait_for_wgmma<0>();
-    keep_sums(1);
+    if constexpr (PARTS == 2) {
+      rescale_sums(1);
+      start_values(1, false);
+      round_probabilities(0);
+      take_scores(1);
+      settle_probabilities(1);
+      wait_for_wgmma<0>();
+      keep_sums(1);
+    }
     r.end_values();
     if (is_first) add_partition(maximum, false);
-    round_probabilities(1);
+    round_probabilities(PARTS - 1);
   }
   r.wait_for_values(num_tiles - 1);
   if (!is_first) rescale_sums(0);
   start_values(0, is_first);
   wait_for_wgmma<0>();
   keep_sums(0);
-  rescale_sums(1);
-  start_values(1, false);
-  wait_for_wgmma<0>();
-  keep_sums(1);
+  if constexpr (PARTS == 2) {
+    rescale_sums(1);
+    start_values(1, false);
+    wait_for_wgmma<0>();
+    keep_sums(1);
+  }
   r.end_values();
   add_partition(softmax.maximum, true);
 

@@ -25,13 +25,14 @@ store; a program without rows does so by ending.
 Attention of prompt chunks in CUDA C++: that of `prefill_attention`, and bit for bit that of
 `exact_prefill_attention`.
 
-On GPUs of compute capability 9.0, for bfloat16 and heads of 64 or 128 dimensions. Keys and values come by the
-copy engine ahead of the products. The warp that starts the copies computes nothing for a single copy, so that
-it starts as soon as its place is free. The softmax of a tile is computed while the values of the tile before
-are multiplied: with partitions by halves; without them, two warpgroups start their products in turns.
+On GPUs of compute capability 9.0, for bfloat16 and heads of 64, 128 or 256 dimensions. Keys and values come
+by the copy engine ahead of the products. The warp that starts the copies computes nothing for a single copy,
+so that it starts as soon as its place is free. The softmax of a tile is computed while the values of the tile
+before are multiplied: with partitions by parts of 64 keys; without them, two warpgroups start their products
+in turns.
 
 Order of summation: with partitions, that of softmax.py. Scores and values are products of wgmma, the
-denominator one with 8 columns of ones. Without, tiles of 128 keys in ascending order, wherever a chunk began.
+denominator one with 8 columns of ones. Without, tiles of keys in ascending order, wherever a chunk began.
 
 Grid: (query heads, CTAs). A CTA goes through tiles of 64 or 128 rows, so that the unused tiles of a step's
 table need no CTAs of their own. Few rows have small tiles, which fill more multiprocessors. Of many rows, the
@@ -159,11 +160,15 @@ FILES = (*COMMON_FILES, "attention/prefill.cu", "attention/prefill_kernel.cu")
 EXACT_FILES = (*COMMON_FILES, "attention/exact_prefill.cu", "attention/prefill_kernel.cu")
 ACCESS = KernelAccess(frozenset(), frozenset({"out"}), False)
 
-ROWS, KEYS, BOX_KEYS, HALF_DIM = 64, 128, 64, 64
-"""Rows of a warpgroup; keys of a tile; keys that are copied at a time; dimensions of a head that lie side by
-side in shared memory."""
+ROWS, BOX_KEYS, HALF_DIM = 64, 64, 64
+"""Rows of a warpgroup; keys that are copied at a time; dimensions of a head that lie side by side in shared
+memory."""
+KEYS = {64: 128, 128: 128, 256: 64}
+"""Keys of a tile by dimensions of a head. Registers hold the sums of 64 rows' values and scores of a tile."""
 PART_KEYS = 64
 """Keys of a tile in decoding's order of summation."""
+MAX_SUMS = 16_384
+"""Sums of values that a CTA may have: of all partitions in shared memory, of one in registers."""
 NUM_STAGES = 2
 """Tiles of keys, and of values, in shared memory."""
 ONES_BYTES, BARRIER_BYTES = 1024, 1024
@@ -192,12 +197,12 @@ def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitio
     if query.device.type != "cuda" or query.dtype != torch.bfloat16 or layer.kv.keys.dtype != torch.bfloat16:
         return False
 
-    has_shape = tile_rows in LAUNCHES and layer.head_dim in (HALF_DIM, 2 * HALF_DIM)
+    has_shape = tile_rows in LAUNCHES and layer.head_dim in KEYS and tile_rows * layer.head_dim <= MAX_SUMS
     has_rows = query.stride(0) * query.element_size() % ALIGNMENT == 0 and query.data_ptr() % ALIGNMENT == 0
     if layer.window or layer.first_key or not has_shape or not has_rows or layer.kv.block_size % BOX_KEYS:
         return False
 
-    if partitions is not None and not _has_whole_tiles(partitions):
+    if partitions is not None and not _has_whole_tiles(layer.head_dim, partitions):
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
@@ -217,11 +222,12 @@ def cuda_prefill_attention(
     from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 
     options, num_warpgroups, head_dim = LAUNCHES[tile_rows], tile_rows // ROWS, layer.head_dim
-    stage_bytes = (tile_rows + 2 * NUM_STAGES * KEYS) * head_dim * 2
+    stage_bytes = (tile_rows + 2 * NUM_STAGES * KEYS[head_dim]) * head_dim * 2
     shared_bytes = stage_bytes + ONES_BYTES + BARRIER_BYTES
     sizes = (num_warpgroups, NUM_STAGES, options.copy_registers, options.registers)
     macros = {
         "DIM": head_dim,
+        "KEYS": KEYS[head_dim],
         "ATTEND": f"attend<{', '.join(map(str, sizes))}>",
         "THREADS": options.num_threads,
     }
@@ -287,9 +293,9 @@ def _note(layer: LayerAttention, tiles: Tensor) -> None:
     )
 
 
-def _has_whole_tiles(partitions: Partitions) -> bool:
+def _has_whole_tiles(head_dim: int, partitions: Partitions) -> bool:
     """Return True if no tile of keys reaches across a border. All borders are multiples of `narrow`."""
-    return partitions.tile == PART_KEYS and partitions.narrow % KEYS == 0
+    return partitions.tile == PART_KEYS and partitions.narrow % KEYS[head_dim] == 0
 
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)

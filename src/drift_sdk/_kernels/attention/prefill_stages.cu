@@ -1,7 +1,7 @@
 // What attention of prompts takes: its arguments, its tiles of rows, and stages of keys and values in shared memory.
-// Follows types.cu and hopper.cu. Macro: DIM, of a head (64 or 128).
+// Follows types.cu and hopper.cu. Macros: DIM, of a head (64, 128 or 256), and KEYS, of a tile (128, or 64).
 
-constexpr int ROWS = 64, KEYS = 128;            // of a warpgroup; of a tile
+constexpr int ROWS = 64;                        // of a warpgroup
 constexpr int HALVES = DIM / 64, NT = DIM / 8;  // of a head's dimensions, 64 and 8 each
 constexpr int ROW_BYTES = 128;                  // of a row's 64 dimensions
 constexpr int HALF_BYTES = KEYS * ROW_BYTES, TILE_BYTES = HALVES * HALF_BYTES;

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.common.kernel import observed_launches
@@ -39,14 +40,32 @@ LIBRARY = KernelAccess(frozenset(), frozenset({"out"}), False)
 """A kernel of torch's: it waits first, and writes its argument `out`."""
 
 
+class Running(Struct, frozen=True):
+    """A kernel that may still run when the next one starts.
+
+    has_all: whether all memory that it uses is among its arguments.
+    """
+
+    kernel: str
+    access: KernelAccess
+    arguments: Mapping[str, object]
+    has_all: bool
+
+    def may_write(self, argument: object) -> bool:
+        """Return True if the kernel may write memory of an argument of another one."""
+        return overlaps(argument, address_ranges(self.arguments[name] for name in self.access.writes))
+
+    def may_use(self, argument: object) -> bool:
+        """Return True if the kernel may read or write memory of an argument of another one."""
+        return not self.has_all or overlaps(argument, address_ranges(self.arguments.values()))
+
+
 class Launches:
     """The launches of a step, in order: those made by the thread that creates this object."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # Kernels that may still run when the next one starts, the memory that they write, and the memory that
-        # they use; None in the latter: any memory.
-        self._running: list[tuple[str, list[AddressRange], list[AddressRange] | None]] = []
+        self._running: list[Running] = []
 
     def add(
         self, kernel: str, access: KernelAccess, arguments: Mapping[str, object], *, has_all: bool = False
@@ -58,24 +77,22 @@ class Launches:
         reads, before it waits, what may still be written, or writes what may still be used.
         """
         for name in sorted(access.reads_early):
-            for other, written, _ in self._running:
-                if overlaps(arguments[name], written):
+            for other in self._running:
+                if other.may_write(arguments[name]):
                     raise LaunchOrderError(
-                        f"{kernel} reads {name} before it waits: {other} may still be writing it"
+                        f"{kernel} reads {name} before it waits: {other.kernel} may still be writing it"
                     )
 
         for name in sorted(access.writes_early):
-            for other, _, used in self._running:
-                if used is None or overlaps(arguments[name], used):
+            for other in self._running:
+                if other.may_use(arguments[name]):
                     raise LaunchOrderError(
-                        f"{kernel} writes {name} before it waits: {other} may still be using it"
+                        f"{kernel} writes {name} before it waits: {other.kernel} may still be using it"
                     )
 
         if not access.triggers_early:
             self._running.clear()
-        written = address_ranges(arguments[name] for name in access.writes)
-        is_known = has_all and not access.has_addresses
-        self._running.append((kernel, written, address_ranges(arguments.values()) if is_known else None))
+        self._running.append(Running(kernel, access, arguments, has_all and not access.has_addresses))
 
 
 AddressRange = tuple[int, int]

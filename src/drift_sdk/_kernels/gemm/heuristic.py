@@ -58,6 +58,9 @@ MIN_CTA_SHARE, MIN_CTA_SHARE_OF_32 = 0.8, 0.5
 """Wide tiles are taken where they leave CTAs for this share of the multiprocessors; the second one for 32
 rows, which let a CTA compute longer for each byte of weights."""
 
+MOST_WIDE_ROUNDS = 10
+"""Rounds of wide CTAs of few rows up to which these are faster: heads of 200,000 columns have more."""
+
 LONG_SLICE = 19 * WIDE
 """Inner indices of a slice from which on one wide CTA a multiprocessor reads 64 rows' weights as fast as two
 narrow ones: its pipeline is filled once for many bytes."""
@@ -198,7 +201,10 @@ def _may_be_wide(shape: GemmShape, tile_m: int, num_rows: int, limits: GpuLimits
     is_one_round = num_ctas <= limits.num_multiprocessors
     if tile_m == 16 or shape.is_gated and tile_m == 32:
         is_enough = num_ctas >= MIN_CTA_SHARE * limits.num_multiprocessors
-        return shape.slice_size >= 16 * WIDE and is_enough and (is_one_round or not shape.is_gated)
+        is_short = num_ctas <= MOST_WIDE_ROUNDS * limits.num_multiprocessors
+        return (
+            shape.slice_size >= 16 * WIDE and is_enough and (is_one_round or is_short and not shape.is_gated)
+        )
 
     if tile_m == 32:
         is_enough = num_ctas >= MIN_CTA_SHARE_OF_32 * limits.num_multiprocessors
