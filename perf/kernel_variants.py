@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 from drift_sdk import Chain, EngineConfig
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile
 from drift_sdk._kernels.gemm.tuning import table_for
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile
 from drift_sdk.config import prefill_token_budget
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
 from drift_sdk.execution.forward import attention_groups

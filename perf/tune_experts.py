@@ -21,11 +21,11 @@ import torch
 import triton
 from msgspec.structs import asdict, replace
 
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.experts.cuda_experts import CAPABILITY, CudaTiles, RingTiles
 from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig, expert_gemm_config
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from perf.cases.experts import DOWN, GATE_UP, expert_cases, prepare_product
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.numbers import at_least

@@ -37,10 +37,14 @@ from drift_sdk._kernels.commit import (
     write_empty_record,
     write_slot,
 )
-from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 from drift_sdk._kernels.slots.step_inputs import entry_after

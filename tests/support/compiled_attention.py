@@ -16,8 +16,8 @@ from drift_sdk._kernels.attention.decode import AttentionScratch, attention_conf
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows
 from drift_sdk._kernels.attention.softmax import Partitions
-from drift_sdk._kernels.common.kernel_access import access_of
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
+from drift_sdk._kernels.launch.launch_order import access_of
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded_kernels
 from perf.cross_compile import target
 
 __all__ = ["main"]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.common.kernel_access import access_of
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
+from drift_sdk._kernels.launch.launch_order import access_of
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
 from drift_sdk._kernels.recurrent.gated_delta import (
     MixedRows,

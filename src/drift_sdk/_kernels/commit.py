@@ -28,11 +28,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.slots.step_inputs import entry_after

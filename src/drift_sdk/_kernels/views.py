@@ -59,11 +59,20 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import padded_size
 from drift_sdk._kernels.attention.softmax import LOG2_E
-from drift_sdk._kernels.common.arguments import check_power_of_two, check_tensor, check_tensors
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import (
+    check_power_of_two,
+    check_tensor,
+    check_tensors,
+    next_power_of_2,
+)
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE, ViewLayout
 
 

@@ -21,7 +21,6 @@ import msgspec
 import torch
 import triton
 
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuner import (
@@ -44,6 +43,7 @@ from drift_sdk._kernels.gemm.tuning import (
     tuning_lock,
     write_whole,
 )
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import warm
 from drift_sdk.config import EngineConfig

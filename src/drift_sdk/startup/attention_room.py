@@ -38,7 +38,7 @@ def _longest_chain(speculation: Speculation) -> int:
 def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
     """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
     from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
-    from drift_sdk._kernels.common.gpu_limits import gpu_limits
+    from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 
     is_wide = dtype == torch.float32 and head_dim > 128
     if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:

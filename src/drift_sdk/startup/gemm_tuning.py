@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.common.launching import is_interpreted
 from drift_sdk._kernels.gemm import tuning
 from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.slices import num_slices
@@ -29,6 +28,7 @@ from drift_sdk._kernels.gemm.tuning import (
     user_table,
     user_table_path,
 )
+from drift_sdk._kernels.launch.kernel import is_interpreted
 from drift_sdk.config import EngineConfig
 from drift_sdk.models.channels.experts import ExpertWeights
 from drift_sdk.models.channels.mlp import MlpWeights

@@ -17,7 +17,6 @@ from expert_matrices import (
 from references.experts import expert_multiply_reference, gated_expert_multiply_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, limited_gpu
 from drift_sdk._kernels.experts.expert_gemm import (
     QUANTISED_TILE_K,
     ClampedActivation,
@@ -29,6 +28,7 @@ from drift_sdk._kernels.experts.expert_gemm import (
 )
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
 from drift_sdk.loading.mxfp4 import dequantise
 from perf.cross_compile import GPUS
 

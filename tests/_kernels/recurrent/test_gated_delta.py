@@ -13,8 +13,8 @@ from emulated_cuda import has_host_compiler, launch_emulated
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common import cuda_programs
-from drift_sdk._kernels.common.cuda_programs import CudaKernel
+from drift_sdk._kernels.launch import cuda_programs
+from drift_sdk._kernels.launch.cuda_programs import CudaKernel
 from drift_sdk._kernels.recurrent.gated_delta import (
     LayerStates,
     MixedRows,

@@ -16,8 +16,7 @@ from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, has_cuda_prefill, prefill_tiles
 from drift_sdk._kernels.attention.softmax import Partitions
-from drift_sdk._kernels.common.kernel_access import LaunchOrderError
-from drift_sdk._kernels.common.launch_order import checked_launches, note_library_kernel
+from drift_sdk._kernels.launch.launch_order import LaunchOrderError, checked_launches, note_library_kernel
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward import attention_groups, row_attention
 from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape

@@ -24,9 +24,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.launching import is_interpreted
+from drift_sdk._kernels.launch.arguments import check_tensors
+from drift_sdk._kernels.launch.kernel import device_function, is_interpreted
 from drift_sdk.quantised.e4m3 import E4M3, MAX_E4M3
 
 

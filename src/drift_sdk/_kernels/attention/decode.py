@@ -88,11 +88,16 @@ from drift_sdk._kernels.attention.softmax import (
     store_parts,
     zero_parts,
 )
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.launch.arguments import check_tensor
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk.quantised.e4m3 import E4M3
 
 SHARED_RESERVE = 24 * 1024

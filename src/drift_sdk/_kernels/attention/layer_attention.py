@@ -11,14 +11,14 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.cache import cache_words, check_cache, check_scales, is_decoded_in_pairs
 from drift_sdk._kernels.attention.softmax import LOG2_E
-from drift_sdk._kernels.common.arguments import (
+from drift_sdk._kernels.launch.arguments import (
     check_power_of_two,
     check_range,
     check_rows,
     check_tensor,
     check_tensors,
+    next_power_of_2,
 )
-from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.quantised.e4m3 import E4M3
 
 MIN_DOT_SIZE = 16

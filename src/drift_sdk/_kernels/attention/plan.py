@@ -54,11 +54,15 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import padded_size
 from drift_sdk._kernels.attention.softmax import Partitions, partition_of, partition_start
-from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import check_range, check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 
 MIN_PADDED_SEQUENCES = 256
 """Least number of sequences that kernels of the plan are compiled for: steps of 1 to 256 share one."""

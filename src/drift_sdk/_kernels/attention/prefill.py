@@ -60,14 +60,17 @@ from torch import Tensor
 from drift_sdk._kernels.attention.cache import decode_rows
 from drift_sdk._kernels.attention.layer_attention import MIN_DOT_SIZE, LayerAttention
 from drift_sdk._kernels.attention.softmax import LOG2_E, Partitions, head_scale
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, gpu_limits
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 
 TILE_FIELDS = 4
 """Numbers of a tile: slot (-1: unused tile), first row, number of rows, position of the first row."""
@@ -149,9 +152,9 @@ def shared_bytes(config: PrefillAttentionConfig, head_dim: int, limits: GpuLimit
 
 
 COMMON_FILES = (
-    "common/types.cu",
-    "common/dependent_launch.cu",
-    "common/hopper.cu",
+    "launch/types.cu",
+    "launch/dependent_launch.cu",
+    "launch/hopper.cu",
     "attention/prefill_stages.cu",
     "attention/prefill_products.cu",
     "attention/prefill_rows.cu",
@@ -206,7 +209,7 @@ def has_cuda_prefill(layer: LayerAttention, tile_rows: int, partitions: Partitio
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
-    from drift_sdk._kernels.common.cuda_programs import has_compiler
+    from drift_sdk._kernels.launch.cuda_programs import has_compiler
 
     return torch.cuda.get_device_capability(query.device) == (9, 0) and has_compiler()
 
@@ -219,7 +222,7 @@ def cuda_prefill_attention(
 
     partitions: in whose order to sum; None: all keys in one.
     """
-    from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
+    from drift_sdk._kernels.launch.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
 
     options, num_warpgroups, head_dim = LAUNCHES[tile_rows], tile_rows // ROWS, layer.head_dim
     stage_bytes = (tile_rows + 2 * NUM_STAGES * KEYS[head_dim]) * head_dim * 2

@@ -30,7 +30,7 @@ import triton.language as tl
 from msgspec import Struct
 
 from drift_sdk._kernels.attention.cache import decode_pairs
-from drift_sdk._kernels.common.device_function import device_function
+from drift_sdk._kernels.launch.kernel import device_function
 
 
 class Partitions(Struct, frozen=True):

@@ -30,12 +30,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerSums, is_compiled, peer_pointer
+from drift_sdk._kernels.launch.arguments import check_rows, check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.layers.norm import NormKind, add_total, norm_warps, normalise
 
 NAN_BITS = tl.constexpr(0x7FFFFFFF)

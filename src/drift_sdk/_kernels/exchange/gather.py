@@ -34,10 +34,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv
 from drift_sdk._kernels.exchange.peer_memory import (
     PeerTensor,
     await_flag,
@@ -46,6 +42,14 @@ from drift_sdk._kernels.exchange.peer_memory import (
     peer_pointer,
     publish,
     raise_flags,
+)
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
 )
 
 BLOCK_COLUMNS = 2048

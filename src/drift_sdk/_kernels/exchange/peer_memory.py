@@ -30,10 +30,10 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
     is_interpreted,
+    kernel,
     launch_options,
     start_dependents,
     uses_pdl,

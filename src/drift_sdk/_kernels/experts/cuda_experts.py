@@ -61,9 +61,6 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
 from drift_sdk._kernels.experts.expert_gemm import (
     ClampedActivation,
     ExpertMatrix,
@@ -71,10 +68,12 @@ from drift_sdk._kernels.experts.expert_gemm import (
     check_matrix,
 )
 from drift_sdk._kernels.experts.routing import ExpertRows, check_rows, list_rows
+from drift_sdk._kernels.launch.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk.spec.model import Router
 
 if TYPE_CHECKING:
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel
+    from drift_sdk._kernels.launch.cuda_programs import CudaKernel
 
 MAX_PAIRS = 16
 """The most pairs of an expert, on average, for which the ring is used. The weight of an expert with more than
@@ -163,7 +162,7 @@ SOME_ROWS_PER_EXPERT = 16
 """Up to so many rows of an expert on average, chunks that are loaded ahead save time. With 64 rows, the
 registers of one chunk instead of four make the products of gpt-oss-120b 6% faster on an H200."""
 
-FILES = ("common/types.cu", "common/dependent_launch.cu", "experts/common.cu")
+FILES = ("launch/types.cu", "launch/dependent_launch.cu", "experts/common.cu")
 """What the programs of experts begin with."""
 PRODUCT_FILES = ("experts/expert_rows.cu", "experts/mxfp4.cu", "experts/expert_arguments.cu")
 """What the programs of products have after these."""
@@ -226,7 +225,7 @@ def has_cuda_product(matrix: ExpertMatrix, dtype: torch.dtype, max_scale: int) -
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
-    from drift_sdk._kernels.common.cuda_programs import has_compiler
+    from drift_sdk._kernels.launch.cuda_programs import has_compiler
 
     is_known = matrix.values.shape[0] <= MAX_EXPERTS
     return is_known and torch.cuda.get_device_capability(matrix.values.device) >= (8, 0) and has_compiler()
@@ -279,7 +278,7 @@ def _launch(
     tiles: CudaTiles | RingTiles | None,
 ) -> None:
     """Launch a kernel of products. More arguments than others: it is what two kernels take."""
-    from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
+    from drift_sdk._kernels.launch.cuda_programs import compile_kernel, launch_kernel
 
     if tiles is None:
         tiles = cuda_tiles(rows, matrix)
@@ -310,11 +309,11 @@ def kernel_of(
     tiles: CudaTiles | RingTiles, sizes: tuple[int, int, int, int], *, is_gated: bool
 ) -> CudaKernel:
     """The kernel for tiles. sizes: columns of the output, inner dimension, experts, experts of a row."""
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel
+    from drift_sdk._kernels.launch.cuda_programs import CudaKernel
 
     first = str(is_gated).lower(), *map(str, sizes)
     if isinstance(tiles, RingTiles):
-        files: tuple[str, ...] = "common/hopper.cu", *PRODUCT_FILES, "experts/ring_products.cu"
+        files: tuple[str, ...] = "launch/hopper.cu", *PRODUCT_FILES, "experts/ring_products.cu"
         product = f"multiply_experts_by_ring<{', '.join(first)}, {tiles.num_stages}>"
     else:
         files = *PRODUCT_FILES, "experts/expert_products.cu"
@@ -342,7 +341,7 @@ def has_cuda_route(weight: Tensor, num_active: int, router: Router) -> bool:
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
-    from drift_sdk._kernels.common.cuda_programs import has_compiler
+    from drift_sdk._kernels.launch.cuda_programs import has_compiler
 
     is_known = num_experts % CTA_EXPERTS == 0 and num_experts <= CTA_EXPERTS * MAX_CTAS
     if not is_known or num_active > MAX_ACTIVE:
@@ -372,7 +371,7 @@ def cuda_route(
     check_tensors((num_experts,), torch.bfloat16, bias=bias)
     check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
     check_rows(rows)
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+    from drift_sdk._kernels.launch.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
     row_tiles = 1 if num_rows <= LISTED_ROWS // 2 else 2
     has_lists = num_rows <= LISTED_ROWS

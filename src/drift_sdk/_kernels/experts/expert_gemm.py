@@ -62,20 +62,19 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
     launch_options,
     prefetch,
     start_dependents,
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
-from drift_sdk._kernels.experts.routing import ExpertRows
-from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
 
 BLOCK_SIZE = tl.constexpr(32)
 """Numbers that share a scale."""

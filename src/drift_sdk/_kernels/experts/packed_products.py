@@ -42,19 +42,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.common.launching import (
-    launch_options,
-    start_dependents,
-    uses_pdl,
-    wait_for_producers,
-)
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.experts.expert_gemm import (
     ExpertGemmConfig,
     check_expert_rows,
@@ -62,6 +49,17 @@ from drift_sdk._kernels.experts.expert_gemm import (
     tile_pairs,
 )
 from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.quantised.dequantise import has_programs, program
 from drift_sdk._kernels.quantised.packing import PANEL, UNIT, PackedWeight
 from drift_sdk._kernels.quantised.quantised_gemm import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles, packed_sums

@@ -40,15 +40,14 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensor
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel, note_library_kernel
-from drift_sdk._kernels.common.parallel_compile import is_recording
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
+from drift_sdk._kernels.launch.arguments import check_range, check_tensor
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, gpu_limits
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel, note_library_kernel
+from drift_sdk._kernels.launch.parallel_compile import is_recording
 from drift_sdk._kernels.layers.gates import Activation, glu
 
-FILES = ("common/types.cu", "common/dependent_launch.cu", "gemm/few_rows.cu")
+FILES = ("launch/types.cu", "launch/dependent_launch.cu", "gemm/few_rows.cu")
 ACCESS = KernelAccess(frozenset({"weight"}), frozenset({"out"}), False)
 
 TILE, CHUNK = 16, 64
@@ -119,7 +118,7 @@ def has_few_rows_product(x: Tensor, weight: Tensor, config: GemmConfig) -> bool:
         return False
 
     # Imported here: cuda.core is installed where there is a GPU.
-    from drift_sdk._kernels.common.cuda_programs import has_compiler
+    from drift_sdk._kernels.launch.cuda_programs import has_compiler
 
     return torch.cuda.get_device_capability(x.device) == (9, 0) and has_compiler()
 
@@ -136,7 +135,7 @@ def few_rows_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig
     if tiles is None:
         raise ValueError(f"weight: [{num_columns}, {inner}]: expected one that has few_rows_tiles")
 
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+    from drift_sdk._kernels.launch.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
     macros = (("MULTIPLY", f"multiply_few<{tiles.num_stages}>"),)
     kernel = CudaKernel(FILES, "few_rows_product", macros)

@@ -25,18 +25,17 @@ import triton.language as tl
 from msgspec import Struct, structs
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.gemm.slices import slice_size
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
     launch_options,
     prefetch,
     start_dependents,
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.common.sizes import cdiv
-from drift_sdk._kernels.gemm.slices import slice_size
 from drift_sdk._kernels.layers.gates import Activation, activate
 
 BAND_TILES = tl.constexpr(8)

@@ -25,14 +25,6 @@ import triton
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
-from drift_sdk._kernels.common.launching import is_interpreted
-from drift_sdk._kernels.common.parallel_compile import (
-    available_cpus,
-    compile_kernels,
-    missing_kernels,
-    recorded_kernels,
-)
 from drift_sdk._kernels.gemm.fastest_gemm import library_gated_multiply, library_multiply, library_way
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, gated_multiply, multiply
 from drift_sdk._kernels.gemm.heuristic import (
@@ -43,6 +35,14 @@ from drift_sdk._kernels.gemm.heuristic import (
     is_candidate,
 )
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, gemm_key
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, gpu_limits
+from drift_sdk._kernels.launch.kernel import is_interpreted
+from drift_sdk._kernels.launch.parallel_compile import (
+    available_cpus,
+    compile_kernels,
+    missing_kernels,
+    recorded_kernels,
+)
 
 
 def time_us(step: Callable[[], None], num_calls: int, *, num_timings: int = 5) -> float:

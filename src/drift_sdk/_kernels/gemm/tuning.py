@@ -35,10 +35,10 @@ import torch
 import triton
 from msgspec import Struct
 
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles
 from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_tiles, fits
 from drift_sdk._kernels.gemm.slices import num_slices
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, gpu_limits
 
 ALLOWED: dict[str, tuple[int, ...]] = {
     "tile_n": (64, 128, 256),
@@ -241,7 +241,13 @@ LOCK_TIMEOUT_S = 120.0
 LOCK_POLL_S = 0.05
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-SOURCES = ("gemm/gemm.py", "gemm/fastest_gemm.py", "gemm/slices.py", "common/launching.py", "layers/gates.py")
+SOURCES = (
+    "gemm/gemm.py",
+    "gemm/fastest_gemm.py",
+    "gemm/slices.py",
+    "launch/kernel.py",
+    "layers/gates.py",
+)
 """Files of this package that the time of a product depends on."""
 
 

@@ -55,11 +55,21 @@ from typing import Literal
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_partial_sums, check_rows, check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
+from drift_sdk._kernels.launch.arguments import (
+    cdiv,
+    check_partial_sums,
+    check_rows,
+    check_tensor,
+    next_power_of_2,
+)
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.layers.norm import norm_warps
 
 Activation = Literal["silu", "gelu_tanh"]

@@ -36,19 +36,25 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.cache import encode_e4m3
 from drift_sdk._kernels.attention.layer_attention import LayerKV
-from drift_sdk._kernels.common.arguments import (
+from drift_sdk._kernels.launch.arguments import (
     PartialSums,
+    cdiv,
     check_partial_sums,
     check_power_of_two,
     check_range,
     check_rows,
     check_tensor,
     check_tensors,
+    next_power_of_2,
 )
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, weigh
 from drift_sdk.quantised.e4m3 import E4M3
 

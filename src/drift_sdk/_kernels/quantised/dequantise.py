@@ -19,19 +19,17 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, has_compiler, launch_kernel
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
+from drift_sdk._kernels.launch.cuda_programs import CudaKernel, compile_kernel, has_compiler, launch_kernel
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
     launch_options,
     start_dependents,
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.common.sizes import cdiv
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.quantised.packing import (
     STEP,
     TILE,
@@ -39,7 +37,7 @@ from drift_sdk._kernels.quantised.packing import (
     PackedWeight,
 )
 
-FILES = ("common/types.cu", "common/dependent_launch.cu", "quantised/formats.cu", "common/hopper.cu")
+FILES = ("launch/types.cu", "launch/dependent_launch.cu", "quantised/formats.cu", "launch/hopper.cu")
 """What the programs begin with."""
 SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torch.float16: "GROUP_FLOAT16"}
 

@@ -50,19 +50,17 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor, check_tensors
+from drift_sdk._kernels.launch.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
     launch_options,
     start_dependents,
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.common.sizes import cdiv
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.layers.gates import Activation, glu
 from drift_sdk._kernels.quantised.dequantise import (
     has_programs,

@@ -51,12 +51,15 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensor
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
+from drift_sdk._kernels.launch.arguments import cdiv, check_range, check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk.spec.model import GatedDelta
 from drift_sdk.spec.states import BORDER, num_ring_rows
 
@@ -152,7 +155,7 @@ MAX_KEY_DIM = 128
 FEW_SLOTS = 16
 """Most sequences for which CTAs of 4 warps are faster than CTAs of 8 (48 heads of 128 x 128, H200)."""
 
-COMMON = ("common/types.cu", "common/dependent_launch.cu", "recurrent/gated_delta.cu")
+COMMON = ("launch/types.cu", "launch/dependent_launch.cu", "recurrent/gated_delta.cu")
 ROWS, PROMPTS = (*COMMON, "recurrent/gated_delta_rows.cu"), (*COMMON, "recurrent/gated_delta_prompts.cu")
 STATES = frozenset({"state", "keys", "key_scales", "updates", "decays"})
 ROWS_ACCESS = KernelAccess(
@@ -408,7 +411,7 @@ def _launch(
         return
 
     # Imported here: cuda.core is installed where there is a GPU.
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+    from drift_sdk._kernels.launch.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
     sizes = {
         "DK": spec.key_dim,

@@ -45,9 +45,14 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.sampling.logits import (
     NEGLIGIBLE_LOGIT,
     best_of_chunks,

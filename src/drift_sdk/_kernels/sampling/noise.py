@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from drift_sdk._kernels.common.device_function import device_function
+from drift_sdk._kernels.launch.kernel import device_function
 
 LEAST_NOISE = tl.constexpr(-2.82)
 """-log(-log1p(-u)) = -2.81... at the largest uniform u = 1 - 2**-24, rounded down."""

@@ -42,10 +42,15 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.sampling.filters import collect_candidates, find_thresholds, refine_brackets
 from drift_sdk._kernels.sampling.logits import NEGLIGIBLE_LOGIT, apply_logits_rules, find_ruled_row, scale
 from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max, gumbel

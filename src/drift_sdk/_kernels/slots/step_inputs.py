@@ -36,11 +36,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
 
 HEADER_WORDS = 4

@@ -57,12 +57,22 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
 from drift_sdk._kernels.draft.draft_choose import CHUNK_TOKENS, _noise, num_draft_chunks
+from drift_sdk._kernels.launch.arguments import (
+    cdiv,
+    check_range,
+    check_tensor,
+    check_tensors,
+    next_power_of_2,
+)
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.sampling.logits import LEAST_TEMPERATURE
 from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max
 from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors

@@ -55,10 +55,20 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_rows, check_tensor, check_tensors
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import (
+    check_range,
+    check_rows,
+    check_tensor,
+    check_tensors,
+    next_power_of_2,
+)
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.layers.norm import norm_warps
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
 from drift_sdk.trees.limits import MAX_PATH_LENGTH, MAX_TREE_NODES

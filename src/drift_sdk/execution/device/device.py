@@ -13,8 +13,8 @@ from cuda.core import Device as CudaDevice
 from cuda.core import DeviceMemoryResource, DeviceMemoryResourceOptions, EventOptions
 from torch import Tensor
 
-from drift_sdk._kernels.common.launch_order import checked_launches
-from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
+from drift_sdk._kernels.launch.launch_order import checked_launches
+from drift_sdk._kernels.launch.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.capture_pool import CapturePool
 from drift_sdk.execution.device.instantiation import Instantiation

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import RoundDrafter, VerifiedRows

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
-from drift_sdk._kernels.common.launch_order import note_library_kernel
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.draft.draft_rows import (
     chunk_rows,
@@ -17,6 +16,7 @@ from drift_sdk._kernels.draft.draft_rows import (
     num_draft_tiles,
     round_rows,
 )
+from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention_groups import AttentionGroups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk._kernels.slots.step_inputs import gather_rows
 from drift_sdk._kernels.views import note_round, refresh_rows
 from drift_sdk.execution.forward.forward_pass import ForwardPass

@@ -7,8 +7,8 @@ import pytest
 from triton.runtime.cache import FileCacheManager
 from ttir import HEAD, LOAD_A, OLD_WAIT, STORE_B, TAIL, TRIGGER, WAIT
 
-from drift_sdk._kernels.common import kernel_access
-from drift_sdk._kernels.common.kernel_access import KernelAccess, LaunchOrderError, access_of, kept_access
+from drift_sdk._kernels.launch import launch_order
+from drift_sdk._kernels.launch.launch_order import KernelAccess, LaunchOrderError, access_of, kept_access
 
 
 def access(*parts: str) -> KernelAccess:
@@ -198,7 +198,7 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(ttir)
         return access_of(ttir)
 
-    monkeypatch.setattr(kernel_access, "access_of", scan)
+    monkeypatch.setattr(launch_order, "access_of", scan)
     return found
 
 
@@ -212,15 +212,15 @@ def test_access_of_a_kernel_is_kept_on_disk(folder: Path, scanned: list[str]) ->
     for _ in range(2):
         assert {ttir: kept_access(ttir) for ttir in kernels} == kernels
     assert scanned == [*kernels]
-    assert len([*folder.rglob(kernel_access.FILE)]) == 4
+    assert len([*folder.rglob(launch_order.FILE)]) == 4
 
 
 def test_access_found_by_another_scan_is_not_used(
     folder: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kernel_access.SCAN == hashlib.sha256(Path(kernel_access.__file__).read_bytes()).hexdigest()
+    assert launch_order.SCAN == hashlib.sha256(Path(launch_order.__file__).read_bytes()).hexdigest()
     for scan in ("one", "another"):
-        monkeypatch.setattr(kernel_access, "SCAN", scan)
+        monkeypatch.setattr(launch_order, "SCAN", scan)
         assert kept_access(EARLY_TTIR) == EARLY
     assert len(scanned) == 2
 
@@ -239,7 +239,7 @@ def test_access_found_by_another_scan_is_not_used(
 )
 def test_file_with_something_else_is_replaced(folder: Path, scanned: list[str], content: bytes) -> None:
     kept_access(EARLY_TTIR)
-    (file,) = folder.rglob(kernel_access.FILE)
+    (file,) = folder.rglob(launch_order.FILE)
     file.write_bytes(content)
     for _ in range(2):
         assert kept_access(EARLY_TTIR) == EARLY
@@ -267,4 +267,4 @@ def test_nothing_is_kept_of_a_kernel_that_breaks_the_order(folder: Path) -> None
     for _ in range(2):
         with pytest.raises(LaunchOrderError):
             kept_access("".join((HEAD, LOAD_A, STORE_B, TAIL)))
-    assert not [*folder.rglob(kernel_access.FILE)]
+    assert not [*folder.rglob(launch_order.FILE)]

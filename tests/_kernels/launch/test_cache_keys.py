@@ -13,8 +13,8 @@ import pytest
 import triton
 from triton.runtime.cache import triton_key
 
-from drift_sdk._kernels.common import cache_keys
-from drift_sdk._kernels.common.cache_keys import (
+from drift_sdk._kernels.launch import kernel
+from drift_sdk._kernels.launch.kernel import (
     hash_installation,
     prepare_cache_keys,
     settle_cache_key,
@@ -68,7 +68,7 @@ def test_a_wait_for_keys_lasts_until_all_are_prepared(monkeypatch: pytest.Monkey
                 may_end.wait(10)
             ended.append(threading.current_thread().name)
 
-        monkeypatch.setattr(cache_keys, name, prepare)
+        monkeypatch.setattr(kernel, name, prepare)
     prepare_cache_keys()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(wait_for_cache_keys)
@@ -81,8 +81,8 @@ def test_a_wait_for_keys_lasts_until_all_are_prepared(monkeypatch: pytest.Monkey
 
 def test_keys_may_be_waited_for_while_they_begin_to_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by the thread of another engine."""
-    monkeypatch.setattr(cache_keys, "hash_installation", lambda: None)
-    monkeypatch.setattr(cache_keys, "platform_key", lambda: None)
+    monkeypatch.setattr(kernel, "hash_installation", lambda: None)
+    monkeypatch.setattr(kernel, "platform_key", lambda: None)
     start = threading.Thread.start
 
     def waited_for(thread: threading.Thread) -> None:
@@ -96,16 +96,16 @@ def test_keys_may_be_waited_for_while_they_begin_to_be_prepared(monkeypatch: pyt
 
 def test_the_installation_has_the_hash_that_triton_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = triton_key.__wrapped__()
-    monkeypatch.setattr(cache_keys, "triton_key", triton_key.__wrapped__)  # nothing kept
+    monkeypatch.setattr(kernel, "triton_key", triton_key.__wrapped__)  # nothing kept
     sizes: list[int] = []
-    read = cache_keys._MappedFile.read
+    read = kernel._MappedFile.read
 
     def counted(file: Any, size: int = -1) -> Any:
         found = read(file, size)
         sizes.append(len(found))
         return found
 
-    monkeypatch.setattr(cache_keys._MappedFile, "read", counted)
+    monkeypatch.setattr(kernel._MappedFile, "read", counted)
     assert hash_installation() == computed
     assert len(sizes) == 2 and sizes[0] > 2**20 and sizes[1] == 0  # read at once
     assert not hasattr(triton.runtime.cache, "open")
@@ -122,14 +122,14 @@ def test_other_files_are_opened_as_before(tmp_path: Path, monkeypatch: pytest.Mo
         with module.open(file, "rb") as opened:
             return str(opened.read(1) + opened.read(), "latin-1")
 
-    monkeypatch.setattr(cache_keys, "triton_key", key)
+    monkeypatch.setattr(kernel, "triton_key", key)
     assert hash_installation() == "ä"
 
 
 def test_an_empty_library_is_read(tmp_path: Path) -> None:
     file = tmp_path / "libtriton.so"
     file.touch()
-    with cache_keys._open(file, "rb") as opened:
+    with kernel._open(file, "rb") as opened:
         assert opened.read(2**20) == b""
 
 
@@ -137,7 +137,7 @@ def test_triton_opens_files_by_itself_after_an_error(monkeypatch: pytest.MonkeyP
     def key() -> str:
         raise OSError("no file")
 
-    monkeypatch.setattr(cache_keys, "triton_key", key)
+    monkeypatch.setattr(kernel, "triton_key", key)
     with pytest.raises(OSError, match="no file"):
         hash_installation()
     assert not hasattr(triton.runtime.cache, "open")
@@ -145,7 +145,7 @@ def test_triton_opens_files_by_itself_after_an_error(monkeypatch: pytest.MonkeyP
 
 def test_two_threads_may_hash_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     both_hash = threading.Barrier(2, timeout=10)
-    monkeypatch.setattr(cache_keys, "triton_key", lambda: both_hash.wait())
+    monkeypatch.setattr(kernel, "triton_key", lambda: both_hash.wait())
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(hash_installation) for _ in range(2)]:
             future.result()

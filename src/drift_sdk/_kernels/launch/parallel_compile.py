@@ -32,23 +32,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, get_cache_key, make_backend
 from triton.runtime.cache import get_cache_manager
 
-from drift_sdk._kernels.common.cache_keys import settle_cache_key, wait_for_cache_keys
-from drift_sdk._kernels.common.kernel import launch_key, launched_kernels
-
-__all__ = [
-    "Compilation",
-    "KernelToCompile",
-    "compile_kernels",
-    "is_recording",
-    "missing_kernels",
-    "record",
-    "recorded_kernels",
-]
+from drift_sdk._kernels.launch.kernel import (
+    launch_key,
+    launched_kernels,
+    settle_cache_key,
+    wait_for_cache_keys,
+)
 
 log = logging.getLogger("drift_sdk")
 
 MAX_PROCESSES = 16
-WORKER = "drift_sdk._kernels.common.compile_worker"
+WORKER = "drift_sdk._kernels.launch.compile_worker"
 DONE = b"."
 
 _recording = threading.local()

@@ -7,14 +7,12 @@ import os
 import pickle
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Compile one kernel after the other; a byte on stdout follows each, also one that does not compile."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what compilers print is no answer
-    from drift_sdk._kernels.common.parallel_compile import DONE, Compilation
+    from drift_sdk._kernels.launch.parallel_compile import DONE, Compilation
 
     while True:
         try:

@@ -26,18 +26,8 @@ from cuda.core.utils import FileStreamProgramCache, StridedMemoryView, make_prog
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.launching import cache_folder, uses_pdl
-from drift_sdk._kernels.common.parallel_compile import is_recording, record
-
-__all__ = [
-    "Boxes",
-    "CudaKernel",
-    "ProgramToCompile",
-    "compile_kernel",
-    "has_compiler",
-    "launch_kernel",
-    "program_options",
-]
+from drift_sdk._kernels.launch.kernel import cache_folder, uses_pdl
+from drift_sdk._kernels.launch.parallel_compile import is_recording, record
 
 log = logging.getLogger("drift_sdk")
 
@@ -51,7 +41,7 @@ MAX_KEPT = 1024
 class CudaKernel(Struct, frozen=True):
     """A kernel of a program that is compiled for chosen macros.
 
-    files: the program, files of `_kernels` one after the other, like "common/hopper.cu". name: of the kernel,
+    files: the program, files of `_kernels` one after the other, like "launch/hopper.cu". name: of the kernel,
     which is declared as extern "C". macros: names and values.
     """
 

@@ -14,8 +14,8 @@ import torch
 import triton
 from msgspec.structs import replace
 
-from drift_sdk._kernels.common import parallel_compile
-from drift_sdk._kernels.common.parallel_compile import (
+from drift_sdk._kernels.launch import parallel_compile
+from drift_sdk._kernels.launch.parallel_compile import (
     KernelToCompile,
     compile_kernels,
     missing_kernels,

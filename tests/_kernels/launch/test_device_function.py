@@ -21,9 +21,8 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from drift_sdk import _kernels
-from drift_sdk._kernels.common import device_function as module
-from drift_sdk._kernels.common.device_function import device_function, quick_sources, source_lines
-from drift_sdk._kernels.common.kernel import RepeatedKernel
+from drift_sdk._kernels.launch import kernel as module
+from drift_sdk._kernels.launch.kernel import RepeatedKernel, device_function, quick_sources, source_lines
 
 
 def functions() -> Iterator[FunctionType]:

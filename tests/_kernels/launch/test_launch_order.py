@@ -8,11 +8,12 @@ import pytest
 import torch
 from ttir import LOAD_A, STORE_B, WAIT, CompiledKernel
 
-from drift_sdk._kernels.common import launch_order
-from drift_sdk._kernels.common.kernel_access import KernelAccess, LaunchOrderError
-from drift_sdk._kernels.common.launch_order import (
+from drift_sdk._kernels.launch import launch_order
+from drift_sdk._kernels.launch.launch_order import (
     LIBRARY,
+    KernelAccess,
     Launches,
+    LaunchOrderError,
     checked_launches,
     note,
     note_kernel,

@@ -15,8 +15,8 @@ from cuda.core.utils import make_program_cache_key
 from ptx_access import has_nvrtc
 
 from drift_sdk import _kernels
-from drift_sdk._kernels.common import cuda_programs
-from drift_sdk._kernels.common.cuda_programs import (
+from drift_sdk._kernels.launch import cuda_programs
+from drift_sdk._kernels.launch.cuda_programs import (
     Boxes,
     CudaKernel,
     ProgramToCompile,
@@ -24,7 +24,7 @@ from drift_sdk._kernels.common.cuda_programs import (
     launch_kernel,
     program_options,
 )
-from drift_sdk._kernels.common.parallel_compile import missing_kernels, recorded_kernels
+from drift_sdk._kernels.launch.parallel_compile import missing_kernels, recorded_kernels
 
 FOLDER = Path(_kernels.__file__).parent
 PROGRAMS = sorted(
@@ -43,7 +43,7 @@ def test_every_program_has_a_key_of_its_own_on_disk(file: str) -> None:
         )
         return made
 
-    files = ("common/hopper.cu", file)
+    files = ("launch/hopper.cu", file)
     kernels = [CudaKernel(files, "product", macros) for macros in ((), (("ROWS", "8"),), (("ROWS", "16"),))]
     keys = {key(kernel) for kernel in (*kernels, CudaKernel((file,), "product", ()))}
     assert len(keys | {key(kernels[0], "80")}) == 5

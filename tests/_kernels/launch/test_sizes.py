@@ -7,7 +7,7 @@ import pytest
 import triton
 
 import drift_sdk
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
+from drift_sdk._kernels.launch.arguments import cdiv, next_power_of_2
 
 SIZES = [*range(130), 2**20 - 1, 2**20, 2**20 + 1, 2**40 + 1]
 

@@ -17,10 +17,6 @@ from quantised_cases import FORMATS, QuantisedFormat, draw
 from drift_sdk import _kernels
 from drift_sdk._kernels.attention.prefill import cuda_prefill_attention
 from drift_sdk._kernels.attention.softmax import Partitions
-from drift_sdk._kernels.common import cuda_programs, launch_order
-from drift_sdk._kernels.common.cuda_programs import CudaKernel
-from drift_sdk._kernels.common.gpu_limits import HOPPER
-from drift_sdk._kernels.common.kernel_access import KernelAccess, LaunchOrderError
 from drift_sdk._kernels.experts import packed_products
 from drift_sdk._kernels.experts.cuda_experts import (
     CudaTiles,
@@ -31,6 +27,10 @@ from drift_sdk._kernels.experts.cuda_experts import (
 )
 from drift_sdk._kernels.gemm.fastest_gemm import few_rows_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.launch import cuda_programs, launch_order
+from drift_sdk._kernels.launch.cuda_programs import CudaKernel
+from drift_sdk._kernels.launch.gpu_limits import HOPPER
+from drift_sdk._kernels.launch.launch_order import KernelAccess, LaunchOrderError
 from drift_sdk._kernels.quantised import dequantise, quantised_gemm
 from drift_sdk._kernels.recurrent.gated_delta import (
     MAX_ROWS,

@@ -15,10 +15,10 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from drift_sdk._kernels.common import kernel as kernel_module
+from drift_sdk._kernels.launch import kernel as kernel_module
 
 SOURCE = """
-from drift_sdk._kernels.common.kernel import RepeatedKernel
+from drift_sdk._kernels.launch.kernel import RepeatedKernel
 
 @RepeatedKernel
 def add(x_ptr, y_ptr, size, scale, SIZE):

@@ -2,6 +2,11 @@
 
 Values of tensors are never read, since that would wait for the device. Every check raises ValueError with the
 argument's name, what was found and what was expected.
+
+Sizes of grids and tiles, computed on the host before each launch.
+
+Triton's functions of these names are made for kernels too: each call from the host takes many times as long,
+and a start makes tens of thousands of them.
 """
 
 from __future__ import annotations
@@ -12,15 +17,15 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-__all__ = [
-    "PartialSums",
-    "check_partial_sums",
-    "check_power_of_two",
-    "check_range",
-    "check_rows",
-    "check_tensor",
-    "check_tensors",
-]
+
+def cdiv(size: int, part: int) -> int:
+    """The number of parts that a size is cut into: the quotient, rounded up."""
+    return -(-size // part)
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest power of two that is `size` or more, 1 or more; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
 def check_rows(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:

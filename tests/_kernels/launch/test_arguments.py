@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drift_sdk._kernels.common.arguments import (
+from drift_sdk._kernels.launch.arguments import (
     PartialSums,
     check_partial_sums,
     check_power_of_two,

@@ -10,8 +10,6 @@ import torch
 import triton
 from msgspec import Struct
 
-__all__ = ["HOPPER", "PDL_CAPABILITY", "GpuLimits", "gpu_limits", "limited_gpu", "limits_of"]
-
 PDL_CAPABILITY = (9, 0)
 """The least compute capability with programmatic dependent launch and wgmma."""
 
