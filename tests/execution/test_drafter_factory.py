@@ -28,7 +28,7 @@ from drift_sdk.execution.forward.model_resources import ModelResources
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder

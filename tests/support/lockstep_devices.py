@@ -16,7 +16,7 @@ from interpreted_device import InterpretedDevice
 from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerSums, PeerTensor
 from drift_sdk.execution.device import exchange
 from drift_sdk.execution.forward import residual_stream
-from drift_sdk.execution.rounds import sample_commit
+from drift_sdk.execution.rounds import round
 
 __all__ = ["Lockstep", "LockstepDevice", "LockstepReplay"]
 
@@ -39,7 +39,7 @@ class Lockstep:
         patch = monkeypatch.setattr
         for module, name in (
             (residual_stream, "add_norm_across"),
-            (sample_commit, "gather_logits"),
+            (round, "gather_logits"),
             (exchange, "begin_exchange"),
             (exchange, "share_drafts"),
         ):

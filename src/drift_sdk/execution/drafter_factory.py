@@ -22,8 +22,7 @@ from drift_sdk.steps import ExecutorLimits
 if TYPE_CHECKING:
     from drift_sdk.execution.forward.model_resources import ModelResources
     from drift_sdk.execution.resources import DeviceResources
-    from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
-    from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+    from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes, TreeDrafter
 
 __all__ = [
     "NO_DRAFTER",
@@ -128,7 +127,7 @@ class NGramDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+        from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 
         return NGramRoundDrafter(
             resources.table.history,
@@ -184,8 +183,7 @@ class EagleDrafterFactory(DrafterFactory):
         drafter: RoundDrafter | None,
         rounds: Sequence[tuple[int, int]],
     ) -> TreeDrafter | None:
-        from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
-        from drift_sdk.execution.rounds.eagle_trees import EagleTreeDrafter
+        from drift_sdk.execution.rounds.eagle import EagleRoundDrafter, EagleTreeDrafter
 
         if not self.tree_plans:
             return None
@@ -252,7 +250,7 @@ class HybridDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.hybrid import HybridRoundDrafter
+        from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter
 
         drafter = self._model.round_drafter(resources, model, sizes)
         assert drafter is not None

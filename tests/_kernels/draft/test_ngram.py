@@ -14,7 +14,7 @@ from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.forward.step_buffers import HiddenStates
 from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 
 pytestmark = pytest.mark.kernel
 

@@ -39,7 +39,7 @@ from drift_sdk._kernels.trees.tree_rows import (
     path_rows,
     tree_roots,
 )
-from drift_sdk.execution.rounds.eagle_trees import _static_tables
+from drift_sdk.execution.rounds.eagle import _static_tables
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.trees.growth import DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth

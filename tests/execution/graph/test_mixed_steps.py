@@ -35,8 +35,7 @@ from drift_sdk.execution.graph.buckets import MixedBucket
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.execution.graph.step_launcher import StepLauncher
 from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
-from drift_sdk.execution.rounds.hybrid import HybridRoundDrafter
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter, NGramRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder

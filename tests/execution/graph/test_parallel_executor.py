@@ -24,7 +24,7 @@ from drift_sdk.execution.graph.executor import GraphExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel
 from drift_sdk.execution.graph.options import GraphOptions
 from drift_sdk.execution.graph.parallel_executor import PEER_TIMEOUT_S, ParallelExecutor, peer_timeout
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.shard import Shard, cut_head, load_shard

@@ -32,16 +32,19 @@ from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
 from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAttention, Views
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, round_sizes
 from drift_sdk.execution.resources import DeviceResources
-from drift_sdk.execution.rounds.chain_drafts import ChainTreeDrafter
-from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter
-from drift_sdk.execution.rounds.mixed import MixedStep, MixedTensors
-from drift_sdk.execution.rounds.partial_rounds import PartialRound, RefreshedRows, RefreshRound
-from drift_sdk.execution.rounds.round import DecodeRound
-from drift_sdk.execution.rounds.round_checks import TreeChecks
-from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
-from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, TreeDrafter
+from drift_sdk.execution.rounds.round import (
+    DecodeRound,
+    MixedStep,
+    MixedTensors,
+    PartialRound,
+    RefreshedRows,
+    RefreshRound,
+    SampleCommit,
+    TreeAcceptance,
+)
 from drift_sdk.execution.rounds.tree_plan import TreePlan, chain_plan
-from drift_sdk.execution.rounds.tree_round import TreeRound, TreeTensors
+from drift_sdk.execution.rounds.tree_round import ChainTreeDrafter, TreeChecks, TreeRound, TreeTensors
 
 __all__ = ["GraphSteps", "Step"]
 

@@ -18,7 +18,7 @@ from drift_sdk._kernels.commit import (
 from drift_sdk._kernels.sampling.rows import MAX_TOP
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
-from drift_sdk.execution.rounds.round_checks import violation_of
+from drift_sdk.execution.rounds.tree_round import violation_of
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotOutput
 

@@ -32,8 +32,6 @@ from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, Verif
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
 
-__all__ = ["ModelRoundDrafter"]
-
 
 class ModelRoundDrafter:
     """A `RoundDrafter` that computes what `ModelDrafter` does, for slots and rows known only to the device.

@@ -10,8 +10,6 @@ from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.trees.limits import max_batch_drafts
 from drift_sdk.trees.rank_paths import RankedTree, rank_tree
 
-__all__ = ["TreePlan", "chain_plan", "tree_plan", "tree_rounds"]
-
 
 class TreePlan(Struct, frozen=True, kw_only=True):
     """The growth of trees of T = num_drafts + 1 nodes.
