@@ -13,7 +13,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
 
-    name = "drift_sdk.execution.forward.attention_groups.attention_config"
+    name = "drift_sdk.execution.forward.attention.attention_config"
     monkeypatch.setattr(name, lambda *_: AttentionConfig(num_programs=4))
     monkeypatch.setattr("drift_sdk._kernels.attention.decode.FEW_PARTITIONS", 2)
     monkeypatch.setattr("drift_sdk._kernels.attention.decode.MIN_PROGRAMS", 0)

@@ -23,8 +23,7 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter

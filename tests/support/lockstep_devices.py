@@ -15,7 +15,7 @@ from interpreted_device import InterpretedDevice
 
 from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerSums, PeerTensor
 from drift_sdk.execution.device import exchange
-from drift_sdk.execution.forward import residual_stream
+from drift_sdk.execution.forward import forward_pass
 from drift_sdk.execution.rounds import round
 
 __all__ = ["Lockstep", "LockstepDevice", "LockstepReplay"]
@@ -38,7 +38,7 @@ class Lockstep:
         self._is_running = False
         patch = monkeypatch.setattr
         for module, name in (
-            (residual_stream, "add_norm_across"),
+            (forward_pass, "add_norm_across"),
             (round, "gather_logits"),
             (exchange, "begin_exchange"),
             (exchange, "share_drafts"),

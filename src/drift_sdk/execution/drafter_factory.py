@@ -20,7 +20,7 @@ from drift_sdk.speculation import DynamicTree, NGram, StaticTree
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
-    from drift_sdk.execution.forward.model_resources import ModelResources
+    from drift_sdk.execution.forward.caches import ModelResources
     from drift_sdk.execution.resources import DeviceResources
     from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes, TreeDrafter
 

@@ -18,9 +18,14 @@ from drift_sdk._kernels.attention.prefill import TILE_FIELDS, has_cuda_prefill, 
 from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.launch.launch_order import LaunchOrderError, checked_launches, note_library_kernel
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward import attention_groups, row_attention
-from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
-from drift_sdk.execution.forward.row_attention import ChunkAttention, MixedAttention, SequenceAttention
+from drift_sdk.execution.forward import attention
+from drift_sdk.execution.forward.attention import (
+    AttentionGroups,
+    AttentionShape,
+    ChunkAttention,
+    MixedAttention,
+    SequenceAttention,
+)
 
 pytestmark = pytest.mark.kernel
 
@@ -43,7 +48,7 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
     expected = prompt.exact(config, Partitions())
 
     begun: list[str] = []
-    attend, attend_chunks = attention_groups.paged_attention, row_attention.exact_prefill_attention
+    attend, attend_chunks = attention.paged_attention, attention.exact_prefill_attention
 
     def noted(*arguments: object, beside_chunks: bool) -> None:
         begun.append("beside" if beside_chunks else "behind")
@@ -53,8 +58,8 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
         begun.append("chunks")
         attend_chunks(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention_groups, "paged_attention", noted)
-    monkeypatch.setattr(row_attention, "exact_prefill_attention", noted_chunks)
+    monkeypatch.setattr(attention, "paged_attention", noted)
+    monkeypatch.setattr(attention, "exact_prefill_attention", noted_chunks)
     slots = torch.arange(1, 1 + len(STARTS), dtype=torch.int32, device=DEVICE)
     rows = PlannedRows(slots, torch.tensor(STARTS, dtype=torch.int32, device=DEVICE), 1)
     for max_scratch_bytes in (None, 1):  # one group of sequences, and one for each
@@ -105,11 +110,9 @@ def test_sequences_start_beside_the_chunks_of_the_kernel_that_permits_it(
         return has_kernel
 
     begun: list[bool] = []
-    monkeypatch.setattr(row_attention, "has_cuda_prefill", has_cuda_prefill)
-    monkeypatch.setattr(row_attention, "exact_prefill_attention", lambda *_: None)
-    monkeypatch.setattr(
-        attention_groups, "paged_attention", lambda *_, beside_chunks: begun.append(beside_chunks)
-    )
+    monkeypatch.setattr(attention, "has_cuda_prefill", has_cuda_prefill)
+    monkeypatch.setattr(attention, "exact_prefill_attention", lambda *_: None)
+    monkeypatch.setattr(attention, "paged_attention", lambda *_, beside_chunks: begun.append(beside_chunks))
     prompt = Prompt([(0, 0, NUM_CHUNK_ROWS), (1, 3, 1)], HEADS, 64, DEVICE, torch.float32)
     groups = groups_of(1, 64)
     slot, position = torch.tensor([[1], [3]], dtype=torch.int32, device=DEVICE)

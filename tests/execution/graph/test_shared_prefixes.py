@@ -11,7 +11,7 @@ from tiny_llama import tiny_llama
 from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.forward import attention_groups
+from drift_sdk.execution.forward import attention
 from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
@@ -53,7 +53,7 @@ def test_sequences_that_share_a_prefix_get_the_bits_of_each_without(monkeypatch:
             if is_shared and blocks is not None and rows.num_sequences > 1:
                 plans[id(plan), rows.num_sequences] = plan
 
-        monkeypatch.setattr(attention_groups, "plan_attention", plan)
+        monkeypatch.setattr(attention, "plan_attention", plan)
         device = GpuDevice(0) if IS_GPU else InterpretedDevice()
         executor = GraphExecutor(
             device, decoder, LIMITS, TunedTable(), GraphOptions(prefill_token_budget=BUDGET)

@@ -18,7 +18,7 @@ class Workspace:
     because captured graphs still write to it.
 
     A name is used in one file only. Buffers that several files use are fields of a struct that is passed on
-    (see `forward/step_buffers.py`).
+    (see `forward/rows.py`).
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -18,13 +18,11 @@ from drift_sdk._kernels.recurrent.gated_delta import (
 )
 from drift_sdk._kernels.recurrent.gates import fill_gates, norm_gated
 from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.forward.products import Products
-from drift_sdk.execution.forward.recurrent_states import RecurrentStates
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
 from drift_sdk.spec.model import GatedDelta
-
-__all__ = ["GatedDeltaForward", "RecurrentRows"]
 
 
 class RecurrentRows(Struct, frozen=True):

@@ -12,9 +12,7 @@ from drift_sdk.execution.device.ring import PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.recurrent_states import RecurrentStates
+from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache, RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.graph_steps import GraphSteps

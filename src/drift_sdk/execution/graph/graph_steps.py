@@ -14,22 +14,22 @@ from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.step_inputs import gather_rows
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.forward_pass import ForwardPass, exact_pass, fast_pass
-from drift_sdk.execution.forward.gated_delta import RecurrentRows
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.residual_stream import ResidualStream
-from drift_sdk.execution.forward.row_attention import (
+from drift_sdk.execution.forward.attention import (
+    AttentionGroups,
     ChunkAttention,
     FastChunkAttention,
     MixedAttention,
+    RefreshAttention,
     RowAttention,
     SequenceAttention,
     TreeAttention,
+    ViewAttention,
+    Views,
 )
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
-from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAttention, Views
+from drift_sdk.execution.forward.caches import ModelResources
+from drift_sdk.execution.forward.forward_pass import ForwardPass, ResidualStream, exact_pass, fast_pass
+from drift_sdk.execution.forward.gated_delta import RecurrentRows
+from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, round_sizes
 from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, TreeDrafter

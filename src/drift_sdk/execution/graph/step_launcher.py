@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from drift_sdk.execution.device.ring import Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
-from drift_sdk.execution.forward.recurrent_states import RecurrentStates
+from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
 from drift_sdk.execution.graph.input_payloads import (

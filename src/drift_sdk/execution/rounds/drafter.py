@@ -9,10 +9,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.trees.tree_rows import RootTensors
-from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk.execution.forward.caches import DraftKVCache, PagedKVCache
+from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 
 

@@ -1,9 +1,4 @@
-"""The drafters of the graph executor with a draft head: chains and trees, within the graphs that verify them.
-
-The drafter of the graph executor with a draft head: chains, within the graphs that verify them.
-
-Trees of an EAGLE-3 draft, grown within the graphs that verify them.
-"""
+"""The drafters of the graph executor with a draft head: chains and trees, in the graphs that verify them."""
 
 from __future__ import annotations
 
@@ -39,11 +34,14 @@ from drift_sdk._kernels.trees.tree_growth import (
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, gather_hidden, path_rows
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
+from drift_sdk.execution.forward.attention import (
+    AttentionGroups,
+    AttentionShape,
+    SequenceAttention,
+    TreeAttention,
+)
+from drift_sdk.execution.forward.caches import DraftKVCache, ModelResources
 from drift_sdk.execution.forward.draft import Attend, DraftForward
-from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.row_attention import SequenceAttention, TreeAttention
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.rounds.tree_plan import TreePlan

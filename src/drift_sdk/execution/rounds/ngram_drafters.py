@@ -1,8 +1,5 @@
-"""The drafters of the graph executor with n-grams: n-grams alone, and in place of a draft model's tokens.
-
-The n-gram drafter of the graph executor: prompt look-up in the token history of slots on the device.
-
-The drafter of the graph executor that takes n-grams in place of a draft model's tokens.
+"""The drafters of the graph executor with n-grams: alone, by prompt look-up in the token history of slots on
+the device, and in place of a draft model's tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from drift_sdk._kernels.draft.ngrams import (
 from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
+from drift_sdk.execution.forward.caches import DraftKVCache, PagedKVCache
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, VerifiedRows
 

@@ -1,4 +1,4 @@
-"""The experts of a layer, for the rows of a prefill or decode pass."""
+"""The channels of a forward pass: the MLP or the experts of a layer, for the rows of a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.experts.cuda_experts import (
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
@@ -26,16 +27,34 @@ from drift_sdk._kernels.gemm.gemm import multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.gates import gate_rows
 from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.kernel_weights import KernelExperts
-from drift_sdk.execution.forward.mlp import take_activated
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.products import ExactProducts
+from drift_sdk.execution.forward.products import ExactProducts, Products
 from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
 from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.quantised.weight import dense
 from drift_sdk.spec.model import Experts, Mlp
 
-__all__ = ["ExpertForward", "has_few_rows", "take_counts"]
+
+class MlpForward:
+    """Kernels that compute the MLP of R rows in a layer."""
+
+    def __init__(self, normed: Tensor, workspace: Workspace, products: Products) -> None:
+        """normed [R, hidden]: the rows that `run` reads."""
+        self._normed, self._workspace, self._products = normed, workspace, products
+
+    def run(self, weights: MlpWeights, spec: Mlp, index: int) -> tuple[Tensor | PeerSums, Tensor | None]:
+        """The output in layer `index`, as `Products` return it."""
+        activated = take_activated(self._workspace, self._normed, spec)
+        products = self._products
+        products.activate(self._normed, weights.gate_up, weights.gate_up_bias, spec.activation, activated)
+        return products.multiply_down(activated, weights.down, weights.down_bias, 2 * index + 1)
+
+
+def take_activated(workspace: Workspace, normed: Tensor, spec: Mlp) -> Tensor:
+    """A buffer [R, intermediate] for the gated activation of rows [R, hidden]."""
+    return workspace.take("activated", (normed.shape[0], spec.intermediate_size), normed.dtype)
+
 
 MANY_ROWS_PER_EXPERT = 16
 """The most rows of an expert, on average, for which prefill passes use the kernels of few rows. It is 16
