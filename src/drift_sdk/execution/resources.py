@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec import Struct
 
 from drift_sdk.execution.device.device import Device
-from drift_sdk.execution.device.ring import PayloadBuffer, Ring
+from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.stages import StageMarks
 
 __all__ = ["DeviceResources"]

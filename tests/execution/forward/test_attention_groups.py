@@ -7,7 +7,7 @@ from references.attention import paged_attention_reference
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import PlannedRows
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward import attention as attention_module
 from drift_sdk.execution.forward.attention import AttentionGroups, AttentionShape
 

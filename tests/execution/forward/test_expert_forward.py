@@ -10,7 +10,7 @@ import torch
 
 from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.channels import ExpertForward
 from drift_sdk.families import read_spec
 from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices

@@ -16,7 +16,7 @@ from tolerances import assert_near
 from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
 from drift_sdk._kernels.attention.prefill import prefill_attention_config, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward import products
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,

@@ -17,7 +17,7 @@ from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, has_cuda_prefill, prefill_tiles
 from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.launch.launch_order import LaunchOrderError, checked_launches, note_library_kernel
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward import attention
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,

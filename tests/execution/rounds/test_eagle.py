@@ -15,8 +15,8 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.attention.decode import AttentionConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.forward import attention

@@ -15,8 +15,6 @@ from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.device import Device
 from drift_sdk.models.shard import Shard
 
-__all__ = ["Exchange", "ExchangeSizes", "open_exchanges"]
-
 ALIGNMENT = 512
 """Bytes at multiples of which buffers begin, as torch's allocations do."""
 

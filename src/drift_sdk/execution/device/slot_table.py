@@ -14,8 +14,6 @@ from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotSta
 from drift_sdk.errors import ConfigError
 from drift_sdk.steps import BlockUpdate, ExecutorLimits, SlotAssignment, SlotSampling
 
-__all__ = ["NO_UPDATES", "Pairs", "SlotTable", "Updates"]
-
 # One value for each slot, by name.
 COLUMNS = {
     "seed": torch.int64,

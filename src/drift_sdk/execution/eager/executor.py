@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device.freed_memory import return_freed_memory
+from drift_sdk.execution.device.memory import return_freed_memory
 from drift_sdk.execution.eager.busy_cores import BusyCores
 from drift_sdk.execution.eager.drafters import Drafter, Span
 from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors

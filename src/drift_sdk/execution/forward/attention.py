@@ -33,8 +33,8 @@ from drift_sdk._kernels.layers.gates import gate_attention
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.views import Retrieval, block_shares, select_blocks, view_blocks
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.products import Products
 from drift_sdk.execution.forward.rows import LayerBuffers, Rows

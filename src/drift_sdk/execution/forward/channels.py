@@ -26,7 +26,7 @@ from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_
 from drift_sdk._kernels.gemm.gemm import multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.gates import gate_rows
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.kernel_weights import KernelExperts
 from drift_sdk.execution.forward.products import ExactProducts, Products

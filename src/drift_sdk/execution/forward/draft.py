@@ -15,7 +15,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.gates import gate_attention, glu
 from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.caches import DraftKVCache
 from drift_sdk.execution.forward.channels import ExpertForward, has_few_rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight

@@ -12,7 +12,7 @@ from torch import Tensor
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.layers.norm import add_norm, embed_norm
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.attention import AttentionForward, RowAttention
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.channels import ExpertForward, MlpForward

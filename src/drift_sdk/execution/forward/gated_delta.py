@@ -17,7 +17,7 @@ from drift_sdk._kernels.recurrent.gated_delta import (
     move_borders_of_rows,
 )
 from drift_sdk._kernels.recurrent.gates import fill_gates, norm_gated
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.forward.products import Products
 from drift_sdk.execution.forward.rows import Rows

@@ -26,7 +26,7 @@ from drift_sdk._kernels.layers.soft_cap import soft_cap
 from drift_sdk._kernels.quantised.dequantise import dequantise
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
 from drift_sdk.execution.device.exchange import Exchange
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.rows import take_gate_up, take_partials
 from drift_sdk.models.channels.mlp import MlpWeights

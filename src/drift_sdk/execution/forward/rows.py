@@ -11,7 +11,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.plan import PlannedRows
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.models.decoder import Decoder
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from drift_sdk.execution.device.device import Replay
-from drift_sdk.execution.device.device_group import GroupReplay
+from drift_sdk.execution.device.device import GroupReplay, Replay
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.graph.graph_steps import GraphSteps, Step
 from drift_sdk.execution.resources import DeviceResources

@@ -8,9 +8,9 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.execution.device.device import Device, ServingDevice
 from drift_sdk.execution.device.exchange import Exchange
-from drift_sdk.execution.device.ring import PayloadBuffer, Ring, RingSizes
+from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring, RingSizes
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache, RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from drift_sdk.execution.device.device_group import DeviceGroup
+from drift_sdk.execution.device.device import DeviceGroup
 from drift_sdk.execution.device.errors import typed_errors
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
 from drift_sdk.execution.graph.buckets import GraphBuckets

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from drift_sdk.execution.device.ring import Results
+from drift_sdk.execution.device.host_ring import Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of

@@ -17,8 +17,8 @@ from drift_sdk._kernels.draft.draft_rows import (
     round_rows,
 )
 from drift_sdk._kernels.launch.launch_order import note_library_kernel
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention import AttentionGroups, FastChunkAttention, SequenceAttention
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass, ResidualStream, exact_pass, fast_pass

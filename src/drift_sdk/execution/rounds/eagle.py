@@ -32,8 +32,8 @@ from drift_sdk._kernels.trees.tree_growth import (
     rank_candidates,
 )
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, gather_hidden, path_rows
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
     AttentionShape,

@@ -18,8 +18,8 @@ from drift_sdk._kernels.draft.ngrams import (
     take_ngrams,
 )
 from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.caches import DraftKVCache, PagedKVCache
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, VerifiedRows

@@ -30,9 +30,9 @@ from drift_sdk._kernels.trees.tree_checks import (
     report_flags,
 )
 from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors, tree_roots, tree_rows
-from drift_sdk.execution.device.ring import Ring
+from drift_sdk.execution.device.host_ring import Ring
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.forward.caches import PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows

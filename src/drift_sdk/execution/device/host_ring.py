@@ -14,8 +14,6 @@ from drift_sdk.execution.device.device import Event, Replay, ServingDevice
 from drift_sdk.execution.device.slot_table import Pairs
 from drift_sdk.steps import HostWork
 
-__all__ = ["PayloadBuffer", "Results", "Ring", "RingSizes"]
-
 Words = NDArray[np.int32]
 
 

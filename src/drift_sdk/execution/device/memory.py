@@ -1,13 +1,13 @@
-"""Device memory that all graphs of an executor share."""
+"""Memory of a device: what all graphs of an executor share, and what is returned when it is freed."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 
 import torch
 from torch import Tensor
-
-__all__ = ["Workspace"]
 
 
 class Workspace:
@@ -47,3 +47,14 @@ class Workspace:
             self._views = {key: view for key, view in self._views.items() if key[0] != name}
         self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffers[name]
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Return the memory that tensors of a device have freed: on a GPU what torch has cached, on a CPU what
+    the C library keeps for later allocations (with glibc, which alone can be asked to)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
