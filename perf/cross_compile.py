@@ -37,10 +37,8 @@ from drift_sdk.execution.drafter_factory import (
     EagleDrafterFactory,
     NGramDrafterFactory,
 )
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.gpu_graphs import GpuModel
-from drift_sdk.execution.graph.options import GraphOptions
-from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_scales import KVScales

@@ -23,8 +23,8 @@ from drift_sdk._kernels.launch.parallel_compile import KernelToCompile
 from drift_sdk.config import prefill_token_budget
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
 from drift_sdk.execution.forward import attention
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import meta_weights

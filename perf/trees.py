@@ -26,7 +26,8 @@ from drift_sdk import DynamicTree, StaticTree
 from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits

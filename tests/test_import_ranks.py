@@ -39,7 +39,7 @@ WITHOUT_TORCH = [
 ]
 ONLY_IN = {
     "triton": ["_kernels", "cli/tune"],
-    "cuda": ["execution/graph/captured_graphs", "execution/device", "_kernels/launch/cuda_programs"],
+    "cuda": ["execution/graph/gpu_graphs", "execution/device", "_kernels/launch/cuda_programs"],
 }
 
 

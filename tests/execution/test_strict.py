@@ -29,8 +29,9 @@ from drift_sdk.driver.request_registry import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.execution.device.host_ring import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
-from drift_sdk.execution.graph import executor as graph_executor
-from drift_sdk.execution.graph.executor import AllocationCount, GraphExecutor, GraphOptions
+from drift_sdk.execution.graph import graph_executor
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import AllocationCount, GraphExecutor
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder

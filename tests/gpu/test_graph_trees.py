@@ -27,7 +27,7 @@ from drift_sdk import (
 )
 from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds import round
 from drift_sdk.execution.rounds.drafter import TreeDrafter
 from drift_sdk.execution.rounds.tree_plan import TreePlan

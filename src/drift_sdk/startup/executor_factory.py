@@ -33,7 +33,7 @@ from drift_sdk.startup.views import view_layout
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
-    from drift_sdk.execution.graph.options import GraphOptions
+    from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 
 __all__ = [
     "OpenedExecutor",
@@ -174,7 +174,7 @@ def open_graph_executor(
     # Imported only here: they need Triton and the driver.
     from drift_sdk.execution.device.streams import wait_for_preparation
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
-    from drift_sdk.execution.graph.options import StartupHooks
+    from drift_sdk.execution.graph.gpu_graphs import StartupHooks
     from drift_sdk.startup.gemm_tuning import engine_table
     from drift_sdk.startup.graph_startup import start_graph_executor
 
@@ -244,7 +244,7 @@ def _with_slots(config: EngineConfig, states: StateSize | None) -> EngineConfig:
 def _graph_options(
     config: EngineConfig, acceptance: AcceptanceFactory | None, stages: StageMarks
 ) -> GraphOptions:
-    from drift_sdk.execution.graph.options import GraphOptions
+    from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 
     return GraphOptions(
         prefill_token_budget=prefill_token_budget(config, "cuda"),

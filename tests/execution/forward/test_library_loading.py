@@ -15,8 +15,8 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.forward import products
 from drift_sdk.execution.forward.products import library_loader
 from drift_sdk.execution.graph.buckets import prefill_buckets
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.spec.model import ModelSpec

@@ -32,7 +32,8 @@ from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
 from drift_sdk.execution.eager.model_drafter import ModelDrafter
 from drift_sdk.execution.graph.buckets import MixedBucket
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.graph.step_launcher import StepLauncher
 from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
 from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter, NGramRoundDrafter

@@ -20,7 +20,8 @@ from drift_sdk.execution.eager.executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
 from drift_sdk.execution.forward import gated_delta
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder

@@ -20,7 +20,7 @@ Words = NDArray[np.int32]
 class Results:
     """The result words of one replay, valid once the replay has ended.
 
-    words: int32, as `result_records` reads them.
+    words: int32, as `payloads` reads them.
     is_pending: whether the words are still to be read. The ring copies pending words before it reuses their
     entry; after `is_pending` has been set to False the words may be overwritten.
     """

@@ -20,16 +20,6 @@ from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.spec.states import BORDER
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
-__all__ = [
-    "GraphBuckets",
-    "MixedBucket",
-    "MixedLayout",
-    "PrefillLayout",
-    "bucket_of",
-    "prefill_buckets",
-    "round_sizes",
-]
-
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
 MIN_PREFILL_ROWS = 16

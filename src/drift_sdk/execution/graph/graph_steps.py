@@ -46,8 +46,6 @@ from drift_sdk.execution.rounds.round import (
 from drift_sdk.execution.rounds.tree_plan import TreePlan, chain_plan
 from drift_sdk.execution.rounds.tree_round import ChainTreeDrafter, TreeChecks, TreeRound, TreeTensors
 
-__all__ = ["GraphSteps", "Step"]
-
 Step = Callable[[], None]
 """Records the kernels of a step on the current stream."""
 
