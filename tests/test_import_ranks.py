@@ -144,7 +144,7 @@ def test_engine_on_the_cpu_needs_neither_triton_nor_cuda_python() -> None:
         if name in files and name not in reached:
             reached.add(name)
             waiting += imports_of(files[name], top_level=True)
-    assert "drift_sdk.execution.eager.executor" in reached
+    assert "drift_sdk.execution.eager.eager_executor" in reached
     for name in reached:
         found = {imported.split(".")[0] for imported in imports_of(files[name], top_level=True)}
         assert not found & set(ONLY_IN), name

@@ -10,9 +10,9 @@ import torch
 from oracle_drafter import OracleDrafter
 from torch import Tensor
 
-from drift_sdk.execution.eager import executor as eager
+from drift_sdk.execution.eager import eager_executor as eager
 from drift_sdk.execution.eager.drafters import Drafter, NGramDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec, Norm
 from drift_sdk.spec.rope import Rope

@@ -10,9 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
-from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
-from drift_sdk.execution.eager.model_drafter import ModelDrafter
+from drift_sdk.execution.eager.drafters import (
+    Drafter,
+    EagleDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    NGramDrafter,
+)
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder

@@ -16,9 +16,8 @@ from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.partial_rounds import PartialRounds
-from drift_sdk.execution.eager.round_checks import RoundChecks
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder

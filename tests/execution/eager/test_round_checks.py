@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drift_sdk.execution.eager.round_checks import RoundChecks, error_of_tree
-from drift_sdk.execution.eager.round_rows import SlotRows, attention_batch, place_rows
+from drift_sdk.execution.eager.rounds import RoundChecks, SlotRows, attention_batch, error_of_tree, place_rows
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.spec.model import KVShape

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from tiny_llama import tiny_llama
 
 from drift_sdk import DynamicTree, StaticTree
-from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
+from drift_sdk.execution.eager.drafters import EagleDrafter, Span, max_draft_rows, state_of, target_logits
 from drift_sdk.execution.eager.sampling import rank
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.execution.eager.tree_grower import max_draft_rows, target_logits
 from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder

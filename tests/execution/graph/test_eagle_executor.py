@@ -21,7 +21,7 @@ from drift_sdk._kernels.gemm.tuning import LoggedProduct, TunedTable, WatchedTab
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec

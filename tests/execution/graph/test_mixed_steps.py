@@ -27,10 +27,8 @@ from drift_sdk.execution.drafter_factory import (
     ModelDrafterFactory,
     NGramDrafterFactory,
 )
-from drift_sdk.execution.eager.drafters import NGramDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
-from drift_sdk.execution.eager.model_drafter import ModelDrafter
+from drift_sdk.execution.eager.drafters import HybridDrafter, ModelDrafter, NGramDrafter
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.graph.buckets import MixedBucket
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor

@@ -16,7 +16,7 @@ from scheduled_run import run_scheduled, sampling_of
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
 from drift_sdk.execution.forward import gated_delta
 from drift_sdk.execution.forward.rows import Rows

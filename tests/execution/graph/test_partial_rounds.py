@@ -25,8 +25,8 @@ from drift_sdk.execution.drafter_factory import (
     HybridDrafterFactory,
     NGramDrafterFactory,
 )
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.partial_rounds import PartialRounds, state_of
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.eager.rounds import PartialRounds, state_of
 from drift_sdk.execution.forward.attention import ViewAttention
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions

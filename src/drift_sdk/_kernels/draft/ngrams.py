@@ -26,7 +26,7 @@ Bytes: of either some words a row.
 Programmatic dependent launch: both wait for their producers before their first read, and let their dependents
 start right after that.
 
-Reference: execution.eager.hybrid_drafter.
+Reference: execution.eager.drafters.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Bytes: a row of logits once, and once more to write it where rules apply; of the
 Programmatic dependent launch: the kernel waits for its producers before its first read, and lets its
 dependents, the short launches of `sample_rows`, start right after that.
 
-Reference: `apply_processors` in execution.eager.logits_processors, over the operations
+Reference: `apply_processors` in execution.eager.sampling, over the operations
 of `torch_reference`.
 
 Counts of the tokens that a prefill brings in, which the penalties need.
@@ -30,7 +30,7 @@ programs get there does not matter. Bytes: 12 a row, and up to 16 more for rows 
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
 its dependents start right after that.
 
-Reference: `LogitsProcessors.count` in execution.eager.logits_processors.
+Reference: `LogitsProcessors.count` in execution.eager.sampling.
 
 Scaled logits: logits over the temperature, with the row's largest at zero. Filters and noise work on them.
 

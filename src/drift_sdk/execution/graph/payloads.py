@@ -1,4 +1,4 @@
-"""The words of a replay: payloads and constraint masks, which the host writes, and results, which it reads."""
+"""The words of a replay: payloads and constraint masks that the host writes, and results that it reads."""
 
 from __future__ import annotations
 
