@@ -16,6 +16,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -24,7 +25,6 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
-from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter

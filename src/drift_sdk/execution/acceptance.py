@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from drift_sdk._kernels.sampling.rows import SampleBuffers
     from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 
-__all__ = ["Acceptance", "AcceptanceFactory"]
-
 
 class Acceptance(Protocol):
     """Decides how many drafts of a round are accepted, on the device. Its launches are captured."""

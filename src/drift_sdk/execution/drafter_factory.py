@@ -24,19 +24,9 @@ from drift_sdk.speculation import DynamicTree, NGram, StaticTree
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
+    from drift_sdk.execution.device_resources import DeviceResources
     from drift_sdk.execution.forward.caches import ModelResources
-    from drift_sdk.execution.resources import DeviceResources
     from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes, TreeDrafter
-
-__all__ = [
-    "NO_DRAFTER",
-    "DrafterFactory",
-    "EagleDrafterFactory",
-    "HybridDrafterFactory",
-    "ModelDrafterFactory",
-    "NGramDrafterFactory",
-    "NoDrafterFactory",
-]
 
 
 class DrafterFactory(ABC):

@@ -10,8 +10,6 @@ from drift_sdk.steps import SlotSampling
 if TYPE_CHECKING:  # a scripted executor has slots and no torch
     from drift_sdk.execution.eager.sampling import LogitsProcessors
 
-__all__ = ["Slot"]
-
 
 class Slot:
     """The state of a running sequence.

@@ -21,11 +21,11 @@ from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache, RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.graph.graph_steps import GraphSteps, Step
-from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.partial_verification import ViewLayout

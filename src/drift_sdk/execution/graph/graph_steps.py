@@ -13,6 +13,7 @@ from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.step_inputs import gather_rows
 from drift_sdk.execution.acceptance import AcceptanceFactory
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
@@ -31,7 +32,6 @@ from drift_sdk.execution.forward.forward_pass import ForwardPass, ResidualStream
 from drift_sdk.execution.forward.gated_delta import RecurrentRows
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, round_sizes
-from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, TreeDrafter
 from drift_sdk.execution.rounds.round import (
     DecodeRound,

@@ -15,6 +15,7 @@ from torch import Tensor
 from drift_sdk._kernels.sampling.torch_reference import top_logprobs
 from drift_sdk.execution.device.host_ring import Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs
@@ -31,7 +32,6 @@ from drift_sdk.execution.graph.payloads import (
     tree_outputs,
     without_last_tokens,
 )
-from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.stages import forward_stage
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs

@@ -26,12 +26,12 @@ from drift_sdk._kernels.slots.step_inputs import copy_masks, gather_rows, show_d
 from drift_sdk._kernels.trees.tree_accept import tree_accept
 from drift_sdk._kernels.views import note_round, refresh_rows
 from drift_sdk.execution.acceptance import Acceptance
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.forward.attention import Views
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.products import multiply_head
 from drift_sdk.execution.forward.rows import HiddenStates, Rows
-from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, VerifiedRows
 from drift_sdk.execution.stages import forward_stage
 

@@ -33,10 +33,10 @@ from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTe
 from drift_sdk.execution.device.host_ring import Ring
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.forward.caches import PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.resources import DeviceResources
 from drift_sdk.execution.rounds.drafter import RoundDrafter, TreeDrafter, VerifiedRows
 from drift_sdk.execution.rounds.round import SampleCommit, TreeAcceptance
 from drift_sdk.execution.rounds.tree_plan import TreePlan

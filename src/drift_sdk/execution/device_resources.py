@@ -10,8 +10,6 @@ from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.stages import StageMarks
 
-__all__ = ["DeviceResources"]
-
 
 class DeviceResources(Struct, frozen=True, kw_only=True):
     """Device resources of captured steps.
