@@ -31,8 +31,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.trees.limits import MAX_PATH_LENGTH, max_batch_drafts
-from drift_sdk.trees.rank_paths import rank_tree
+from drift_sdk.trees import MAX_PATH_LENGTH, max_batch_drafts, rank_tree
 from perf.harness.manual_driver import ManualDriver
 from perf.harness.numbers import at_least
 from perf.harness.record import Run

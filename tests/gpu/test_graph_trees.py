@@ -33,7 +33,7 @@ from drift_sdk.execution.rounds.drafter import TreeDrafter
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.rounds.tree_round import TreeRound
 from drift_sdk.steps import StepPlan
-from drift_sdk.trees.rank_paths import rank_tree
+from drift_sdk.trees import rank_tree
 
 pytestmark = [
     pytest.mark.gpu,

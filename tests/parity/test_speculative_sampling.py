@@ -25,7 +25,7 @@ from drift_sdk.steps import (
     SlotSampling,
     StepPlan,
 )
-from drift_sdk.trees.growth import Draft
+from drift_sdk.trees import Draft
 
 VOCAB_SIZE = 12
 PROMPT = (3, 7, 1)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from drift_sdk.results import SpeculationStats
 from drift_sdk.steps import Verification
-from drift_sdk.trees.limits import MAX_PATH_LENGTH
+from drift_sdk.trees import MAX_PATH_LENGTH
 
 __all__ = ["DraftCount"]
 

@@ -8,7 +8,7 @@ from drift_sdk.draft_policy.acceptance import Acceptance, NodeAcceptance
 from drift_sdk.draft_policy.round_costs import RoundCosts
 from drift_sdk.draft_policy.view_gain import ViewCosts, ViewGain
 from drift_sdk.steps import StepPlan, StepResult
-from drift_sdk.trees.limits import max_batch_drafts
+from drift_sdk.trees import max_batch_drafts
 
 __all__ = ["DraftPolicy"]
 

@@ -12,8 +12,7 @@ from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.spec.model import KVShape
 from drift_sdk.steps import VIOLATIONS, ExecutorLimits, SlotOutput, SlotSampling
-from drift_sdk.trees.growth import Draft, DraftLimit
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import Draft, DraftLimit, TokenTree
 
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=8, block_size=4, vocab_size=50)
 LIMIT = DraftLimit(7, 3, is_chain=False)

@@ -14,8 +14,7 @@ from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.spec.model import KVShape
 from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotOutput, SlotSampling
-from drift_sdk.trees.growth import Draft
-from drift_sdk.trees.limits import MAX_TREE_DRAFTS, MAX_TREE_ROWS
+from drift_sdk.trees import MAX_TREE_DRAFTS, MAX_TREE_ROWS, Draft
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 8, 40, 8
 LIMITS = ExecutorLimits(

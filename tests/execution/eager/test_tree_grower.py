@@ -20,7 +20,7 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, SlotSampling
-from drift_sdk.trees.growth import Draft, DraftLimit
+from drift_sdk.trees import Draft, DraftLimit
 
 TARGET = tiny_llama(vocab_size=160, num_hidden_layers=3)
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=30, block_size=4, vocab_size=160)

@@ -35,7 +35,7 @@ from drift_sdk.models.draft_weights import DraftForm
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.spec.model import NormKind
 from drift_sdk.steps import ExecutorLimits, SlotSampling
-from drift_sdk.trees.growth import DraftLimit
+from drift_sdk.trees import DraftLimit
 
 pytestmark = pytest.mark.kernel
 

@@ -76,7 +76,7 @@ from drift_sdk._kernels.launch.kernel import (
 from drift_sdk._kernels.sampling.logits import LEAST_TEMPERATURE
 from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max
 from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors
-from drift_sdk.trees.limits import MAX_CANDIDATES
+from drift_sdk.trees import MAX_CANDIDATES
 
 PADDED_PATH = next_power_of_2(PATH_ENTRIES)
 

@@ -71,7 +71,7 @@ from drift_sdk._kernels.launch.kernel import (
 )
 from drift_sdk._kernels.layers.norm import norm_warps
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
-from drift_sdk.trees.limits import MAX_PATH_LENGTH, MAX_TREE_NODES
+from drift_sdk.trees import MAX_PATH_LENGTH, MAX_TREE_NODES
 
 PATH_ENTRIES = MAX_PATH_LENGTH + 1
 """Nodes of the longest path, the root included."""

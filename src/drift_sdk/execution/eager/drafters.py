@@ -24,9 +24,16 @@ from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.tree_attention import TreeAttentionBatch, TreeRows
 from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.trees.growth import Draft, DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth
-from drift_sdk.trees.limits import MAX_TREE_ROWS, max_batch_drafts
-from drift_sdk.trees.rank_paths import rank_tree
+from drift_sdk.trees import (
+    MAX_TREE_ROWS,
+    Draft,
+    DraftLimit,
+    DynamicGrowth,
+    StaticGrowth,
+    TreeGrowth,
+    max_batch_drafts,
+    rank_tree,
+)
 
 Advance = Callable[[Tensor, Sequence[int], Sequence[Slot], Sequence[int]], Tensor]
 """Takes the draft's outputs [M, H], the tokens chosen from them, the slots, and how many tokens each slot has

@@ -51,7 +51,7 @@ from drift_sdk.steps import (
     StepResult,
     Verification,
 )
-from drift_sdk.trees.growth import Draft
+from drift_sdk.trees import Draft
 
 INTERVAL_S = 5.0
 MOST_BUSY = 0.5

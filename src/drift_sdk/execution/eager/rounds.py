@@ -29,8 +29,7 @@ from drift_sdk.models.tree_attention import StepRows, TreeAttentionBatch, TreeRo
 from drift_sdk.models.view_attention import RefreshBatch, ViewAttentionBatch, ViewRows
 from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotOutput, Violation
-from drift_sdk.trees.growth import Draft, DraftLimit
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import Draft, DraftLimit, TokenTree
 
 
 class SlotRows(NamedTuple):
