@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from drift_sdk.draft_policy.view_gain import ViewCosts
+from drift_sdk.draft_policy.policy import ViewCosts
 from drift_sdk.partial_verification import ViewLayout
 
 __all__ = ["SchedulerConfig"]

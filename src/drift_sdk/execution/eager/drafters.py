@@ -13,8 +13,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk.draft_policy.ngram import NGramHistory
-from drift_sdk.draft_policy.ngram_score import next_score, num_right
+from drift_sdk.draft_policy.ngrams import NGramHistory, next_score, num_right
 from drift_sdk.execution.eager.sampling import choose, rank
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -520,7 +519,7 @@ def model_state_of(slot: Slot) -> ModelState:
 class HybridState:
     """The state of n-grams in a slot.
 
-    score:  see `draft_policy.ngram_score`.
+    score:  see `draft_policy.ngrams`.
     drafts: the n-gram and the model's tokens of the latest round; None if one of them had no draft.
     """
 

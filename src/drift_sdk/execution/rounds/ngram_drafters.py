@@ -17,7 +17,7 @@ from drift_sdk._kernels.draft.ngrams import (
     search_ngrams,
     take_ngrams,
 )
-from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT
+from drift_sdk.draft_policy.ngrams import SCORE_SHIFT, SCORE_UNIT
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.forward.caches import DraftKVCache, PagedKVCache
