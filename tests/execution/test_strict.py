@@ -36,7 +36,7 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.prometheus import metrics_text
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.startup.executor_factory import choose_executor, untuned_error
 from drift_sdk.steps import DecodeRow, ExecutorLimits, HostWork, SlotOutput, StepPlan, StepResult

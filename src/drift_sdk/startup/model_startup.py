@@ -23,7 +23,7 @@ from drift_sdk.loading.source import Source, resolve
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Report
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.attention_room import check_attention_room
 from drift_sdk.startup.device_memory import DeviceMemory

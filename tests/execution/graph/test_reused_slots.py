@@ -15,7 +15,7 @@ from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput
