@@ -6,6 +6,7 @@ python -m perf.decode --model llama-3.1-8b --scenario single-512 batch64-512
 python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
 python -m perf.decode --weights fp8 --scenario single-512 batch64-512 --peer vllm vllm-marlin
+python -m perf.decode --model qwen3.6-27b --weights fp8-blocks --peer vllm
 python -m perf.decode --kv-dtype fp8 --scenario single-32k batch4-16k
 python -m perf.decode --model llama-3.1-8b --tensor-parallel 1 2 --peer vllm
 """
@@ -30,7 +31,7 @@ from perf.harness.numbers import at_least
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, add_tensor_parallel, add_weights, free_memory, parser
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import Model, prepare
+from perf.harness.shapes import FP8_BLOCKS, Model, prepare
 from perf.harness.table import decode_table, show
 from perf.peers import transformers, vllm
 
@@ -43,7 +44,7 @@ PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[Deco
     "vllm-marlin": partial(vllm.measure, linear_backend="marlin"),
 }
 """Name -> measure(model, scenarios, repeats, read bandwidth in TB/s), which yields a run per scenario."""
-QUANTISED_PEERS = {None: ("transformers", "vllm"), "fp8": ("vllm", "vllm-marlin")}
+QUANTISED_PEERS = {None: ("transformers", "vllm"), "fp8": ("vllm", "vllm-marlin"), FP8_BLOCKS: ("vllm",)}
 """Peers that can be measured, by the form of the weights."""
 
 

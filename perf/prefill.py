@@ -24,15 +24,15 @@ from perf.harness.numbers import at_least
 from perf.harness.record import PrefillRun, Run
 from perf.harness.recording import Recording, add_weights, dtype_name, free_memory, parser
 from perf.harness.scenario import random_tokens
-from perf.harness.shapes import Model, prepare
+from perf.harness.shapes import FP8_BLOCKS, Model, prepare
 from perf.harness.table import prefill_table, show
 from perf.peers import vllm
 
 __all__ = ["PrefillOptions", "main", "measure"]
 
 NUM_WARM_UPS = 2
-PEER_WEIGHTS = None, "fp8"
-"""Forms of weights that vLLM quantises to."""
+PEER_WEIGHTS = None, "fp8", FP8_BLOCKS
+"""Forms of weights that vLLM has too."""
 
 
 class PrefillOptions(Struct, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = arguments_parser.parse_args(arguments)
     if given.peer and (given.weights not in PEER_WEIGHTS or given.kv_dtype):
         arguments_parser.error(
-            "--peer: expected no --kv-dtype, and --weights fp8 or none, as the peer has them"
+            "--peer: expected no --kv-dtype, and --weights fp8, fp8-blocks or none, as the peer has them"
         )
     if given.fast_prompts and (not given.device.startswith("cuda") or given.executor == "eager"):
         arguments_parser.error("--fast-prompts: expected the graph executor: the eager one has one way")

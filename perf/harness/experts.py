@@ -12,8 +12,7 @@ import torch
 
 from drift_sdk import Engine
 from drift_sdk.execution.forward.channels import take_counts
-from drift_sdk.loading.random import RandomTensors
-from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.models.decoder import random_tensors
 from drift_sdk.spec.model import Experts
 from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.scenario import Scenario
@@ -78,11 +77,10 @@ def write_routing_weights(model: Model, file: Path) -> None:
     them, because generators of devices differ.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = tensor_shapes(model.spec)
-    tensors = RandomTensors(shapes, device=device, dtype=torch.bfloat16, seed=0)
+    tensors = random_tensors(model.spec, device=device, dtype=torch.bfloat16)
     names = [
         name
-        for name in shapes
+        for name in tensors.names()
         if EXPERTS not in name
         and (name == model.spec.names.embedding or any(part in name for part in ROUTERS))
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DRAFTS", "PUBLISHED"]
+__all__ = ["DRAFTS", "PUBLISHED", "in_fp8_blocks"]
 
 COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -109,6 +110,8 @@ QWEN3_5 = COMMON | {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
     "attention_bias": False,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
     "max_position_embeddings": 262_144,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
     "rms_norm_eps": 1e-6,
@@ -307,6 +310,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    "tiny-hybrid": QWEN3_5
+    | {
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "max_position_embeddings": 1024,
+    },
     "tiny-experts": GPT_OSS
     | {
         "vocab_size": 320,
@@ -330,3 +348,30 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"intermediate_size": 6144},
 }
 """Settings of a published EAGLE-3 draft that differ from those of its target, by the target's model_type."""
+
+NOT_IN_BLOCKS = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
+"""Matrices of a layer that published files in blocks of FP8 have in bfloat16."""
+
+
+def in_fp8_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model whose layers are published in FP8, with a scale for 128 rows and columns.
+
+    Raises ValueError for a model that is quantised in another way.
+    """
+    if "quantization_config" in settings:
+        raise ValueError("fp8-blocks: expected a model whose published weights are not quantised")
+
+    layers = range(settings["num_hidden_layers"])
+    quantisation = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [
+            "lm_head",
+            "model.embed_tokens",
+            "mtp.fc",
+            *(f"model.layers.{index}.{name}" for index in layers for name in NOT_IN_BLOCKS),
+        ],
+    }
+    return {**settings, "quantization_config": quantisation}

@@ -15,7 +15,7 @@ from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
 from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run, read, result_path, write
-from perf.harness.shapes import MODELS, model_name
+from perf.harness.shapes import FP8_BLOCKS, MODELS, model_name
 from perf.harness.table import progress
 
 __all__ = [
@@ -77,7 +77,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def add_weights(made: argparse.ArgumentParser) -> None:
     """Add the arguments `--weights` and `--kv-dtype`, for scripts that measure quantised models."""
-    made.add_argument("--weights", choices=tuple(QUANTISERS), help="as in EngineConfig")
+    made.add_argument(
+        "--weights",
+        choices=(*QUANTISERS, FP8_BLOCKS),
+        help="as in EngineConfig; fp8-blocks: as files with a scale for 128 rows and columns",
+    )
     made.add_argument("--kv-dtype", choices=("fp8", "nvfp4"), help="as in EngineConfig")
 
 

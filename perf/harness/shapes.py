@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from msgspec import Struct
@@ -16,6 +16,7 @@ from msgspec import Struct
 from drift_sdk import NGram
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.decoder import random_tensors
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
@@ -24,9 +25,10 @@ from drift_sdk.models.weights import tensor_shapes, weight_bytes
 from drift_sdk.spec.model import Attention, Experts, KVShape, ModelSpec
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
-from perf.harness.published import DRAFTS, PUBLISHED
+from perf.harness.published import DRAFTS, PUBLISHED, in_fp8_blocks
 
 __all__ = [
+    "FP8_BLOCKS",
     "MODELS",
     "Draft",
     "Model",
@@ -41,6 +43,8 @@ __all__ = [
 SMOLLM2 = "smollm2-135m"
 MODELS = (*PUBLISHED, SMOLLM2)
 EXPERTS = ".experts."
+FP8_BLOCKS: Final = "fp8-blocks"
+"""The form of weights that files have in blocks of FP8."""
 MXFP4_BYTES = 0.5 + 1 / 32
 """Bytes of a number: 4 bits, and a byte for every 32."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -56,7 +60,10 @@ DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model on disk. `load`, `weights` and `kv_dtype` are the values of fields of `EngineConfig` for it."""
+    """A model on disk. `load`, `weights` and `kv_dtype` are the values of fields of `EngineConfig` for it.
+
+    Random weights that are "stored" are in blocks of FP8.
+    """
 
     name: str
     path: Path
@@ -68,7 +75,8 @@ class Model(Struct, frozen=True, kw_only=True):
     @property
     def dtype_name(self) -> str | None:
         """The names of the types of weights and KV cache, where they are not that of the computation."""
-        form = "mxfp4" if self.has_mxfp4_experts else self.weights
+        weights = FP8_BLOCKS if self.weights == "stored" else self.weights
+        form = "mxfp4" if self.has_mxfp4_experts else weights
         names = [name for name in (form, self.kv_dtype and f"{self.kv_dtype} KV") if name]
         return ", ".join(names) or None
 
@@ -113,16 +121,27 @@ class Model(Struct, frozen=True, kw_only=True):
     def expert_bytes(self, itemsize: int) -> float:
         """Bytes of one expert of a layer. itemsize: bytes of a number that is not quantised."""
         experts, hidden = self.spec.experts, self.spec.hidden_size
-        if experts is not None and not self.has_mxfp4_experts and self.weights in QUANTISERS:
+        if experts is not None and not self.has_mxfp4_experts and self.weights is not None:
             size = experts.intermediate_size
             shapes = (size, hidden), (size, hidden), (hidden, size)
-            return float(sum(quantised_bytes(*shape, self.weights) for shape in shapes))
+            return float(sum(self._matrix_bytes(*shape, itemsize) for shape in shapes))
 
         if experts is None or not self.has_mxfp4_experts:
             return float(itemsize * self._num_expert_parameters)
 
         weights = 3 * experts.intermediate_size * hidden
         return MXFP4_BYTES * weights + itemsize * (self._num_expert_parameters - weights)
+
+    def _matrix_bytes(self, rows: int, columns: int, itemsize: int) -> int:
+        """Bytes of a projection of a layer in the form of the weights."""
+        if self.weights in QUANTISERS:
+            return quantised_bytes(rows, columns, self.weights)
+
+        blocks = () if self.spec.quantisation is None else self.spec.quantisation.blocks
+        if self.weights != "stored" or not blocks or rows < blocks[0][0] or columns < blocks[0][1]:
+            return itemsize * rows * columns
+
+        return rows * columns + 4 * math.ceil(rows / blocks[0][0]) * math.ceil(columns / blocks[0][1])
 
     def spread_experts(self, num_rows: int) -> float:
         """Mean number of experts of a layer that `num_rows` rows have together, if all are equally likely; 0
@@ -169,11 +188,13 @@ class Model(Struct, frozen=True, kw_only=True):
     def _saved_bytes(self, itemsize: int) -> float:
         """Bytes that all weights but those of experts take less than in numbers of `itemsize` bytes."""
         dtype = DTYPES[itemsize]
-        if self.weights not in QUANTISERS:
+        if self.weights is None:
             return 0.0
 
-        experts = self.spec.experts
-        saved = weight_bytes(self.spec, dtype) - weight_bytes(self.spec, dtype, self.weights)
+        experts, stored = self.spec.experts, None
+        if self.weights == "stored":
+            stored = random_tensors(self.spec, device=torch.device("cpu"), dtype=dtype, form="stored")
+        saved = weight_bytes(self.spec, dtype) - weight_bytes(self.spec, dtype, self.weights, stored)
         if experts is None or self.has_mxfp4_experts:
             return saved
 
@@ -248,29 +269,35 @@ def model_name(text: str) -> str:
 def prepare(
     name: str,
     folder: Path,
-    weights: WeightForm | None = None,
+    weights: WeightForm | Literal["fp8-blocks"] | None = None,
     kv_dtype: KVForm | None = None,
 ) -> Model:
     """Write a model with published shapes into `folder`, or locate the real model of that name or path.
 
-    weights, kv_dtype: as in EngineConfig. Raises ValueError for a name that is neither in MODELS nor an
-    existing path.
+    weights, kv_dtype: as in EngineConfig; FP8_BLOCKS: of a model with published shapes, as its files would
+    have them. Raises ValueError for a name that is neither in MODELS nor an existing path, and for a model
+    that cannot have these weights.
     """
     if name == SMOLLM2 or (name not in PUBLISHED and Path(name).exists()):
         path = _smollm2_file() if name == SMOLLM2 else Path(name)
         name = path.resolve().name if name != SMOLLM2 else name
+        if weights == FP8_BLOCKS:
+            raise ValueError(f"model={name!r}: expected one with random weights for {FP8_BLOCKS}")
+
         spec = read_spec(resolve(path).config)
         return Model(name=name, path=path, load="auto", spec=spec, weights=weights, kv_dtype=kv_dtype)
 
     if name not in PUBLISHED:
         raise ValueError(f"model={name!r}: expected a path that exists, or one of {', '.join(MODELS)}")
 
-    published = PUBLISHED[name]
+    published, form = PUBLISHED[name], "stored" if weights == FP8_BLOCKS else weights
+    if weights == FP8_BLOCKS:
+        published = in_fp8_blocks(published)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published, indent=1))
     write_tokenizer(folder, published["vocab_size"])
     spec = read_spec(published)
-    return Model(name=name, path=folder, load="random", spec=spec, weights=weights, kv_dtype=kv_dtype)
+    return Model(name=name, path=folder, load="random", spec=spec, weights=form, kv_dtype=kv_dtype)
 
 
 def prepare_draft(

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.measurement import AcceptanceTrace
+from perf.harness.mtp_draft import MTP
 from perf.harness.numbers import at_least, over_zero
 from perf.harness.published import PUBLISHED
 from perf.harness.recording import add_tensor_parallel, add_weights, parser
 from perf.harness.scenario import SCENARIOS, Scenario
+from perf.harness.shapes import FP8_BLOCKS
 
 __all__ = ["arguments_of"]
 
@@ -49,7 +51,9 @@ def arguments_of(arguments: Sequence[str] | None, description: str | None) -> ar
     if is_simulated and (given.executor != "graph" or not given.device.startswith("cuda")):
         made.error("simulated acceptance needs the graph executor on a GPU")
 
-    if given.peer and (given.acceptance_length is None or given.policy_sweep or given.draft is not None):
+    if given.peer and (
+        given.acceptance_length is None or given.policy_sweep or given.draft not in (None, MTP)
+    ):
         made.error("--peer: expected --acceptance-length, and a draft with random weights")
 
     if given.ngrams and (given.draft == "ngram" or given.peer):
@@ -58,8 +62,14 @@ def arguments_of(arguments: Sequence[str] | None, description: str | None) -> ar
     if given.draft_weights and given.draft == "ngram":
         made.error("--draft-weights: expected an EAGLE-3 head, not n-grams")
 
-    if given.peer and (given.weights or given.kv_dtype or given.draft_weights):
-        made.error("--peer: expected no --weights, --kv-dtype or --draft-weights: peers do not quantise")
+    if given.peer and (given.weights not in (None, FP8_BLOCKS) or given.kv_dtype):
+        made.error(f"--peer: expected no --kv-dtype, and --weights {FP8_BLOCKS} or none: as peers have them")
+
+    is_peer_draft = given.draft_weights == "fp8" and given.weights == FP8_BLOCKS and given.draft == MTP
+    if given.peer and given.draft_weights and not is_peer_draft:
+        made.error(
+            f"--peer: expected no --draft-weights, or fp8 with --draft {MTP} and --weights {FP8_BLOCKS}"
+        )
 
     if given.text is not None and not (given.text.is_file() and given.text.stat().st_size):
         made.error(f"--text {given.text}: expected a file that is not empty")
@@ -94,7 +104,8 @@ def speculative_parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
     made.add_argument(
         "--draft",
-        help='an EAGLE-3 head, folder or hub id; a model of --model, as a small model; or "ngram"',
+        help='an EAGLE-3 head, folder or hub id; a model of --model, as a small model; "mtp" for the MTP '
+        'layer of the model; or "ngram"',
     )
     made.add_argument("--ngrams", action="store_true", help="measure the draft with n-grams beside it too")
     made.add_argument("--text", type=Path, help="a text to take prompts from; the default is random tokens")

@@ -17,12 +17,15 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from drift_sdk.models.matrix_reader import QUANTISERS
 from perf.harness.experts import write_routing_weights
+from perf.harness.mtp_draft import MTP, MtpDraft
 from perf.harness.processes import module_command, with_paths
 from perf.harness.record import DecodeRun, PrefillRun
 from perf.harness.recording import free_memory
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
+from perf.peers.nested_config import write_nested
 from perf.peers.vllm_process import ANSWERS_MARK, EXPERTS_MARK, MARK, Experts, Job, Times
 
 __all__ = ["answers", "measure", "measure_drafts", "measure_prompts"]
@@ -55,10 +58,11 @@ def measure(
     """Measure decoding of models with random weights on the first GPU, or divided between `num_gpus`, which
     then is a field of the runs.
 
-    Computes in bfloat16. If the model's weights are FP8, so are vLLM's: by default its products quantise
-    activations too, with the linear backend "marlin" only weights. The backend is part of the engine's name.
-    The experts of a model's steps are counted in another process, which takes as long as a start of vLLM
-    without compilation and graphs; num_experts is None if there is no count, and bytes are those of a spread.
+    Computes in bfloat16. If the model's weights are FP8, so are vLLM's, in blocks or not: by default its
+    products quantise activations too, with the linear backend "marlin" only weights. The backend is part of
+    the engine's name. The experts of a model's steps are counted in another process, which takes as long as a
+    start of vLLM without compilation and graphs; num_experts is None if there is no count, and bytes are
+    those of a spread.
 
     Raises RuntimeError for a model with real weights, and if vLLM is missing or fails. vLLM's messages go to
     stderr.
@@ -68,7 +72,7 @@ def measure(
         repeats=repeats,
         scenarios=[s.name for s in scenarios],
         num_gpus=max(num_gpus, 1),
-        quantization=model.weights,
+        quantization=_quantization(model),
         linear_backend=linear_backend,
     )
     fields = {} if linear_backend is None else {"engine": f"vllm-{linear_backend}"}
@@ -87,7 +91,7 @@ def measure(
 
 def measure_drafts(
     model: Model,
-    draft: Draft,
+    draft: Draft | MtpDraft,
     scenarios: Sequence[Scenario],
     repeats: int,
     bandwidth_tb_s: float,
@@ -96,7 +100,8 @@ def measure_drafts(
     acceptance_length: float,
     num_gpus: int = 0,
 ) -> Iterator[DecodeRun]:
-    """Measure decoding with an EAGLE-3 draft of random weights, of simulated acceptance; as `measure`."""
+    """Measure decoding with an EAGLE-3 draft of random weights, or the model's MTP layer, of simulated
+    acceptance; as `measure`."""
     job = Job(
         folder=str(model.path),
         repeats=repeats,
@@ -133,7 +138,7 @@ def measure_prompts(
         folder=str(model.path),
         repeats=repeats,
         prompt_lengths=list(lengths),
-        quantization=model.weights,
+        quantization=_quantization(model),
     )
     with _prepared(model, job) as prepared:
         for times in _process_times(prepared):
@@ -171,15 +176,19 @@ def _decode_times(model: Model, job: Job) -> Iterator[tuple[Times, float | None]
 
 @contextmanager
 def _prepared(model: Model, job: Job) -> Iterator[Job]:
-    """The job with a file of the engine's routers, norms and embedding, if the model has experts."""
+    """The job with a file of the engine's routers, norms and embedding, if the model has experts, and with
+    the config that vLLM's MTP layer takes."""
     if model.load != "random":
         raise RuntimeError(f"model {model.name}: the vllm peer measures random weights only")
 
-    if model.spec.experts is None:
-        yield job
-        return
-
     with tempfile.TemporaryDirectory() as folder:
+        if job.draft == MTP:
+            write_nested(model.path, Path(folder))
+            job = msgspec.structs.replace(job, folder=folder)
+        if model.spec.experts is None:
+            yield job
+            return
+
         weights = Path(folder) / "routing.pt"
         write_routing_weights(model, weights)
         free_memory()
@@ -222,6 +231,11 @@ def _process_lines(job: Job, mark: str) -> Iterator[str]:
 
     if process.returncode:
         raise RuntimeError(f"vLLM's process ended with exit code {process.returncode}")
+
+
+def _quantization(model: Model) -> str | None:
+    """How vLLM quantises the model's weights; what is quantised in files is in the config."""
+    return model.weights if model.weights in QUANTISERS else None
 
 
 def _fields(model: Model, times: Times) -> dict[str, Any]:

@@ -31,6 +31,7 @@ NUM_WARM_UP_PROMPTS, NUM_WARM_UPS = 2, 1
 """Prompts, and rounds of a scenario after its answers, that are not recorded."""
 NUM_COUNTED_TOKENS = 64
 """Tokens of each sequence while experts are counted."""
+MTP = "mtp"
 MAX_MODEL_LEN = 34_816
 """Most tokens of a sequence of the longest scenario."""
 PROMPT_IDS = range(10, 30_000)
@@ -46,7 +47,8 @@ class Job(Struct, frozen=True):
     weights:         file of tensors by name (torch.save) for `copying`; None: all weights are dummies.
     num_active:      experts of a row, to count those of a step of each scenario without graphs, and to time
                      nothing; 0: nothing is counted.
-    draft:           folder of an EAGLE-3 draft's config.json; None: no drafts.
+    draft:           folder of an EAGLE-3 draft's config.json; "mtp": the MTP layer of the model, whose config
+                     has a text_config; None: no drafts.
     num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
     num_gpus:        that the model is divided between.
     quantization:    as vLLM names it, of weights that are not quantised in the file; None: none.
@@ -101,9 +103,28 @@ def kernels_of(model: Any) -> list[str]:
     return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None})
 
 
+def config_of(job: Job) -> dict[str, Any]:
+    """The config.json of a job's model."""
+    found: dict[str, Any] = msgspec.json.decode((Path(job.folder) / "config.json").read_bytes())
+    return found
+
+
+def text_config_of(job: Job) -> dict[str, Any]:
+    """The part of it that describes the decoder."""
+    config = config_of(job)
+    found: dict[str, Any] = config.get("text_config", config)
+    return found
+
+
+def is_in_fp8(job: Job) -> bool:
+    """Whether weights are FP8, by the job or by the files."""
+    method = config_of(job).get("quantization_config", {}).get("quant_method")
+    return "fp8" in (job.quantization, method)
+
+
 def settings_of(job: Job) -> dict[str, Any]:
     """The arguments of vllm.LLM."""
-    config = msgspec.json.decode((Path(job.folder) / "config.json").read_bytes())
+    config = text_config_of(job)
     settings: dict[str, Any] = {
         "load_format": "auto" if job.answered else "dummy",
         "dtype": "bfloat16",
@@ -114,6 +135,8 @@ def settings_of(job: Job) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "seed": 0,
     }
+    if "vision_config" in config_of(job):
+        settings["language_model_only"] = True
     if "linear_num_value_heads" in config:
         settings["gdn_prefill_backend"] = "triton"  # the default needs FlashInfer
     if job.num_active:
@@ -131,9 +154,9 @@ def settings_of(job: Job) -> dict[str, Any]:
         if getattr(job, name) is not None:
             settings[name] = getattr(job, name)
     if job.draft is not None:
+        method = {"method": "mtp"} if job.draft == MTP else {"method": "eagle3", "model": job.draft}
         settings["speculative_config"] = {
-            "method": "eagle3",
-            "model": job.draft,
+            **method,
             "num_speculative_tokens": job.num_draft_tokens,
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": job.acceptance_length,
@@ -158,8 +181,7 @@ def given_prompts(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
 
 def scenario_prompts(job: Job, scenario: Scenario) -> list[dict[str, list[int]]]:
     """The prompts that the engine has in a scenario."""
-    config = msgspec.json.decode((Path(job.folder) / "config.json").read_bytes())
-    return given_prompts(scenario.prompts(int(config["vocab_size"])))
+    return given_prompts(scenario.prompts(int(text_config_of(job)["vocab_size"])))
 
 
 def write(mark: str, found: Any) -> None:
@@ -192,7 +214,7 @@ class Running:
         )
         if job.weights is not None:
             self.description += ", embedding, norms and routers of this engine, attention without biases"
-        if job.quantization is not None:
+        if is_in_fp8(job):
             kernels = {name for names in self.llm.apply_model(kernels_of) for name in names}
             self.description += f", computes with {', '.join(sorted(kernels))}"
 

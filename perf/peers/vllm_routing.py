@@ -44,7 +44,8 @@ def copying(file: str) -> Callable[[Any], list[str]]:
     def copy(model: Any) -> list[str]:
         import torch
 
-        parameters = dict(model.named_parameters())
+        # The decoder may be a part of a model that reads images too.
+        parameters = {name.removeprefix("language_model."): place for name, place in model.named_parameters()}
         missing = []
         for name, tensor in torch.load(file, map_location="cpu", mmap=True).items():
             place = parameters.get(name, parameters.get(others.get(name, "")))

@@ -139,7 +139,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               kernels multiply by their weights (CUDA graphs, compute capability 9.0,
                               bfloat16, one GPU), else "expanded". Quantised weights take less
                               memory. Where kernels do not multiply by them, a weight is dequantised at each
-                              use: that costs speed.
+                              use: that costs speed. With load="random", "stored" draws weights in blocks of
+                              FP8 where the model's files have them; other formats are expanded.
     kv_dtype:                 numbers of the KV cache: None (those of `dtype`) or "fp8" (e4m3, a byte each,
                               with the scales of the files, else 1). The cache holds twice the tokens of
                               bfloat16 and attention reads half of the bytes; what is stored is rounded to

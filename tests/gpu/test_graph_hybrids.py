@@ -4,21 +4,26 @@ and in a crowd, from checkpoints, with drafts and without."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
 import anyio
 import pytest
 from hybrid_zoo import make_hybrid_model
+from kept_rows import keep_rejected_inputs
 from model_zoo import save_tokenizer
+from mtp_zoo import add_mtp, make_often_right
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
 from drift_sdk.stats import EngineStats
+from perf.harness.oracle import KnownAnswers, oracle_drafts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 VOCAB_SIZE = 160
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+MTP_FAMILIES = FAMILIES[:2]
 PREFIX = [3 + (7 * i) % 150 for i in range(256)]
 NUM_TOKENS = 40
 
@@ -29,6 +34,17 @@ def saved(family: str, folder: Path) -> Path:
     make_hybrid_model(family, 1, folder, **sizes, attention_bias=False)
     save_tokenizer(folder, VOCAB_SIZE)
     return folder
+
+
+def saved_with_mtp(family: str, folder: Path) -> Path:
+    """A model with an MTP layer whose drafts are often right, and often wrong."""
+    add_mtp(saved(family, folder))
+    make_often_right(folder)
+    return folder
+
+
+def chain_of(number: int, draft: str | NGram, **fields: NGram) -> Speculation:
+    return Speculation(draft=draft, shape=Chain(number), adaptive=False, **fields)
 
 
 def answers(
@@ -108,20 +124,11 @@ def test_graphs_are_as_near_float32_as_the_eager_executor(
     assert error(found) < 1.25 * error(rounded)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_crowd_changes_no_bit(family: str, tmp_path: Path) -> None:
-    """Alone without the prefix cache; then with hits, cut prompts, preemption, and rejected drafts."""
-    folder, prompts = saved(family, tmp_path), prompts_of(2)
-    expected, _ = answers(folder, prompts, is_alone=True)
-    drafts = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False)
-    more = Speculation(draft=NGram(min_length=1), shape=Chain(7), adaptive=False)
-    modes: list[dict[str, object]] = [
-        {"max_num_seqs": 16},
-        {"max_num_seqs": 16, "prefill_token_budget": 40},
-        {"max_num_seqs": 8, "kv_cache_tokens": 1200},
-        {"max_num_seqs": 16, "speculation": drafts},
-        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 480, "prefill_token_budget": 200},
-    ]
+def assert_same_in_crowds(
+    folder: Path, prompts: list[list[int]], expected: list[Completion], modes: Sequence[dict[str, object]]
+) -> None:
+    """Answers in each mode are the expected ones, with prefix hits, and with preemptions and rejected drafts
+    in the modes that should have them."""
     for mode in modes:
         found, stats = answers(folder, prompts, repeats=2, **mode)
         different = [
@@ -135,10 +142,77 @@ def test_a_crowd_changes_no_bit(family: str, tmp_path: Path) -> None:
         assert "speculation" not in mode or 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_crowd_changes_no_bit(family: str, tmp_path: Path) -> None:
+    """Alone without the prefix cache; then with hits, cut prompts, preemption, and rejected drafts."""
+    folder, prompts = saved(family, tmp_path), prompts_of(2)
+    expected, _ = answers(folder, prompts, is_alone=True)
+    drafts, more = (chain_of(number, NGram(min_length=1)) for number in (3, 7))
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16},
+        {"max_num_seqs": 16, "prefill_token_budget": 40},
+        {"max_num_seqs": 8, "kv_cache_tokens": 1200},
+        {"max_num_seqs": 16, "speculation": drafts},
+        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 480, "prefill_token_budget": 200},
+    ]
+    assert_same_in_crowds(folder, prompts, expected, modes)
+
+
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+def test_drafts_of_the_mtp_layer_change_no_bit(family: str, tmp_path: Path) -> None:
+    """Drafts of the model's own layer, alone and with n-grams beside it."""
+    folder, prompts = saved_with_mtp(family, tmp_path), prompts_of(4)
+    expected, _ = answers(folder, prompts, is_alone=True)
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": chain_of(1, "mtp")},
+        {"max_num_seqs": 16, "speculation": chain_of(3, "mtp"), "prefill_token_budget": 40},
+        {"max_num_seqs": 16, "speculation": chain_of(3, "mtp", ngrams=NGram(min_length=1))},
+        {"max_num_seqs": 8, "speculation": chain_of(5, "mtp"), "kv_cache_tokens": 640},
+    ]
+    assert_same_in_crowds(folder, prompts, expected, modes)
+    found, _ = answers(folder, prompts, is_alone=True, speculation=chain_of(3, "mtp"))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_oracle_drafts_change_no_bit(family: str, tmp_path: Path) -> None:
+    """Every number of accepted drafts, whatever the model would draft."""
+    folder, prompts = saved(family, tmp_path), prompts_of(5)
+    expected, _ = answers(folder, prompts, is_alone=True)
+    sequences = {
+        seed: [*prompt, *one.token_ids]
+        for seed, (prompt, one) in enumerate(zip(prompts, expected, strict=True))
+    }
+    drafts, more = (chain_of(number, NGram()) for number in (3, 7))
+    with oracle_drafts(KnownAnswers(sequences, VOCAB_SIZE)):
+        assert_same_in_crowds(
+            folder,
+            prompts,
+            expected,
+            [
+                {"max_num_seqs": 16, "speculation": drafts},
+                {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 640},
+            ],
+        )
+        _, stats = answers(folder, prompts, speculation=drafts)
+    assert all(count > 0 for count in stats.speculation.acceptance_histogram)
+
+
 def test_a_state_of_other_rows_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders that do not move: rows are added to a state that is too old."""
     folder, prompts = saved("qwen3_5", tmp_path), prompts_of(3)
     expected, _ = answers(folder, prompts, is_alone=True)
     monkeypatch.setattr("drift_sdk.execution.forward.gated_delta.move_borders_of_rows", lambda *_: None)
     found, _ = answers(folder, prompts, is_alone=True)
+    assert any(one.token_ids != other.token_ids for one, other in zip(found, expected, strict=True))
+
+
+def test_a_rejected_row_in_a_state_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without drafts there is none."""
+    folder, prompts = saved_with_mtp("qwen3_5", tmp_path), prompts_of(4)
+    expected, _ = answers(folder, prompts, is_alone=True)
+    keep_rejected_inputs(monkeypatch)
+    plain, _ = answers(folder, prompts, is_alone=True)
+    found, _ = answers(folder, prompts, is_alone=True, speculation=chain_of(3, "mtp"))
+    assert [one.token_ids for one in plain] == [one.token_ids for one in expected]
     assert any(one.token_ids != other.token_ids for one, other in zip(found, expected, strict=True))

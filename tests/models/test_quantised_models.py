@@ -20,6 +20,7 @@ from model_zoo import make_model, random_model
 from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 
+from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
@@ -34,6 +35,7 @@ from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
 from drift_sdk.quantised.nvfp4 import Nvfp4Weight
 from drift_sdk.quantised.weight import QuantisedWeight, StackedWeight
+from drift_sdk.startup.weight_form import bytes_without_files
 
 TIED, UNTIED, PHI3 = 6, 1, 29
 """Models of the zoo. The first has matrices of 24, 72 and 80 rows and columns, and a tied head."""
@@ -393,3 +395,36 @@ def test_drafts_share_a_quantised_embedding_and_head(tmp_path: Path, variant: st
         tokens = torch.tensor([3, 400, 7, 7, 499])
         found.append(draft.logits(draft.forward(features, tokens, batch, cache)))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("model", [TIED, QWEN3_MOE])
+def test_random_weights_are_stored_as_the_config_says(
+    model_folder: Callable[[int | str], Path], model: int | str
+) -> None:
+    settings = json.loads((model_folder(model) / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+    spec, dtype = read_spec(settings), torch.float32
+    announced: list[int] = []
+    stored, again = (
+        Decoder.random(spec, device="cpu", dtype=dtype, form="stored", check_bytes=announced.append)
+        for _ in range(2)
+    )
+    plain = Decoder.random(spec, device="cpu", dtype=dtype)
+    assert kinds_of(stored) == {Fp8Weight, torch.Tensor} and kinds_of(plain) == {torch.Tensor}
+    assert torch.equal(logits(stored), logits(again))
+    found, expected = (decoder.weights.layers[0].mixer.output for decoder in (stored, plain))
+    assert isinstance(found, Fp8Weight) and found.block == (8, 16)
+    difference = found.dequantise(dtype) - expected
+    assert 0 < difference.norm() < 0.05 * expected.norm()
+    assert announced[0] == announced[1] < weight_bytes(spec, dtype)
+    config = EngineConfig(load="random", weights="stored")
+    assert bytes_without_files(config, spec, dtype) == announced[0]
+
+
+def test_random_matrices_smaller_than_a_block_are_not_quantised(
+    model_folder: Callable[[int | str], Path],
+) -> None:
+    settings = json.loads((model_folder(TIED) / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    decoder = Decoder.random(read_spec(settings), device="cpu", dtype=torch.float32, form="stored")
+    assert kinds_of(decoder) == {torch.Tensor}

@@ -13,7 +13,7 @@ from msgspec import structs
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
 from drift_sdk.models.channels.mlp import MlpWeights
-from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
 from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.mixers.attention import AttentionWeights
@@ -202,3 +202,34 @@ def test_bytes_of_a_quantised_draft(tmp_path: Path) -> None:
     matrices = [shape for shape in shapes.values() if len(shape) == 2]
     saved = sum(rows * columns - 4 * rows for rows, columns in matrices)
     assert plain.round_bytes(1, 0, 0, 2) - quantised.round_bytes(1, 0, 0, 2) == saved
+
+
+def test_bytes_of_weights_in_fp8_blocks_are_those_of_their_tensors(tmp_path: Path) -> None:
+    model = prepare("tiny-hybrid", tmp_path, "fp8-blocks")
+    assert (model.dtype_name, model.weights) == ("fp8-blocks", "stored")
+    plain, device = prepare("tiny-hybrid", tmp_path), torch.device("cpu")
+    sizes: list[int] = []
+    for each in (model, plain):
+        form = each.weights or "expanded"
+        Decoder.random(each.spec, device=device, dtype=torch.bfloat16, form=form, check_bytes=sizes.append)
+    saved = plain.decode_bytes(0, 0, 2) - model.decode_bytes(0, 0, 2)
+    assert saved == sizes[1] - sizes[0] > 0.3 * sizes[1]
+
+
+def test_bytes_of_experts_in_fp8_blocks(tmp_path: Path) -> None:
+    model = prepare("qwen3.6-35b-a3b", tmp_path, "fp8-blocks")
+    blocks = 3 * 4 * 16  # of 512 x 2,048
+    assert model.expert_bytes(2) == 3 * 512 * 2048 + 4 * blocks
+    tensors = random_tensors(model.spec, device=torch.device("cpu"), dtype=torch.bfloat16, form="stored")
+    num_bytes = weight_bytes(model.spec, torch.bfloat16, "stored", tensors)
+    read = num_bytes - 2 * 248_320 * 2048  # the embedding, of which a step reads rows alone
+    assert model.decode_bytes(0, 0, 2, 256.0) == pytest.approx(read, rel=1e-6)
+    assert num_bytes == pytest.approx(35.5e9, rel=0.02)
+
+
+def test_models_without_such_files_are_not_in_fp8_blocks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a model whose published weights are not quantised"):
+        prepare("tiny-experts", tmp_path, "fp8-blocks")
+    prepare("tiny", tmp_path / "tiny")
+    with pytest.raises(ValueError, match="expected one with random weights for fp8-blocks"):
+        prepare(str(tmp_path / "tiny"), tmp_path / "other", "fp8-blocks")

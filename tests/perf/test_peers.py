@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from msgspec import UNSET
 
 from perf.decode import PEERS
 from perf.harness.experts import write_routing_weights
+from perf.harness.mtp_draft import MtpDraft
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import MODELS, Model, prepare, prepare_draft
 from perf.peers import vllm
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
+from perf.peers.nested_config import write_nested
 from perf.peers.transformers import Decoding, load
 from perf.peers.vllm import measure_drafts, measure_prompts
 from perf.peers.vllm_process import Job, settings_of
@@ -452,3 +455,77 @@ def test_vllm_computes_recurrent_layers_without_flashinfer(tmp_path: Path) -> No
         model = prepare(name, tmp_path / name)
         job = Job(folder=str(model.path), repeats=1, prompt_lengths=[8])
         assert settings_of(job).get("gdn_prefill_backend") == backend
+
+
+NOTING = """
+import json
+
+def initialise(self, *, model, load_format, **settings):
+    notes = {"config": json.loads(open(model + "/config.json").read()), **settings}
+    open(sys.path[0] + "/notes", "w").write(json.dumps(notes))
+
+def applied(self, function):
+    return [["Blocks"]]
+
+LLM.__init__, LLM.apply_model = initialise, applied
+"""
+
+
+def test_vllm_drafts_with_the_mtp_layer_of_a_nested_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepare("tiny-hybrid", tmp_path / "tiny", "fp8-blocks")
+    fake_vllm(tmp_path / "site", monkeypatch, missing=0)
+    notes = tmp_path / "notes"
+    noting = NOTING.replace('sys.path[0] + "/notes"', repr(str(notes)))
+    (tmp_path / "site" / "vllm.py").write_text(f"MISSING = 0\n{VLLM}\n{noting}")
+    scenario = Scenario.parse("batch4-16")
+    draft = MtpDraft(model=model, weights="fp8")
+    (drafted,) = measure_drafts(model, draft, [scenario], 1, 0.01, num_draft_tokens=3, acceptance_length=2.5)
+    assert (drafted.dtype, drafted.num_draft_tokens) == ("fp8-blocks", 3)
+    assert str(drafted.settings).endswith("computes with Blocks")
+    context = scenario.mean_context()
+    num_bytes = model.decode_bytes(4, context, 2) + draft.round_bytes(3, 4, context, 2)
+    assert drafted.bytes_per_round == num_bytes
+    found = json.loads(notes.read_text())
+    assert found["speculative_config"] == {
+        "method": "mtp",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    assert (found["language_model_only"], found["gdn_prefill_backend"]) == (True, "triton")
+    assert found["max_model_len"] == 1024 and "quantization" not in found
+    config = found["config"]
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    given = json.loads((model.path / "config.json").read_text())
+    skipped = given.pop("quantization_config")["modules_to_not_convert"]
+    assert (config["model_type"], config["text_config"]) == ("qwen3_5", given)
+    assert "model.layers.0.linear_attn.in_proj_a" in skipped
+    modules = config["quantization_config"]["modules_to_not_convert"]
+    assert {"lm_head", "mtp.fc", "model.language_model.layers.0.linear_attn.in_proj_a"} <= {*modules}
+    assert len(modules) == len(skipped)
+
+
+def test_transformers_reads_nested_configs(tmp_path: Path) -> None:
+    for name, kind in (("qwen3.6-27b", "Qwen3_5"), ("qwen3.6-35b-a3b", "Qwen3_5Moe")):
+        nested = tmp_path / f"{name}-nested"
+        nested.mkdir()
+        write_nested(prepare(name, tmp_path / name).path, nested)
+        config = transformers.AutoConfig.from_pretrained(nested)
+        assert type(config).__name__ == f"{kind}Config"
+        assert config.text_config.mtp_num_hidden_layers == 1
+        assert (
+            config.get_text_config().layer_types.count("full_attention")
+            == config.text_config.num_hidden_layers // 4
+        )
+    with pytest.raises(ValueError, match="architecture LlamaForCausalLM: expected Qwen3_5ForCausalLM or"):
+        write_nested(prepare("tiny", tmp_path / "tiny").path, tmp_path)
+
+
+def test_weights_are_copied_into_the_decoder_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    gate = torch.randn(3, 4)
+    torch.save({"model.gate.weight": gate}, tmp_path / "weights.pt")
+    model = torch.nn.ModuleDict({"language_model": Named()})
+    assert copying(str(tmp_path / "weights.pt"))(model) == []
+    assert torch.equal(model["language_model"].model["gate"].weight.data, gate)

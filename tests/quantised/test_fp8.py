@@ -112,3 +112,19 @@ def test_quantised_numbers_are_the_nearest() -> None:
     assert torch.equal(found[5], torch.zeros(70)) and weight.scales[5] == 1
     assert weight.values.float().abs().amax(dim=1)[[0, 1, 2, 3, 4]].eq(MAX_FP8).all()
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("block", [(16, 16), (7, 50), (40, 50), (64, 64)])
+def test_blocks_are_quantised_like_rows(block: tuple[int, int]) -> None:
+    """Each block as a row of its own would be, also one that is cut off or zero."""
+    matrix = torch.randn(40, 50, generator=torch.Generator().manual_seed(3))
+    matrix[:16, :16] = 0.0
+    found = quantise_fp8(matrix, block)
+    assert found.block == block
+    for row, rows in enumerate(matrix.split(block[0])):
+        for column, part in enumerate(rows.split(block[1], dim=1)):
+            expected = quantise_fp8(part.reshape(1, -1))
+            place = slice(row * block[0], None), slice(column * block[1], None)
+            values = found.values.view(torch.uint8)[place][: part.shape[0], : part.shape[1]]
+            assert torch.equal(values.reshape(1, -1), expected.values.view(torch.uint8))
+            assert found.scales[row, column] == expected.scales[0, 0]

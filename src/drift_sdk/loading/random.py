@@ -6,13 +6,15 @@ import math
 import zlib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from drift_sdk.loading.mxfp4 import BLOCK_SIZE, SCALE_BIAS
 from drift_sdk.quantised.e2m1 import MAGNITUDES
+from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
 
-__all__ = ["RandomTensors"]
+__all__ = ["RandomFp8Tensors", "RandomTensors"]
 
 
 class RandomTensors:
@@ -73,6 +75,44 @@ class RandomTensors:
         deviation = shape[-1] ** -0.5 if len(shape) == 2 else 0.02
         mean, deviation = self._moments.get(name, (mean, deviation))
         place.normal_(mean, deviation, generator=self._generator)
+
+
+class RandomFp8Tensors(RandomTensors):
+    """RandomTensors of a model whose files have FP8 in blocks: a QuantisedSource."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        projections: Collection[str],
+        block: tuple[int, int],
+        **options: Any,
+    ) -> None:
+        """projections: names of matrices, which are quantised if they have the rows and columns of a block.
+        options: of RandomTensors."""
+        super().__init__(shapes, **options)
+        self._block = block
+        self._quantised = {
+            name
+            for name in projections
+            if all(size >= least for size, least in zip(shapes[name], block, strict=True))
+        }
+
+    def quantised_bytes(self, name: str) -> int | None:
+        if name not in self._quantised:
+            return None
+
+        (rows, columns), (height, width) = self._shapes[name], self._block
+        return rows * columns + 4 * -(-rows // height) * -(-columns // width)
+
+    def quantised(self, name: str, device: torch.device) -> Fp8Weight | None:
+        """As in QuantisedSource. device: the source's."""
+        if name not in self._quantised:
+            return None
+
+        numbers = torch.empty(self._shapes[name], dtype=torch.float32, device=device)
+        self.read_into(name, numbers)
+        return quantise_fp8(numbers, self._block)
 
 
 def _mxfp4_scale(num_columns: int) -> int:

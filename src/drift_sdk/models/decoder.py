@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from drift_sdk.loading.random import RandomTensors
+from drift_sdk.loading.random import RandomFp8Tensors, RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices, apply_experts
 from drift_sdk.models.channels.mlp import MlpWeights, apply_mlp
@@ -21,7 +23,7 @@ from drift_sdk.models.norms import normalise, rms_norm
 from drift_sdk.models.rope import rotary_tables
 from drift_sdk.models.states import StateRows
 from drift_sdk.models.tree_attention import StepRows
-from drift_sdk.models.weights import DecoderWeights, load_weights, tensor_shapes
+from drift_sdk.models.weights import DecoderWeights, load_weights, projection_names, tensor_shapes
 from drift_sdk.spec.model import Attention, Channel, Experts, GatedDelta, LayerSpec, Mixer, ModelSpec
 from drift_sdk.spec.rope import Rope
 
@@ -94,7 +96,7 @@ class Decoder:
     ) -> Decoder:
         """A decoder with random weights of the configured shapes, drawn on the device, the same for the same
         seed. `form`, `kv_form` and `check_bytes` as in `load`."""
-        tensors = random_tensors(spec, device=torch.device(device), dtype=dtype, seed=seed)
+        tensors = random_tensors(spec, device=torch.device(device), dtype=dtype, seed=seed, form=form)
         return cls.load(
             spec,
             tensors,
@@ -247,9 +249,15 @@ def _add(
 
 
 def random_tensors(
-    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    form: WeightForm = "expanded",
 ) -> RandomTensors:
-    """The random weights of a decoder, drawn on a device."""
+    """The random weights of a decoder, drawn on a device. form: "stored" has projections in FP8 with a scale
+    for each block where that is how the config says that files have them."""
     moments: dict[str, tuple[float, float]] = {}
     names = spec.names.gated_delta
     for index in spec.recurrent_layers:
@@ -258,11 +266,19 @@ def random_tensors(
         moments[f"{prefix}.{names.decay}"] = -3.0, 1.5  # of states that last from a token to hundreds
         moments[f"{prefix}.{names.norm}.weight"] = 1.0, 0.02
         moments[f"{prefix}.{names.conv}.weight"] = 0.0, mixer.conv_width**-0.5
-    return RandomTensors(
-        tensor_shapes(spec),
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        norm_mean=0.0 if spec.layers[0].norm.kind == "offset" else 1.0,
-        moments=moments,
-    )
+    options: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+        "norm_mean": 0.0 if spec.layers[0].norm.kind == "offset" else 1.0,
+        "moments": moments,
+    }
+    blocks = () if spec.quantisation is None or form != "stored" else spec.quantisation.blocks
+    if not blocks:
+        return RandomTensors(tensor_shapes(spec), **options)
+
+    if spec.experts is not None:  # an expert is quantised by itself
+        experts = replace(spec.names.experts, layout="each")
+        spec = replace(spec, names=replace(spec.names, experts=experts))
+    projections = projection_names(spec)
+    return RandomFp8Tensors(tensor_shapes(spec), projections=projections, block=blocks[0], **options)

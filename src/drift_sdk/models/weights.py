@@ -37,6 +37,7 @@ __all__ = [
     "meta_weights",
     "odd_columns",
     "others",
+    "projection_names",
     "tensor_shapes",
     "weight_bytes",
 ]
@@ -114,18 +115,24 @@ def odd_columns(spec: ModelSpec, form: WeightForm) -> str:
     if form not in PAIRED:
         return ""
 
+    shapes = tensor_shapes(spec)
+    for name in projection_names(spec):
+        if shapes[name][1] % 2:
+            return f"{name} has {shapes[name][1]} columns, an odd number"
+
+    return ""
+
+
+def projection_names(spec: ModelSpec) -> list[str]:
+    """Names of the matrices of layers, which are quantised when they are read."""
     projections: list[str] = []
 
     def note(name: str, is_projection: bool) -> None:
         if is_projection:
             projections.append(name)
 
-    places = _allocate(spec, torch.device("meta"), torch.float32, note)[1].places
-    for name in projections:
-        if places[name].shape[1] % 2:
-            return f"{name} has {places[name].shape[1]} columns, an odd number"
-
-    return ""
+    _allocate(spec, torch.device("meta"), torch.float32, note)
+    return projections
 
 
 def load_weights(

@@ -94,14 +94,22 @@ def join_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
     return Fp8Weight(values, torch.cat(scales), (height, parts[0].block[1]))
 
 
-def quantise_fp8(matrix: torch.Tensor) -> Fp8Weight:
-    """A matrix [out, in] of finite numbers with a scale for each row: its largest magnitude / 448, in
-    float32. Values are number / scale, rounded to the nearest e4m3 (ties to even). A row of zeros has the
-    scale 1."""
+def quantise_fp8(matrix: torch.Tensor, block: tuple[int, int] | None = None) -> Fp8Weight:
+    """A matrix [out, in] of finite numbers with a scale for each block of rows and columns, None: for each
+    row. It is the largest magnitude / 448, in float32. Values are number / scale, rounded to the nearest e4m3
+    (ties to even). A block of zeros has the scale 1."""
+    rows, columns = matrix.shape
+    height, width = block or (1, columns)
+    counts = -(-rows // height), -(-columns // width)
     wide = matrix.to(torch.float32)
-    largest = wide.abs().amax(dim=1, keepdim=True)
+    missing = counts[1] * width - columns, counts[0] * height - rows
+    if any(missing):
+        wide = torch.nn.functional.pad(wide, (0, missing[0], 0, missing[1]))
+    tiles = wide.view(counts[0], height, counts[1], width)
+    largest = tiles.abs().amax(dim=(1, 3), keepdim=True)
     scales = torch.where(largest == 0, torch.ones_like(largest), largest / MAX_FP8)
     # A subnormal quotient may be 0.
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-    values = (wide / scales).clamp_(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
-    return Fp8Weight(values, scales, (1, matrix.shape[1]))
+    values = (tiles / scales).clamp_(-MAX_FP8, MAX_FP8).view(wide.shape)[:rows, :columns]
+    values = values.to(torch.float8_e4m3fn).contiguous()
+    return Fp8Weight(values, scales.view(counts), (height, width))

@@ -32,7 +32,12 @@ from drift_sdk.startup.model_startup import (
 from drift_sdk.startup.state_sizing import StateSize, bytes_of_slot, check_states, size_states
 from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
 from drift_sdk.startup.text_startup import load_text
-from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
+from drift_sdk.startup.weight_form import (
+    bytes_without_files,
+    choose_weight_form,
+    stored_scheme,
+    with_weight_form,
+)
 
 __all__ = ["inspect_model"]
 
@@ -159,7 +164,7 @@ class Inspection:
         files."""
         form = choose_weight_form(self._config, shapes)
         if form != "stored" or stored_scheme(self._config, shapes) is None:
-            return weight_bytes(shapes, dtype, form)
+            return bytes_without_files(self._config, shapes, dtype)
 
         stored = self._found.stored_bytes() if self._found.missing else None
         return stored or weight_bytes(shapes, dtype, form, self._found.source.tensors())

@@ -21,7 +21,6 @@ from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, resolve
 from drift_sdk.models.shard import Shard
-from drift_sdk.models.weights import weight_bytes
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.spec.model import ModelSpec
@@ -48,7 +47,12 @@ from drift_sdk.startup.tensor_parallel import (
 )
 from drift_sdk.startup.text_startup import checked, load_text, loaded_beside, model_text
 from drift_sdk.startup.views import check_views, view_costs, view_layout
-from drift_sdk.startup.weight_form import choose_weight_form, stored_scheme, with_weight_form
+from drift_sdk.startup.weight_form import (
+    bytes_without_files,
+    choose_weight_form,
+    stored_scheme,
+    with_weight_form,
+)
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["dtype_name", "open_model"]
@@ -239,7 +243,7 @@ def _check_before_download(
     form = choose_weight_form(config, spec)
     spec = Shard(rank=0, size=config.tensor_parallel).spec(spec)
     if form != "stored" or stored_scheme(config, spec) is None:  # else files have the sizes
-        DeviceMemory(device, config).check_weights(weight_bytes(spec, dtype, form))
+        DeviceMemory(device, config).check_weights(bytes_without_files(config, spec, dtype))
 
 
 def use_threads(num_threads: int | None) -> None:

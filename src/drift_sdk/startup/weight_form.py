@@ -7,12 +7,13 @@ import torch
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
+from drift_sdk.models.decoder import random_tensors
 from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
-from drift_sdk.models.weights import odd_columns
+from drift_sdk.models.weights import odd_columns, weight_bytes
 from drift_sdk.quantised.scheme import Scheme
 from drift_sdk.spec.model import ModelSpec
 
-__all__ = ["choose_weight_form", "stored_scheme", "with_weight_form"]
+__all__ = ["bytes_without_files", "choose_weight_form", "stored_scheme", "with_weight_form"]
 
 
 def with_weight_form(
@@ -57,6 +58,17 @@ def choose_weight_form(config: EngineConfig, model: ModelSpec) -> WeightForm:
         raise ConfigError.of("weights", form, f'None, "expanded" or "fp8": {reason}')
 
     return form
+
+
+def bytes_without_files(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of weights that do not depend on files: of all but those that files store quantised. Raises
+    ConfigError as `choose_weight_form`."""
+    form = choose_weight_form(config, model)
+    if config.load == "random" and form == "stored":
+        tensors = random_tensors(model, device=torch.device("cpu"), dtype=dtype, form=form)
+        return weight_bytes(model, dtype, form, tensors)
+
+    return weight_bytes(model, dtype, form)
 
 
 def stored_scheme(config: EngineConfig, model: ModelSpec) -> Scheme | None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from interpreted_device import InterpretedDevice
+from kept_rows import keep_rejected_inputs
 from references.gated_delta import advance_prompts_reference, advance_rows_reference
 from scheduled_run import run_scheduled, sampling_of
 from tolerances import bound
@@ -156,3 +157,14 @@ def test_rejected_drafts_leave_no_trace(decoder: Decoder) -> None:
         sum(getattr(each, name) for each in outputs) for name in ("num_drafted", "num_accepted")
     )
     assert 0 < accepted < drafted
+
+
+def test_a_rejected_row_in_a_state_is_noticed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without drafts there is none."""
+    requests = requests_of(14)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), requests)
+    keep_rejected_inputs(monkeypatch)
+    plain, _ = run(graph_executor(decoder), requests)
+    assert plain == expected
+    found, _ = run(graph_executor(decoder, 2), requests, num_drafts=2)
+    assert found != expected
