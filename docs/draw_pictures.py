@@ -1,4 +1,4 @@
-"""Draw the pictures of the README: a conversation and the dashboard, each of a real run, as SVG files.
+"""Draw the pictures of the documents: a conversation and the dashboard, each of a real run, as SVG files.
 
 python docs/draw_pictures.py [MODEL] [--seconds 15]        written to docs/images
 """

@@ -1,4 +1,4 @@
-"""README, guide and API page: snippets run, links lead to files, the API page matches the code."""
+"""README and documents: snippets run, links lead to files and headings, the API page matches the code."""
 
 from __future__ import annotations
 
@@ -48,26 +48,32 @@ def snippets_of(file: str) -> list[str]:
     return snippets
 
 
-def test_snippets_of_the_readme_run_as_scripts(any_model: None, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, snippet in enumerate(snippets_of("README.md")):
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_snippets_of_a_first_page_run_as_scripts(
+    page: str, any_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, snippet in enumerate(snippets_of(page)):
         names: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(snippet, f"README.md#{number}", "exec"), names)
+        exec(compile(snippet, f"{page}#{number}", "exec"), names)
         tests = [value for name, value in names.items() if name.startswith("test_")]
         for test in tests:
             asyncio.run(test())
         assert tests or capsys.readouterr().out
 
 
-def test_the_readme_streams_serves_and_tests_in_six_lines() -> None:
-    """The tests beside this one run them."""
-    section = (ROOT / "README.md").read_text().partition("## Stream, serve, test\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```(?:python)?\n(.*?)```", section, flags=re.DOTALL)
-    for subject, block in zip(("print(chunk.text", "drift_sdk serve", "assert "), blocks, strict=True):
-        assert subject in block
-        assert len([line for line in block.splitlines() if line]) <= 6
+def test_the_readme_is_short() -> None:
+    """The tests beside this one run its snippets."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 600
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)
+    for subject, limit in (("print(chunk.text", 8), ("drift_sdk serve", 1), ("assert ", 4), ("make test", 2)):
+        (block,) = [block for block in blocks if subject in block]
+        assert len([line for line in block.splitlines() if line]) <= limit
 
 
-NAMES = ("debugging", "deployment", "guide", "migration", "models", "scaling", "server", "sizing", "tools")
+DEPLOYMENT = tuple(f"deployment/{name}" for name in ("operations", "scaling", "server", "sizing"))
+GUIDE = tuple(f"guide/{name}" for name in ("batch", "streaming", "structured", "sync", "testing", "tools"))
+NAMES = (*DEPLOYMENT, *GUIDE, "migration", "models", "speculation", "troubleshooting")
 PAGES = tuple(f"docs/{name}.md" for name in NAMES)
 
 
@@ -91,7 +97,7 @@ def test_snippets_of_a_page_run(page: str, any_model: None, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
-@pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/deployment/server.md"])
 def test_the_command_that_serves_runs(page: str, tmp_path: Path) -> None:
     """With a small random model, and a free port."""
     make_model(0, tmp_path)
@@ -171,9 +177,10 @@ def test_snippet_of_a_pool_of_processes_runs() -> None:
 
 
 def _run_snippet_of_scaling(subject: str, **names: object) -> dict[str, object]:
-    """Run the snippet of docs/scaling.md that contains `subject`, among those that need GPUs or a cluster,
-    with these names defined; return all names afterwards."""
-    snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/scaling.md").read_text(), flags=re.DOTALL)
+    """Run the snippet of docs/deployment/scaling.md that contains `subject`, among those that need GPUs or a
+    cluster, with these names defined; return all names afterwards."""
+    page = ROOT / "docs/deployment/scaling.md"
+    snippets = re.findall(r"```py\n(.*?)```", page.read_text(), flags=re.DOTALL)
     [snippet] = [snippet for snippet in snippets if subject in snippet]
     code = compile(snippet, "scaling.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     found = eval(code, names)
@@ -198,8 +205,8 @@ def test_names_of_the_migration_page_exist() -> None:
     assert not [f"{kind}.{name}" for kind, name in own if not hasattr(getattr(drift_sdk, kind), name)]
 
 
-def test_names_of_the_debugging_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/debugging.md").read_text()
+def test_names_of_the_page_of_troubleshooting_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
     fields = re.findall(r"`([A-Z]\w+)\.(\w+)", text)
     assert len(fields) > 30
     assert not [f"{kind}.{name}" for kind, name in fields if not hasattr(getattr(drift_sdk, kind), name)]
@@ -241,11 +248,11 @@ def test_the_page_of_models_quotes_messages() -> None:
         assert str(error.value).startswith(message)
 
 
-async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
+async def test_the_fastapi_handler_answers_with_the_right_status(any_model: None) -> None:
     """Errors of preparing a prompt become 400, a full queue 429, and both come before the headers."""
-    (snippet,) = [text for text in snippets_of("docs/guide.md") if "FastAPI(" in text]
+    (snippet,) = [text for text in snippets_of("docs/deployment/server.md") if "def stream_text(" in text]
     names: dict[str, Any] = {}
-    exec(compile(snippet, "guide.md#fastapi", "exec"), names)
+    exec(compile(snippet, "server.md#fastapi", "exec"), names)
     app = names["app"]
     transport = httpx.ASGITransport(app=app)
     async with (
@@ -267,10 +274,48 @@ async def test_the_guides_fastapi_handler_answers_with_the_right_status(any_mode
         assert (full.status_code, full.json()["detail"]) == (429, "8 requests are waiting")
 
 
-def test_links_lead_to_files() -> None:
-    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        links = re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text())
-        assert not [link for link in links if not (file.parent / link).exists()], file
+def pages() -> list[Path]:
+    """All Markdown files of the repository."""
+    folders = [ROOT / name for name in ("docs", "perf", "examples")]
+    return [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+
+
+def headings_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    anchors: set[str] = set()
+    for title in re.findall(r"^#+ (.+?) *$", text, flags=re.MULTILINE):
+        shown = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title)
+        anchor = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        number = len([each for each in anchors if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each)])
+        anchors.add(f"{anchor}-{number}" if number else anchor)
+    return anchors
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    broken = []
+    for page in pages():
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (anchor and anchor not in headings_of(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
+def test_pages_that_are_named_exist() -> None:
+    """In code, and in pages without a link."""
+    sources = [
+        path for name in ("src", "tests", "perf", "examples", "docs") for path in (ROOT / name).rglob("*.py")
+    ]
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in (*pages(), *sources)
+        for name in re.findall(r"(?<![\w/.])(?:docs|perf)/[\w/-]+\.md", file.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert not missing
 
 
 def test_the_api_page_matches_the_code() -> None:

@@ -16,7 +16,7 @@ import drift_sdk
 
 ROOT = Path(drift_sdk.__file__).parent
 
-ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
+ARCHITECTURE = Path(__file__).parents[1] / "docs" / "internals" / "architecture.md"
 PACKAGES = ("drift_sdk", "drift_sdk.execution", "drift_sdk._kernels")
 WITHOUT_TORCH = [
     "sync",
@@ -44,7 +44,7 @@ ONLY_IN = {
 
 
 def ranks_of(package: str) -> dict[str, int]:
-    """Row of each member of a package in the tables of docs/architecture.md; 0 is the top."""
+    """Row of each member of a package in the tables of docs/internals/architecture.md; 0 is the top."""
     lines = ARCHITECTURE.read_text().splitlines()
     rows = itertools.takewhile(bool, lines[lines.index(f"`{package}`") + 4 :])
     return {name: rank for rank, row in enumerate(rows) for name in re.findall(r"`(\w+)`", row.split("|")[1])}

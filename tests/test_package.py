@@ -125,7 +125,7 @@ def test_sdist_contains_sources_docs_examples_and_tests(sdist: Path) -> None:
     files = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
     assert {name.split("/")[0] for name in names} == {*files, "src", "docs", "examples", "tests"}
     assert {f"src/{name}" for name in source_files()} <= names
-    assert {"docs/guide.md", "examples/prompts.jsonl", "tests/conftest.py"} <= names
+    assert {"docs/guide/streaming.md", "examples/prompts.jsonl", "tests/conftest.py"} <= names
     assert not [name for name in names if re.search(r"__pycache__|\.cache|\.pyc|tests/perf", name)]
 
 
@@ -169,6 +169,6 @@ def test_version_is_in_the_changelog() -> None:
 
 def test_documents_do_not_name_the_package_of_another_project() -> None:
     """On the package index, drift-sdk is the name of another project."""
-    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *PACKAGE.rglob("*.py")]
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.py")]
     wrong = re.compile(r"pip install.*drift-sdk|drift-sdk\[")
     assert not [str(text) for text in texts if wrong.search(text.read_text())]

@@ -1,4 +1,4 @@
-"""Recipes of the guide that are more than a snippet: they are run here as they stand there."""
+"""Recipes of the documents that are more than a snippet: they are run here as they stand there."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from safetensors.torch import load_file, save_file
 
 from drift_sdk import Engine, SamplingParams
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+PAGES = Path(__file__).parents[1] / "docs" / "deployment"
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def snippet(subject: str) -> str:
-    """The snippet of the guide that contains a text."""
-    found = re.findall(r"```py(?:thon)?\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    """The snippet about deployment that contains a text."""
+    text = "\n".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
+    found = re.findall(r"```py(?:thon)?\n(.*?)```", text, flags=re.DOTALL)
     [one] = [each for each in found if subject in each]
     return one
 
@@ -93,7 +94,7 @@ async def test_new_weights_are_served_after_files_were_replaced(tmp_path: Path) 
         {name: tensor.flip(0) if tensor.ndim == 1 else tensor * 1.5 for name, tensor in tensors.items()}, file
     )
     names: dict[str, Any] = {"Engine": Engine}
-    exec(compile(snippet("def replace_weights"), "guide.md", "exec"), names)
+    exec(compile(snippet("def replace_weights"), "operations.md", "exec"), names)
     async with Engine(trained, engine_config(max_model_len=64, device="cpu")) as engine:
         expected = await engine.generate([5, 6, 7], GREEDY)
     async with Engine(folder, engine_config(max_model_len=64, device="cpu")) as engine:

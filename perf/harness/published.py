@@ -349,7 +349,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 """Settings of a published EAGLE-3 draft that differ from those of its target, by the target's model_type."""
 
-NOT_IN_BLOCKS = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+NOT_IN_BLOCKS = ("linear_attn.in_proj_a", "linear_attn.in_proj_b", *ROUTERS)
 """Matrices of a layer that published files in blocks of FP8 have in bfloat16."""
 
 
@@ -371,6 +372,7 @@ def in_fp8_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
             "lm_head",
             "model.embed_tokens",
             "mtp.fc",
+            *(f"mtp.layers.0.{name}" for name in ROUTERS),
             *(f"model.layers.{index}.{name}" for index in layers for name in NOT_IN_BLOCKS),
         ],
     }

@@ -86,7 +86,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tensor_parallel:          GPUs that a model is divided between, 1 to 64: those from `device` on, of one
                               kind, which reach each other's memory. Each holds a part of the layers and of
                               the KV cache. Graph executor, and weights of `dtype` alone; no mixture of
-                              experts, no fast_prompts. See docs/scaling.md.
+                              experts, no fast_prompts. See docs/deployment/scaling.md.
     dtype:                    "auto" (bfloat16 on a GPU, float32 on the CPU), "float32", "bfloat16" or
                               "float16"; float16 is rejected on the CPU.
     max_num_seqs:             most sequences running at once, 1 to 4,096; fewer, with a warning, if the memory
@@ -129,7 +129,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fast_prompts:             on the graph executor, compute prompts in the orders of summation that are
                               fastest. Long prompts take up to a tenth less time, and tokens are no longer a
                               function of the request alone: near ties may resolve differently when a prompt
-                              is cut, cached, preempted, or computed beside others. See docs/exactness.md.
+                              is cut, cached, preempted, or computed beside others. See docs/guarantees.md.
     num_threads:              threads over which torch splits an operation on the CPU, 1 to 1,024, for the
                               engine's thread alone; None = as torch finds it, one per core by default.
     weights:                  form of the weights in memory: "stored" (quantised weights stay as the files

@@ -22,7 +22,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 class EngineKind(Struct, frozen=True, kw_only=True):
     """Everything that tokens depend on besides prompt, parameters and seed. Two engines of one kind
-    give a request the same tokens, as far as docs/exactness.md promises it.
+    give a request the same tokens, as far as docs/guarantees.md promises it.
 
     model:          its name, which must name the same files for both.
     settings:       the fields of the config except `device`, as text.

@@ -81,7 +81,7 @@ class SamplingParams(
                         1; 1 = all.
     min_p:              keep tokens at least min_p times as likely as the most likely one, 0 to 1; 0 = all.
     seed:               of the random choice, 0 to 2**63 - 1: with equal logits, equal seeds give equal
-                        tokens, whatever else the engine runs (docs/exactness.md says when logits are equal).
+                        tokens, whatever else the engine runs (docs/guarantees.md says when logits are equal).
                         None = a random seed, which the completion names.
     stop:               a string or several, at most 64 of at most 1,024 characters each. Generation ends when
                         one is complete, and the text is cut before it.

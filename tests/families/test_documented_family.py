@@ -1,4 +1,4 @@
-"""The family of docs/families.md: its snippets run, and it equals transformers."""
+"""The family of docs/internals/families.md: its snippets run, and it equals transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "families.md"
 
 
 @pytest.fixture

@@ -87,6 +87,16 @@ def test_runs_of_the_gates_are_listed_with_their_wall_time(generator: ModuleType
         assert line in page.splitlines()
 
 
+def test_chart_of_the_readme_has_runs_beside_the_peer_alone(generator: ModuleType, tmp_path: Path) -> None:
+    found = generator.speed_ratios()
+    assert len(found) == 12 and len(found["llama-3.1-8b"]) == 4
+    ratios = [ratio for values in found.values() for ratio in values.values()]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times" in (ROOT / "README.md").read_text()
+    pytest.importorskip("matplotlib")
+    generator.draw_speed(found, tmp_path / generator.CHART.name)
+    assert "<svg" in (tmp_path / generator.CHART.name).read_text()
+
+
 def report_folder(generator: ModuleType) -> Path:
     folder: Path = generator.RESULTS / generator.GPU
     return folder

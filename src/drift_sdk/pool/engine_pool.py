@@ -83,7 +83,7 @@ class EnginePool(BaseEngine):
         on_event: Callable[[Event], object] | None = None,
     ) -> EnginePool:
         """A pool with an `Engine` on each device, such as `["cuda:0", "cuda:1"]`. A device that is named
-        twice gets two engines, which share its memory: see docs/sizing.md.
+        twice gets two engines, which share its memory: see docs/deployment/sizing.md.
 
         model, config: as of `Engine`; `config.device` is replaced.
         processes:     whether each engine is a `ProcessEngine`, in a child process of its own.

@@ -1,7 +1,7 @@
 """Engines in actors of Ray: `RayEngine`, and `ray_pool` with several of them behind the methods of one.
 
-Needs the extra `ray`: DriftError without it. docs/scaling.md describes when to use it, and what Ray does to
-the process.
+Needs the extra `ray`: DriftError without it. docs/deployment/scaling.md describes when to use it, and
+what Ray does to the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The description of models: what a family of models is written with. See docs/families.md."""
+"""The description of models: what a family of models is written with. See docs/internals/families.md."""
 
 from drift_sdk.spec.decoder_settings import (
     attention_layers,

@@ -109,7 +109,7 @@ class AttentionConfig(Struct, frozen=True):
 
     num_programs: over all heads. 528 are as many as an H200 holds at once, see `attention_config`.
     num_stages: of Triton's pipeline.
-    num_warps: 1 or 2, whose results are compared bit for bit by a test on the GPU.
+    num_warps: 1, 2 or 4, whose results are compared bit for bit by a test on the GPU.
     """
 
     num_programs: int = 528
@@ -117,12 +117,16 @@ class AttentionConfig(Struct, frozen=True):
     num_warps: int = 2
 
     def __post_init__(self) -> None:
-        if self.num_warps not in (1, 2):
-            raise ValueError(f"num_warps={self.num_warps}: expected 1 or 2, whose bits are equal")
+        if self.num_warps not in (1, 2, 4):
+            raise ValueError(f"num_warps={self.num_warps}: expected 1, 2 or 4, whose bits are equal")
 
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+WARPS_PER_MULTIPROCESSOR = 8
 """As many as registers allow."""
+
+WARPS, WIDE_WARPS, WIDE = 2, 4, 128
+"""Warps of a program, for heads of up to WIDE dimensions and for wider ones. With two warps, the sums of 64
+query rows of 256 dimensions alone take all registers, and the compiler keeps 11 KB a thread in memory."""
 
 
 STAGES, E4M3_STAGES = 2, 3
@@ -136,9 +140,11 @@ def attention_config(head_dim: int, kv_dtype: torch.dtype, tile_keys: int) -> At
     limits = gpu_limits()
     stage_bytes = 2 * tile_keys * padded_size(head_dim) * kv_dtype.itemsize
     num_fitting = (limits.shared_bytes - SHARED_RESERVE) // stage_bytes
+    num_warps = WARPS if head_dim <= WIDE else WIDE_WARPS
     return AttentionConfig(
-        num_programs=PROGRAMS_PER_MULTIPROCESSOR * limits.num_multiprocessors,
+        num_programs=WARPS_PER_MULTIPROCESSOR // num_warps * limits.num_multiprocessors,
         num_stages=max(1, min(E4M3_STAGES if kv_dtype == E4M3 else STAGES, num_fitting)),
+        num_warps=num_warps,
     )
 
 

@@ -42,7 +42,7 @@ class Partitions(Struct, frozen=True):
     ones, which leave less to add up.
 
     In whole steps on an H200, for Llama-3.1-8B shapes, partitions of 64 keys were 0.9% faster than 128 for
-    one short sequence and 0.5% slower for eight (docs/tried.md).
+    one short sequence and 0.5% slower for eight (perf/tried.md).
     """
 
     narrow: int = 128

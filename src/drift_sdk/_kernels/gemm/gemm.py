@@ -126,7 +126,7 @@ def _prefetch_weights(
 ):
     """Ask for the weights of a slice's first tile. They never change, so there is nothing to wait for.
 
-    Measured: asking for four times as much takes the gain back (docs/tried.md).
+    Measured: asking for four times as much takes the gain back (perf/tried.md).
     """
     LINE_SIZE: tl.constexpr = LINE_BITS // weight_ptr.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, max(TILE_K // LINE_SIZE, 1)) * LINE_SIZE

@@ -129,7 +129,7 @@ def has_equal_shares(shape: GemmShape, tiles: GemmTiles, limits: GpuLimits) -> b
     """Return True if a multiprocessor has room for no more of a product's CTAs than an equal share of them.
 
     CTAs start where those of the product before end. With room for more, the multiprocessors that become
-    free first take them, and others are idle (docs/tried.md). True also where a
+    free first take them, and others are idle (perf/tried.md). True also where a
     multiprocessor has one CTA, or so many that some follow others.
     """
     num_ctas = shape.num_ctas(tiles.tile_n, tiles.tile_m, tiles.tile_m, is_spread=tiles.is_spread)
