@@ -16,7 +16,7 @@ from interpreted_device import InterpretedDevice
 from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerSums, PeerTensor
 from drift_sdk.execution.device import exchange
 from drift_sdk.execution.forward import forward_pass
-from drift_sdk.execution.rounds import round
+from drift_sdk.execution.rounds import round as round_module
 
 __all__ = ["Lockstep", "LockstepDevice", "LockstepReplay"]
 
@@ -39,7 +39,7 @@ class Lockstep:
         patch = monkeypatch.setattr
         for module, name in (
             (forward_pass, "add_norm_across"),
-            (round, "gather_logits"),
+            (round_module, "gather_logits"),
             (exchange, "begin_exchange"),
             (exchange, "share_drafts"),
         ):
