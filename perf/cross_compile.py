@@ -26,10 +26,10 @@ import triton
 from msgspec import Struct
 from triton.backends.compiler import GPUTarget
 
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, limited_gpu
-from drift_sdk._kernels.common.kernel_access import LaunchOrderError, access_of
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk._kernels.gemm.tuning import WatchedTable
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
+from drift_sdk._kernels.launch.launch_order import LaunchOrderError, access_of
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
@@ -37,10 +37,8 @@ from drift_sdk.execution.drafter_factory import (
     EagleDrafterFactory,
     NGramDrafterFactory,
 )
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.gpu_graphs import GpuModel
-from drift_sdk.execution.graph.options import GraphOptions
-from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_scales import KVScales

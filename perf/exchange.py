@@ -23,8 +23,14 @@ from typing import Any
 import torch
 
 from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
-from drift_sdk.execution.device.device import Device, GpuDevice, Replay, ServingDevice
-from drift_sdk.execution.device.device_group import DeviceGroup, GroupReplay
+from drift_sdk.execution.device.device import (
+    Device,
+    DeviceGroup,
+    GpuDevice,
+    GroupReplay,
+    Replay,
+    ServingDevice,
+)
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
 from drift_sdk.models.shard import Shard
 from drift_sdk.spec.model import ModelSpec

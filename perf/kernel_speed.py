@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from drift_sdk._kernels.common.timing import time_us
+from drift_sdk._kernels.gemm.tuner import time_us
 from drift_sdk._kernels.gemm.tuning import TunedTable, gpu_key, table_for
 from perf.cases.attention import attention_cases
 from perf.cases.case import Case

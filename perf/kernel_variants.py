@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 from drift_sdk import Chain, EngineConfig
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile
 from drift_sdk._kernels.gemm.tuning import table_for
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile
 from drift_sdk.config import prefill_token_budget
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
-from drift_sdk.execution.forward import attention_groups
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.execution.forward import attention
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import meta_weights
@@ -37,7 +37,7 @@ __all__ = ["default_variants", "main"]
 
 CAPABILITY, GPU = 90, "nvidia-h200"
 NUM_BLOCKS, BLOCK_SIZE = 4096, 64
-SCRATCH_BYTES = 140 * 2**30 // attention_groups.SCRATCH_SHARE
+SCRATCH_BYTES = 140 * 2**30 // attention.SCRATCH_SHARE
 """Memory of partial sums on an H200, on which the sizes of groups of sequences depend."""
 PACKAGE = "drift_sdk._kernels."
 
@@ -49,7 +49,7 @@ def default_variants(name: str, *, has_draft: bool) -> list[KernelToCompile]:
     """
     settings = LLAMA | PUBLISHED[name] | {"num_hidden_layers": NUM_META_LAYERS}
     engine, spec = EngineConfig(), read_spec(settings)
-    with target(CAPABILITY), patch.object(attention_groups, "CPU_SCRATCH_BYTES", SCRATCH_BYTES):
+    with target(CAPABILITY), patch.object(attention, "CPU_SCRATCH_BYTES", SCRATCH_BYTES):
         device = RecordingDevice(None)
         decoder = Decoder(spec, meta_weights(spec, META_DTYPE))
         factory: DrafterFactory = NO_DRAFTER

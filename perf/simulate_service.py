@@ -32,7 +32,7 @@ from drift_sdk.execution.graph.buckets import GraphBuckets, bucket_of
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import meta_weights
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence as Running
 from drift_sdk.steps import ExecutorLimits, PrefillChunk, SlotOutput, SlotSampling, StepPlan, StepResult

@@ -26,12 +26,12 @@ from drift_sdk import DynamicTree, StaticTree
 from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.trees.limits import MAX_PATH_LENGTH, max_batch_drafts
-from drift_sdk.trees.rank_paths import rank_tree
+from drift_sdk.trees import MAX_PATH_LENGTH, max_batch_drafts, rank_tree
 from perf.harness.manual_driver import ManualDriver
 from perf.harness.numbers import at_least
 from perf.harness.record import Run

@@ -1,5 +1,5 @@
-"""Time the products of experts on a GPU with several tiles, to choose those of cuda_products.py and
-expert_tiles.py.
+"""Time the products of experts on a GPU with several tiles, to choose those of cuda_experts.py and
+expert_gemm.py.
 
 python -m perf.tune_experts --model gpt-oss-120b --rows 1 4 8 16 64
 python -m perf.tune_experts --model qwen3-30b-a3b --rows 1 4 32 512
@@ -21,12 +21,11 @@ import torch
 import triton
 from msgspec.structs import asdict, replace
 
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.experts.cuda_products import CudaTiles
-from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig, expert_gemm_config
-from drift_sdk._kernels.experts.ring_products import CAPABILITY, RingTiles
+from drift_sdk._kernels.experts.cuda_experts import CAPABILITY, CudaTiles, RingTiles
+from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig, expert_gemm_config
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from perf.cases.experts import DOWN, GATE_UP, expert_cases, prepare_product
 from perf.harness.bandwidth import matmul_tflop_s
 from perf.harness.numbers import at_least

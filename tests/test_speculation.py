@@ -17,7 +17,7 @@ from drift_sdk import (
     Speculation,
     StaticTree,
 )
-from drift_sdk.trees.limits import MAX_TREE_ROWS, max_batch_drafts
+from drift_sdk.trees import MAX_TREE_ROWS, max_batch_drafts
 
 CASES = [
     (Chain, "num_draft_tokens", (1, 16), (0, 17, True, "3", 3.0, None)),

@@ -24,7 +24,7 @@ from drift_sdk import (
     SpeculationStats,
 )
 from drift_sdk.measurement import recorded_engine
-from drift_sdk.trees.limits import MAX_TREE_ROWS
+from drift_sdk.trees import MAX_TREE_ROWS
 
 from .acceptance import NUM_DRAFTS, Acceptance
 from .answers import MAX_REPEATED_SHARE, repeated_share

@@ -10,15 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_attention, exact_prefill_config
+from drift_sdk._kernels.attention.decode import AttentionScratch, attention_config, paged_attention
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_attention, exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import AttentionScratch, attention_config, paged_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention, prefill_attention_config
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.attention.shared_prefixes import MAX_COMPANIONS, BlockTable
+from drift_sdk._kernels.attention.plan import (
+    MAX_COMPANIONS,
+    AttentionPlan,
+    BlockTable,
+    PlannedRows,
+    plan_attention,
+)
+from drift_sdk._kernels.attention.prefill import (
+    TILE_FIELDS,
+    prefill_attention,
+    prefill_attention_config,
+    prefill_tiles,
+)
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.quantised.e4m3 import E4M3
 from drift_sdk.spec.model import Attention

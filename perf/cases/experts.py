@@ -8,17 +8,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.experts.cuda_products import (
+from drift_sdk._kernels.experts.cuda_experts import (
     CudaTiles,
+    RingTiles,
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
     cuda_tiles,
     has_cuda_product,
 )
-from drift_sdk._kernels.experts.expert_gemm import expert_multiply
-from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig, ExpertMatrix, expert_gemm_config
-from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
-from drift_sdk._kernels.experts.ring_products import RingTiles
+from drift_sdk._kernels.experts.expert_gemm import (
+    ClampedActivation,
+    ExpertGemmConfig,
+    ExpertMatrix,
+    expert_gemm_config,
+    expert_multiply,
+    gated_expert_multiply,
+)
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.spec.model import Experts, Router

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from drift_sdk import NGram
-from drift_sdk._kernels.draft.ngram import num_searchers, propose_ngrams
+from drift_sdk._kernels.draft.ngrams import num_searchers, propose_ngrams
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from perf.cases.case import Case, Prepared, num_copies
 from perf.harness.shapes import Model

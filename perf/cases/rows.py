@@ -9,10 +9,10 @@ import torch
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
-from drift_sdk._kernels.sampling.sampled_rows import sample_rows
+from drift_sdk._kernels.sampling.rows import SampleBuffers
+from drift_sdk._kernels.sampling.sample import sample_rows
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, num_mask_words
 from drift_sdk.spec.model import Attention
 from perf.cases.case import Case, Prepared, num_copies

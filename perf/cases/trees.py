@@ -8,20 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
-from drift_sdk._kernels.trees.candidates import CandidateBuffers, rank_candidates
-from drift_sdk._kernels.trees.kv_rewind import kv_rewind
-from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_record_words
-from drift_sdk._kernels.trees.tree_attention import tree_attention
-from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
+from drift_sdk._kernels.trees.tree_growth import CandidateBuffers, rank_candidates
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.spec.model import Attention, ModelSpec
 from perf.cases.attention import BLOCK_SIZE, cache_of

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk.steps import Executor
 from perf.harness.driven import NUM_WARM_UP_ROUNDS, Driven
 from perf.harness.record import Run

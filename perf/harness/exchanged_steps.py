@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig, multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk.execution.device.device import Device
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.spec.model import ModelSpec

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drift_sdk import Engine
-from drift_sdk.execution.forward.experts import take_counts
+from drift_sdk.execution.forward.channels import take_counts
 from drift_sdk.models.decoder import random_tensors
 from drift_sdk.spec.model import Experts
 from perf.harness.decoding import DecodeOptions, generation_seconds

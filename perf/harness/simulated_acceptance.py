@@ -26,23 +26,28 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.commit.commit import commit, commit_tensors
-from drift_sdk._kernels.commit.records import (
+from drift_sdk._kernels.commit import (
     HEADER_SIZE,
     PENALTIES,
     ROW_SIZE,
+    commit,
+    commit_tensors,
     emit_token,
     find_record,
     write_empty_record,
     write_slot,
 )
-from drift_sdk._kernels.common.arguments import check_tensor, check_tensors
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
-from drift_sdk._kernels.slots.input_ring import entry_after
+from drift_sdk._kernels.launch.arguments import check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+from drift_sdk._kernels.slots.step_inputs import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["SimulatedAcceptance", "SimulatedRounds", "commit_simulated", "simulate_choices"]

@@ -16,7 +16,7 @@ from drift_sdk._plain_data import MAX_ITEMS, IdArray, first_pairs, ids_of_array
 from drift_sdk._validation import check_int, check_str_tuple, plain_scalar
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
-from drift_sdk.trees.limits import MAX_TREE_DRAFTS
+from drift_sdk.trees import MAX_TREE_DRAFTS
 
 __all__ = ["MAX_SEED", "SamplingOptions", "SamplingParams", "check_needs_no_host"]
 

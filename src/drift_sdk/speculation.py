@@ -14,8 +14,15 @@ from drift_sdk._keywords import ConfigFields
 from drift_sdk._validation import check_int
 from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import PartialVerification
-from drift_sdk.trees.limits import MAX_CANDIDATES, MAX_DRAFT_ROWS, MAX_PATH_LENGTH, MAX_TREE_DRAFTS
-from drift_sdk.trees.rank_paths import check_paths, rank_tree, read_tree_file
+from drift_sdk.trees import (
+    MAX_CANDIDATES,
+    MAX_DRAFT_ROWS,
+    MAX_PATH_LENGTH,
+    MAX_TREE_DRAFTS,
+    check_paths,
+    rank_tree,
+    read_tree_file,
+)
 
 __all__ = ["Chain", "DynamicTree", "NGram", "Speculation", "StaticTree", "TreeShape", "load_tree"]
 

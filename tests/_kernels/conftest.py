@@ -24,6 +24,6 @@ def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few partitions of attention loaded together: each takes the interpreter a millisecond, and their number
     does not affect the result."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.LOADED_NUMBERS", 64)
-        monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.FEW_PARTITIONS", 4)
-        monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.MIN_PROGRAMS", 0)
+        monkeypatch.setattr("drift_sdk._kernels.attention.decode.LOADED_NUMBERS", 64)
+        monkeypatch.setattr("drift_sdk._kernels.attention.decode.FEW_PARTITIONS", 4)
+        monkeypatch.setattr("drift_sdk._kernels.attention.decode.MIN_PROGRAMS", 0)

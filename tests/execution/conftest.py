@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.decode import AttentionConfig
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
 
-    name = "drift_sdk.execution.forward.attention_groups.attention_config"
+    name = "drift_sdk.execution.forward.attention.attention_config"
     monkeypatch.setattr(name, lambda *_: AttentionConfig(num_programs=4))
-    monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.FEW_PARTITIONS", 2)
-    monkeypatch.setattr("drift_sdk._kernels.attention.partition_sums.MIN_PROGRAMS", 0)
+    monkeypatch.setattr("drift_sdk._kernels.attention.decode.FEW_PARTITIONS", 2)
+    monkeypatch.setattr("drift_sdk._kernels.attention.decode.MIN_PROGRAMS", 0)

@@ -13,9 +13,10 @@ from tiny_llama import tiny_llama
 
 from drift_sdk import EngineConfig, NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.ring import PayloadBuffer, Ring, RingSizes
+from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring, RingSizes
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -23,12 +24,10 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.resources import DeviceResources
+from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from triton.runtime.jit import JITFunction
 
-from drift_sdk._kernels.common.kernel import DEFAULT_OPTIONS, RepeatedKernel
+from drift_sdk._kernels.launch.kernel import DEFAULT_OPTIONS, RepeatedKernel
 
 
 @pytest.fixture(scope="session", autouse=True)

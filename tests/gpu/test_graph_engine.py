@@ -30,8 +30,8 @@ from drift_sdk import (
     Regex,
     SamplingParams,
 )
+from drift_sdk.execution.device.capture import Instantiation
 from drift_sdk.execution.device.device import GpuDevice, Replay
-from drift_sdk.execution.device.instantiation import Instantiation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -20,7 +20,7 @@ from drift_sdk._kernels.gemm import tuning
 from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
 from drift_sdk.execution.graph import buckets
-from drift_sdk.execution.graph.executor import GraphExecutor
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -17,7 +17,7 @@ from random_folder import make_random_draft_folder, make_random_folder
 from drift_sdk import Chain, ConfigError, Engine, EngineConfig, ExecutorError, SamplingParams, Speculation
 from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
 from drift_sdk.execution.device.device import Device
-from drift_sdk.execution.graph import executor as graph_executor
+from drift_sdk.execution.graph import graph_executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -25,15 +25,15 @@ from drift_sdk import (
     Speculation,
     StaticTree,
 )
-from drift_sdk._kernels.trees.tree_roots import RootTensors
+from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.rounds import sample_commit
-from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
+from drift_sdk.execution.rounds import round as round_module
+from drift_sdk.execution.rounds.drafter import TreeDrafter
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.rounds.tree_round import TreeRound
 from drift_sdk.steps import StepPlan
-from drift_sdk.trees.rank_paths import rank_tree
+from drift_sdk.trees import rank_tree
 
 pytestmark = [
     pytest.mark.gpu,
@@ -358,12 +358,12 @@ def accept_next_sibling(
     tree_accept(row_slot, row_parent, shifted, *args, **options)
 
 
-tree_accept = sample_commit.tree_accept
+tree_accept = round_module.tree_accept
 FAULTS = {
     "mask": (TreeRound, "_place", mask_one_off, "mask"),
     "ancestor": (TreeRound, "_place", wrong_ancestor, "mask"),
     "rewind": (TreeRound, "_rewind", rewind_one_short, "kv"),
-    "sibling": (sample_commit, "tree_accept", accept_next_sibling, "acceptance"),
+    "sibling": (round_module, "tree_accept", accept_next_sibling, "acceptance"),
 }
 
 

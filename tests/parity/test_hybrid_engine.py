@@ -40,7 +40,7 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
-from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.models.states import LayerState, SequenceState
 from drift_sdk.spec.states import BORDER
 

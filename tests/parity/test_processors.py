@@ -26,8 +26,8 @@ from transformers.generation.logits_process import (
 )
 
 from drift_sdk import Completion, Engine, SamplingParams
-from drift_sdk.execution.eager import executor as eager
-from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
+from drift_sdk.execution.eager import eager_executor as eager
+from drift_sdk.execution.eager.sampling import LogitsProcessors, apply_processors
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.steps import SlotAssignment, SlotSampling
 

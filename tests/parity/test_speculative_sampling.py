@@ -11,9 +11,9 @@ from oracle_drafter import OracleDrafter
 from slow_cases import slow_after
 from torch import Tensor
 
-from drift_sdk.execution.eager import executor as eager
+from drift_sdk.execution.eager import eager_executor as eager
 from drift_sdk.execution.eager.drafters import Drafter, NGramDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec, Norm
 from drift_sdk.spec.rope import Rope
@@ -26,7 +26,7 @@ from drift_sdk.steps import (
     SlotSampling,
     StepPlan,
 )
-from drift_sdk.trees.growth import Draft
+from drift_sdk.trees import Draft
 
 VOCAB_SIZE = 12
 PROMPT = (3, 7, 1)

@@ -33,11 +33,10 @@ from drift_sdk import (
     StaticTree,
 )
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
-from drift_sdk.execution.eager import executor as eager
+from drift_sdk.execution.eager import eager_executor as eager
 from drift_sdk.execution.eager.drafters import EagleDrafter, state_of
-from drift_sdk.execution.eager.round_rows import SlotRows
-from drift_sdk.trees.growth import Draft
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.execution.eager.rounds import SlotRows
+from drift_sdk.trees import Draft, TokenTree
 
 VOCAB_SIZE = 500
 NUM_REQUESTS = 8

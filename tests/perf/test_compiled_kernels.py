@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from ttir import HEAD, TAIL, WAIT
 
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile
 from perf.cross_compile import violations
 
 ROOT = Path(__file__).parents[2]

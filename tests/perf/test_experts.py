@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drift_sdk import Engine
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.experts import take_counts
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward.channels import take_counts
 from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.experts import distinct_experts, measured_experts
 from perf.harness.scenario import Scenario

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
-from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.decode import AttentionConfig
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.gemm import tuning
 from perf import golden_bits
 from perf.golden_bits import (

@@ -10,10 +10,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
-from drift_sdk._kernels.experts.cuda_products import CudaTiles
-from drift_sdk._kernels.experts.expert_tiles import ExpertGemmConfig
-from drift_sdk._kernels.experts.ring_products import RingTiles
+from drift_sdk._kernels.attention.decode import AttentionConfig
+from drift_sdk._kernels.experts.cuda_experts import CudaTiles, RingTiles
+from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
 from drift_sdk.quantised.e4m3 import E4M3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import to_builtins
 
-from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits
 from perf.harness.active_rounds import ACTIVE_COLUMNS, active_table, measure_by_active

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from drift_sdk import NGram
 from drift_sdk.execution.graph.buckets import MAX_PLAIN_ROWS
-from drift_sdk.scheduling.block_manager import BlockManager
+from drift_sdk.scheduling.blocks import BlockManager
 from perf import stress
 from perf.harness import stress_load
 from perf.harness.drafting import Drafting

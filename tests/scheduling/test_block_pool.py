@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from drift_sdk.scheduling.block_manager import BlockPool
+from drift_sdk.scheduling.blocks import BlockPool
 
 NUM_BLOCKS = 7
 

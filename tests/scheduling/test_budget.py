@@ -7,7 +7,7 @@ from statistics import quantiles
 
 import pytest
 
-from drift_sdk.scheduling.budget import TokenBudget
+from drift_sdk.scheduling.planning import TokenBudget
 
 MANY = 10**6
 

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 from scheduler_rig import Rig
 
-from drift_sdk.scheduling.checkpoint_planner import CheckpointPlanner
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.blocks import CheckpointPlanner
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import StepPlan, Violation
 

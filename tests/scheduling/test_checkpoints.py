@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drift_sdk.scheduling.checkpoints import CheckpointPool
+from drift_sdk.scheduling.blocks import CheckpointPool
 from drift_sdk.scheduling.prefix import PrefixNode
 
 

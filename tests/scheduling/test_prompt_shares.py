@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drift_sdk.scheduling.prompt_shares import MAX_STEPS_WITHOUT_TOKENS, share_tokens
+from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, share_tokens
 from drift_sdk.steps import MAX_CHUNKS
 
 

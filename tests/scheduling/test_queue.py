@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drift_sdk.scheduling.queue import WaitingQueue
-from drift_sdk.scheduling.sequence import Sequence
+from drift_sdk.scheduling.sequence import Sequence, WaitingQueue
 from drift_sdk.steps import SlotSampling
 
 SAMPLING = SlotSampling(

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from scheduler_rig import Rig, rows, spans
 
-from drift_sdk.scheduling.prompt_shares import MAX_STEPS_WITHOUT_TOKENS
+from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import MAX_CHUNKS, PrefillChunk, Violation
 

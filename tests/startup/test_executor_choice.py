@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drift_sdk._kernels.common.gpu_limits import limited_gpu
+from drift_sdk._kernels.launch.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError

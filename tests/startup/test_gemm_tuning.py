@@ -14,9 +14,8 @@ from tiny_llama import tiny_llama
 from drift_sdk import EngineConfig
 from drift_sdk._kernels.gemm import tuning
 from drift_sdk._kernels.gemm.gemm import GemmTiles
-from drift_sdk._kernels.gemm.tuned_files import add_to_user_table, measured_on, user_table
 from drift_sdk._kernels.gemm.tuner import FULL, SHORT, Effort, WeightToTune
-from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
+from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, add_to_user_table, measured_on, user_table
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.shard import Shard

@@ -16,7 +16,7 @@ from drift_sdk.families import read_spec
 pytest.importorskip("cuda.core")
 
 from drift_sdk import EngineConfig
-from drift_sdk._kernels.common import cache_keys
+from drift_sdk._kernels.launch import kernel
 from drift_sdk.execution.device import streams
 from drift_sdk.startup import device_memory
 from drift_sdk.startup.device_memory import DeviceMemory
@@ -50,7 +50,7 @@ def test_each_gpu_gets_the_products_of_its_prefill_steps(
         yield
         events.append(index)
 
-    monkeypatch.setattr(cache_keys, "prepare_cache_keys", lambda: events.append("hash"))
+    monkeypatch.setattr(kernel, "prepare_cache_keys", lambda: events.append("hash"))
     monkeypatch.setattr(streams, "prepared_stream", prepare)
     monkeypatch.setattr(device_memory, "available_bytes", lambda device: FREE)
     config = EngineConfig(gpu_memory_fraction=0.75, **options)

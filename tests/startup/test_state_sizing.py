@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from drift_sdk import Chain, ConfigError, Engine, EngineConfig, NGram, Speculation
 from drift_sdk._kernels.recurrent.gated_delta import LayerStates
-from drift_sdk.execution.forward.recurrent_states import RecurrentStates
+from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder

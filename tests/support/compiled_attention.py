@@ -12,14 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from drift_sdk._kernels.attention.attention_config import attention_config
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan
+from drift_sdk._kernels.attention.decode import AttentionScratch, attention_config, paged_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import AttentionScratch, paged_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.common.kernel_access import access_of
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows
+from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.launch.launch_order import access_of
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded_kernels
 from perf.cross_compile import target
 
 __all__ = ["main"]

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.common.kernel_access import access_of
-from drift_sdk._kernels.common.parallel_compile import KernelToCompile, recorded_kernels
-from drift_sdk._kernels.recurrent.borders import move_borders_of_prompts, move_borders_of_rows
+from drift_sdk._kernels.launch.launch_order import access_of
+from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded_kernels
 from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
-from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns
-from drift_sdk._kernels.recurrent.gated_norm import norm_gated
-from drift_sdk._kernels.recurrent.gates import fill_gates
-from drift_sdk._kernels.recurrent.kept_rows import keep_rows
+from drift_sdk._kernels.recurrent.gated_delta import (
+    MixedRows,
+    PromptRuns,
+    keep_rows,
+    move_borders_of_prompts,
+    move_borders_of_rows,
+)
+from drift_sdk._kernels.recurrent.gates import fill_gates, norm_gated
 from drift_sdk.spec.model import GatedDelta, Norm
 from drift_sdk.spec.states import BORDER, num_input_rows, num_ring_rows
 from perf.cross_compile import GPUS, target, violations

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from tolerances import assert_near
 
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
-from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
+from drift_sdk._kernels.experts.expert_gemm import ClampedActivation, ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk.loading.mxfp4 import dequantise
 

@@ -18,7 +18,7 @@ from typing import Literal
 from zlib import crc32
 
 from drift_sdk.results import TokenLogprobs
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import PrefillChunk, SlotOutput, SlotSampling, StepPlan, StepResult, Verification
 

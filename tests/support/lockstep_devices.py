@@ -15,8 +15,8 @@ from interpreted_device import InterpretedDevice
 
 from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerSums, PeerTensor
 from drift_sdk.execution.device import exchange
-from drift_sdk.execution.forward import residual_stream
-from drift_sdk.execution.rounds import sample_commit
+from drift_sdk.execution.forward import forward_pass
+from drift_sdk.execution.rounds import round as round_module
 
 __all__ = ["Lockstep", "LockstepDevice", "LockstepReplay"]
 
@@ -38,8 +38,8 @@ class Lockstep:
         self._is_running = False
         patch = monkeypatch.setattr
         for module, name in (
-            (residual_stream, "add_norm_across"),
-            (sample_commit, "gather_logits"),
+            (forward_pass, "add_norm_across"),
+            (round_module, "gather_logits"),
             (exchange, "begin_exchange"),
             (exchange, "share_drafts"),
         ):

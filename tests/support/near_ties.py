@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from drift_sdk.execution.eager import executor as eager
+from drift_sdk.execution.eager import eager_executor as eager
 from drift_sdk.steps import SlotSampling
 
 __all__ = ["no_near_ties"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drift_sdk.execution.eager.drafters import Span
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.trees.growth import Draft, DraftLimit
+from drift_sdk.trees import Draft, DraftLimit
 
 __all__ = ["OracleDrafter"]
 

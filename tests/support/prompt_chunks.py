@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from references.attention import prefill_attention_reference
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
-from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.attention.softmax import Partitions
 
 __all__ = ["Prompt"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk._kernels.common.cuda_programs import CudaKernel
-from drift_sdk._kernels.common.kernel_access import KernelAccess, LaunchOrderError
+from drift_sdk._kernels.launch.cuda_programs import CudaKernel
+from drift_sdk._kernels.launch.launch_order import KernelAccess, LaunchOrderError
 
 __all__ = ["access_of_ptx", "has_nvrtc", "ptx_of"]
 

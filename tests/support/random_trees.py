@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from drift_sdk.trees.limits import MAX_PATH_LENGTH
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import MAX_PATH_LENGTH, TokenTree
 
 __all__ = ["accepted_path", "random_tokens", "random_tree"]
 

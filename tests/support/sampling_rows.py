@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, num_mask_words
-from drift_sdk.execution.eager.logits_processors import LogitsProcessors, apply_processors
+from drift_sdk.execution.eager.sampling import LogitsProcessors, apply_processors
 from drift_sdk.steps import SlotAssignment, SlotSampling
 
 GREEDY = SlotSampling(

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from drift_sdk.execution.eager.drafters import Span
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.trees.growth import Draft, DraftLimit
-from drift_sdk.trees.limits import MAX_TREE_ROWS
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import MAX_TREE_ROWS, Draft, DraftLimit, TokenTree
 
 __all__ = ["TreeOracle"]
 

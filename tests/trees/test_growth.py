@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drift_sdk.trees.growth import Draft, DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth
-from drift_sdk.trees.rank_paths import check_paths, rank_tree
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import (
+    Draft,
+    DraftLimit,
+    DynamicGrowth,
+    StaticGrowth,
+    TokenTree,
+    TreeGrowth,
+    check_paths,
+    rank_tree,
+)
 
 NUM_TOKENS = 6
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drift_sdk import ConfigError, DynamicTree, StaticTree, load_tree
-from drift_sdk.trees.rank_paths import check_paths, rank_tree
+from drift_sdk.trees import check_paths, rank_tree
 
 EXAMPLE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 

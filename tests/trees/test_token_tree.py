@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import random_tree
 
-from drift_sdk.trees.limits import MAX_TREE_DRAFTS, MAX_TREE_ROWS, max_batch_drafts
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import MAX_TREE_DRAFTS, MAX_TREE_ROWS, TokenTree, max_batch_drafts
 
 trees = st.integers(0, 2**32).map(lambda seed: random_tree(random.Random(seed), MAX_TREE_DRAFTS))
 

@@ -4,13 +4,15 @@ Module layout
 -------------
 1. A docstring: what is computed (formula), the grid and which program owns what, bytes read and written, the
    order of summation where exactness rests on it, and the kernel's place in programmatic dependent launch
-   (what it reads before it waits, see common/launching.py).
-2. Kernels (`@kernel` of common/kernel.py; the functions that they call: `@device_function` of
-   common/device_function.py), with one argument a line and its shape. Only the module's wrappers launch them.
-3. The wrappers: they check shapes, types and strides (common/arguments.py), and launch. Outputs are tensors
+   (what it reads before it waits, see launch/kernel.py). A module of several kernels has these one after the
+   other.
+2. Kernels (`@kernel` of launch/kernel.py; the functions that they call: `@device_function`), with one
+   argument a line and its shape. Only the module's wrappers launch them.
+3. The wrappers: they check shapes, types and strides (launch/arguments.py), and launch. Outputs are tensors
    of the caller.
 
-`<wrapper>_reference`, the same in plain torch, lies with the tests, in tests/support/references/<folder>.py.
+`<wrapper>_reference`, the same in plain torch, lies with the tests, in tests/support/references, in the
+module with the name of the kernel's folder or module.
 
 A kernel in CUDA C++ lies in a .cu file beside its wrapper, which declares with `note_kernel` what it reads
 before it waits and what it writes. Each of its threads waits before it ends or permits dependents to start.

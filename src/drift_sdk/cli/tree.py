@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drift_sdk.speculation import DynamicTree, StaticTree, load_tree
-from drift_sdk.trees.limits import MAX_PATH_LENGTH, MAX_TREE_ROWS, max_batch_drafts
-from drift_sdk.trees.rank_paths import RankedTree, rank_tree
+from drift_sdk.trees import MAX_PATH_LENGTH, MAX_TREE_ROWS, RankedTree, max_batch_drafts, rank_tree
 
 __all__ = ["describe_tree", "run_tree"]
 

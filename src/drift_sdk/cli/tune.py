@@ -21,18 +21,8 @@ import msgspec
 import torch
 import triton
 
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
 from drift_sdk._kernels.gemm.heuristic import GemmShape
-from drift_sdk._kernels.gemm.logged_products import read_products, shapes_by_time
 from drift_sdk._kernels.gemm.slices import num_slices
-from drift_sdk._kernels.gemm.tuned_files import (
-    MAX_FILE_BYTES,
-    add_to_user_table,
-    measured_on,
-    read_whole,
-    tuning_lock,
-    write_whole,
-)
 from drift_sdk._kernels.gemm.tuner import (
     FULL,
     KNOWN,
@@ -42,7 +32,18 @@ from drift_sdk._kernels.gemm.tuner import (
     random_weight,
     tune,
 )
-from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.gemm.tuning import (
+    MAX_FILE_BYTES,
+    TunedTable,
+    add_to_user_table,
+    measured_on,
+    read_products,
+    read_whole,
+    shapes_by_time,
+    tuning_lock,
+    write_whole,
+)
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import warm
 from drift_sdk.config import EngineConfig

@@ -63,6 +63,6 @@ def kernel_cache(executor: str) -> Path | None:
     if executor != "graph":
         return None
 
-    from drift_sdk._kernels.common.launching import cache_folder  # imported here, for it needs Triton
+    from drift_sdk._kernels.launch.kernel import cache_folder  # imported here, for it needs Triton
 
     return cache_folder()

@@ -9,7 +9,7 @@ from msgspec import Struct
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.progress import Report
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.steps import Executor, ExecutorLimits
 
 __all__ = ["LoadedModel", "OpenModel", "with_limits"]

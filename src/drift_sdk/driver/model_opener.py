@@ -12,7 +12,7 @@ from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.startup_progress import StageClock
 from drift_sdk.errors import ConfigError, DriftError, ModelLoadError, error_repr, is_out_of_memory
 from drift_sdk.progress import Download, Report
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 
 __all__ = ["ModelOpener", "clear_frames", "opening_error"]

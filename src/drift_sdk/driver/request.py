@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from drift_sdk.draft_policy.count import DraftCount
+from drift_sdk.draft_policy.policy import DraftCount
 from drift_sdk.driver.executor_params import Limits, check_text_params, limits_of, slot_sampling
 from drift_sdk.driver.prompts import ModelText, Prompt, message_ends
 from drift_sdk.driver.stream_updates import UpdateReceiver

@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from drift_sdk.draft_policy.count import DraftCount
+from drift_sdk.draft_policy.policy import DraftCount
 from drift_sdk.driver.event_sender import NO_EVENTS, EventSender
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.driver.request import Request

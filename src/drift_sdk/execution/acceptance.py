@@ -9,10 +9,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+    from drift_sdk._kernels.sampling.rows import SampleBuffers
     from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
-
-__all__ = ["Acceptance", "AcceptanceFactory"]
 
 
 class Acceptance(Protocol):

@@ -10,9 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from drift_sdk.execution.eager.drafters import Drafter, EagleDrafter, NGramDrafter
-from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
-from drift_sdk.execution.eager.model_drafter import ModelDrafter
+from drift_sdk.execution.eager.drafters import (
+    Drafter,
+    EagleDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    NGramDrafter,
+)
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
@@ -20,20 +24,9 @@ from drift_sdk.speculation import DynamicTree, NGram, StaticTree
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
-    from drift_sdk.execution.forward.model_resources import ModelResources
-    from drift_sdk.execution.resources import DeviceResources
-    from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
-    from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
-
-__all__ = [
-    "NO_DRAFTER",
-    "DrafterFactory",
-    "EagleDrafterFactory",
-    "HybridDrafterFactory",
-    "ModelDrafterFactory",
-    "NGramDrafterFactory",
-    "NoDrafterFactory",
-]
+    from drift_sdk.execution.device_resources import DeviceResources
+    from drift_sdk.execution.forward.caches import ModelResources
+    from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes, TreeDrafter
 
 
 class DrafterFactory(ABC):
@@ -128,7 +121,7 @@ class NGramDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+        from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 
         return NGramRoundDrafter(
             resources.table.history,
@@ -184,8 +177,7 @@ class EagleDrafterFactory(DrafterFactory):
         drafter: RoundDrafter | None,
         rounds: Sequence[tuple[int, int]],
     ) -> TreeDrafter | None:
-        from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
-        from drift_sdk.execution.rounds.eagle_trees import EagleTreeDrafter
+        from drift_sdk.execution.rounds.eagle import EagleRoundDrafter, EagleTreeDrafter
 
         if not self.tree_plans:
             return None
@@ -252,7 +244,7 @@ class HybridDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.hybrid import HybridRoundDrafter
+        from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter
 
         drafter = self._model.round_drafter(resources, model, sizes)
         assert drafter is not None

@@ -11,14 +11,6 @@ import torch
 if TYPE_CHECKING:
     from drift_sdk.execution.device.device import Device, Replay
 
-__all__ = [
-    "NO_STAGE_MARKS",
-    "NoStageMarks",
-    "NvtxStageMarks",
-    "StageMarks",
-    "WatchedReplay",
-    "forward_stage",
-]
 
 NO_MARK = nullcontext()
 

@@ -7,8 +7,6 @@ from collections import deque
 from drift_sdk.errors import ExecutorError
 from drift_sdk.steps import Executor, ExecutorLimits, HostWork, StepPlan, StepResult
 
-__all__ = ["StrictExecutor"]
-
 
 class StrictExecutor:
     """Wraps an executor and raises ExecutorError from `collect` for steps in which the host did work that the

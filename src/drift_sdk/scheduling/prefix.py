@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
-__all__ = ["BlockKey", "PrefixNode", "PrefixTrie"]
-
 BlockKey = tuple[int | str, ...]
 """The token ids of a block; in a prompt's first block the salt stands before them, if there is one."""
 

@@ -6,18 +6,18 @@ import time
 from collections import deque
 
 from drift_sdk.results import FinishReason
-from drift_sdk.scheduling.block_manager import BlockManager
-from drift_sdk.scheduling.budget import TokenBudget
-from drift_sdk.scheduling.checkpoint_planner import CheckpointPlanner
-from drift_sdk.scheduling.config import SchedulerConfig
-from drift_sdk.scheduling.prompt_shares import share_tokens
-from drift_sdk.scheduling.queue import RunningSet, WaitingQueue
-from drift_sdk.scheduling.round_planner import RoundPlanner
-from drift_sdk.scheduling.sequence import Delta, Sequence, SequenceWatcher
-from drift_sdk.scheduling.step_builder import PlannedStep, StepBuilder, check_in_flight
+from drift_sdk.scheduling.blocks import BlockManager, CheckpointPlanner
+from drift_sdk.scheduling.planning import (
+    PlannedStep,
+    RoundPlanner,
+    SchedulerConfig,
+    StepBuilder,
+    TokenBudget,
+    check_in_flight,
+    share_tokens,
+)
+from drift_sdk.scheduling.sequence import Delta, RunningSet, Sequence, SequenceWatcher, WaitingQueue
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
-
-__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -26,14 +26,14 @@ class Scheduler:
     A plan may be made before earlier ones are committed, to any depth; results are committed in the order of
     their plans. A plan has decode rows first, then prefill chunks of running and of newly admitted sequences,
     while slots, blocks and the token budget last, and up to MAX_CHUNKS. Sequences are in order of (priority,
-    arrival), the lowest first; prompts share the budget (prompt_shares.py). A waiting sequence that gets
+    arrival), the lowest first; prompts share the budget (planning.py). A waiting sequence that gets
     tokens is admitted, if there is a slot for those before it too. If it has to wait for blocks, no other is
     admitted after it.
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
     may be the sequence itself. So the first sequence in the order always advances, but for steps that refresh
-    others (round_planner.py) or compute shorter prompts in place of its own (prompt_shares.py). A preempted
+    others (planning.py) or compute shorter prompts in place of its own (planning.py). A preempted
     sequence computes all its tokens again once admitted; results of its steps in flight still count, and it
     is not admitted before the last of them is committed.
 

@@ -37,8 +37,8 @@ def _longest_chain(speculation: Speculation) -> int:
 
 def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
     """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
-    from drift_sdk._kernels.attention.exact_prefill_attention import WIDE_FLOAT32_SHARED_BYTES
-    from drift_sdk._kernels.common.gpu_limits import gpu_limits
+    from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
+    from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 
     is_wide = dtype == torch.float32 and head_dim > 128
     if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
@@ -48,8 +48,8 @@ def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> 
 
 def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
     """Raise ConfigError for a chain of more drafts than attention can verify at once on the current GPU."""
-    from drift_sdk._kernels.attention.attention_config import most_query_rows
-    from drift_sdk._kernels.attention.partitions import Partitions
+    from drift_sdk._kernels.attention.decode import most_query_rows
+    from drift_sdk._kernels.attention.softmax import Partitions
 
     group = model.attention.group
     most = most_query_rows(model.attention.head_dim, dtype, Partitions().tile) // group - 1

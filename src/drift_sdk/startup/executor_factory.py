@@ -16,9 +16,8 @@ from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.partial_rounds import PartialRounds
-from drift_sdk.execution.eager.round_checks import RoundChecks
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
@@ -33,7 +32,7 @@ from drift_sdk.startup.views import view_layout
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
-    from drift_sdk.execution.graph.options import GraphOptions
+    from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 
 __all__ = [
     "OpenedExecutor",
@@ -174,7 +173,7 @@ def open_graph_executor(
     # Imported only here: they need Triton and the driver.
     from drift_sdk.execution.device.streams import wait_for_preparation
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
-    from drift_sdk.execution.graph.options import StartupHooks
+    from drift_sdk.execution.graph.gpu_graphs import StartupHooks
     from drift_sdk.startup.gemm_tuning import engine_table
     from drift_sdk.startup.graph_startup import start_graph_executor
 
@@ -244,7 +243,7 @@ def _with_slots(config: EngineConfig, states: StateSize | None) -> EngineConfig:
 def _graph_options(
     config: EngineConfig, acceptance: AcceptanceFactory | None, stages: StageMarks
 ) -> GraphOptions:
-    from drift_sdk.execution.graph.options import GraphOptions
+    from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 
     return GraphOptions(
         prefill_token_budget=prefill_token_budget(config, "cuda"),

@@ -12,20 +12,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.common.launching import is_interpreted
 from drift_sdk._kernels.gemm import tuning
 from drift_sdk._kernels.gemm.heuristic import GemmShape
 from drift_sdk._kernels.gemm.slices import num_slices
-from drift_sdk._kernels.gemm.tuned_files import (
+from drift_sdk._kernels.gemm.tuner import FULL, SHORT, Effort, WeightToTune, tune
+from drift_sdk._kernels.gemm.tuning import (
     MeasuredOn,
+    TunedTable,
+    WatchedTable,
     add_to_user_table,
+    gemm_key,
+    gpu_key,
     measured_on,
     tuning_lock,
     user_table,
     user_table_path,
 )
-from drift_sdk._kernels.gemm.tuner import FULL, SHORT, Effort, WeightToTune, tune
-from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable, gemm_key, gpu_key
+from drift_sdk._kernels.launch.kernel import is_interpreted
 from drift_sdk.config import EngineConfig
 from drift_sdk.models.channels.experts import ExpertWeights
 from drift_sdk.models.channels.mlp import MlpWeights

@@ -9,10 +9,8 @@ import torch
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.errors import is_kept
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.gpu_graphs import GpuModel
-from drift_sdk.execution.graph.options import GraphOptions, StartupHooks
-from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions, StartupHooks
+from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
 from drift_sdk.startup.model_part import ModelPart
 from drift_sdk.steps import ExecutorLimits
 

@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.execution.device.freed_memory import return_freed_memory
+from drift_sdk.execution.device.memory import return_freed_memory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.loading.source import Source
 from drift_sdk.loading.tensors import TensorSource

@@ -22,7 +22,7 @@ from drift_sdk.execution.stages import StageMarks
 from drift_sdk.loading.source import Source, resolve
 from drift_sdk.models.shard import Shard
 from drift_sdk.progress import Report
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.attention_room import check_attention_room
 from drift_sdk.startup.device_memory import DeviceMemory

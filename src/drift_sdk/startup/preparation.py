@@ -32,9 +32,9 @@ def prepared_graphs(
     memories: of the GPUs, measured before.
     """
     # Imported only here: they need Triton and the driver.
-    from drift_sdk._kernels.common.cache_keys import prepare_cache_keys
+    from drift_sdk._kernels.launch.kernel import prepare_cache_keys
     from drift_sdk.execution.device.streams import prepared_stream
-    from drift_sdk.execution.forward.library_loading import library_loader
+    from drift_sdk.execution.forward.products import library_loader
     from drift_sdk.execution.graph.buckets import prefill_buckets
 
     prepare_cache_keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.draft_policy.view_gain import ViewCosts
+from drift_sdk.draft_policy.policy import ViewCosts
 from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.spec.model import ModelSpec

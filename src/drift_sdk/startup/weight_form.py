@@ -36,7 +36,7 @@ def with_weight_form(
 
 def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels multiply by quantised weights on a device, for a model of `dtype`."""
-    from drift_sdk._kernels.quantised.programs import programs_run  # needs the packages of a GPU
+    from drift_sdk._kernels.quantised.dequantise import programs_run  # needs the packages of a GPU
 
     return programs_run(device, dtype)
 

@@ -16,7 +16,7 @@ from drift_sdk.driver.request import Request
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.progress import Report
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.sync import SyncEngine
 from drift_sdk.testing.byte_tokens import EOS_TOKEN_ID, byte_tokenizer

@@ -5,9 +5,8 @@ import torch
 from msgspec.structs import replace
 from references.attention import plan_attention_reference
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 
 pytestmark = pytest.mark.kernel
 

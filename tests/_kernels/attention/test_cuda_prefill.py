@@ -9,11 +9,11 @@ import tolerances
 import torch
 from prompt_chunks import Prompt
 
-from drift_sdk._kernels.attention import exact_prefill_attention as in_triton
-from drift_sdk._kernels.attention.cuda_prefill import cuda_prefill_attention, has_cuda_prefill
-from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_config
+from drift_sdk._kernels.attention import exact_prefill as in_triton
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.prefill import cuda_prefill_attention, has_cuda_prefill
+from drift_sdk._kernels.attention.softmax import Partitions
 
 pytestmark = pytest.mark.kernel
 

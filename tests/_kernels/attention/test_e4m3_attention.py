@@ -14,19 +14,24 @@ from references.attention import cache_numbers, pack_cache, paged_attention_refe
 from references.trees import tree_attention_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.attention_config import AttentionConfig, attention_config
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
-from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_attention
+from drift_sdk._kernels.attention.decode import (
+    AttentionConfig,
+    AttentionScratch,
+    attention_config,
+    paged_attention,
+)
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import paged_attention
-from drift_sdk._kernels.attention.partition_sums import AttentionScratch
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.prefill_attention import PrefillAttentionConfig, prefill_attention
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.common.gpu_limits import HOPPER, limited_gpu
-from drift_sdk._kernels.trees.tree_attention import tree_attention
-from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.prefill import (
+    TILE_FIELDS,
+    PrefillAttentionConfig,
+    prefill_attention,
+    prefill_tiles,
+)
+from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.launch.gpu_limits import HOPPER, limited_gpu
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.quantised.e4m3 import E4M3, quantise_e4m3
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from order_probe import expected_sum, probe_row
 from prompt_chunks import Prompt
 
-from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_config
-from drift_sdk._kernels.attention.partitions import Partitions
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
+from drift_sdk._kernels.attention.softmax import Partitions
 
 pytestmark = pytest.mark.kernel
 

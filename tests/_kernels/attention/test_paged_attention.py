@@ -11,15 +11,15 @@ from order_probe import expected_sum, probe_row
 from references.attention import paged_attention_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention import partition_sums
-from drift_sdk._kernels.attention.attention_plan import (
+from drift_sdk._kernels.attention import decode
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
+from drift_sdk._kernels.attention.plan import (
     AttentionPlan,
+    PlannedRows,
     plan_attention,
 )
-from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
+from drift_sdk._kernels.attention.softmax import Partitions
 
 pytestmark = pytest.mark.kernel
 
@@ -315,10 +315,10 @@ def test_bits_do_not_depend_on_what_is_loaded_together(
     """Nor on how many dimensions a program has."""
     case = Case([1, 50, 540], 2, device=device, num_kv_heads=1, group=2, head_dim=64, window=window)
     expected = case.run(SMALL, config=AttentionConfig(num_programs=2))
-    monkeypatch.setattr(partition_sums, "LOADED_NUMBERS", numbers)
-    monkeypatch.setattr(partition_sums, "FEW_PARTITIONS", few)
+    monkeypatch.setattr(decode, "LOADED_NUMBERS", numbers)
+    monkeypatch.setattr(decode, "FEW_PARTITIONS", few)
     for programs in (0, 2**20):
-        monkeypatch.setattr(partition_sums, "MIN_PROGRAMS", programs)
+        monkeypatch.setattr(decode, "MIN_PROGRAMS", programs)
         assert torch.equal(case.run(SMALL, config=AttentionConfig(num_programs=4)), expected)
 
 

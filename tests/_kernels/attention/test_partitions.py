@@ -9,8 +9,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from drift_sdk._kernels.attention.partitions import Partitions, partition_of, partition_start
-from drift_sdk._kernels.common.kernel import kernel
+from drift_sdk._kernels.attention.softmax import Partitions, partition_of, partition_start
+from drift_sdk._kernels.launch.kernel import kernel
 
 pytestmark = pytest.mark.kernel
 

@@ -11,12 +11,12 @@ import torch
 from references.attention import prefill_attention_reference
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.prefill_attention import (
+from drift_sdk._kernels.attention.prefill import (
     PrefillAttentionConfig,
     prefill_attention,
     prefill_attention_config,
+    prefill_tiles,
 )
-from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
 
 pytestmark = pytest.mark.kernel
 

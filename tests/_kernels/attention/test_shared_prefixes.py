@@ -9,18 +9,18 @@ import pytest
 import torch
 from references.attention import plan_attention_reference, shared_prefixes_reference
 
-from drift_sdk._kernels.attention.attention_config import AttentionConfig
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import AttentionScratch, paged_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.shared_prefixes import (
+from drift_sdk._kernels.attention.plan import (
+    AttentionPlan,
     BlockTable,
+    PlannedRows,
     SharedPrefixes,
     find_shared_prefixes,
     most_companions,
+    plan_attention,
 )
+from drift_sdk._kernels.attention.softmax import Partitions
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
 

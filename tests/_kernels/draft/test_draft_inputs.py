@@ -6,8 +6,8 @@ import pytest
 import torch
 from references.draft import draft_inputs_reference
 
-from drift_sdk._kernels.draft.draft_inputs import Residual, draft_inputs
-from drift_sdk._kernels.layers.rms_norm import NormKind
+from drift_sdk._kernels.draft.draft_rows import Residual, draft_inputs
+from drift_sdk._kernels.layers.norm import NormKind
 
 pytestmark = pytest.mark.kernel
 

@@ -11,9 +11,13 @@ from references.draft import (
     round_rows_reference,
 )
 
-from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows
-from drift_sdk._kernels.draft.draft_state import keep_last_rows
-from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
+from drift_sdk._kernels.draft.draft_rows import (
+    chunk_rows,
+    draft_tiles,
+    keep_last_rows,
+    num_draft_tiles,
+    round_rows,
+)
 
 pytestmark = pytest.mark.kernel
 

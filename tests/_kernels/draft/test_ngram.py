@@ -8,13 +8,12 @@ import pytest
 import torch
 from references.draft import append_history_reference
 
-from drift_sdk._kernels.draft.ngram import SEARCH_TOKENS, append_history, num_searchers, propose_ngrams
-from drift_sdk.draft_policy.ngram import NGramHistory
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk._kernels.draft.ngrams import SEARCH_TOKENS, append_history, num_searchers, propose_ngrams
+from drift_sdk.draft_policy.ngrams import NGramHistory
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 
 pytestmark = pytest.mark.kernel
 

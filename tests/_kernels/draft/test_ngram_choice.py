@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from drift_sdk._kernels.draft.ngram import num_searchers, search_ngrams
-from drift_sdk._kernels.draft.ngram_choice import score_ngrams, take_ngrams
-from drift_sdk.draft_policy.ngram_score import SCORE_SHIFT, SCORE_UNIT, next_score, num_right
-from drift_sdk.execution.eager.drafters import Span
-from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter, state_of
-from drift_sdk.trees.growth import Draft, DraftLimit
+from drift_sdk._kernels.draft.ngrams import num_searchers, score_ngrams, search_ngrams, take_ngrams
+from drift_sdk.draft_policy.ngrams import SCORE_SHIFT, SCORE_UNIT, next_score, num_right
+from drift_sdk.execution.eager.drafters import HybridDrafter, Span, hybrid_state_of
+from drift_sdk.trees import Draft, DraftLimit
 
 pytestmark = pytest.mark.kernel
 
@@ -112,7 +110,7 @@ def test_rounds_equal_those_of_the_eager_drafter(device: str) -> None:
         eager.draft_extend(spans, [], torch.empty(0))
         for span in spans:
             texts[span.slot.number] += span.next_token_ids
-        assert score.tolist() == [state_of(slot).score for slot in slots]
+        assert score.tolist() == [hybrid_state_of(slot).score for slot in slots]
         extremes = min(extremes[0], int(score.min())), max(extremes[1], int(score.max()))
     assert seen == {False, True} and extremes[0] < 0 < extremes[1]
 

@@ -15,14 +15,14 @@ from expert_matrices import (
 )
 from references.experts import expert_multiply_reference, gated_expert_multiply_reference
 
-from drift_sdk._kernels.experts.cuda_products import (
+from drift_sdk._kernels.experts.cuda_experts import (
     MAX_SCALE,
     CudaTiles,
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
     has_cuda_product,
 )
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
+from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk.loading.mxfp4 import dequantise
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.experts import choose_experts_reference, list_rows_reference
 
-from drift_sdk._kernels.experts.cuda_routing import cuda_route, has_cuda_route
+from drift_sdk._kernels.experts.cuda_experts import cuda_route, has_cuda_route
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk.spec.model import Router
 

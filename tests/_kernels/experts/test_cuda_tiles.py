@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drift_sdk._kernels.experts.cuda_products import MAX_SCALE, CudaTiles, cuda_tiles, has_cuda_product
-from drift_sdk._kernels.experts.cuda_routing import has_cuda_route
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
-from drift_sdk._kernels.experts.ring_products import MAX_INNER, RingTiles, has_ring
+from drift_sdk._kernels.experts.cuda_experts import (
+    MAX_INNER,
+    MAX_SCALE,
+    CudaTiles,
+    RingTiles,
+    cuda_tiles,
+    has_cuda_product,
+    has_cuda_route,
+    has_ring,
+)
+from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows
 from drift_sdk.spec.model import Router
 

@@ -17,17 +17,18 @@ from expert_matrices import (
 from references.experts import expert_multiply_reference, gated_expert_multiply_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, limited_gpu
-from drift_sdk._kernels.experts.expert_gemm import expert_multiply
-from drift_sdk._kernels.experts.expert_tiles import (
+from drift_sdk._kernels.experts.expert_gemm import (
     QUANTISED_TILE_K,
+    ClampedActivation,
     ExpertGemmConfig,
     ExpertMatrix,
     expert_gemm_config,
+    expert_multiply,
+    gated_expert_multiply,
 )
-from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation, gated_expert_multiply
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
 from drift_sdk.loading.mxfp4 import dequantise
 from perf.cross_compile import GPUS
 

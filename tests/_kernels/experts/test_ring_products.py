@@ -7,13 +7,15 @@ import torch
 from expert_matrices import CLAMPED, drawn, poisoned, quantised_matrix, routed
 from msgspec.structs import replace
 
-from drift_sdk._kernels.experts.cuda_products import (
+from drift_sdk._kernels.experts.cuda_experts import (
+    CAPABILITY,
     CudaTiles,
+    RingTiles,
     cuda_expert_multiply,
     cuda_gated_expert_multiply,
+    has_ring,
 )
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
-from drift_sdk._kernels.experts.ring_products import CAPABILITY, RingTiles, has_ring
+from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 
 pytestmark = pytest.mark.gpu

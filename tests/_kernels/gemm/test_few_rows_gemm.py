@@ -4,8 +4,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from drift_sdk._kernels.common.gpu_limits import HOPPER
-from drift_sdk._kernels.gemm.few_rows_gemm import (
+from drift_sdk._kernels.gemm.fastest_gemm import (
     ROW_TILE,
     FewRowsTiles,
     few_rows_multiply,
@@ -14,6 +13,7 @@ from drift_sdk._kernels.gemm.few_rows_gemm import (
 )
 from drift_sdk._kernels.gemm.gemm import GemmConfig, multiply
 from drift_sdk._kernels.gemm.slices import num_slices
+from drift_sdk._kernels.launch.gpu_limits import HOPPER
 
 pytestmark = pytest.mark.kernel
 

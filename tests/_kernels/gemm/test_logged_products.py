@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drift_sdk._kernels.gemm.logged_products import (
+from drift_sdk._kernels.gemm.tuning import (
     LoggedProduct,
     add_products,
     read_products,

@@ -13,17 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from drift_sdk._kernels.gemm import tuned_files
+from drift_sdk._kernels.gemm import tuning
 from drift_sdk._kernels.gemm.gemm import GemmTiles
-from drift_sdk._kernels.gemm.tuned_files import (
+from drift_sdk._kernels.gemm.tuning import (
+    MAX_ENTRIES,
     MeasuredOn,
+    TunedTable,
+    TunedTiles,
     add_to_user_table,
     measured_on,
     tuning_lock,
     user_table,
     user_table_path,
 )
-from drift_sdk._kernels.gemm.tuning import MAX_ENTRIES, TunedTable, TunedTiles
 
 MACHINE = MeasuredOn(gpu="NVIDIA X", driver="580.1", torch="2.11", cuda="13.0", triton="3.6", kernels="ab")
 TILES = TunedTiles(((16, GemmTiles()), (64, GemmTiles(True, 64, 64, 64, 5, 4))))
@@ -73,7 +75,7 @@ def damaged(stored: dict[str, Any]) -> list[bytes]:
         {"more": 1},
     )
     texts = [msgspec.json.encode(stored | change) for change in changes]
-    return [*texts, b"", b"{", b"[]", b"\xff\x00", texts[0][:100], b" " * (tuned_files.MAX_FILE_BYTES + 1)]
+    return [*texts, b"", b"{", b"[]", b"\xff\x00", texts[0][:100], b" " * (tuning.MAX_FILE_BYTES + 1)]
 
 
 @pytest.mark.parametrize("index", range(17))
@@ -136,12 +138,12 @@ def test_user_without_a_home_has_a_table(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_file_holds_the_most_entries() -> None:
     largest = GemmTiles(False, 256, 256, 256, 8, 4, is_library=False)
     tiles = TunedTiles(tuple((num_rows, largest) for num_rows in range(10**8, 10**8 + MAX_ENTRIES)))
-    keys = [f"{999_000_000 + 64 * index}x999999936 gated" for index in range(tuned_files.MAX_SHAPES + 1)]
+    keys = [f"{999_000_000 + 64 * index}x999999936 gated" for index in range(tuning.MAX_SHAPES + 1)]
     add_to_user_table(
         MACHINE,
         TunedTable(gemms=dict.fromkeys(keys, tiles), provenance=dict.fromkeys(keys, "x" * 2000)),
     )
-    assert len(user_table(MACHINE).gemms) == tuned_files.MAX_SHAPES
+    assert len(user_table(MACHINE).gemms) == tuning.MAX_SHAPES
 
 
 def test_writers_take_turns() -> None:
@@ -188,10 +190,10 @@ def test_machine_is_described_by_all_that_measurements_depend_on(
     file.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Release Build\nGCC version: 13"
     )
-    monkeypatch.setattr(tuned_files, "DRIVER_FILE", file)
+    monkeypatch.setattr(tuning, "DRIVER_FILE", file)
     found = measured_on("NVIDIA X")
     assert found.driver == "580.95.05" and len(found.kernels) == 16
     add_to_user_table(found, TABLE)
     assert user_table(found) == TABLE
-    monkeypatch.setattr(tuned_files, "DRIVER_FILE", tmp_path / "none")
+    monkeypatch.setattr(tuning, "DRIVER_FILE", tmp_path / "none")
     assert measured_on("NVIDIA X").driver == ""

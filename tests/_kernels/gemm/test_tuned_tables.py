@@ -8,12 +8,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from drift_sdk._kernels.common.gpu_limits import HOPPER
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply
+from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.heuristic import GemmShape, has_equal_shares
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuning import TunedTable, shape_of_key, table_for
+from drift_sdk._kernels.launch.gpu_limits import HOPPER
 
 MAX_ROWS = 1024
 TABLES = sorted(

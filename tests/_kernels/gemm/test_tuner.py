@@ -10,13 +10,13 @@ import torch
 from slow_cases import slow_after
 from torch import Tensor
 
-from drift_sdk._kernels.common.gpu_limits import HOPPER
 from drift_sdk._kernels.gemm import tuner
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles
 from drift_sdk._kernels.gemm.heuristic import ROW_COUNTS, GemmShape, default_tiles, has_equal_shares
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuner import KNOWN, SHORT, Effort, WeightToTune, tune
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles
+from drift_sdk._kernels.launch.gpu_limits import HOPPER
 
 pytestmark = pytest.mark.interpreter
 

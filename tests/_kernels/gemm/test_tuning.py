@@ -10,7 +10,6 @@ import pytest
 import torch
 from order_probe import expected_sum, probe_row
 
-from drift_sdk._kernels.common.gpu_limits import HOPPER, GpuLimits, limited_gpu
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, multiply
 from drift_sdk._kernels.gemm.heuristic import (
     ROW_COUNTS,
@@ -23,6 +22,7 @@ from drift_sdk._kernels.gemm.heuristic import (
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
 from drift_sdk._kernels.gemm.tuner import FULL, candidates, tiles_of
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable, shape_of_key, table_for
+from drift_sdk._kernels.launch.gpu_limits import HOPPER, GpuLimits, limited_gpu
 from drift_sdk.families import read_spec
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.startup.gemm_tuning import weights_to_tune

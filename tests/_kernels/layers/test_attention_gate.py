@@ -4,7 +4,7 @@ import pytest
 import torch
 from references.layers import gate_attention_reference
 
-from drift_sdk._kernels.layers.attention_gate import gate_attention
+from drift_sdk._kernels.layers.gates import gate_attention
 
 pytestmark = pytest.mark.kernel
 

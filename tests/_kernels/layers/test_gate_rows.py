@@ -4,7 +4,7 @@ import pytest
 import torch
 from references.layers import gate_rows_reference
 
-from drift_sdk._kernels.layers.gate_rows import gate_rows
+from drift_sdk._kernels.layers.gates import gate_rows
 
 pytestmark = pytest.mark.kernel
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from references.layers import glu_reference
 
-from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.layers.glu import glu
+from drift_sdk._kernels.layers.gates import Activation, glu
 
 pytestmark = pytest.mark.kernel
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from references.layers import add_norm_reference, embed_norm_reference, rms_norm_reference
 
-from drift_sdk._kernels.layers.embedding import embed_norm
-from drift_sdk._kernels.layers.residual_norm import add_norm
-from drift_sdk._kernels.layers.rms_norm import NormKind
+from drift_sdk._kernels.layers.norm import NormKind, add_norm, embed_norm
 from drift_sdk.models.norms import offset_rms_norm, rms_norm
 
 pytestmark = pytest.mark.kernel

@@ -8,7 +8,7 @@ from references.layers import rotate_and_store_reference
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers import rope_store
-from drift_sdk._kernels.layers.rms_norm import NormKind
+from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.models.norms import offset_rms_norm, rms_norm
 from drift_sdk.models.rope import half_tables, rotary_tables, rotate

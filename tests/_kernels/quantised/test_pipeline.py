@@ -14,7 +14,7 @@ from barrier_model import Barrier, PipelineError
 from msgspec.structs import replace
 from quantised_cases import FORMATS, draw
 
-from drift_sdk._kernels.quantised.tiles import FEW_ITEMS, Tiles, num_splits
+from drift_sdk._kernels.quantised.quantised_gemm import FEW_ITEMS, Tiles, num_splits
 
 Ready = Callable[[], bool]
 STAGES = (1, 2, 3, 4, 5, 6, 9, 15, 16)

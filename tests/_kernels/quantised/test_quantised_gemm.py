@@ -10,13 +10,18 @@ from quantised_cases import FORMATS, QuantisedFormat, draw
 from references.layers import activate_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.layers.activation import Activation
-from drift_sdk._kernels.quantised import programs
+from drift_sdk._kernels.layers.gates import Activation
+from drift_sdk._kernels.quantised import dequantise
 from drift_sdk._kernels.quantised.packing import PackedWeight, pack_weight
-from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
-from drift_sdk._kernels.quantised.tile_choice import choose_tiles
-from drift_sdk._kernels.quantised.tiles import Tiles, num_splits
-from drift_sdk._kernels.quantised.twin import twin_gated_multiply, twin_multiply
+from drift_sdk._kernels.quantised.quantised_gemm import (
+    Tiles,
+    choose_tiles,
+    num_splits,
+    quantised_gated_multiply,
+    quantised_multiply,
+    twin_gated_multiply,
+    twin_multiply,
+)
 
 pytestmark = pytest.mark.kernel
 
@@ -196,16 +201,16 @@ def test_programs_are_those_of_compute_capability_9_0(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other GPUs, types and inner dimensions are left to the fallback."""
-    monkeypatch.setattr(programs, "has_compiler", lambda: True)
+    monkeypatch.setattr(dequantise, "has_compiler", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
     def weight(inner: int, device: str = "cuda") -> Any:
         return SimpleNamespace(codes=SimpleNamespace(device=torch.device(device)), inner=inner)
 
-    assert programs.has_programs(weight(64), torch.bfloat16) == (capability == (9, 0))
-    assert not programs.has_programs(weight(64), torch.float16)
-    assert not programs.has_programs(weight(96), torch.bfloat16)
-    assert not programs.has_programs(weight(64, "cpu"), torch.bfloat16)
+    assert dequantise.has_programs(weight(64), torch.bfloat16) == (capability == (9, 0))
+    assert not dequantise.has_programs(weight(64), torch.float16)
+    assert not dequantise.has_programs(weight(96), torch.bfloat16)
+    assert not dequantise.has_programs(weight(64, "cpu"), torch.bfloat16)
 
 
 def test_errors_name_the_argument(device: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references.recurrent import move_borders_of_prompts_reference, move_borders_of_rows_reference
 
-from drift_sdk._kernels.recurrent.borders import move_borders_of_prompts, move_borders_of_rows
+from drift_sdk._kernels.recurrent.gated_delta import move_borders_of_prompts, move_borders_of_rows
 
 pytestmark = pytest.mark.kernel
 

@@ -14,8 +14,8 @@ from msgspec import Struct
 from slow_cases import slow_after, slow_rows_after
 from torch import Tensor
 
-from drift_sdk._kernels.common import cuda_programs
-from drift_sdk._kernels.common.cuda_programs import CudaKernel
+from drift_sdk._kernels.launch import cuda_programs
+from drift_sdk._kernels.launch.cuda_programs import CudaKernel
 from drift_sdk._kernels.recurrent.gated_delta import (
     LayerStates,
     MixedRows,

@@ -9,8 +9,8 @@ import torch
 from references.recurrent import norm_gated_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.layers.rms_norm import NormKind
-from drift_sdk._kernels.recurrent.gated_norm import norm_gated
+from drift_sdk._kernels.layers.norm import NormKind
+from drift_sdk._kernels.recurrent.gates import norm_gated
 
 pytestmark = pytest.mark.kernel
 

@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 from sampling_rows import GREEDY, Group, make_rows, moved
 
-from drift_sdk._kernels.sampling.sample_buffers import CHUNK_TOKENS, MAX_CANDIDATES, SampleBuffers
-from drift_sdk._kernels.sampling.sampled_rows import sample_rows
-from drift_sdk._kernels.sampling.scaled_logits import NEGLIGIBLE_LOGIT
+from drift_sdk._kernels.sampling.logits import NEGLIGIBLE_LOGIT
+from drift_sdk._kernels.sampling.rows import CHUNK_TOKENS, MAX_CANDIDATES, SampleBuffers
+from drift_sdk._kernels.sampling.sample import sample_rows
 from drift_sdk.steps import SlotSampling
 
 pytestmark = pytest.mark.kernel

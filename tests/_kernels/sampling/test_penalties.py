@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from drift_sdk._kernels.sampling.penalties import (
+from drift_sdk._kernels.sampling.torch_reference import (
     add_bias,
     count_tokens,
     mask_logits,
     penalise_counts,
     penalise_repetition,
+    sample,
     select_tokens,
     unpack_mask,
 )
-from drift_sdk._kernels.sampling.sample import sample
 
 ROUNDING = 8 * torch.finfo(torch.float32).eps
 VOCAB_SIZES = [1, 31, 32, 33, 500]

@@ -12,11 +12,10 @@ from msgspec.structs import replace as replace_fields
 from sampling_rows import GREEDY, Group, Rows, make_rows, moved, pack, random_rows
 from tolerances import assert_near, bound
 
-from drift_sdk._kernels.sampling import rows_to_sample
-from drift_sdk._kernels.sampling.noise import gumbel_noise
-from drift_sdk._kernels.sampling.sample import filter_logits, sample, top_logprobs
-from drift_sdk._kernels.sampling.sample_buffers import MAX_CANDIDATES, MAX_TOP, SampleBuffers
-from drift_sdk._kernels.sampling.sampled_rows import sample_rows
+from drift_sdk._kernels.sampling import rows as rows_module
+from drift_sdk._kernels.sampling.rows import MAX_CANDIDATES, MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.sample import sample_rows
+from drift_sdk._kernels.sampling.torch_reference import filter_logits, gumbel_noise, sample, top_logprobs
 
 pytestmark = pytest.mark.kernel
 
@@ -157,7 +156,7 @@ def test_number_of_programs_does_not_change_bits(
 ) -> None:
     rows = random_rows(6, 12, 4096 * 4 + 1, device)
     one_each = run(replace(rows, logits=rows.logits.clone()))
-    monkeypatch.setattr(rows_to_sample, "MAX_PROGRAMS", num_programs)
+    monkeypatch.setattr(rows_module, "MAX_PROGRAMS", num_programs)
     found = run(replace(rows, logits=rows.logits.clone()))
     for name in (*RESULTS, "row_max", "row_threshold"):
         mine, theirs = getattr(found, name), getattr(one_each, name)

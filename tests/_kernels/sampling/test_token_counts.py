@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drift_sdk._kernels.sampling.penalties import unpack_mask
-from drift_sdk._kernels.sampling.token_counts import count_tokens
+from drift_sdk._kernels.sampling.logits import count_tokens
+from drift_sdk._kernels.sampling.torch_reference import unpack_mask
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag
 
 pytestmark = pytest.mark.kernel

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from drift_sdk._kernels.trees.commit_checks import check_acceptance, check_cache
-from drift_sdk._kernels.trees.round_checks import (
+from drift_sdk._kernels.trees.tree_checks import (
+    check_acceptance,
+    check_cache,
     check_drafts,
     check_hidden,
     check_paths,
     report_flags,
 )
-from drift_sdk._kernels.trees.tree_roots import RootTensors
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
-from drift_sdk.execution.rounds.round_checks import violation_of
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, tree_rows
+from drift_sdk.execution.rounds.tree_round import violation_of
 from drift_sdk.quantised.e4m3 import E4M3
 
 pytestmark = pytest.mark.kernel

@@ -22,18 +22,27 @@ from references.trees import (
 
 from drift_sdk._kernels.draft.draft_choose import num_draft_chunks
 from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
-from drift_sdk._kernels.trees.candidates import CandidateBuffers, rank_candidates
-from drift_sdk._kernels.trees.dynamic_growth import CandidatePool, expand_dynamic, keep_best
-from drift_sdk._kernels.trees.frontier import Frontier
-from drift_sdk._kernels.trees.path_rows import gather_hidden, path_rows
-from drift_sdk._kernels.trees.static_growth import grow_static
-from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
-from drift_sdk.execution.rounds.eagle_trees import _static_tables
+from drift_sdk._kernels.trees.tree_growth import (
+    CandidateBuffers,
+    CandidatePool,
+    Frontier,
+    expand_dynamic,
+    grow_static,
+    keep_best,
+    rank_candidates,
+)
+from drift_sdk._kernels.trees.tree_rows import (
+    LIMIT_WORDS,
+    PATH_ENTRIES,
+    RootTensors,
+    gather_hidden,
+    path_rows,
+    tree_roots,
+)
+from drift_sdk.execution.rounds.eagle import _static_tables
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.speculation import DynamicTree, StaticTree
-from drift_sdk.trees.growth import DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth
-from drift_sdk.trees.rank_paths import rank_tree
+from drift_sdk.trees import DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth, rank_tree
 from perf.harness.simulated_acceptance import SimulatedRounds, simulate_choices
 
 pytestmark = pytest.mark.kernel

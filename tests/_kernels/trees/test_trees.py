@@ -20,22 +20,18 @@ from references.trees import (
 )
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
+from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch, paged_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig, AttentionScratch, paged_attention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.sampling.apply_logits_rules import apply_logits_rules
-from drift_sdk._kernels.sampling.rows_to_sample import RowsToSample
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.sampling.logits import apply_logits_rules
+from drift_sdk._kernels.sampling.rows import RowsToSample, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
-from drift_sdk._kernels.trees.kv_rewind import kv_rewind
-from drift_sdk._kernels.trees.tree_accept import tree_accept, tree_record_words
-from drift_sdk._kernels.trees.tree_attention import tree_attention
-from drift_sdk._kernels.trees.tree_paths import TreePaths
+from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
 from drift_sdk.quantised.e4m3 import E4M3
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import TokenTree
 
 pytestmark = pytest.mark.kernel
 

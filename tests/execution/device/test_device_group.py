@@ -9,8 +9,8 @@ import torch
 from interpreted_device import InterpretedDevice
 
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device.device_group import DeviceGroup, GroupReplay
-from drift_sdk.execution.device.ring import Ring, RingSizes
+from drift_sdk.execution.device.device import DeviceGroup, GroupReplay
+from drift_sdk.execution.device.host_ring import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from drift_sdk.execution.device.freed_memory import return_freed_memory
+from drift_sdk.execution.device.memory import return_freed_memory
 
 NUM_TENSORS = 1000
 

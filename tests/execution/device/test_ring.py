@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from interpreted_device import InterpretedDevice
 
-from drift_sdk._kernels.slots.input_ring import HEADER_WORDS
-from drift_sdk.execution.device.ring import Ring, RingSizes
+from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS
+from drift_sdk.execution.device.host_ring import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 
 SIZES = RingSizes(

@@ -19,9 +19,10 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.driver.loaded_model import LoadedModel
 from drift_sdk.execution.device import device as device_module
 from drift_sdk.execution.device.device import step_timeout
-from drift_sdk.execution.device.ring import Ring, RingSizes
+from drift_sdk.execution.device.host_ring import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from drift_sdk.execution.device import stream_signal
-from drift_sdk.execution.device.stream_signal import StreamSignal
+from drift_sdk.execution.device import streams
+from drift_sdk.execution.device.streams import StreamSignal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA graphs run on Linux")
 LONG_S = 60.0
@@ -42,12 +42,12 @@ class Launched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> None:
         self.calls: list[tuple[int, int]] = []
         self._fails = fails
-        monkeypatch.setattr(stream_signal.cuda_driver, "cuLaunchHostFunc", self._launch)
+        monkeypatch.setattr(streams.cuda_driver, "cuLaunchHostFunc", self._launch)
 
     def _launch(self, stream: int, function: Any, data: int) -> tuple[Any]:
         assert stream == Stream.handle
         self.calls.append((int(function), data))
-        result = stream_signal.cuda_driver.CUresult
+        result = streams.cuda_driver.CUresult
         return (result.CUDA_ERROR_INVALID_VALUE if self._fails else result.CUDA_SUCCESS,)
 
     def call_first(self) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 
 CPU = torch.device("cpu")
 

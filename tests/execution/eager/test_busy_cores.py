@@ -9,8 +9,8 @@ import pytest
 from model_zoo import make_model
 
 from drift_sdk import Engine, EngineConfig
-from drift_sdk.execution.eager import busy_cores
-from drift_sdk.execution.eager.busy_cores import BusyCores, CoreTimes, core_times
+from drift_sdk.execution.eager import eager_executor
+from drift_sdk.execution.eager.eager_executor import BusyCores, CoreTimes, core_times
 
 
 def use_times(monkeypatch: pytest.MonkeyPatch, *, busy: float, own: float, num_cores: int = 4) -> None:
@@ -24,8 +24,8 @@ def use_times(monkeypatch: pytest.MonkeyPatch, *, busy: float, own: float, num_c
         at_s = 6.0 * num_read
         return CoreTimes(at_s, busy * at_s, own * at_s, num_cores)
 
-    monkeypatch.setattr(busy_cores, "core_times", read)
-    monkeypatch.setattr(busy_cores, "monotonic", lambda: 6.0 * (num_read + 1))
+    monkeypatch.setattr(eager_executor, "core_times", read)
+    monkeypatch.setattr(eager_executor, "monotonic", lambda: 6.0 * (num_read + 1))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_warns_once_if_threads_and_other_processes_need_more_cores_than_there_ar
 def test_nothing_is_read_within_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     use_times(monkeypatch, busy=4.0, own=0.0)
     cores = BusyCores(4)
-    monkeypatch.setattr(busy_cores, "monotonic", lambda: 6.0 + 4.9)
-    monkeypatch.setattr(busy_cores, "core_times", lambda: pytest.fail("read"))
+    monkeypatch.setattr(eager_executor, "monotonic", lambda: 6.0 + 4.9)
+    monkeypatch.setattr(eager_executor, "core_times", lambda: pytest.fail("read"))
     cores.look()
 
 
@@ -93,7 +93,7 @@ async def test_engine_on_a_busy_cpu_says_so(
 ) -> None:
     make_model(0, tmp_path)
     readings = iter(CoreTimes(-100.0 + 10 * i, 20.0 * i, 1.0 * i, 2) for i in range(100))
-    monkeypatch.setattr(busy_cores, "core_times", lambda: next(readings))
+    monkeypatch.setattr(eager_executor, "core_times", lambda: next(readings))
     config = EngineConfig(device="cpu", num_threads=2, max_model_len=64, kv_cache_tokens=128)
     async with Engine(tmp_path, config) as engine:
         await engine.generate("a", max_tokens=4)

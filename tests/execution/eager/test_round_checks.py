@@ -7,14 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drift_sdk.execution.eager.round_checks import RoundChecks, error_of_tree
-from drift_sdk.execution.eager.round_rows import SlotRows, attention_batch, place_rows
+from drift_sdk.execution.eager.rounds import RoundChecks, SlotRows, attention_batch, error_of_tree, place_rows
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.spec.model import KVShape
 from drift_sdk.steps import VIOLATIONS, ExecutorLimits, SlotOutput, SlotSampling
-from drift_sdk.trees.growth import Draft, DraftLimit
-from drift_sdk.trees.token_tree import TokenTree
+from drift_sdk.trees import Draft, DraftLimit, TokenTree
 
 LIMITS = ExecutorLimits(max_num_seqs=1, max_model_len=64, num_blocks=8, block_size=4, vocab_size=50)
 LIMIT = DraftLimit(7, 3, is_chain=False)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from random_trees import accepted_path, random_tokens, random_tree
 
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.round_rows import SlotRows, draft_limit, place_rows, rewind
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.eager.rounds import SlotRows, draft_limit, place_rows, rewind
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.spec.model import KVShape
 from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotOutput, SlotSampling
-from drift_sdk.trees.growth import Draft
-from drift_sdk.trees.limits import MAX_TREE_DRAFTS, MAX_TREE_ROWS
+from drift_sdk.trees import MAX_TREE_DRAFTS, MAX_TREE_ROWS, Draft
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 8, 40, 8
 LIMITS = ExecutorLimits(

@@ -12,16 +12,15 @@ from msgspec.structs import replace
 from tiny_llama import tiny_llama
 
 from drift_sdk import DynamicTree, StaticTree
-from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
+from drift_sdk.execution.eager.drafters import EagleDrafter, Span, max_draft_rows, state_of, target_logits
 from drift_sdk.execution.eager.sampling import rank
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.execution.eager.tree_grower import max_draft_rows, target_logits
 from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, SlotSampling
-from drift_sdk.trees.growth import Draft, DraftLimit
+from drift_sdk.trees import Draft, DraftLimit
 
 TARGET = tiny_llama(vocab_size=160, num_hidden_layers=3)
 LIMITS = ExecutorLimits(max_num_seqs=3, max_model_len=40, num_blocks=30, block_size=4, vocab_size=160)

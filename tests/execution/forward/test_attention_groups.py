@@ -6,10 +6,10 @@ from msgspec.structs import replace
 from references.attention import paged_attention_reference
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward import attention_groups
-from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
+from drift_sdk._kernels.attention.plan import PlannedRows
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward import attention as attention_module
+from drift_sdk.execution.forward.attention import AttentionGroups, AttentionShape
 
 pytestmark = pytest.mark.kernel
 
@@ -83,4 +83,4 @@ def test_partial_sums_share_bounded_memory() -> None:
     assert groups(workspace, 1).group_size == 1  # a group has at least one sequence, whatever the bound
     assert groups(workspace, None).group_size == len(LENGTHS)
     if DEVICE.type == "cpu":
-        assert attention_groups.scratch_bytes(DEVICE) == attention_groups.CPU_SCRATCH_BYTES
+        assert attention_module.scratch_bytes(DEVICE) == attention_module.CPU_SCRATCH_BYTES

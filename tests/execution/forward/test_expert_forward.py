@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from drift_sdk._kernels.experts.expert_tiles import ExpertMatrix
+from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.experts import ExpertForward
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward.channels import ExpertForward
 from drift_sdk.families import read_spec
 from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder
@@ -61,7 +61,7 @@ def test_kernels_for_few_rows_are_chosen(
         asked.append(max_scale)
         return True
 
-    monkeypatch.setattr("drift_sdk.execution.forward.experts.has_cuda_product", has_cuda_product)
+    monkeypatch.setattr("drift_sdk.execution.forward.channels.has_cuda_product", has_cuda_product)
     decoder = make_decoder(is_quantised=True)
     resources = cast(Any, SimpleNamespace(decoder=decoder, tuned=TunedTable()))
     workspace = Workspace(torch.device("cpu"))

@@ -13,27 +13,23 @@ from drawn_decoder import drawn_decoder
 from msgspec import structs
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.attention.prefill_tiles import prefill_tiles
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
+from drift_sdk._kernels.attention.prefill import prefill_attention_config, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward import products
-from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.forward_pass import exact_pass, fast_pass
-from drift_sdk.execution.forward.head_product import multiply_head
-from drift_sdk.execution.forward.kernel_weights import KernelExperts, KernelWeight, arrange_decoder
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.residual_stream import ResidualStream
-from drift_sdk.execution.forward.row_attention import (
+from drift_sdk.execution.forward.attention import (
+    AttentionGroups,
     ChunkAttention,
     FastChunkAttention,
     RowAttention,
     SequenceAttention,
 )
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
+from drift_sdk.execution.forward.forward_pass import ResidualStream, exact_pass, fast_pass
+from drift_sdk.execution.forward.kernel_weights import KernelExperts, KernelWeight, arrange_decoder
+from drift_sdk.execution.forward.products import multiply_head
+from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices

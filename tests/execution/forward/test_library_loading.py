@@ -12,11 +12,11 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.forward import library_loading, products
-from drift_sdk.execution.forward.library_loading import library_loader
+from drift_sdk.execution.forward import products
+from drift_sdk.execution.forward.products import library_loader
 from drift_sdk.execution.graph.buckets import prefill_buckets
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.options import GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.spec.model import ModelSpec
@@ -53,7 +53,7 @@ class Products:
 
 def loaded(config: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, room: int = 2**40) -> list[Product]:
     made = Products()
-    monkeypatch.setattr(library_loading, "library_product", made)
+    monkeypatch.setattr(products, "library_product", made)
     library_loader(config, torch.float32, prefill_buckets(BUDGET), CPU, room)()
     return made.found
 
@@ -92,7 +92,7 @@ def test_products_that_would_take_too_much_memory_are_left_out(monkeypatch: pyte
 
 def test_without_row_counts_nothing_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Products()
-    monkeypatch.setattr(library_loading, "library_product", made)
+    monkeypatch.setattr(products, "library_product", made)
     library_loader(read_spec(tiny_llama()), torch.float32, (), CPU, 2**40)()
     assert made.found == []
 
@@ -112,7 +112,7 @@ def test_in_two_bytes_a_number_cublas_is_started_by_a_product_in_slices(
         calls.append(x.shape[0])
 
     monkeypatch.setattr(torch, "bmm", bmm)
-    monkeypatch.setattr(library_loading, "library_product", product)
+    monkeypatch.setattr(products, "library_product", product)
     load = library_loader(config, torch.bfloat16, (16, 32), device, 2**40)
     assert calls == []  # nothing runs on the thread that prepares
     load()

@@ -9,20 +9,23 @@ import torch
 from msgspec.structs import replace
 from prompt_chunks import Prompt
 
-from drift_sdk._kernels.attention import paged_attention
-from drift_sdk._kernels.attention.attention_config import AttentionConfig
-from drift_sdk._kernels.attention.cuda_prefill import has_cuda_prefill
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
+from drift_sdk._kernels.attention import decode
+from drift_sdk._kernels.attention.decode import AttentionConfig
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.prefill_tiles import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.common.kernel_access import LaunchOrderError
-from drift_sdk._kernels.common.launch_order import checked_launches, note_library_kernel
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward import attention_groups, row_attention
-from drift_sdk.execution.forward.attention_groups import AttentionGroups, AttentionShape
-from drift_sdk.execution.forward.row_attention import ChunkAttention, MixedAttention, SequenceAttention
+from drift_sdk._kernels.attention.plan import PlannedRows
+from drift_sdk._kernels.attention.prefill import TILE_FIELDS, has_cuda_prefill, prefill_tiles
+from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.launch.launch_order import LaunchOrderError, checked_launches, note_library_kernel
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward import attention
+from drift_sdk.execution.forward.attention import (
+    AttentionGroups,
+    AttentionShape,
+    ChunkAttention,
+    MixedAttention,
+    SequenceAttention,
+)
 
 pytestmark = pytest.mark.kernel
 
@@ -45,7 +48,7 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
     expected = prompt.exact(config, Partitions())
 
     begun: list[str] = []
-    attend, attend_chunks = attention_groups.paged_attention, row_attention.exact_prefill_attention
+    attend, attend_chunks = attention.paged_attention, attention.exact_prefill_attention
 
     def noted(*arguments: object, beside_chunks: bool) -> None:
         begun.append("beside" if beside_chunks else "behind")
@@ -55,8 +58,8 @@ def test_rows_of_sequences_beside_chunks_have_the_bits_that_they_have_alone(
         begun.append("chunks")
         attend_chunks(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention_groups, "paged_attention", noted)
-    monkeypatch.setattr(row_attention, "exact_prefill_attention", noted_chunks)
+    monkeypatch.setattr(attention, "paged_attention", noted)
+    monkeypatch.setattr(attention, "exact_prefill_attention", noted_chunks)
     slots = torch.arange(1, 1 + len(STARTS), dtype=torch.int32, device=DEVICE)
     rows = PlannedRows(slots, torch.tensor(STARTS, dtype=torch.int32, device=DEVICE), 1)
     for max_scratch_bytes in (None, 1):  # one group of sequences, and one for each
@@ -107,11 +110,9 @@ def test_sequences_start_beside_the_chunks_of_the_kernel_that_permits_it(
         return has_kernel
 
     begun: list[bool] = []
-    monkeypatch.setattr(row_attention, "has_cuda_prefill", has_cuda_prefill)
-    monkeypatch.setattr(row_attention, "exact_prefill_attention", lambda *_: None)
-    monkeypatch.setattr(
-        attention_groups, "paged_attention", lambda *_, beside_chunks: begun.append(beside_chunks)
-    )
+    monkeypatch.setattr(attention, "has_cuda_prefill", has_cuda_prefill)
+    monkeypatch.setattr(attention, "exact_prefill_attention", lambda *_: None)
+    monkeypatch.setattr(attention, "paged_attention", lambda *_, beside_chunks: begun.append(beside_chunks))
     prompt = Prompt([(0, 0, NUM_CHUNK_ROWS), (1, 3, 1)], HEADS, 64, DEVICE, torch.float32)
     groups = groups_of(1, 64)
     slot, position = torch.tensor([[1], [3]], dtype=torch.int32, device=DEVICE)
@@ -133,9 +134,9 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
         def __getitem__(self, grid: object) -> Callable[..., None]:
             return lambda **given: started.append(given["BESIDE_CHUNKS"])
 
-    monkeypatch.setattr(paged_attention, "_attend", Kernel())
-    monkeypatch.setattr(paged_attention, "add_partitions", lambda *_: None)
-    monkeypatch.setattr(paged_attention, "uses_pdl", lambda: has_pdl)
+    monkeypatch.setattr(decode, "_attend", Kernel())
+    monkeypatch.setattr(decode, "add_partitions", lambda *_: None)
+    monkeypatch.setattr(decode, "uses_pdl", lambda: has_pdl)
     prompt = Prompt([(0, 3, 1)], HEADS, 64, DEVICE, torch.float32)
     groups = groups_of(1, 64)
     slot, position = torch.tensor([[0], [3]], dtype=torch.int32, device=DEVICE)
@@ -145,7 +146,7 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
     assert started == [False, has_pdl]
     groups.attend(layer, rows)
     scratch = groups.scratches[0][0]
-    paged_attention.paged_attention(layer, rows, scratch, AttentionConfig())
+    decode.paged_attention(layer, rows, scratch, AttentionConfig())
     assert started[2:] == [False, False]
 
 

@@ -15,10 +15,11 @@ from drift_sdk import NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
 from drift_sdk.execution.forward.attention import AttentionForward
-from drift_sdk.execution.forward.mlp import MlpForward
+from drift_sdk.execution.forward.channels import MlpForward
+from drift_sdk.execution.forward.forward_pass import ResidualStream
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts
-from drift_sdk.execution.forward.residual_stream import ResidualStream
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, StartupHooks
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions, StartupHooks
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits

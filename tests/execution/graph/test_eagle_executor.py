@@ -18,13 +18,13 @@ from slow_cases import slow_rows_after
 from tiny_llama import tiny_llama
 from triton.runtime import interpreter
 
-from drift_sdk._kernels.gemm.logged_products import LoggedProduct, read_products
-from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
+from drift_sdk._kernels.gemm.tuning import LoggedProduct, TunedTable, WatchedTable, read_products
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder

@@ -18,8 +18,7 @@ from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
 from tiny_llama import tiny_llama
 
-from drift_sdk._kernels.gemm.logged_products import read_products
-from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.gemm.tuning import TunedTable, read_products
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
@@ -29,16 +28,14 @@ from drift_sdk.execution.drafter_factory import (
     ModelDrafterFactory,
     NGramDrafterFactory,
 )
-from drift_sdk.execution.eager.drafters import NGramDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.hybrid_drafter import HybridDrafter
-from drift_sdk.execution.eager.model_drafter import ModelDrafter
+from drift_sdk.execution.eager.drafters import HybridDrafter, ModelDrafter, NGramDrafter
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.graph.buckets import MixedBucket
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.graph.step_launcher import StepLauncher
 from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
-from drift_sdk.execution.rounds.hybrid import HybridRoundDrafter
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter, NGramRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder

@@ -17,11 +17,12 @@ from slow_cases import slow_after
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
-from drift_sdk.execution.eager.executor import EagerExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
 from drift_sdk.execution.forward import gated_delta
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder

@@ -22,10 +22,9 @@ from drift_sdk.execution.drafter_factory import (
     HybridDrafterFactory,
     ModelDrafterFactory,
 )
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.gpu_graphs import GpuModel
-from drift_sdk.execution.graph.options import GraphOptions
-from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
+from drift_sdk.execution.graph.graph_executor import ParallelExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import random_tensors
 from drift_sdk.models.eagle3 import DraftDecoder

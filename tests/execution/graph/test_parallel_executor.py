@@ -19,12 +19,15 @@ from drift_sdk.execution.device.exchange import Exchange, open_exchanges
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, NGramDrafterFactory
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.graph import parallel_executor as parallel_executor_module
-from drift_sdk.execution.graph.executor import GraphExecutor
-from drift_sdk.execution.graph.gpu_graphs import GpuModel
-from drift_sdk.execution.graph.options import GraphOptions
-from drift_sdk.execution.graph.parallel_executor import PEER_TIMEOUT_S, ParallelExecutor, peer_timeout
-from drift_sdk.execution.rounds.ngram import NGramRoundDrafter
+from drift_sdk.execution.graph import graph_executor as parallel_executor_module
+from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
+from drift_sdk.execution.graph.graph_executor import (
+    PEER_TIMEOUT_S,
+    GraphExecutor,
+    ParallelExecutor,
+    peer_timeout,
+)
+from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.shard import Shard, cut_head, load_shard

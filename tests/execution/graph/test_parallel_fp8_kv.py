@@ -12,9 +12,8 @@ from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
-from drift_sdk.execution.graph.gpu_graphs import GpuModel
-from drift_sdk.execution.graph.parallel_executor import ParallelExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.shard import Shard, cut_head, load_shard

@@ -25,11 +25,12 @@ from drift_sdk.execution.drafter_factory import (
     HybridDrafterFactory,
     NGramDrafterFactory,
 )
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.eager.partial_rounds import PartialRounds, state_of
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.eager.rounds import PartialRounds, state_of
+from drift_sdk.execution.forward.attention import ViewAttention
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.view_attention import ViewAttention
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder

@@ -10,11 +10,12 @@ from tiny_llama import tiny_llama
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.scheduling.config import SchedulerConfig
+from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput

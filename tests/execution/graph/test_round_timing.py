@@ -12,7 +12,8 @@ from drift_sdk import NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions, time_rounds
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor, time_rounds
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits

@@ -8,13 +8,12 @@ from interpreted_device import InterpretedDevice
 from scheduled_run import run_scheduled, sampling_of
 from tiny_llama import tiny_llama
 
-from drift_sdk._kernels.attention.attention_plan import AttentionPlan, plan_attention
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.shared_prefixes import BlockTable
+from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.forward import attention_groups
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.forward import attention
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs
@@ -55,7 +54,7 @@ def test_sequences_that_share_a_prefix_get_the_bits_of_each_without(monkeypatch:
             if is_shared and blocks is not None and rows.num_sequences > 1:
                 plans[id(plan), rows.num_sequences] = plan
 
-        monkeypatch.setattr(attention_groups, "plan_attention", plan)
+        monkeypatch.setattr(attention, "plan_attention", plan)
         device = GpuDevice(0) if IS_GPU else InterpretedDevice()
         executor = GraphExecutor(
             device, decoder, LIMITS, TunedTable(), GraphOptions(prefill_token_budget=BUDGET)

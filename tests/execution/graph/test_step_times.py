@@ -10,7 +10,8 @@ from interpreted_device import InterpretedDevice
 from scheduled_run import run_scheduled, sampling_of
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.steps import ExecutorLimits

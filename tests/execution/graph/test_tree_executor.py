@@ -21,8 +21,9 @@ from drift_sdk.execution.drafter_factory import (
     HybridDrafterFactory,
     ModelDrafterFactory,
 )
-from drift_sdk.execution.eager.executor import EagerExecutor
-from drift_sdk.execution.graph.executor import GraphExecutor, GraphOptions
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DraftDecoder

@@ -13,20 +13,18 @@ from msgspec import structs
 from tiny_llama import tiny_llama
 from tolerances import assert_near
 
-from drift_sdk._kernels.attention.paged_attention import AttentionConfig
+from drift_sdk._kernels.attention.decode import AttentionConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
 from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.execution.forward import attention_groups
+from drift_sdk.execution.forward import attention
+from drift_sdk.execution.forward import caches as draft_cache
 from drift_sdk.execution.forward import draft as draft_forward
-from drift_sdk.execution.forward import draft_kv_cache as draft_cache
+from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates
+from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.execution.rounds import eagle as eagle_rounds
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
@@ -37,7 +35,7 @@ from drift_sdk.models.draft_weights import DraftForm
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.spec.model import NormKind
 from drift_sdk.steps import ExecutorLimits, SlotSampling
-from drift_sdk.trees.growth import DraftLimit
+from drift_sdk.trees import DraftLimit
 
 pytestmark = pytest.mark.kernel
 
@@ -52,7 +50,7 @@ SAMPLINGS = [(0.0, 0), (0.9, 5), (1.4, 2**40 + 1)]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs per attention launch: each takes the interpreter a millisecond."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention_groups, "attention_config", lambda *_: AttentionConfig(num_programs=4))
+        monkeypatch.setattr(attention, "attention_config", lambda *_: AttentionConfig(num_programs=4))
 
 
 class Pair:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.attention_plan import TILE_WORDS
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.partitions import Partitions
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.attention.shared_prefixes import MAX_COMPANIONS, BlockTable, most_companions
+from drift_sdk._kernels.attention.plan import (
+    MAX_COMPANIONS,
+    TILE_WORDS,
+    BlockTable,
+    PlannedRows,
+    most_companions,
+)
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk.quantised.e4m3 import E4M3
 
 

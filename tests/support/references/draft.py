@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.draft.draft_inputs import Residual
-from drift_sdk._kernels.layers.rms_norm import NormKind
-from drift_sdk._kernels.sampling.noise import gumbel_noise
+from drift_sdk._kernels.draft.draft_rows import Residual
+from drift_sdk._kernels.layers.norm import NormKind
+from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
 from references.layers import rms_norm_reference
 
 

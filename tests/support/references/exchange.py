@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.layers.rms_norm import NormKind
+from drift_sdk._kernels.layers.norm import NormKind
 from references.layers import add_norm_reference
 
 

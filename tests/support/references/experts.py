@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.experts.gated_expert_gemm import ClampedActivation
+from drift_sdk._kernels.experts.expert_gemm import ClampedActivation
 from drift_sdk.spec.model import Router
 
 LOWEST = torch.finfo(torch.float32).min

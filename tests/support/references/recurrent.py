@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drift_sdk._kernels.layers.rms_norm import NormKind
+from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
 from drift_sdk.spec.model import GatedDelta
 from drift_sdk.spec.states import BORDER

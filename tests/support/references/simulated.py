@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
+from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from perf.harness.simulated_acceptance import SimulatedRounds

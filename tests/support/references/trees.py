@@ -7,26 +7,22 @@ from heapq import nsmallest
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import cache_words
+from drift_sdk._kernels.attention.cache import cache_words
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk._kernels.commit.records import (
+from drift_sdk._kernels.attention.plan import PlannedRows
+from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,
     record_words,
 )
-from drift_sdk._kernels.sampling.noise import gumbel_noise
-from drift_sdk._kernels.sampling.sample_buffers import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
-from drift_sdk._kernels.trees.candidates import CandidateBuffers
-from drift_sdk._kernels.trees.dynamic_growth import CandidatePool
-from drift_sdk._kernels.trees.frontier import Frontier
-from drift_sdk._kernels.trees.static_growth import StaticTables
 from drift_sdk._kernels.trees.tree_accept import TreeRing
-from drift_sdk._kernels.trees.tree_paths import TreePaths
-from drift_sdk._kernels.trees.tree_roots import RootTensors
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, TreeRowTensors
+from drift_sdk._kernels.trees.tree_attention import TreePaths
+from drift_sdk._kernels.trees.tree_growth import CandidateBuffers, CandidatePool, Frontier, StaticTables
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, TreeRowTensors
 from references.attention import cache_numbers
 
 

@@ -1,7 +1,7 @@
-// Sums of attention of prompts with the bits of decoding: cuda_prefill.py describes it. Follows prefill_rows.cu.
+// Sums of attention of prompts with the bits of decoding: prefill.py describes it. Follows prefill_rows.cu.
 // Macros: NARROW, NARROW_END, NUM_DOUBLINGS: of partitions, which consist of whole tiles of KEYS keys.
 //
-// Order of summation: that of online_softmax.py, in which a tile has PART_KEYS keys. Sums of all partitions before are
+// Order of summation: that of softmax.py, in which a tile has PART_KEYS keys. Sums of all partitions before are
 // in shared memory; those of a partition are in registers.
 
 constexpr int PART_KEYS = 64, PARTS = KEYS / PART_KEYS;  // of a tile of keys

@@ -9,19 +9,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import cache_words, check_cache, check_scales, is_decoded_in_pairs
-from drift_sdk._kernels.attention.online_softmax import LOG2_E
-from drift_sdk._kernels.common.arguments import (
+from drift_sdk._kernels.attention.cache import cache_words, check_cache, check_scales, is_decoded_in_pairs
+from drift_sdk._kernels.attention.softmax import LOG2_E
+from drift_sdk._kernels.launch.arguments import (
     check_power_of_two,
     check_range,
     check_rows,
     check_tensor,
     check_tensors,
+    next_power_of_2,
 )
-from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk.quantised.e4m3 import E4M3
-
-__all__ = ["MIN_DOT_SIZE", "LayerAttention", "LayerKV", "padded_size"]
 
 MIN_DOT_SIZE = 16
 """The least rows and columns of a tile in a product: those of an MMA."""
@@ -29,7 +27,7 @@ MIN_DOT_SIZE = 16
 
 class LayerKV(Struct, frozen=True):
     """Keys and values of a layer, [num_blocks, num_kv_heads, block_size, head_dim], of the storage type. With
-    scales, float32 [num_kv_heads] each, they are e4m3 as e4m3.py lays them out."""
+    scales, float32 [num_kv_heads] each, they are e4m3 as cache.py lays them out."""
 
     keys: Tensor
     values: Tensor

@@ -1,4 +1,4 @@
-// Sums of attention of prompts that take all keys as one partition: cuda_prefill.py describes it. Follows
+// Sums of attention of prompts that take all keys as one partition: prefill.py describes it. Follows
 // prefill_rows.cu.
 //
 // Order of summation: tiles of KEYS keys in ascending order.

@@ -1,4 +1,4 @@
-// The kernel of attention of prompts over a paged cache: cuda_prefill.py describes it. Follows dependent_launch.cu,
+// The kernel of attention of prompts over a paged cache: prefill.py describes it. Follows dependent_launch.cu,
 // prefill_rows.cu, and prefill.cu or exact_prefill.cu.
 //
 // A CTA has WARPGROUPS times 64 rows of a chunk, for a query head, and a warpgroup for every 64. One more warp copies

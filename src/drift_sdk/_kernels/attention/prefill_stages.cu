@@ -12,7 +12,7 @@ constexpr int BOX_KEYS = 64, BOXES = KEYS / BOX_KEYS;  // copied at a time, of o
 // What the kernel takes.
 //   query: [N, num_heads, DIM] bfloat16, rows `query_stride` apart. out: [N, num_heads, DIM].
 //   block_table: int32, rows `table_stride` apart.
-//   tiles: [num_tiles, 4] int32, see prefill_tiles.py: those that are used come first.
+//   tiles: [num_tiles, 4] int32, see prefill.py: those that are used come first.
 //   sinks: [num_heads] bfloat16, or null.
 //   scale: of scores, times log2(e).
 //   heads_at_once: a divisor of num_heads: so many heads of all tiles before the next ones.

@@ -19,14 +19,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk._kernels.sampling.gumbel import LAST_ID, arg_max, gumbel_from_bits
-
-__all__ = ["choose_drafts", "num_draft_chunks"]
+from drift_sdk._kernels.launch.arguments import check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max, gumbel_from_bits
 
 CHUNK_TOKENS = 1024
 """Logits of a program: 8 a thread of 4 warps. A draft's vocabulary of 32,000 has 32 chunks, so that a single
@@ -40,7 +42,7 @@ def num_draft_chunks(vocab_size: int) -> int:
 
 @device_function
 def _noise(seed, position, token_ids):
-    """Gumbel variates of token_ids [N], any ids: the same as `gumbel.gumbel` gives for a run of ids."""
+    """Gumbel variates of token_ids [N], any ids: the same as `noise.gumbel` gives for a run of ids."""
     counters = (token_ids // 4).to(tl.uint32)
     zero = counters * 0
     a, b, c, d = tl.philox(seed, counters, zero + position.to(tl.uint32), zero, zero)

@@ -1,4 +1,6 @@
-"""The rows that a draft computes once their tokens are known: of a round, and of a prompt's chunks.
+"""What a draft computes: its rows, the tiles of their attention, their input, and the state that it keeps.
+
+The rows that a draft computes once their tokens are known: of a round, and of a prompt's chunks.
 
 The row that pairs the feature of position p with the token of position p + 1 is counted at the token's place:
 its position here is p + 1.
@@ -8,20 +10,62 @@ that of a launch.
 
 Programmatic dependent launch: both wait for their producers before their first read and, being short, let
 their dependents start right after that.
+
+The tiles of a draft's prefill attention, made on the device.
+
+`prefill_tiles` makes the same kind of table on the host. A tile is a run of one slot's rows that a program of
+the attention owns. It ends with its slot's rows, and where the row's index is a multiple of the tile's size.
+The tiles of chunks stand in falling order of their rows: of a long chunk, those that see most keys come
+first. Before them stand tiles of one row each, of the single rows; behind them unused tiles, of slot -1.
+
+Grid (ceil(N / TILE_ROWS) + 1,): program p owns the tiles that start in rows p * TILE_ROWS on; the last
+program owns the single rows' tiles and the unused ones. Every program counts the tiles of all N rows, to know
+where its own stand: 8 bytes a row, from L2. All values are integers, so no order of summation matters.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
+its dependents start right after that.
+
+The input of a draft's first layer: the next token's embedding beside the feature, each normalised.
+
+Features that end a KV block are stored beside the block on the way, and those after a prefix hit are loaded
+from there.
+
+Grid (rows,): a program owns a row, and keeps it in registers: PADDED_COLUMNS is the whole row. Partial sums
+are added slice by slice, in order, then rounded to the storage type. A norm's sum of squares is in the order
+of Triton's reduction, which PADDED_COLUMNS and `norm_warps` fix, so a row's bits depend only on that row.
+Bytes: a row of the embedding and NUM_SLICES rows of fp32, or one of the storage type, in; three out.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
+its dependents start right after that.
+
+The output of each slot's last row, which a draft keeps from one step to the next.
+
+Grid (rows,): a program owns a row, and copies it if the next row is of another slot. Bytes: a row in and a
+row out for each slot of the step.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
+its dependents start right after that.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv
-
-__all__ = ["chunk_rows", "round_rows"]
+from drift_sdk._kernels.attention.prefill import TILE_FIELDS
+from drift_sdk._kernels.launch.arguments import cdiv, check_rows, check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, norm_warps, weigh
 
 TILE_ROWS = 256
 """Rows of a program: two a thread of 4 warps."""
@@ -177,3 +221,362 @@ def chunk_rows(
 def _check_out(out: tuple[Tensor, Tensor, Tensor], num_rows: int) -> None:
     for name, tensor in zip(("slot", "token", "position"), out, strict=True):
         check_tensor(name, tensor, (num_rows,), torch.int32)
+
+
+CHUNK_ROWS = 1024
+"""Rows, or tiles of single rows, that a program reads at a time: 4 a thread of 8 warps."""
+NUM_FIELDS = tl.constexpr(TILE_FIELDS)
+
+
+def num_draft_tiles(num_rows: int, num_chunks: int, tile_rows: int) -> int:
+    """The number of tiles to make room for: those of num_rows rows in at most num_chunks chunks, each of
+    which may add one that is not full, and of as many single rows."""
+    return -(-num_rows // tile_rows) + 2 * num_chunks
+
+
+@device_function
+def _find_starts(
+    row_slot_ptr,  # [N + C] int32
+    row,  # indices of rows
+    num_rows,  # N
+    TILE_ROWS: tl.constexpr,
+):
+    """(slots of these rows, whether each row starts a tile)."""
+    slot = tl.load(row_slot_ptr + row, mask=row < num_rows, other=-1)
+    before = tl.load(row_slot_ptr + row - 1, mask=(row > 0) & (row < num_rows), other=-1)
+    return slot, (slot >= 0) & ((slot != before) | (row % TILE_ROWS == 0))
+
+
+@kernel
+def _draft_tiles(
+    row_slot_ptr,  # [N + C] int32
+    row_position_ptr,  # [N + C] int32
+    tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, written
+    num_rows,  # N
+    num_single,  # C
+    num_tiles,
+    TILE_ROWS: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(N / TILE_ROWS) + 1,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    program = tl.program_id(0)
+    first_row = program * TILE_ROWS
+    # Tiles of all rows, and of the rows before this program's; zeros as tensors, changed in the loop.
+    num_used = first_row * 0
+    num_before = first_row * 0
+    for first in range(0, num_rows, CHUNK_ROWS):
+        row = first + tl.arange(0, CHUNK_ROWS)
+        _, is_start = _find_starts(row_slot_ptr, row, num_rows, TILE_ROWS)
+        num_used += tl.sum(is_start.to(tl.int32))
+        num_before += tl.sum((is_start & (row < first_row)).to(tl.int32))
+
+    if program < tl.num_programs(0) - 1:
+        row = first_row + tl.arange(0, TILE_ROWS)
+        slot, is_start = _find_starts(row_slot_ptr, row, num_rows, TILE_ROWS)
+        other = tl.reshape(row, (1, TILE_ROWS))
+        other_slot, is_other_start = _find_starts(row_slot_ptr, other, num_rows, TILE_ROWS)
+        is_earlier = other < row[:, None]
+        rank = num_before + tl.sum((is_other_start & is_earlier).to(tl.int32), axis=1)
+        size = tl.sum(((other_slot == slot[:, None]) & (is_earlier == 0)).to(tl.int32), axis=1)
+        tile_ptr = tiles_ptr + (num_single + num_used - 1 - rank) * NUM_FIELDS
+        tl.store(tile_ptr, slot, mask=is_start)
+        tl.store(tile_ptr + 1, row, mask=is_start)
+        tl.store(tile_ptr + 2, size, mask=is_start)
+        tl.store(tile_ptr + 3, tl.load(row_position_ptr + row, mask=is_start, other=0), mask=is_start)
+    else:
+        for first in range(0, num_tiles, CHUNK_ROWS):
+            tile = first + tl.arange(0, CHUNK_ROWS)
+            is_single = tile < num_single
+            row = num_rows + tile
+            tile_ptr = tiles_ptr + tile * NUM_FIELDS
+            slot = tl.load(row_slot_ptr + row, mask=is_single, other=-1)
+            is_unused = (tile >= num_single + num_used) & (tile < num_tiles)
+            tl.store(tile_ptr, slot, mask=is_single | is_unused)
+            tl.store(tile_ptr + 1, row, mask=is_single)
+            tl.store(tile_ptr + 2, row * 0 + 1, mask=is_single)
+            position = tl.load(row_position_ptr + row, mask=is_single, other=0)
+            tl.store(tile_ptr + 3, position, mask=is_single)
+
+
+def draft_tiles(
+    row_slot: Tensor, row_position: Tensor, tiles: Tensor, *, num_single: int, tile_rows: int
+) -> None:
+    """Write the tiles of rows [N + C] to tiles [num_draft_tiles, TILE_FIELDS].
+
+    The first N rows are chunks, runs of a slot's consecutive positions, at most C of them; rows of slot -1
+    are in no tile. The last C = num_single rows have a tile each, of slot -1 if the row has none. tile_rows:
+    rows of a tile, a power of two. Fields as of `prefill_tiles`: slot, first row, number of rows, position of
+    the first row; other fields of unused tiles are not written. All int32.
+
+    Raises ValueError for another shape or type.
+    """
+    num_rows = row_slot.shape[0] - num_single
+    num_tiles = num_draft_tiles(num_rows, num_single, tile_rows)
+    check_tensor("row_slot", row_slot, (num_rows + num_single,), torch.int32)
+    check_tensor("row_position", row_position, (num_rows + num_single,), torch.int32)
+    check_tensor("tiles", tiles, (num_tiles, TILE_FIELDS), torch.int32)
+    _draft_tiles[(cdiv(num_rows, tile_rows) + 1,)](
+        row_slot,
+        row_position,
+        tiles,
+        num_rows,
+        num_single,
+        num_tiles,
+        TILE_ROWS=tile_rows,
+        CHUNK_ROWS=CHUNK_ROWS,
+        PDL=uses_pdl(),
+        num_warps=8,
+        **launch_options(),
+    )
+
+
+Residual = Literal["feature", "normed", "zeros"]
+"""What the residual stream begins with: the feature, the feature after its norm, or zeros, to which something
+is added."""
+
+
+@device_function
+def _exchange_block_feature(
+    feature,  # [PADDED_COLUMNS]: the row's, if it is given
+    row_position_ptr,  # [R] int32
+    block_table_ptr,  # [S, max_blocks] int32
+    block_features_ptr,  # [num_blocks, SIZE], read or written
+    row,
+    slot,
+    column,  # [PADDED_COLUMNS]
+    is_live,
+    is_given,
+    block_table_stride,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The row's feature: its block's where it is not given; one that ends a block is stored beside the
+    block."""
+    position = tl.load(row_position_ptr + row)
+    entry_ptr = block_table_ptr + slot.to(tl.int64) * block_table_stride + (position - 1) // BLOCK_SIZE
+    block = tl.load(entry_ptr, mask=is_live, other=0).to(tl.int64)
+    block_feature_ptr = block_features_ptr + block * SIZE + column
+    is_kept = is_live & (is_given == 0)
+    kept = tl.load(block_feature_ptr, mask=column < tl.where(is_kept, SIZE, 0), other=0.0)
+    feature = tl.where(is_kept, kept, feature)
+    ends_block = is_live & is_given & (position % BLOCK_SIZE == 0)
+    tl.store(block_feature_ptr, feature, mask=column < tl.where(ends_block, SIZE, 0))
+    return feature
+
+
+@kernel(do_not_specialize=["num_features"])
+def _draft_inputs(
+    # The rows.
+    row_slot_ptr,  # [R] int32
+    row_token_ptr,  # [R] int32
+    row_position_ptr,  # [R] int32
+    features_ptr,  # [F, SIZE], or partial sums [NUM_SLICES, F, SIZE] fp32
+    # The weights.
+    embedding_ptr,  # [V, SIZE]
+    token_norm_ptr,  # [SIZE]
+    feature_norm_ptr,  # [SIZE]
+    # The results.
+    hidden_ptr,  # [R, SIZE], written; may be features_ptr
+    inputs_ptr,  # [R, 2 * SIZE], written
+    # The KV blocks.
+    block_table_ptr,  # [S, max_blocks] int32
+    block_features_ptr,  # [num_blocks, SIZE], read and written; or None
+    # Sizes.
+    eps,
+    num_features,  # F
+    features_slice_stride,  # elements from a slice of features to the next
+    block_table_stride,  # elements from a row of block_table to the next
+    SIZE: tl.constexpr,
+    PADDED_COLUMNS: tl.constexpr,  # SIZE as a power of two
+    BLOCK_SIZE: tl.constexpr,  # tokens of a KV block
+    NUM_SLICES: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    NORM_KIND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (R,). Longer than other kernels by its signature."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED_COLUMNS)
+    is_column = column < SIZE
+    slot = tl.load(row_slot_ptr + row)
+    token = tl.load(row_token_ptr + row).to(tl.int64)
+    is_live = tl.minimum(token, slot) >= 0
+    is_given = row < num_features
+    dtype = hidden_ptr.dtype.element_ty
+    slice_ptr = features_ptr + row * SIZE + column
+    is_loaded = column < tl.where(is_live & is_given, SIZE, 0)
+    total = tl.load(slice_ptr, mask=is_loaded, other=0.0).to(tl.float32)
+    for index in tl.static_range(1, NUM_SLICES):
+        total += tl.load(slice_ptr + index * features_slice_stride, mask=is_loaded, other=0.0)
+
+    feature = total.to(dtype)
+    if block_features_ptr is not None:
+        feature = _exchange_block_feature(
+            feature,
+            row_position_ptr,
+            block_table_ptr,
+            block_features_ptr,
+            row,
+            slot,
+            column,
+            is_live,
+            is_given,
+            block_table_stride,
+            SIZE,
+            BLOCK_SIZE,
+        )
+
+    wide = feature.to(tl.float32)
+    scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
+    weights = tl.load(feature_norm_ptr + column, mask=is_column, other=0.0)
+    normed = weigh(tl.where(is_live, scaled, 0.0), weights, NORM_KIND)
+    tl.store(inputs_ptr + row * 2 * SIZE + SIZE + column, normed, mask=is_column)
+    if RESIDUAL == "normed":
+        feature = normed
+    elif RESIDUAL == "zeros":
+        feature = tl.zeros_like(feature)
+    tl.store(hidden_ptr + row * SIZE + column, feature, mask=is_column)
+
+    is_loaded = column < tl.where(is_live, SIZE, 0)
+    wide = tl.load(embedding_ptr + token * SIZE + column, mask=is_loaded, other=0.0).to(tl.float32)
+    scaled = wide * inverse_rms(tl.sum(wide * wide, axis=0), SIZE, eps)
+    weights = tl.load(token_norm_ptr + column, mask=is_column, other=0.0)
+    normed = weigh(tl.where(is_live, scaled, 0.0), weights, NORM_KIND)
+    tl.store(inputs_ptr + row * 2 * SIZE + column, normed, mask=is_column)
+
+
+def draft_inputs(
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+    features: Tensor,
+    embedding: Tensor,
+    token_norm: Tensor,
+    feature_norm: Tensor,
+    hidden: Tensor,
+    inputs: Tensor,
+    *,
+    eps: float,
+    residual: Residual,
+    norm_kind: NormKind = "rounded",
+    block_table: Tensor,
+    block_features: Tensor | None = None,
+    block_size: int = 1,
+) -> None:
+    """inputs [R, 2 H] = (rms_norm(embedding[row_token]), rms_norm(feature)); hidden [R, H] = what `residual`
+    says. Both are zeros for rows with a negative slot or token.
+
+    row_slot, row_token, row_position [R] int32: the feature is that of position row_position - 1.
+    features: [F, H] in the storage type, or fp32 partial sums [num_slices, F, H], added in order and rounded;
+    hidden may be the same tensor. embedding [V, H], token_norm and feature_norm [H]. eps, norm_kind: of both
+    norms.
+    block_features [num_blocks, H], with block_table [S, max_blocks] int32 and block_size tokens a block:
+    features of rows below F that end a block are written there, and those of rows from F on are read there.
+    Without it F must be R.
+
+    Raises ValueError for another shape, type or layout.
+    """
+    num_rows, size = hidden.shape
+    num_slices = features.shape[0] if features.dim() == 3 else 1
+    for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
+        check_tensor(name, column, (num_rows,), torch.int32)
+
+    _check_features(features, hidden, inputs, block_features)
+    check_tensor("embedding", embedding, (embedding.shape[0], size), hidden.dtype)
+    check_tensor("token_norm", token_norm, (size,), hidden.dtype)
+    check_tensor("feature_norm", feature_norm, (size,), hidden.dtype)
+    check_rows("block_table", block_table, block_table.shape, torch.int32)
+    _draft_inputs[(num_rows,)](
+        row_slot,
+        row_token,
+        row_position,
+        features,
+        embedding,
+        token_norm,
+        feature_norm,
+        hidden,
+        inputs,
+        block_table,
+        block_features,
+        eps,
+        features.shape[-2],
+        features.stride(0) if features.dim() == 3 else 0,
+        block_table.stride(0),
+        SIZE=size,
+        PADDED_COLUMNS=next_power_of_2(size),
+        BLOCK_SIZE=block_size,
+        NUM_SLICES=num_slices,
+        RESIDUAL=residual,
+        NORM_KIND=norm_kind,
+        PDL=uses_pdl(),
+        num_warps=norm_warps(size),
+        **launch_options(),
+    )
+
+
+def _check_features(features: Tensor, hidden: Tensor, inputs: Tensor, block_features: Tensor | None) -> None:
+    (num_rows, size), dtype = hidden.shape, hidden.dtype
+    num_features = features.shape[-2]
+    if features.dim() == 3:
+        check_tensor("features", features, (features.shape[0], num_features, size), torch.float32)
+    else:
+        check_tensor("features", features, (num_features, size), dtype)
+
+    if num_features > num_rows or (block_features is None and num_features != num_rows):
+        raise ValueError(f"features: {num_features} rows: expected {num_rows}, or fewer with block_features")
+
+    check_tensor("hidden", hidden, (num_rows, size), dtype)
+    check_tensor("inputs", inputs, (num_rows, 2 * size), dtype)
+    if block_features is not None:
+        check_tensor("block_features", block_features, (block_features.shape[0], size), dtype)
+
+
+@kernel
+def _keep_last_rows(
+    row_slot_ptr,  # [R] int32
+    output_ptr,  # [R, SIZE]
+    state_ptr,  # [S, SIZE], written
+    num_rows,  # R
+    SIZE: tl.constexpr,
+    PADDED_COLUMNS: tl.constexpr,  # SIZE as a power of two
+    PDL: tl.constexpr,
+):
+    """Grid (R,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(row_slot_ptr + row)
+    following = tl.load(row_slot_ptr + row + 1, mask=row + 1 < num_rows, other=-1)
+    if (slot >= 0) & (slot != following):
+        column = tl.arange(0, PADDED_COLUMNS)
+        is_column = column < SIZE
+        values = tl.load(output_ptr + row.to(tl.int64) * SIZE + column, mask=is_column, other=0.0)
+        tl.store(state_ptr + slot.to(tl.int64) * SIZE + column, values, mask=is_column)
+
+
+def keep_last_rows(row_slot: Tensor, output: Tensor, state: Tensor) -> None:
+    """state[slot] = the last of the slot's rows of output, for state [S, H] and output [R, H] of one type.
+
+    row_slot [R] int32: a slot's rows stand together; -1: padding. Raises ValueError for another shape, type
+    or layout.
+    """
+    num_rows, size = output.shape
+    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
+    check_tensor("output", output, (num_rows, size), state.dtype)
+    check_tensor("state", state, (state.shape[0], size), state.dtype)
+    _keep_last_rows[(num_rows,)](
+        row_slot,
+        output,
+        state,
+        num_rows,
+        SIZE=size,
+        PADDED_COLUMNS=next_power_of_2(size),
+        PDL=uses_pdl(),
+        num_warps=norm_warps(size),
+        **launch_options(),
+    )

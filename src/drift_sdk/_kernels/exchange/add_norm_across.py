@@ -2,7 +2,7 @@
 
     total[r] = sum over ranks, in ascending order, of their slices, in ascending order, + bias
 
-and then as in residual_norm.py. Every rank computes all rows, so the residual stream is the same on all.
+and then as in norm.py. Every rank computes all rows, so the residual stream is the same on all.
 
 Grid: (rows). A program owns one row, in registers. It stores this rank's partial sums into the memory of all
 peers, waits until theirs are in its own, and clears their places. No flag is needed: a place without a number
@@ -30,16 +30,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from drift_sdk._kernels.common.arguments import check_rows, check_tensor, check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
 from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerSums, is_compiled, peer_pointer
-from drift_sdk._kernels.layers.residual_norm import add_total, normalise
-from drift_sdk._kernels.layers.rms_norm import NormKind, norm_warps
-
-__all__ = ["add_norm_across"]
+from drift_sdk._kernels.launch.arguments import check_rows, check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.layers.norm import NormKind, add_total, norm_warps, normalise
 
 NAN_BITS = tl.constexpr(0x7FFFFFFF)
 """The bits of a NaN that is sent in place of a number with the bits EMPTY, which mark a missing number."""
@@ -108,7 +109,7 @@ def _add_norm_across(
     NUM_SLICES: tl.constexpr,  # of each rank
     DELTA_MULTIPLIER: tl.constexpr,
     NORMED_MULTIPLIER: tl.constexpr,
-    NORM_KIND: tl.constexpr,  # see rms_norm.py
+    NORM_KIND: tl.constexpr,  # see norm.py
     IS_COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):

@@ -30,28 +30,15 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
     is_interpreted,
+    kernel,
     launch_options,
     start_dependents,
     uses_pdl,
     wait_for_producers,
 )
-
-__all__ = [
-    "EMPTY",
-    "PeerMemory",
-    "PeerSums",
-    "PeerTensor",
-    "await_flag",
-    "begin_exchange",
-    "is_compiled",
-    "peer_pointer",
-    "publish",
-    "raise_flags",
-]
 
 EMPTY = tl.constexpr(-1)
 """The bits of a place for a number that has not come: a NaN that no operation of a GPU gives."""

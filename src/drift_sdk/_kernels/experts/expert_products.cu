@@ -1,4 +1,4 @@
-// Products of MXFP4 experts for a few rows each, in bfloat16 with fp32 sums: cuda_products.py describes them.
+// Products of MXFP4 experts for a few rows each, in bfloat16 with fp32 sums: cuda_experts.py describes them.
 // Follows common.cu, expert_rows.cu, mxfp4.cu and expert_arguments.cu.
 //
 // The 16 bytes of a lane (mxfp4.cu) are of rows g and g + 8 of a tile of 16 rows of the weight.

@@ -3,7 +3,7 @@
     packed_gated_expert_multiply:  activated[p] = silu(x[p // K] . gate[e]) * (x[p // K] . up[e])
     packed_expert_multiply:        partials[p % K, p // K] = share[p] * (x[p] . weight[e])
 
-for each pair p = row * K + rank of an expert e (routing.py), as gated_expert_gemm.py and expert_gemm.py do
+for each pair p = row * K + rank of an expert e (routing.py), as expert_gemm.py does
 with numbers. The weights of all experts, in one format, lie one after the other as quantised/packing.py
 arranges them; packed_products.cu converts them in registers, exactly.
 
@@ -20,8 +20,16 @@ Dependent launch: the rows of experts are listed right before the gated product,
 one finds its rows, and copies the first steps of its weights, before it waits. Both permit dependents to
 start when all copies have been started.
 
-The CUDA program needs a GPU of compute capability 9.0, and x in bfloat16. Elsewhere, the kernel of
-packed_twin.py does the same from the same bytes. Its sums have another order, so other bits.
+The CUDA program needs a GPU of compute capability 9.0, and x in bfloat16. Elsewhere, a kernel in
+Triton does the same from the same bytes. Its sums have another order, so other bits.
+
+Products of experts with quantised weights in Triton: the fallback of packed_products.cu, and its oracle.
+
+The kernels read the same bytes, and sum as quantised/quantised_gemm.py does: a row's bits depend neither on
+the other rows nor on how many of them its expert has, and are not those of packed_products.cu. Tiles and
+programs are those of expert_gemm.py.
+
+Dependent launch: the kernels wait first. They permit their dependents to start when only the store is left.
 """
 
 from __future__ import annotations
@@ -29,31 +37,165 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton.language as tl
 from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
-from drift_sdk._kernels.common.gpu_limits import gpu_limits
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.common.sizes import cdiv
-from drift_sdk._kernels.experts.expert_tiles import check_expert_rows
-from drift_sdk._kernels.experts.packed_twin import twin_expert_multiply
+from drift_sdk._kernels.experts.expert_gemm import (
+    ExpertGemmConfig,
+    check_expert_rows,
+    tile_indices,
+    tile_pairs,
+)
 from drift_sdk._kernels.experts.routing import ExpertRows
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.cuda_programs import Boxes, CudaKernel, compile_kernel, launch_kernel
+from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
+from drift_sdk._kernels.quantised.dequantise import has_programs, program
 from drift_sdk._kernels.quantised.packing import PANEL, UNIT, PackedWeight
-from drift_sdk._kernels.quantised.programs import has_programs, program
-from drift_sdk._kernels.quantised.tiles import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles
+from drift_sdk._kernels.quantised.quantised_gemm import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles, packed_sums
 
-__all__ = [
-    "PackedExperts",
-    "PairTiles",
-    "choose_pair_tiles",
-    "packed_expert_multiply",
-    "packed_gated_expert_multiply",
-    "stack_experts",
-]
+TILES = ExpertGemmConfig(tile_n=64, tile_m=16, tile_k=0, num_stages=0, num_warps=4)
+"""Tiles of the output and warps; the others have no meaning here."""
+
+
+@kernel(do_not_specialize=["num_tiles_m", "num_rows"])
+def _twin_expert_multiply(
+    x_ptr,  # [R, K] of a gated weight, else [R * NUM_ACTIVE, K]: storage type
+    codes_ptr,  # uint8, as packing.py arranges them, of all experts
+    scales_ptr,  # [panels, groups, 4, 8, 2], or None
+    zeros_ptr,  # bfloat16 [panels, groups, 4, 8, 2], or None
+    offsets_ptr,  # [panels, groups, 4, 8, 2], or None
+    row_scales_ptr,  # fp32 [E * weight rows], in the order of packed rows, or None
+    counts_ptr,  # [E] int32
+    pairs_ptr,  # [E, R] int32
+    shares_ptr,  # [R * NUM_ACTIVE] fp32
+    out_ptr,  # [R * NUM_ACTIVE, N] in the storage type of a gated weight, else [NUM_ACTIVE, R, N] fp32
+    num_tiles_m,  # the most tiles of rows
+    num_rows,  # R
+    NUM_EXPERTS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    N: tl.constexpr,  # columns of the output
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t): tile t of the output. Longer than other kernels by its signature."""
+    wait_for_producers(PDL)
+    tile_n, tile_m = tile_indices(num_tiles_m, tl.cdiv(N, TILE_N))
+    expert, pair = tile_pairs(counts_ptr, pairs_ptr, tile_m, num_rows, NUM_EXPERTS, PADDED_EXPERTS, TILE_M)
+    is_row = pair >= 0
+    if tl.max(pair, axis=0) < 0:
+        return
+
+    dtype = x_ptr.dtype.element_ty
+    column = tile_n * TILE_N + tl.arange(0, TILE_N)
+    is_column = column < N
+    # The row of a gated weight's gate, with its up 8 rows behind; of another weight, the column's.
+    packed_row = column // 8 * 16 + column % 8 if IS_GATED else column
+    packed_row += expert.to(tl.int32) * (2 * N if IS_GATED else N)
+    x_ptrs = x_ptr + (pair // NUM_ACTIVE if IS_GATED else pair).to(tl.int64)[:, None] * K
+    total = packed_sums(
+        x_ptrs,
+        is_row,
+        codes_ptr,
+        scales_ptr,
+        zeros_ptr,
+        offsets_ptr,
+        row_scales_ptr,
+        packed_row,
+        is_column,
+        0,
+        K,
+        K,
+        GROUP_SIZE,
+        CODES,
+        ZERO_POINT,
+        TILE_N,
+        TILE_M,
+    )
+    if IS_GATED:
+        up = packed_sums(
+            x_ptrs,
+            is_row,
+            codes_ptr,
+            scales_ptr,
+            zeros_ptr,
+            offsets_ptr,
+            row_scales_ptr,
+            packed_row + 8,
+            is_column,
+            0,
+            K,
+            K,
+            GROUP_SIZE,
+            CODES,
+            ZERO_POINT,
+            TILE_N,
+            TILE_M,
+        )
+        start_dependents(PDL)
+        gate = total.to(dtype).to(tl.float32)
+        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + column[:, None]
+        total = activated * up.to(dtype).to(tl.float32)
+    else:
+        start_dependents(PDL)
+        share = tl.load(shares_ptr + pair, mask=is_row, other=0.0)
+        row = ((pair % NUM_ACTIVE).to(tl.int64) * num_rows + pair // NUM_ACTIVE)[None, :]
+        out_ptrs = out_ptr + row * N + column[:, None]
+        total = total.to(dtype).to(tl.float32) * share[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
+
+
+def twin_expert_multiply(x: Tensor, weight: PackedWeight, rows: ExpertRows, out: Tensor) -> None:
+    """`packed_gated_expert_multiply` or `packed_expert_multiply`, whose checked arguments it takes."""
+    num_columns = out.shape[-1]
+    num_tiles_m = TILES.num_row_tiles(rows)
+    _twin_expert_multiply[(num_tiles_m * cdiv(num_columns, TILES.tile_n),)](
+        x_ptr=x,
+        codes_ptr=weight.codes,
+        scales_ptr=weight.scales,
+        zeros_ptr=weight.zeros,
+        offsets_ptr=weight.offsets,
+        row_scales_ptr=weight.row_scales,
+        counts_ptr=rows.counts,
+        pairs_ptr=rows.pairs,
+        shares_ptr=rows.shares,
+        out_ptr=out,
+        num_tiles_m=num_tiles_m,
+        num_rows=rows.num_rows,
+        NUM_EXPERTS=rows.num_experts,
+        PADDED_EXPERTS=next_power_of_2(rows.num_experts),
+        NUM_ACTIVE=rows.num_active,
+        N=num_columns,
+        K=weight.inner,
+        GROUP_SIZE=weight.group_size,
+        CODES=weight.code_type,
+        ZERO_POINT=weight.zero_point,
+        IS_GATED=weight.is_gated,
+        TILE_N=TILES.tile_n,
+        TILE_M=TILES.tile_m,
+        PDL=uses_pdl(),
+        num_warps=TILES.num_warps,
+        **launch_options(),
+    )
+
 
 FILES = (
     *("quantised/tile_sums.cu", "quantised/epilogue.cu"),

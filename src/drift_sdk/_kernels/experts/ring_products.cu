@@ -1,4 +1,4 @@
-// Products of MXFP4 experts for a few rows each, from a ring of stages in shared memory: ring_products.py describes
+// Products of MXFP4 experts for a few rows each, from a ring of stages in shared memory: cuda_experts.py describes
 // them. Follows common.cu, hopper.cu, expert_rows.cu, mxfp4.cu and expert_arguments.cu.
 //
 // A CTA goes through items: a tile of 16 rows of an expert's weight, and up to 8 of the expert's pairs. A tile is one

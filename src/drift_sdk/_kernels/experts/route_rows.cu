@@ -1,5 +1,5 @@
 // Routing of a few rows to experts: the router's product, the experts of each row, and the lists of the experts'
-// rows, in one launch. cuda_routing.py describes it. Follows common.cu.
+// rows, in one launch. cuda_experts.py describes it. Follows common.cu.
 //
 // A cluster has a CTA for every 16 experts. Each computes the logits of its experts, with the router as
 // the A operand of the MMA: warp w sums chunks w, w + 8, ... of 32 columns, and the warps' sums are added in ascending

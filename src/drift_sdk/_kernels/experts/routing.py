@@ -33,19 +33,16 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
+from drift_sdk._kernels.launch.arguments import check_range, check_tensor, check_tensors, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk.spec.model import Router
-
-__all__ = [
-    "ExpertRows",
-    "check_rows",
-    "choose_experts",
-    "list_rows",
-]
 
 MAX_BLOCK_PAIRS, WARP_PAIRS = 1_024, 256
 """The most pairs that a program of `_list_rows` reads at a time, and those of a warp: 8 for each thread."""

@@ -25,26 +25,18 @@ import triton.language as tl
 from msgspec import Struct, structs
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.gemm.slices import slice_size
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
     launch_options,
     prefetch,
     start_dependents,
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.common.sizes import cdiv
-from drift_sdk._kernels.gemm.slices import slice_size
-from drift_sdk._kernels.layers.activation import Activation, activate
-
-__all__ = [
-    "GemmConfig",
-    "GemmTiles",
-    "gated_multiply",
-    "multiply",
-]
+from drift_sdk._kernels.layers.gates import Activation, activate
 
 BAND_TILES = tl.constexpr(8)
 """Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value
@@ -61,7 +53,7 @@ class GemmTiles(Struct, frozen=True, forbid_unknown_fields=True):
     tile_n, tile_m, tile_k: entries of a tile along the weight's rows (columns of the output), along the rows,
     and along the inner dimension; powers of two.
     num_stages, num_warps: of Triton's pipeline, and of a program.
-    is_library: the vendor's library is faster, see cublas_gemm.py. It does not add slices, so they must be
+    is_library: the vendor's library is faster, see fastest_gemm.py. It does not add slices, so they must be
     spread.
     """
 

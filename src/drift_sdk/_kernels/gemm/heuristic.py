@@ -22,20 +22,9 @@ import math
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._kernels.common.gpu_limits import GpuLimits
 from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.slices import slice_size
-
-__all__ = [
-    "ROW_COUNTS",
-    "SHARED_RESERVE",
-    "GemmShape",
-    "default_tiles",
-    "fits",
-    "has_equal_shares",
-    "is_candidate",
-    "shared_bytes",
-]
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits
 
 ROW_COUNTS = (16, 32, 64, 128, 256, 2**31)
 """Highest numbers of rows that tiles are chosen for. Fewer rows than 16 run as 16: the columns of an MMA."""

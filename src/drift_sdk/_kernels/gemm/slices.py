@@ -29,8 +29,6 @@ and so other bits than on one GPU. To exchange one sum a GPU, slices have to be 
 
 from __future__ import annotations
 
-__all__ = ["SLICE_ALIGNMENT", "num_slices", "shard_slices", "slice_size"]
-
 SLICE_ALIGNMENT = 64
 """Slices begin at multiples of this many inner indices. It is the smallest tile_k that tuning tries, so a
 slice can consist of whole tiles, and 64 elements of 2 bytes are a line of 128 bytes."""

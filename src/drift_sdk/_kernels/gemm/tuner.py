@@ -14,7 +14,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cache
+from typing import Any
 
 import msgspec
 import torch
@@ -22,16 +25,7 @@ import triton
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.gpu_limits import GpuLimits, gpu_limits
-from drift_sdk._kernels.common.launching import is_interpreted
-from drift_sdk._kernels.common.parallel_compile import (
-    available_cpus,
-    compile_kernels,
-    missing_kernels,
-    recorded_kernels,
-)
-from drift_sdk._kernels.common.timing import time_us
-from drift_sdk._kernels.gemm.cublas_gemm import library_gated_multiply, library_multiply, library_way
+from drift_sdk._kernels.gemm.fastest_gemm import library_gated_multiply, library_multiply, library_way
 from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, gated_multiply, multiply
 from drift_sdk._kernels.gemm.heuristic import (
     ROW_COUNTS,
@@ -41,19 +35,58 @@ from drift_sdk._kernels.gemm.heuristic import (
     is_candidate,
 )
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, check_tiles, gemm_key
+from drift_sdk._kernels.launch.gpu_limits import GpuLimits, gpu_limits
+from drift_sdk._kernels.launch.kernel import is_interpreted
+from drift_sdk._kernels.launch.parallel_compile import (
+    available_cpus,
+    compile_kernels,
+    missing_kernels,
+    recorded_kernels,
+)
 
-__all__ = [
-    "FULL",
-    "KNOWN",
-    "MAX_CHAIN",
-    "SHORT",
-    "WORKING_SETS",
-    "Effort",
-    "WeightToTune",
-    "candidates",
-    "random_weight",
-    "tune",
-]
+
+def time_us(step: Callable[[], None], num_calls: int, *, num_timings: int = 5) -> float:
+    """Return the microseconds of one of the `num_calls` calls in `step`, which is captured in a CUDA graph.
+
+    The median of `num_timings` measurements of four replays each, after as many that warm up. Nothing waits
+    for more of the GPU than the stream of the measurements, and other threads may call CUDA meanwhile.
+    """
+    with _timing_stream() as stream:
+        step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+        times: list[float] = []
+        for _ in range(2 * num_timings):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(4):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / 4 / num_calls)
+
+    return sorted(times[num_timings:])[num_timings // 2]
+
+
+@contextmanager
+def _timing_stream() -> Iterator[torch.cuda.Stream]:
+    """Work of a `with` block goes to the stream of measurements, after that of the current stream."""
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+@cache
+def _stream(index: int) -> Any:
+    """The stream of measurements on a GPU. Libraries keep a workspace for each stream that they have seen."""
+    return torch.cuda.Stream(index)
+
 
 MIN_LIBRARY_ROWS = 128
 """Row counts from this one on are also measured with the vendor's library, with full effort."""

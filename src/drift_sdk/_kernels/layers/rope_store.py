@@ -12,7 +12,7 @@ Grid: (rows, tiles of heads). A program owns some heads of one kind (queries, ke
 first tiles are of query heads, the next of keys, the last of values.
 
 In a cache of e4m3, what would be stored is divided by the scale of its head and rounded once more; see
-e4m3.py, also for the order of dimensions.
+cache.py, also for the order of dimensions.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type.
 Every product and sum of the rotation is rounded to the storage type, and so is the product with the scale of
@@ -34,25 +34,29 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.e4m3 import encode_e4m3
+from drift_sdk._kernels.attention.cache import encode_e4m3
 from drift_sdk._kernels.attention.layer_attention import LayerKV
-from drift_sdk._kernels.common.arguments import (
+from drift_sdk._kernels.launch.arguments import (
     PartialSums,
+    cdiv,
     check_partial_sums,
     check_power_of_two,
     check_range,
     check_rows,
     check_tensor,
     check_tensors,
+    next_power_of_2,
 )
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
-from drift_sdk._kernels.layers.rms_norm import NormKind, inverse_rms, weigh
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, weigh
 from drift_sdk.quantised.e4m3 import E4M3
-
-__all__ = ["rotate_and_store"]
 
 PROGRAM_ELEMENTS = 1_024
 """Elements of a program: 8 for each of the 128 threads of four warps. A row of an 8B model (48 heads of 128)
@@ -146,7 +150,7 @@ def _rotate_and_store(
     PADDED_HALF: tl.constexpr,  # HALF, rounded up to a power of two
     PADDED_REST: tl.constexpr,  # HEAD_DIM - 2 * HALF, rounded up likewise; 0: all are rotated
     NUM_SLICES: tl.constexpr,
-    NORM_KIND: tl.constexpr,  # see rms_norm.py
+    NORM_KIND: tl.constexpr,  # see norm.py
     PDL: tl.constexpr,
 ):
     """Program (row, tile): the first tiles are of query heads, then of keys, then of values. Longer than
@@ -286,7 +290,7 @@ def rotate_and_store(
     elements of each head are rotated. Both None: nothing is rotated.
     query_out: [R, num_heads, head_dim].
     query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
-    norm_kind: of both, see rms_norm.py.
+    norm_kind: of both, see norm.py.
     row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
     query_scale: [max_positions] in the storage type: queries are multiplied by the number at the position of
     their row, after the rotation and its rounding, and rounded again.

@@ -27,13 +27,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_rows
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv
-
-__all__ = ["soft_cap"]
+from drift_sdk._kernels.launch.arguments import cdiv, check_rows
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 
 BLOCK_COLUMNS = 1_024
 """Columns of a program: 8 for each of the 128 threads of four warps, two loads of 16 bytes."""

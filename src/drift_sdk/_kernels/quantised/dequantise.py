@@ -1,4 +1,6 @@
-"""Quantised weights back to their numbers: a whole weight, and the parts of it that Triton kernels need.
+"""The CUDA programs of quantised weights: when they apply, and the format of a weight as their arguments.
+
+Quantised weights back to their numbers: a whole weight, and the parts of it that Triton kernels need.
 
     dequantise:  out[n, k] = (code[n, k] - zero) * scale, rounded once to the storage type
 
@@ -13,37 +15,67 @@ permits its dependents to start at once after.
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-from drift_sdk._kernels.common.cuda_programs import compile_kernel, launch_kernel
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.common.launching import (
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
+from drift_sdk._kernels.launch.cuda_programs import CudaKernel, compile_kernel, has_compiler, launch_kernel
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
     launch_options,
     start_dependents,
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.common.sizes import cdiv
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.quantised.packing import (
+    STEP,
     TILE,
     UNIT,
     PackedWeight,
 )
-from drift_sdk._kernels.quantised.programs import has_programs, program
 
-__all__ = [
-    "dequantise",
-    "natural_column",
-    "packed_codes",
-    "packed_numbers",
-    "packed_zeros",
-    "scale_place",
-]
+FILES = ("launch/types.cu", "launch/dependent_launch.cu", "quantised/formats.cu", "launch/hopper.cu")
+"""What the programs begin with."""
+SCALES = {torch.float32: "GROUP_FLOAT32", torch.bfloat16: "GROUP_BFLOAT16", torch.float16: "GROUP_FLOAT16"}
+
+
+def has_programs(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether the programs take a weight, for numbers of `dtype` beside it."""
+    return weight.inner % UNIT == 0 and programs_run(weight.codes.device, dtype)
+
+
+def programs_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the programs run on a device, for numbers of `dtype` beside the weights."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+
+    return torch.cuda.get_device_capability(device) == (9, 0) and has_compiler()
+
+
+def program(
+    weight: PackedWeight, files: tuple[str, ...], name: str, function: str, more: str, **macros: int
+) -> CudaKernel:
+    """A kernel for a weight's format.
+
+    files: behind FILES. name: of the kernel. function: the macro that stands for a function, of the same
+    name in lower case, with its template arguments: the format, then `more`. macros: numbers.
+    """
+    scales = "CHANNEL" if weight.scales is None else SCALES[weight.scales.dtype]
+    shifts = "ZEROS" if weight.zeros is not None else "NO_SHIFTS" if weight.offsets is None else "OFFSETS"
+    num_groups = STEP // weight.group_size
+    arguments = f"{weight.code_type.upper()}, {scales}, {shifts}, {num_groups}, {more}"
+    return CudaKernel(
+        (*FILES, *files),
+        name,
+        (
+            (function, f"{function.lower()}<{arguments}>"),
+            *((key, str(value)) for key, value in macros.items()),
+        ),
+    )
+
 
 TILE_N = 32
 TILE_K = 128

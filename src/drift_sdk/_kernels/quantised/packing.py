@@ -29,19 +29,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensor
 from drift_sdk._kernels.gemm.slices import num_slices, slice_size
-
-__all__ = [
-    "BYTE_CODES",
-    "INT4_ZERO",
-    "MIN_GROUP",
-    "CodeType",
-    "PackedWeight",
-    "can_pack",
-    "pack_weight",
-    "row_order",
-]
+from drift_sdk._kernels.launch.arguments import check_range, check_tensor
 
 CodeType = Literal["e4m3", "int8", "int4", "e2m1"]
 BYTE_CODES: tuple[CodeType, ...] = ("e4m3", "int8")

@@ -24,16 +24,25 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import PartialSums, check_partial_sums, check_range, check_tensor
-from drift_sdk._kernels.common.device_function import device_function
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import cdiv, next_power_of_2
+from drift_sdk._kernels.launch.arguments import (
+    PartialSums,
+    cdiv,
+    check_partial_sums,
+    check_range,
+    check_tensor,
+    next_power_of_2,
+)
+from drift_sdk._kernels.launch.kernel import (
+    device_function,
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
 from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns
 from drift_sdk.spec.model import GatedDelta
 from drift_sdk.spec.states import BORDER, num_input_rows
-
-__all__ = ["keep_inputs", "mix_rows"]
 
 BLOCK_ROWS, BLOCK_CHANNELS, NUM_WARPS = 8, 512, 4
 EPS = tl.constexpr(1e-6)

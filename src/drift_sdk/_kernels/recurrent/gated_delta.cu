@@ -1,5 +1,5 @@
 // The arithmetic of the gated delta rule with border states, which gated_delta.py describes. Every kernel that computes
-// the bits uses these functions. Follows common/types.cu and common/dependent_launch.cu.
+// the bits uses these functions. Follows launch/types.cu and launch/dependent_launch.cu.
 //
 // A warp has 16 values of a head, and their part of the head's state S, transposed: S^T [16, DK] in float32, as
 // accumulators of mma.m16n8k16. Two of these tiles of 8 keys are, split in two parts of bfloat16, the A operand of a

@@ -24,30 +24,130 @@ written once in BORDER rows. In prompts the state stays in registers.
 Dependent launch: `advance_rows` reads states, rings and the rows' places before it waits, and may store a
 folded state then; the kernel before has to wait before it permits its dependents, and to use none of them.
 `advance_prompts` waits first.
+
+Keys, their factors, and decays of the last rows of prompts, which are added to the rings of slots.
+
+A launch of its own behind the one that computes the rows: its CTAs read the keys before a run from the ring,
+in which these rows may take their places.
+
+Grid: (runs, key heads). A program owns a key head of a run, and the decays of its value heads.
+
+Bytes: at most BORDER - 1 rows of a run, read and written.
+
+Dependent launch: the kernel waits first, then permits its dependents to start.
+
+The positions of stored states, by slot.
+
+A border moves with what stores the state: before a step whose prompts store it at their ends, and after a
+round, which stored it at the last border up to its first rows. Grid: one program.
+
+Dependent launch: the kernel waits first, then permits its dependents to start.
 """
 
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensor
-from drift_sdk._kernels.common.kernel_access import KernelAccess
-from drift_sdk._kernels.common.launch_order import note_kernel
-from drift_sdk._kernels.recurrent.kept_rows import keep_rows
+from drift_sdk._kernels.launch.arguments import cdiv, check_range, check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk.spec.model import GatedDelta
 from drift_sdk.spec.states import BORDER, num_ring_rows
 
-__all__ = [
-    "MAX_ROWS",
-    "LayerStates",
-    "MixedRows",
-    "PromptRuns",
-    "advance_prompts",
-    "advance_rows",
-    "state_shape",
-]
+
+@kernel
+def _keep_rows(
+    runs_ptr,  # [M, 4] int32
+    mixed_ptr,  # [N, NUM_CHANNELS], storage type
+    scales_ptr,  # [N, 2 * NUM_KEY_HEADS] fp32
+    gates_ptr,  # [N, 2 * NUM_VALUE_HEADS] fp32
+    keys_ptr,  # [S, NUM_KEY_HEADS, RING, KEY_DIM], storage type, written
+    key_scales_ptr,  # [S, NUM_KEY_HEADS, RING] fp32, written
+    decays_ptr,  # [S, NUM_VALUE_HEADS, RING] fp32, written
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    RING: tl.constexpr,
+    BORDER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (run, key head)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    run, key_head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(runs_ptr + run * 4)
+    start = tl.load(runs_ptr + run * 4 + 1)
+    first_row = tl.load(runs_ptr + run * 4 + 2)
+    end = start + tl.load(runs_ptr + run * 4 + 3)
+    position = end // BORDER * BORDER + tl.arange(0, BORDER)
+    slots = tl.where(position >= start, slot, -1).to(tl.int64)
+    is_row = (slots >= 0) & (position < end)
+    row = tl.where(is_row, first_row + position - start, 0).to(tl.int64)
+    place = tl.where(is_row, position, 0) % RING
+    column = tl.arange(0, PADDED_DIM)
+    mask = is_row[:, None] & (column < KEY_DIM)[None, :]
+    channel = (NUM_KEY_HEADS + key_head) * KEY_DIM + column
+    keys = tl.load(mixed_ptr + (row[:, None] * NUM_CHANNELS + channel[None, :]), mask=mask, other=0.0)
+    ring = (slots * NUM_KEY_HEADS + key_head) * RING + place
+    tl.store(keys_ptr + (ring[:, None] * KEY_DIM + column[None, :]), keys, mask=mask)
+    scale_ptrs = scales_ptr + (row * (2 * NUM_KEY_HEADS) + NUM_KEY_HEADS + key_head)
+    tl.store(key_scales_ptr + ring, tl.load(scale_ptrs, mask=is_row, other=0.0), mask=is_row)
+    member = tl.arange(0, PADDED_GROUP)
+    head = key_head * GROUP + member
+    is_decay = is_row[:, None] & (member < GROUP)[None, :]
+    gate_ptrs = gates_ptr + (row[:, None] * (2 * NUM_VALUE_HEADS) + head[None, :])
+    ring = (slots[:, None] * NUM_VALUE_HEADS + head[None, :]) * RING + place[:, None]
+    tl.store(decays_ptr + ring, tl.load(gate_ptrs, mask=is_decay, other=0.0), mask=is_decay)
+
+
+def keep_rows(
+    spec: GatedDelta,
+    runs: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    rings: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add the rows of runs [M, 4] since the last border to the rings of their slots.
+
+    rows: mixed, scales and gates of `MixedRows`. rings: keys, key_scales and decays of `LayerStates`. Their
+    shapes, types and layouts were checked.
+    """
+    mixed, scales, gates = rows
+    keys, key_scales, decays = rings
+    _keep_rows[(runs.shape[0], spec.num_key_heads)](
+        runs_ptr=runs,
+        mixed_ptr=mixed,
+        scales_ptr=scales,
+        gates_ptr=gates,
+        keys_ptr=keys,
+        key_scales_ptr=key_scales,
+        decays_ptr=decays,
+        NUM_KEY_HEADS=spec.num_key_heads,
+        NUM_VALUE_HEADS=spec.num_value_heads,
+        NUM_CHANNELS=spec.num_channels,
+        KEY_DIM=spec.key_dim,
+        PADDED_DIM=next_power_of_2(spec.key_dim),
+        GROUP=spec.group,
+        PADDED_GROUP=next_power_of_2(spec.group),
+        RING=keys.shape[2],
+        BORDER=BORDER,
+        PDL=uses_pdl(),
+        num_warps=4,
+        **launch_options(),
+    )
+
 
 MAX_ROWS = 17
 """Most rows of a sequence that are verified at once."""
@@ -55,7 +155,7 @@ MAX_KEY_DIM = 128
 FEW_SLOTS = 16
 """Most sequences for which CTAs of 4 warps are faster than CTAs of 8 (48 heads of 128 x 128, H200)."""
 
-COMMON = ("common/types.cu", "common/dependent_launch.cu", "recurrent/gated_delta.cu")
+COMMON = ("launch/types.cu", "launch/dependent_launch.cu", "recurrent/gated_delta.cu")
 ROWS, PROMPTS = (*COMMON, "recurrent/gated_delta_rows.cu"), (*COMMON, "recurrent/gated_delta_prompts.cu")
 STATES = frozenset({"state", "keys", "key_scales", "updates", "decays"})
 ROWS_ACCESS = KernelAccess(
@@ -311,7 +411,7 @@ def _launch(
         return
 
     # Imported here: cuda.core is installed where there is a GPU.
-    from drift_sdk._kernels.common.cuda_programs import CudaKernel, compile_kernel, launch_kernel
+    from drift_sdk._kernels.launch.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
     sizes = {
         "DK": spec.key_dim,
@@ -330,4 +430,71 @@ def _launch(
         32 * warps,
         shared_bytes,
         *arguments,
+    )
+
+
+BLOCK = 256
+
+
+@kernel
+def _move_borders(
+    slot_ptr,  # int32, every `stride`-th one: slots, -1: none
+    position_ptr,  # likewise
+    count_ptr,  # likewise, added to the position; or None
+    borders_ptr,  # [S] int32, written
+    number,
+    stride,
+    BLOCK: tl.constexpr,
+    BORDER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_ptr + place * stride, mask=place < number, other=-1)
+    position = tl.load(position_ptr + place * stride, mask=slot >= 0, other=0)
+    if count_ptr is not None:
+        position += tl.load(count_ptr + place * stride, mask=slot >= 0, other=0)
+    tl.store(borders_ptr + slot, position // BORDER * BORDER, mask=slot >= 0)
+
+
+def move_borders_of_rows(borders: Tensor, row_slot: Tensor, row_position: Tensor, rows_per_slot: int) -> None:
+    """Move the borders [S] int32 of slots to the last one up to their first rows.
+
+    row_slot, row_position [N] int32, contiguous: `rows_per_slot` rows of each of some slots. Raises
+    ValueError for another shape, type or layout.
+    """
+    check_range("rows_per_slot", rows_per_slot, 1)
+    number = row_slot.shape[0] // rows_per_slot
+    check_tensor("row_slot", row_slot, (number * rows_per_slot,), torch.int32)
+    check_tensor("row_position", row_position, (number * rows_per_slot,), torch.int32)
+    _move(borders, row_slot, row_position, None, number, rows_per_slot)
+
+
+def move_borders_of_prompts(borders: Tensor, runs: Tensor) -> None:
+    """Move the borders [S] int32 of slots to the last one up to the end of their runs [M, 4], see PromptRuns.
+    A run without rows may be of a prompt that goes on in a round of the same step. Raises ValueError for
+    another shape, type or layout."""
+    num_runs = runs.shape[0]
+    check_tensor("runs", runs, (num_runs, 4), torch.int32)
+    slot, start, _, count = runs.unbind(1)
+    _move(borders, slot, start, count, num_runs, 4)
+
+
+def _move(
+    borders: Tensor, slot: Tensor, position: Tensor, count: Tensor | None, number: int, stride: int
+) -> None:
+    check_tensor("borders", borders, (borders.numel(),), torch.int32)
+    _move_borders[(cdiv(number, BLOCK),)](
+        slot_ptr=slot,
+        position_ptr=position,
+        count_ptr=count,
+        borders_ptr=borders,
+        number=number,
+        stride=stride,
+        BLOCK=BLOCK,
+        BORDER=BORDER,
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
     )

@@ -3,7 +3,7 @@
 // Grid: (value heads times parts of their values, runs). A CTA of WARPS warps has 16 WARPS values of a head, and computes
 // the chunks of BORDER rows of its run one after the other. While it computes one, the next is copied to
 // shared memory. The state stays in registers; at the end it is stored, with the updates of the rows since the border.
-// Their keys and decays, which other CTAs may still read, are added to the rings by kept_rows.py.
+// Their keys and decays, which other CTAs may still read, are added to the rings by gated_delta.py.
 
 constexpr int ROW_TILES = BORDER / 4, VALUE_STRIDE = VALUES + 8;
 constexpr int JOBS = ROW_TILES + ROW_TILES / 2;  // products of keys with rows

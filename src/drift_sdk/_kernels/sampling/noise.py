@@ -1,59 +1,59 @@
-"""Counter-based Gumbel noise in plain torch: a function of (seed, position, token id) and of nothing else.
+"""Gumbel noise inside a kernel, and the arg max that samples with it.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the 64-bit seed as its
-key and (token id // 4, position, 0, 0) as its counter; word token id % 4 of the output is the token's. The
-eager executor samples with it, and it is the reference of `gumbel`, the noise inside kernels.
+The kernels' counterpart of `torch_reference.gumbel_noise`, which is the reference: the same Philox words, so
+the same uniforms bit for bit; logarithms differ from torch's by rounding.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import triton.language as tl
 
-__all__ = ["gumbel_noise", "philox"]
+from drift_sdk._kernels.launch.kernel import device_function
 
-ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
-"""Multipliers of a round, PHILOX_M4x32_0 and _1 of the paper."""
-KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
-"""What each half of the key grows by in a round, PHILOX_W32_0 and _1: golden section and sqrt(3) - 1, times
-2**32."""
-LOW_BITS = 0xFFFFFFFF
-"""The low 32 bits of an int64."""
-NUM_ROUNDS = 10
-"""Rounds of the paper's Philox4x32-10."""
+LEAST_NOISE = tl.constexpr(-2.82)
+"""-log(-log1p(-u)) = -2.81... at the largest uniform u = 1 - 2**-24, rounded down."""
+MOST_NOISE = tl.constexpr(22.88)
+"""-log(-log1p(-u)) = 22.87... at the smallest uniform u = 2**-33, rounded up."""
+LAST_ID = tl.constexpr(2**31 - 1)
+"""Larger than every token id: the id of no token, which loses every tie."""
 
 
-def philox(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of 32 bits for each counter.
+@device_function
+def arg_max(values, token_ids):
+    """(largest of values [N], lowest of token_ids [N] that has it)."""
+    best = tl.max(values, axis=0)
+    # "Not less" rather than "equal": logits that are all NaN must still give a valid id.
+    return best, tl.min(tl.where(values < best, LAST_ID, token_ids), axis=0)
 
-    seed and the four counter words: int64 tensors that broadcast together, counter words in [0, 2**32).
-    Returns four int64 tensors in [0, 2**32).
+
+@device_function
+def gumbel(seed, position, first_token, NUM_TOKENS: tl.constexpr):
+    """Standard Gumbel variates [NUM_TOKENS] in fp32 for the tokens from `first_token` on.
+
+    `first_token` and NUM_TOKENS are multiples of 4: each Philox counter gives the bits of four tokens.
     """
-    c0, c1, c2, c3 = counters
-    key_a, key_b = seed & LOW_BITS, (seed >> 32) & LOW_BITS
-    for _ in range(NUM_ROUNDS):
-        # int64 products wrap modulo 2**64, so both halves of the unsigned product are in the bits.
-        product_a, product_b = c0 * ROUND_A, c2 * ROUND_B
-        c0 = ((product_b >> 32) & LOW_BITS) ^ c1 ^ key_a
-        c2 = ((product_a >> 32) & LOW_BITS) ^ c3 ^ key_b
-        c1, c3 = product_b & LOW_BITS, product_a & LOW_BITS
-        key_a, key_b = (key_a + KEY_A) & LOW_BITS, (key_b + KEY_B) & LOW_BITS
-
-    return c0, c1, c2, c3
+    counters = (first_token // 4 + tl.arange(0, NUM_TOKENS // 4)).to(tl.uint32)
+    zero = counters * 0
+    a, b, c, d = tl.philox(seed, counters, zero + position.to(tl.uint32), zero, zero)
+    return gumbel_from_bits(tl.interleave(tl.interleave(a, c), tl.interleave(b, d)))
 
 
-def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel variates [M, vocab_size] in fp32 for seed [M] and position [M], both int64.
+@device_function
+def gumbel_from_bits(bits):
+    """Standard Gumbel variates in fp32 from 32 random bits each.
 
-    Noise that decides an arg max is large, so it comes from small exponential variates: the uniform is kept
-    precise near zero. u = (word + 1/2) / 2**32 in fp32, at most 1 - 2**-24, the last number before 1;
-    E = -log(1 - u) through log1p; noise = -log(E).
+    The uniform is (bits + 1/2) / 2**32, in (0, 1): rounded to fp32, and at most the last number before 1.
     """
-    num_counters = -(-vocab_size // 4)
-    counters = torch.arange(num_counters, dtype=torch.int64, device=seed.device)
-    zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    words = philox(seed[:, None], (counters[None, :], position[:, None], zero, zero))
-    bits = torch.stack([word.expand(seed.shape[0], num_counters) for word in words], dim=-1)
-    uniform = bits.flatten(1)[:, :vocab_size].to(torch.float32) * 2.0**-32 + 2.0**-33
-    uniform = uniform.clamp(max=1.0 - 2.0**-24)
-    return -torch.log(-torch.log1p(-uniform))
+    uniform = bits.to(tl.float32) * 2.0**-32 + 2.0**-33
+    return -tl.log(exponential(tl.minimum(uniform, 1.0 - 2.0**-24)))
+
+
+@device_function
+def exponential(uniform):
+    """-log1p(-uniform), precise near zero, where the device's logarithm of 1 - uniform is not."""
+    # log((1 + s) / (1 - s)) = 2 (s + s^3/3 + s^5/5 + s^7/7 + ...), here with s at most 1/7: used below 1/4,
+    # where the first term left out, 2 s^9/9, is under 2**-24 of the sum.
+    s = uniform / (2.0 - uniform)
+    square = s * s
+    series = s * (2.0 + square * (2.0 / 3.0 + square * (2.0 / 5.0 + square * (2.0 / 7.0))))
+    return tl.where(uniform < 0.25, series, -tl.log(1.0 - uniform))

@@ -12,9 +12,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_tensor
-
-__all__ = ["SlotColumns", "SlotFlag", "SlotState", "num_mask_words"]
+from drift_sdk._kernels.launch.arguments import check_tensor
 
 
 class SlotFlag(IntFlag):

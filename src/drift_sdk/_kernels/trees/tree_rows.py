@@ -1,4 +1,6 @@
-"""The rows of trees of drafts: ancestors as bits, positions, paths, and where keys and values are stored.
+"""Rows of trees of drafts: the roots of a round, the nodes, and the rows of accepted paths.
+
+The rows of trees of drafts: ancestors as bits, positions, paths, and where keys and values are stored.
 
 A tree has T rows, its nodes; row 0 is the root, the sequence's newest token. A parent has a lower number than
 its children. The first path leads from the root by the lowest child of each node.
@@ -17,21 +19,59 @@ Grid: one program a tree, which owns its T rows. Parents are followed by loads, 
 
 Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
 its dependents start right after that.
+
+The roots of a round's trees and the limits of their growth: the first kernel of a round of trees.
+
+A tree has T rows, its nodes. Row 0 is the slot's newest token; the other rows have slot -1 until a draft
+grows into them. A tree may have as many drafts as the plan says, and paths no longer than leave room for a
+token behind the last draft. That of a slot under a constraint is a chain.
+
+The draft computes some nodes of its own, in cache slots behind the blocks. Its list of nodes begins with the
+root, whose keys and values lie in the slot's blocks.
+
+Grid: (trees,). A program owns the rows of its tree and its list. Bytes: 28 a slot in, 16 a row and 8 for each
+node of the draft out.
+
+Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
+its dependents start right after that.
+
+The rows of accepted paths: what a draft computes after a round of trees, and the hidden states for it.
+
+Row e of a tree's path is that of its node of depth e, as far as a token was emitted behind it. As in
+draft_rows.py, the row that pairs the feature of position p with the token of position p + 1 has position
+p + 1.
+
+`_path_rows`, grid (trees,): a program owns the rows of a path. `_gather_hidden`, grid (rows,): a program
+copies a row. Bytes: 16 a row of a path in, 16 out; a row of hidden states in and out.
+
+Programmatic dependent launch: both wait for their producers before their first read and, being short, let
+their dependents start right after that.
 """
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
+from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.common.arguments import check_range, check_tensor, check_tensors
-from drift_sdk._kernels.common.kernel import kernel
-from drift_sdk._kernels.common.launching import launch_options, start_dependents, uses_pdl, wait_for_producers
-from drift_sdk._kernels.common.sizes import next_power_of_2
-from drift_sdk.trees.limits import MAX_PATH_LENGTH, MAX_TREE_NODES
-
-__all__ = ["PATH_ENTRIES", "TreeRowTensors", "tree_rows"]
+from drift_sdk._kernels.launch.arguments import (
+    check_range,
+    check_rows,
+    check_tensor,
+    check_tensors,
+    next_power_of_2,
+)
+from drift_sdk._kernels.launch.kernel import (
+    kernel,
+    launch_options,
+    start_dependents,
+    uses_pdl,
+    wait_for_producers,
+)
+from drift_sdk._kernels.layers.norm import norm_warps
+from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
+from drift_sdk.trees import MAX_PATH_LENGTH, MAX_TREE_NODES
 
 PATH_ENTRIES = MAX_PATH_LENGTH + 1
 """Nodes of the longest path, the root included."""
@@ -153,5 +193,285 @@ def tree_rows(
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         PDL=uses_pdl(),
         num_warps=2,
+        **launch_options(),
+    )
+
+
+LIMIT_WORDS = 3
+"""Words of a tree's limits: most drafts, most drafts on a path, and whether it must be a chain."""
+CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
+
+
+class RootTensors(Struct, frozen=True):
+    """The rows of B trees of T nodes, int32 [B * T] each, and what their growth starts from.
+
+    slot (-1: no node), token, position, parent (number of a node in its tree; -1 for roots). Positions of
+    drafts are not written by `tree_roots`. root_slot, root_position [B] int32: those of the roots alone.
+    limits [B, LIMIT_WORDS] int32. draft_kv_slot [B * N] int64: cache slots of the nodes that the draft
+    computes, the root being the first.
+    """
+
+    slot: Tensor
+    token: Tensor
+    position: Tensor
+    parent: Tensor
+    root_slot: Tensor
+    root_position: Tensor
+    limits: Tensor
+    draft_kv_slot: Tensor
+
+
+@kernel
+def _tree_roots(
+    slots_ptr,  # [B] int32; -1: none
+    max_drafts_ptr,  # [B] int32
+    length_ptr,  # [S] int32
+    last_token_ptr,  # [S] int32
+    finish_ptr,  # [S] int32
+    max_length_ptr,  # [S] int32
+    flags_ptr,  # [S] int32
+    block_table_ptr,  # [S, max_blocks] int32
+    row_slot_ptr,  # [R] int32, written
+    row_token_ptr,  # [R] int32, written
+    row_position_ptr,  # [R] int32, written for roots
+    row_parent_ptr,  # [R] int32, written
+    root_slot_ptr,  # [B] int32, written
+    root_position_ptr,  # [B] int32, written
+    limits_ptr,  # [B, LIMIT_WORDS] int32, written
+    draft_kv_slot_ptr,  # [B * NUM_DRAFT_NODES] int64, written
+    max_blocks,
+    first_draft_slot,
+    max_depth,
+    NUM_NODES: tl.constexpr,
+    PADDED_NODES: tl.constexpr,
+    NUM_DRAFT_NODES: tl.constexpr,
+    PADDED_DRAFT_NODES: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    LIMIT_WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    tree = tl.program_id(0)
+    slot = tl.load(slots_ptr + tree)
+    is_live = slot >= 0
+    is_live &= tl.load(finish_ptr + slot, mask=is_live, other=1) == 0
+    num_tokens = tl.load(length_ptr + slot, mask=is_live, other=1)
+    token = tl.load(last_token_ptr + slot, mask=is_live, other=-1)
+    room = tl.load(max_length_ptr + slot, mask=is_live, other=0) - num_tokens - 1
+    depth = tl.maximum(tl.minimum(max_depth, room), 0)
+    num_drafts = tl.where(depth > 0, tl.load(max_drafts_ptr + tree, mask=is_live, other=0), 0)
+    flags = tl.load(flags_ptr + slot, mask=is_live, other=0)
+    tl.store(limits_ptr + tree * LIMIT_WORDS, num_drafts)
+    tl.store(limits_ptr + tree * LIMIT_WORDS + 1, depth)
+    tl.store(limits_ptr + tree * LIMIT_WORDS + 2, ((flags & CONSTRAINT) != 0).to(tl.int32))
+    node = tl.arange(0, PADDED_NODES)
+    row = tree * NUM_NODES + node
+    in_tree = node < NUM_NODES
+    tl.store(row_slot_ptr + row, tl.where(node == 0, tl.where(is_live, slot, -1), -1), mask=in_tree)
+    tl.store(row_token_ptr + row, tl.where(node == 0, token, -1), mask=in_tree)
+    tl.store(row_parent_ptr + row, tl.where(node == 0, -1, 0), mask=in_tree)
+    tl.store(row_position_ptr + tree * NUM_NODES, num_tokens - 1)
+    tl.store(root_slot_ptr + tree, tl.where(is_live, slot, -1))
+    tl.store(root_position_ptr + tree, num_tokens - 1)
+    position = num_tokens - 1
+    table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
+    block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=is_live, other=0).to(tl.int64)
+    own_slot = block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE
+    draft = tl.arange(0, PADDED_DRAFT_NODES)
+    place = first_draft_slot + (tree * NUM_DRAFT_NODES + draft).to(tl.int64)
+    kv_slot = tl.where(draft == 0, own_slot, place)
+    tl.store(draft_kv_slot_ptr + tree * NUM_DRAFT_NODES + draft, kv_slot, mask=draft < NUM_DRAFT_NODES)
+
+
+def tree_roots(
+    slots: Tensor,
+    max_drafts: Tensor,
+    state: SlotState,
+    flags: Tensor,
+    block_table: Tensor,
+    out: RootTensors,
+    *,
+    max_depth: int,
+    block_size: int,
+    first_draft_slot: int,
+) -> None:
+    """Write the roots of the trees of slots [B] (-1: none), and the limits of their growth.
+
+    max_drafts [B]: most drafts of each. flags [S]: a `SlotFlag`. block_table [S, max_blocks]. All int32. A
+    slot that has finished gets no root. max_depth: most drafts on a path. first_draft_slot: of the draft's
+    cache slots, the first of B * N for its nodes.
+
+    Raises ValueError for another shape or type.
+    """
+    (num_trees,), (num_rows,) = slots.shape, out.slot.shape
+    if num_rows % num_trees or out.draft_kv_slot.shape[0] % num_trees:
+        raise ValueError(f"out: {num_rows} rows: expected a multiple of {num_trees}, as of draft_kv_slot")
+
+    check_tensors((num_trees,), torch.int32, slots=slots, max_drafts=max_drafts)
+    state.check()
+    check_tensor("flags", flags, state.length.shape, torch.int32)
+    check_tensor("block_table", block_table, (len(flags), block_table.shape[1]), torch.int32)
+    for name in ("slot", "token", "position", "parent"):
+        check_tensor(name, getattr(out, name), (num_rows,), torch.int32)
+    check_tensors((num_trees,), torch.int32, root_slot=out.root_slot, root_position=out.root_position)
+    check_tensor("limits", out.limits, (num_trees, LIMIT_WORDS), torch.int32)
+    check_tensor("draft_kv_slot", out.draft_kv_slot, out.draft_kv_slot.shape, torch.int64)
+    nodes, draft_nodes = num_rows // num_trees, out.draft_kv_slot.shape[0] // num_trees
+    _tree_roots[(num_trees,)](
+        slots,
+        max_drafts,
+        state.length,
+        state.last_token,
+        state.finish,
+        state.max_length,
+        flags,
+        block_table,
+        out.slot,
+        out.token,
+        out.position,
+        out.parent,
+        out.root_slot,
+        out.root_position,
+        out.limits,
+        out.draft_kv_slot,
+        block_table.shape[1],
+        first_draft_slot,
+        max_depth,
+        NUM_NODES=nodes,
+        PADDED_NODES=next_power_of_2(nodes),
+        NUM_DRAFT_NODES=draft_nodes,
+        PADDED_DRAFT_NODES=next_power_of_2(draft_nodes),
+        KV_BLOCK_SIZE=block_size,
+        LIMIT_WORDS=LIMIT_WORDS,
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
+    )
+
+
+@kernel
+def _path_rows(
+    row_slot_ptr,  # [R] int32
+    row_position_ptr,  # [R] int32
+    chosen_ptr,  # [R] int32
+    path_ptr,  # [B, NUM_PATH_ENTRIES] int32
+    draft_slot_ptr,  # [B * NUM_ROWS] int32, written
+    draft_token_ptr,  # likewise
+    draft_position_ptr,
+    source_ptr,
+    NUM_NODES: tl.constexpr,
+    NUM_ROWS: tl.constexpr,  # of a path
+    PADDED_ROWS: tl.constexpr,
+    NUM_PATH_ENTRIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    tree = tl.program_id(0)
+    entry = tl.arange(0, PADDED_ROWS)
+    is_entry = entry < NUM_ROWS
+    node = tl.load(path_ptr + tree * NUM_PATH_ENTRIES + entry, mask=is_entry, other=-1)
+    is_live = node >= 0
+    row = tree * NUM_NODES + node
+    slot = tl.load(row_slot_ptr + row, mask=is_live, other=-1)
+    token = tl.load(chosen_ptr + row, mask=is_live, other=-1)
+    position = tl.load(row_position_ptr + row, mask=is_live, other=-1)
+    place = tree * NUM_ROWS + entry
+    tl.store(draft_slot_ptr + place, tl.where(token < 0, -1, slot), mask=is_entry)
+    tl.store(draft_token_ptr + place, token, mask=is_entry)
+    tl.store(draft_position_ptr + place, position + 1, mask=is_entry)
+    tl.store(source_ptr + place, tl.where(is_live, row, -1), mask=is_entry)
+
+
+@kernel
+def _gather_hidden(
+    source_ptr,  # [M] int32; -1: none
+    hidden_ptr,  # [N, SIZE]
+    out_ptr,  # [M, SIZE], written
+    hidden_stride,
+    out_stride,
+    SIZE: tl.constexpr,
+    PADDED_COLUMNS: tl.constexpr,  # SIZE as a power of two
+    PDL: tl.constexpr,
+):
+    """Grid (M,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(source_ptr + row).to(tl.int64)
+    column = tl.arange(0, PADDED_COLUMNS)
+    is_loaded = column < tl.where(source >= 0, SIZE, 0)
+    values = tl.load(hidden_ptr + source * hidden_stride + column, mask=is_loaded, other=0.0)
+    tl.store(out_ptr + row * out_stride + column, values, mask=column < SIZE)
+
+
+def path_rows(
+    row_slot: Tensor,
+    row_position: Tensor,
+    chosen: Tensor,
+    path: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    nodes_per_tree: int,
+) -> None:
+    """Write the rows (slot, token, position, source) [B * E] that a draft computes of the paths of B trees.
+
+    row_slot, row_position [B * T]: of the round's rows. chosen [B * T]: the token behind each row. path [B,
+    PATH_ENTRIES]: as of `tree_accept`; of a path the first E entries, which are all that are not -1. out,
+    written: the token is the chosen one, the position that of this token, the source the round's row; slot
+    and source are -1 behind the path. All int32. Raises ValueError for another shape or type.
+    """
+    num_trees = path.shape[0]
+    num_rows = out[0].shape[0] // num_trees
+    check_range("rows of a path", num_rows, 1, PATH_ENTRIES)
+    check_tensors(
+        (num_trees * nodes_per_tree,),
+        torch.int32,
+        row_slot=row_slot,
+        row_position=row_position,
+        chosen=chosen,
+    )
+    check_tensor("path", path, (num_trees, PATH_ENTRIES), torch.int32)
+    for name, tensor in zip(("slot", "token", "position", "source"), out, strict=True):
+        check_tensor(name, tensor, (num_trees * num_rows,), torch.int32)
+    _path_rows[(num_trees,)](
+        row_slot,
+        row_position,
+        chosen,
+        path,
+        *out,
+        NUM_NODES=nodes_per_tree,
+        NUM_ROWS=num_rows,
+        PADDED_ROWS=next_power_of_2(num_rows),
+        NUM_PATH_ENTRIES=PATH_ENTRIES,
+        PDL=uses_pdl(),
+        num_warps=1,
+        **launch_options(),
+    )
+
+
+def gather_hidden(source: Tensor, hidden: Tensor, out: Tensor) -> None:
+    """out[m] = hidden[source[m]], zeros where source is -1.
+
+    source [M] int32. hidden [N, H], out [M, H] of one type; their rows may have any stride. Raises ValueError
+    for another shape or type.
+    """
+    (num_rows,), size = source.shape, hidden.shape[1]
+    check_tensor("source", source, (num_rows,), torch.int32)
+    check_rows("hidden", hidden, hidden.shape, out.dtype)
+    check_rows("out", out, (num_rows, size), out.dtype)
+    _gather_hidden[(num_rows,)](
+        source,
+        hidden,
+        out,
+        hidden.stride(0),
+        out.stride(0),
+        SIZE=size,
+        PADDED_COLUMNS=next_power_of_2(size),
+        PDL=uses_pdl(),
+        num_warps=norm_warps(size),
         **launch_options(),
     )

@@ -1,4 +1,6 @@
-"""A GPU as the engine's thread uses it: a stream, events in it, and captured graphs."""
+"""A GPU as the engine's thread uses it: a stream, events in it, and captured graphs; and several GPUs that
+run the same steps at the same time, as one device.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,11 @@ from cuda.core import Device as CudaDevice
 from cuda.core import DeviceMemoryResource, DeviceMemoryResourceOptions, EventOptions
 from torch import Tensor
 
-from drift_sdk._kernels.common.launch_order import checked_launches
-from drift_sdk._kernels.common.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
+from drift_sdk._kernels.launch.launch_order import checked_launches
+from drift_sdk._kernels.launch.parallel_compile import compile_kernels, missing_kernels, recorded_kernels
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device.capture_pool import CapturePool
-from drift_sdk.execution.device.instantiation import Instantiation
-from drift_sdk.execution.device.stream_capture import captured_graph
-from drift_sdk.execution.device.stream_signal import StreamSignal
-from drift_sdk.execution.device.streams import external_stream, return_stream, take_stream
-
-__all__ = ["Device", "Event", "GpuDevice", "Replay", "ServingDevice", "step_timeout"]
+from drift_sdk.execution.device.capture import CapturePool, Instantiation, captured_graph
+from drift_sdk.execution.device.streams import StreamSignal, external_stream, return_stream, take_stream
 
 ERROR_CHECK_S = 0.05
 """Seconds after which a wait with a timeout looks at the event even if it has not been signalled: after an
@@ -246,3 +243,72 @@ class GpuDevice:
         return_stream(self._device.device_id, self._stream)
         self._pool.release()
         torch.cuda.empty_cache()
+
+
+class GroupReplay:
+    """The graphs of one step on all GPUs, launched one right after the other."""
+
+    def __init__(self, replays: Sequence[Replay]) -> None:
+        self._replays = replays
+
+    def launch(self) -> None:
+        for replay in self._replays:
+            replay.launch()
+
+    def close(self) -> None:
+        for replay in self._replays:
+            replay.close()
+
+
+class GroupEvent:
+    """A mark in the streams of all GPUs, reached when all have reached it."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def record(self) -> None:
+        for event in self._events:
+            event.record()
+
+    @property
+    def is_done(self) -> bool:
+        return all(event.is_done for event in self._events)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for event in self._events:
+            if deadline is None or timeout_s is None:
+                event.wait()
+                continue
+
+            try:
+                event.wait(max(deadline - time.monotonic(), 0.0))
+            except ExecutorError as error:
+                raise step_timeout(timeout_s) from error  # of all GPUs, not of what others have left of it
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Seconds between two marks on the first GPU."""
+        assert isinstance(earlier, GroupEvent)
+        return self._events[0].seconds_since(earlier._events[0])
+
+
+class DeviceGroup:
+    """The GPUs of a tensor-parallel model. `torch_device` and `work` are those of the first one."""
+
+    def __init__(self, devices: Sequence[ServingDevice]) -> None:
+        self._devices = devices
+        self.torch_device = devices[0].torch_device
+
+    @property
+    def num_allocations(self) -> int:
+        return sum(device.num_allocations for device in self._devices)
+
+    def work(self) -> AbstractContextManager[None]:
+        return self._devices[0].work()
+
+    def event(self) -> Event:
+        return GroupEvent([device.event() for device in self._devices])
+
+    def close(self) -> None:
+        for device in self._devices:
+            device.close()

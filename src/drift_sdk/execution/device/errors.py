@@ -10,8 +10,6 @@ import torch
 
 from drift_sdk.errors import DriftError, ExecutorError
 
-__all__ = ["executor_error", "is_kept", "keep_forever", "typed_errors"]
-
 # The driver's name of an error, which cuda.core gives, and its description, which torch and Triton give.
 # After each of these errors every further CUDA call of the process fails. cuBLAS has its own names of errors,
 # but they do not tell whether the context is lost; the next call does.

@@ -9,13 +9,11 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from drift_sdk._kernels.exchange.gather import NUM_COLUMNS, share_drafts
 from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerMemory, PeerSums, PeerTensor, begin_exchange
-from drift_sdk._kernels.exchange.share_drafts import NUM_COLUMNS, share_drafts
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.device import Device
 from drift_sdk.models.shard import Shard
-
-__all__ = ["Exchange", "ExchangeSizes", "open_exchanges"]
 
 ALIGNMENT = 512
 """Bytes at multiples of which buffers begin, as torch's allocations do."""

@@ -14,8 +14,6 @@ from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotSta
 from drift_sdk.errors import ConfigError
 from drift_sdk.steps import BlockUpdate, ExecutorLimits, SlotAssignment, SlotSampling
 
-__all__ = ["NO_UPDATES", "Pairs", "SlotTable", "Updates"]
-
 # One value for each slot, by name.
 COLUMNS = {
     "seed": torch.int64,
@@ -79,7 +77,7 @@ class SlotTable:
     columns: what sampling reads. state: lengths, newest tokens and finished flags.
     block_table [S, max_blocks] int32.
     history [S, max_model_len + 1] int32: the token at each position; [S, 0] without `has_history`.
-    ngram_score [S] int32: see `draft_policy.ngram_score`; 0 of a new sequence. [0] without `has_history`.
+    ngram_score [S] int32: see `draft_policy.ngrams`; 0 of a new sequence. [0] without `has_history`.
     dropped, pending [S] int32: see `Retrieval`; 0 of a new sequence. [0] without `has_views`.
     """
 

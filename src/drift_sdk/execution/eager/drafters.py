@@ -1,27 +1,205 @@
-"""Drafters of the eager executor. A draft changes the speed of decoding, never the tokens."""
+"""Drafters of the eager executor: n-grams, a draft head by chains and by trees, a small model, and n-grams in
+place of a model's drafts where they are accepted more often. A draft changes the speed of decoding, never the
+tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Protocol
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk.draft_policy.ngram import NGramHistory
-from drift_sdk.execution.eager.draft_chains import draft_chains
+from drift_sdk.draft_policy.ngrams import NGramHistory, next_score, num_right
+from drift_sdk.execution.eager.sampling import choose, rank
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.execution.eager.tree_grower import TreeGrower, max_draft_rows, target_logits
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.kv_cache import KVCache
+from drift_sdk.models.tree_attention import TreeAttentionBatch, TreeRows
 from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.trees.growth import Draft, DraftLimit
-from drift_sdk.trees.limits import MAX_TREE_ROWS
+from drift_sdk.trees import (
+    MAX_TREE_ROWS,
+    Draft,
+    DraftLimit,
+    DynamicGrowth,
+    StaticGrowth,
+    TreeGrowth,
+    max_batch_drafts,
+    rank_tree,
+)
 
-__all__ = ["Drafter", "EagleDrafter", "NGramDrafter", "Span"]
+Advance = Callable[[Tensor, Sequence[int], Sequence[Slot], Sequence[int]], Tensor]
+"""Takes the draft's outputs [M, H], the tokens chosen from them, the slots, and how many tokens each slot has
+drafted, these included. Returns the outputs [M, H] of these tokens."""
+
+
+def draft_chains(
+    slots: Sequence[Slot],
+    hidden: Sequence[Tensor],
+    lengths: Sequence[int],
+    logits_of: Callable[[Tensor], Tensor],
+    advance: Advance,
+) -> list[list[int]]:
+    """Draft as many tokens as `lengths` says after the newest token of each slot.
+
+    A token is sampled with the target's noise for its position, so that it equals the target's token where
+    the logits agree.
+
+    hidden: the draft's output [H] for each slot's newest token. logits_of: gives logits [M, vocab_size] fp32
+    over the target's vocabulary, of outputs [M, H].
+    """
+    drafts: list[list[int]] = [[] for _ in slots]
+    outputs = list(hidden)
+    active = [index for index, length in enumerate(lengths) if length > 0]
+    while active:
+        stacked = torch.stack([outputs[index] for index in active])
+        owners = [slots[index] for index in active]
+        positions = [slots[index].length + len(drafts[index]) for index in active]
+        tokens = choose(logits_of(stacked), [slot.sampling for slot in owners], positions).tolist()
+        for index, token in zip(active, tokens, strict=True):
+            drafts[index].append(token)
+        continued = [n for n, index in enumerate(active) if len(drafts[index]) < lengths[index]]
+        if not continued:
+            break
+
+        active = [active[n] for n in continued]
+        output = advance(
+            stacked[continued],
+            [drafts[index][-1] for index in active],
+            [slots[index] for index in active],
+            [len(drafts[index]) for index in active],
+        )
+        for n, index in enumerate(active):
+            outputs[index] = output[n]
+
+    return drafts
+
+
+class _GrowingTree:
+    """A tree that grows after a slot's newest token.
+
+    outputs:    the draft's output [N, H] for the nodes of the frontier.
+    key_slots:  cache slots of the nodes that the draft has computed, in the order of computing.
+    """
+
+    def __init__(self, slot: Slot, tree: TreeGrowth, outputs: Tensor) -> None:
+        self.slot, self.tree, self.outputs = slot, tree, outputs
+        self.key_slots: list[int] = []
+
+
+class TreeGrower:
+    """Drafts trees of a shape.
+
+    The node of depth d combines the draft's output for its parent with its own token, at the RoPE position
+    that it has in a chain. Its keys and values are kept only while the tree grows, in cache slots from
+    `first_slot` on; those of accepted tokens are computed again from the target's features.
+    """
+
+    def __init__(
+        self,
+        draft: DraftDecoder,
+        cache: KVCache,
+        shape: StaticTree | DynamicTree,
+        first_slot: int,
+        vocab_size: int,
+    ) -> None:
+        self._draft, self._cache, self._shape = draft, cache, shape
+        self._first_slot, self._vocab_size = first_slot, vocab_size
+
+    def grow(
+        self, slots: Sequence[Slot], hidden: Sequence[Tensor], limits: Sequence[DraftLimit]
+    ) -> list[Draft]:
+        """A tree for each slot, from the draft's output [H] for its newest row."""
+        growing = [
+            _GrowingTree(slot, self._growth(limit), output[None])
+            for slot, limit, output in zip(slots, limits, hidden, strict=True)
+        ]
+        free_slots = count(self._first_slot)
+        active = [each for each in growing if each.tree.num_candidates]
+        depth = 0
+        while active:
+            outputs = torch.cat([each.outputs for each in active])
+            self._expand(active, outputs, depth)
+            active = self._compute(active, outputs, depth, free_slots)
+            depth += 1
+
+        return [each.tree.draft() for each in growing]
+
+    def _expand(self, active: Sequence[_GrowingTree], outputs: Tensor, depth: int) -> None:
+        """Add candidates after the nodes of all frontiers, which are `depth` deep, from their outputs [N,
+        H]."""
+        owners = [each for each in active for _ in range(len(each.outputs))]
+        token_ids, logprobs = rank(
+            target_logits(self._draft, outputs, self._vocab_size),
+            [each.slot.sampling for each in owners],
+            [each.slot.length + depth for each in owners],
+            max(each.tree.num_candidates for each in active),
+        )
+        first = 0
+        for each in active:
+            end = first + len(each.outputs)
+            each.tree.expand(token_ids[first:end], logprobs[first:end])
+            first = end
+
+    def _compute(
+        self, active: Sequence[_GrowingTree], outputs: Tensor, depth: int, free_slots: Iterator[int]
+    ) -> list[_GrowingTree]:
+        """Compute the nodes of the new frontiers from the outputs [N, H] of the ones before, and return the
+        trees that have any."""
+        rows: list[TreeRows] = []
+        parents: list[int] = []
+        tokens: list[int] = []
+        first = 0
+        for each in active:
+            nodes, position = each.tree.frontier, each.slot.length - 1 + depth
+            parents += [first + node.parent_index for node in nodes]
+            tokens += [node.token_id for node in nodes]
+            first += len(each.outputs)
+            if nodes:
+                each.key_slots += [next(free_slots) for _ in nodes]
+                seen = [node.rows for node in nodes]
+                table, positions = each.slot.block_table, [position] * len(nodes)
+                rows.append(TreeRows(table, each.slot.length - 1, positions, each.key_slots, seen))
+        if not rows:
+            return []
+
+        batch = TreeAttentionBatch(rows, self._cache, slot_offset=DRAFT_KV_OFFSET)
+        inputs = torch.tensor(tokens, dtype=torch.int64, device=outputs.device)
+        computed = self._draft.forward(outputs[parents], inputs, batch, self._cache)
+        grown = [each for each in active if each.tree.frontier]
+        for each, part in zip(grown, computed.split([row.num_rows for row in rows]), strict=True):
+            each.outputs = part
+
+        return grown
+
+    def _growth(self, limit: DraftLimit) -> TreeGrowth:
+        shape = self._shape
+        if isinstance(shape, StaticTree):
+            return StaticGrowth(rank_tree(shape.paths), limit)
+
+        return DynamicGrowth(shape.top_k, shape.depth, limit)
+
+
+def max_draft_rows(shape: StaticTree | DynamicTree) -> int:
+    """The most rows that the draft computes for the trees of a round."""
+    return max(
+        number * shape.num_draft_rows(min(max_batch_drafts(number), shape.num_draft_tokens))
+        for number in range(1, MAX_TREE_ROWS + 1)
+    )
+
+
+def target_logits(draft: DraftDecoder, hidden: Tensor, vocab_size: int) -> Tensor:
+    """The draft's logits [M, vocab_size] fp32 over the target's vocabulary; -inf for tokens that it does not
+    have."""
+    logits = torch.full((len(hidden), vocab_size), -torch.inf, dtype=torch.float32, device=hidden.device)
+    logits[:, draft.target_ids] = draft.logits(hidden)
+    return logits
 
 
 class Span(Struct, frozen=True):
@@ -244,3 +422,155 @@ def state_of(slot: Slot) -> EagleState:
     """The state that an EagleDrafter keeps for a slot."""
     assert isinstance(slot.draft, EagleState)
     return slot.draft
+
+
+class ModelState:
+    """The state of a small model in a slot.
+
+    num_rows: tokens of the sequence whose keys and values it has, from the first on.
+    hidden:   its output for the newest token, [H]; None before the first step.
+    """
+
+    __slots__ = ("hidden", "num_rows")
+
+    def __init__(self) -> None:
+        self.num_rows: int = 0
+        self.hidden: Tensor | None = None
+
+
+class ModelDrafter:
+    """Drafts with a small model of the target's vocabulary.
+
+    Keys and values of a token lie at its position in the sequence's blocks, as those of the target do, but
+    they are computed one step earlier: together with the tokens of a step, the newest of which the target has
+    not computed yet. So its output for the newest token is known when the next round begins, and drafting K
+    tokens takes K - 1 passes of one row. The draft's KV of a block depends only on the tokens of the block
+    and of those before it, and a prefix hit covers both models.
+    """
+
+    aux_layers: Sequence[int] = ()
+    max_tree_rows = 0
+
+    def __init__(self, draft: Decoder, limits: ExecutorLimits) -> None:
+        self._draft = draft
+        self._cache = draft.empty_kv_cache(limits.num_blocks, limits.block_size)
+
+    def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
+        slot.draft = ModelState()
+
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
+        spans = [span for span in spans if span.next_token_ids]
+        if not spans:
+            return
+
+        tokens: list[int] = []
+        rows: list[SequenceRows] = []
+        for span in spans:
+            state = model_state_of(span.slot)
+            # The token at `start` was the newest one before, and was computed then, unless the sequence
+            # begins with it or a prefix hit ends before it.
+            is_known = state.num_rows > span.start
+            new = span.next_token_ids if is_known else (span.token_id, *span.next_token_ids)
+            end = span.start + 1 + len(span.next_token_ids)
+            tokens.extend(new)
+            rows.append(SequenceRows(span.slot.block_table, end - len(new), len(new)))
+            state.num_rows = end
+
+        output = self._forward(tokens, rows)
+        last = -1
+        for span, row in zip(spans, rows, strict=True):
+            last += row.num_rows
+            model_state_of(span.slot).hidden = output[last]
+
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
+        hidden = [output_of(slot) for slot in slots]
+        lengths = [limit.chain_length for limit in limits]
+        chains = draft_chains(slots, hidden, lengths, self._draft.logits, self._advance)
+        return [Draft.chain(tokens) for tokens in chains]
+
+    def _advance(
+        self, outputs: Tensor, tokens: Sequence[int], slots: Sequence[Slot], num_drafted: Sequence[int]
+    ) -> Tensor:
+        rows = [
+            SequenceRows(slot.block_table, slot.length - 1 + number, 1)
+            for slot, number in zip(slots, num_drafted, strict=True)
+        ]
+        return self._forward(tokens, rows)
+
+    def _forward(self, tokens: Sequence[int], rows: Sequence[SequenceRows]) -> Tensor:
+        """The model's output [N, H] for tokens."""
+        token_ids = torch.tensor(tokens, dtype=torch.int64, device=self._draft.device)
+        return self._draft.forward(token_ids, AttentionBatch(rows, self._cache), self._cache)[0]
+
+
+def output_of(slot: Slot) -> Tensor:
+    """The model's output [H] for the newest token. A slot that decodes has taken part in a step before."""
+    output = model_state_of(slot).hidden
+    assert output is not None
+    return output
+
+
+def model_state_of(slot: Slot) -> ModelState:
+    """The state that a ModelDrafter keeps for a slot."""
+    assert isinstance(slot.draft, ModelState)
+    return slot.draft
+
+
+class HybridState:
+    """The state of n-grams in a slot.
+
+    score:  see `draft_policy.ngrams`.
+    drafts: the n-gram and the model's tokens of the latest round; None if one of them had no draft.
+    """
+
+    __slots__ = ("drafts", "history", "score")
+
+    def __init__(self, history: NGramHistory) -> None:
+        self.history: NGramHistory = history
+        self.score: int = 0
+        self.drafts: tuple[Sequence[int], Sequence[int]] | None = None
+
+
+class HybridDrafter:
+    """Chains of a draft model, or n-grams in their place. The model drafts for every slot and is updated with
+    the tokens of every step, whatever was taken."""
+
+    max_tree_rows = 0
+
+    def __init__(self, model: Drafter, min_length: int, max_length: int) -> None:
+        """min_length, max_length: see `NGram`."""
+        self._model, self._lengths = model, (min_length, max_length)
+        self.aux_layers: Sequence[int] = model.aux_layers
+
+    def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
+        state = slot.ngrams = HybridState(NGramHistory(*self._lengths))
+        state.history.extend(cached_token_ids)
+        self._model.enter(slot, cached_token_ids)
+
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
+        for span in spans:
+            state = hybrid_state_of(span.slot)
+            tokens = (span.token_id, *span.next_token_ids)
+            state.history.extend(tokens[len(state.history) - span.start :])
+            if state.drafts is not None:
+                counts = [num_right(draft, span.next_token_ids) for draft in state.drafts]
+                state.score = next_score(state.score, *counts)
+                state.drafts = None
+        self._model.draft_extend(spans, aux_hidden, hidden)
+
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
+        drafts = self._model.propose(slots, limits)
+        for index, (slot, limit) in enumerate(zip(slots, limits, strict=True)):
+            state = hybrid_state_of(slot)
+            ngram = state.history.propose(limit.chain_length)
+            state.drafts = (ngram, drafts[index].token_ids) if ngram else None
+            if ngram and state.score >= 0:
+                drafts[index] = Draft.chain(ngram, is_ngram=True)
+
+        return drafts
+
+
+def hybrid_state_of(slot: Slot) -> HybridState:
+    """The state that a HybridDrafter keeps for a slot."""
+    assert isinstance(slot.ngrams, HybridState)
+    return slot.ngrams

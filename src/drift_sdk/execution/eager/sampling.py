@@ -1,18 +1,209 @@
-"""Sampling of tokens from logits, with separate parameters for each row."""
+"""From logits to tokens: the rules of slots (biases, penalties and masks that apply before a token is
+sampled), and sampling with separate parameters for each row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from drift_sdk._kernels.sampling.noise import gumbel_noise
-from drift_sdk._kernels.sampling.sample import filter_logits, sample, top_logprobs
+from drift_sdk._kernels.sampling.torch_reference import (
+    add_bias,
+    count_tokens,
+    filter_logits,
+    gumbel_noise,
+    mask_logits,
+    penalise_counts,
+    penalise_repetition,
+    sample,
+    select_tokens,
+    top_logprobs,
+    unpack_mask,
+)
 from drift_sdk.results import TokenLogprobs
-from drift_sdk.steps import SlotSampling
+from drift_sdk.steps import SlotAssignment, SlotSampling
 
-__all__ = ["choose", "rank", "token_logprobs"]
+
+class LogitsProcessors:
+    """The logits rules of one slot, with their tensors on the device. `of` returns None for a slot without
+    rules.
+
+    stop_ids:       [N] int64.
+    bias_ids, bias: [N] int64 and [N] fp32.
+    is_allowed:     [V] bool; None = all tokens.
+    is_in_prompt:   [V] bool, tokens of the prompt; [0] without penalties.
+    output_counts:  [V] int32, how often each token was generated; [0] without penalties.
+    """
+
+    def __init__(self, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> None:
+        def tensor(values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        sampling = assignment.sampling
+        self.sampling = sampling
+        self.constraint = assignment.constraint
+        self.stop_ids: torch.Tensor = tensor(sampling.stop_token_ids, torch.int64)
+        self.bias_ids: torch.Tensor = tensor([token_id for token_id, _ in sampling.logit_bias], torch.int64)
+        self.bias: torch.Tensor = tensor([addend for _, addend in sampling.logit_bias], torch.float32)
+        self.is_allowed: Tensor | None = None
+        if sampling.allowed_token_ids is not None:
+            self.is_allowed = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.is_allowed[tensor(sampling.allowed_token_ids, torch.int64)] = True
+
+        num_counted = vocab_size if sampling.has_penalties else 0
+        self.is_in_prompt: torch.Tensor = torch.zeros(num_counted, dtype=torch.bool, device=device)
+        self.output_counts: torch.Tensor = torch.zeros(num_counted, dtype=torch.int32, device=device)
+        self.count(assignment.cached_token_ids, 0)
+        self.begin_step()
+
+    @classmethod
+    def of(cls, assignment: SlotAssignment, vocab_size: int, device: torch.device) -> LogitsProcessors | None:
+        """The rules of a slot; None if it has none."""
+        sampling = assignment.sampling
+        has_rules = (
+            sampling.has_penalties
+            or bool(sampling.logit_bias)
+            or (bool(sampling.stop_token_ids) and sampling.min_length > sampling.num_prompt_tokens)
+            or sampling.allowed_token_ids is not None
+            or assignment.constraint is not None
+        )
+        return cls(assignment, vocab_size, device) if has_rules else None
+
+    def count(self, token_ids: Sequence[int], start: int) -> None:
+        """Count tokens of the prompt or of the output, at positions from `start` on, for the penalties."""
+        if not token_ids or not self.sampling.has_penalties:
+            return
+
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.output_counts.device)
+        num_prompt_ids = max(0, self.sampling.num_prompt_tokens - start)
+        self.is_in_prompt[ids[:num_prompt_ids]] = True
+        count_tokens(self.output_counts, ids[num_prompt_ids:])
+
+    def begin_step(self, draft_token_ids: Sequence[int] = ()) -> None:
+        """Prepare for a step that samples a token at its first row and, while they agree, after each draft
+        token."""
+        self._draft_token_ids = draft_token_ids
+        self._masks: NDArray[np.int32] | None = None
+        self._num_chosen = 0
+
+    def append(self, token_id: int, position: int) -> None:
+        """Count a token that was just sampled; the next row of the step follows."""
+        self._num_chosen += 1
+        self.count((token_id,), position)
+
+    @property
+    def mask(self) -> NDArray[np.int32]:
+        """The constraint's mask at the current row of the step: [ceil(V / 32)] int32, see `TokenConstraint`.
+
+        Rows after a draft token that the constraint forbids are never reached, because no such token is
+        sampled.
+        """
+        assert self.constraint is not None
+        # Computed once for all rows: for each row alone, the constraint would process all draft tokens before
+        # it again.
+        if self._masks is None:
+            self._masks = self.constraint.masks(self._draft_token_ids)
+
+        row: NDArray[np.int32] = self._masks[self._num_chosen]
+        return row
+
+    def is_short(self, length: int) -> bool:
+        """Whether a sequence of this length is too short to stop."""
+        return length < self.sampling.min_length
+
+    def forbids(self, length: int) -> bool:
+        """Whether any token may be forbidden in a sequence of this length."""
+        return self.is_short(length) or self.is_allowed is not None or self.constraint is not None
+
+
+def apply_processors(
+    logits: Tensor, rules: Sequence[LogitsProcessors | None], lengths: Sequence[int]
+) -> Tensor:
+    """logits [M, V] fp32 after the rules of each row; the same tensor if no row has any.
+
+    lengths: the number of tokens of each row's sequence.
+
+    The order is that of transformers' `generate`: biases; repetition, frequency and presence penalties; then
+    all rules that forbid tokens.
+    """
+    rows = [row for row, rule in enumerate(rules) if rule is not None]
+    if not rows:
+        return logits
+
+    ruled = [rule for rule in rules if rule is not None]
+    changed = _add_biases(logits[rows], ruled)
+    changed = _penalise(changed, ruled)
+    changed = _forbid(changed, ruled, [lengths[row] for row in rows])
+    return _replace_rows(logits, rows, changed)
+
+
+def _add_biases(logits: Tensor, rules: list[LogitsProcessors]) -> Tensor:
+    token_ids = torch.cat([rule.bias_ids for rule in rules])
+    if token_ids.numel() == 0:
+        return logits
+
+    bias = torch.cat([rule.bias for rule in rules])
+    return add_bias(logits, _rows_of([rule.bias_ids for rule in rules]), token_ids, bias)
+
+
+def _penalise(logits: Tensor, rules: list[LogitsProcessors]) -> Tensor:
+    rows = [row for row, rule in enumerate(rules) if rule.sampling.has_penalties]
+    if not rows:
+        return logits
+
+    def column(name: str) -> Tensor:
+        values = [getattr(rules[row].sampling, name) for row in rows]
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+    counts = torch.stack([rules[row].output_counts for row in rows])
+    is_seen = torch.stack([rules[row].is_in_prompt for row in rows]) | (counts > 0)
+    changed = penalise_repetition(logits[rows], is_seen, column("repetition_penalty"))
+    changed = penalise_counts(changed, counts, column("frequency_penalty"), column("presence_penalty"))
+    return _replace_rows(logits, rows, changed)
+
+
+def _forbid(logits: Tensor, rules: list[LogitsProcessors], lengths: list[int]) -> Tensor:
+    rows = [row for row, rule in enumerate(rules) if rule.forbids(lengths[row])]
+    if not rows:
+        return logits
+
+    # If no token remains, `is_kept_at_least` applies instead: stop ids are allowed again, and a constraint
+    # takes precedence over allowed ids.
+    stop_ids = [rules[row].stop_ids[: None if rules[row].is_short(lengths[row]) else 0] for row in rows]
+    num_rows, vocab_size = len(rows), logits.shape[-1]
+    is_kept = ~select_tokens(num_rows, vocab_size, _rows_of(stop_ids), torch.cat(stop_ids))
+    is_kept_at_least = torch.ones_like(is_kept)
+
+    allowed = [index for index, row in enumerate(rows) if rules[row].is_allowed is not None]
+    if allowed:
+        mask = torch.stack([mask for index in allowed if (mask := rules[rows[index]].is_allowed) is not None])
+        is_kept[allowed] &= mask
+        is_kept_at_least[allowed] = mask
+
+    constrained = [index for index, row in enumerate(rows) if rules[row].constraint is not None]
+    if constrained:
+        words = np.stack([rules[rows[index]].mask for index in constrained])
+        mask = unpack_mask(torch.from_numpy(words).to(logits.device), vocab_size)
+        is_kept[constrained] &= mask
+        is_kept_at_least[constrained] = mask
+
+    return _replace_rows(logits, rows, mask_logits(logits[rows], is_kept, is_kept_at_least))
+
+
+def _replace_rows(logits: Tensor, rows: list[int], changed: Tensor) -> Tensor:
+    return logits.index_copy(0, torch.tensor(rows, dtype=torch.int64, device=logits.device), changed)
+
+
+def _rows_of(parts: list[Tensor]) -> Tensor:
+    """For each element of the concatenated parts, the index of its part: [N] int64."""
+    sizes = [part.numel() for part in parts]
+    lengths = torch.tensor(sizes, dtype=torch.int64, device=parts[0].device)
+    return torch.arange(len(parts), device=lengths.device).repeat_interleave(lengths)
+
 
 CUT_OFF = 1e6
 """Subtracted from the scores of tokens that filters cut off, so that they rank after the others."""

@@ -8,9 +8,7 @@ from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotSampling
 
 if TYPE_CHECKING:  # a scripted executor has slots and no torch
-    from drift_sdk.execution.eager.logits_processors import LogitsProcessors
-
-__all__ = ["Slot"]
+    from drift_sdk.execution.eager.sampling import LogitsProcessors
 
 
 class Slot:

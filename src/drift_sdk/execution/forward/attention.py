@@ -1,23 +1,419 @@
-"""Attention of a forward pass: projections, rotation, keys and values in the cache, and the output."""
+"""Attention of a forward pass: projections, rotation, keys and values in the cache, and the output.
+
+Attention of a step's rows, for rows that are decoded or verified and for rows of prompts. Both sum in the
+same order, so a row's bits do not depend on which of them it goes through.
+
+Attention of rounds that verify over a part of the KV cache, and of those that choose this part.
+
+Paged attention of a step's sequences, a group of them at a time, in scratch memory of bounded size.
+"""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
+from drift_sdk._kernels.attention.decode import (
+    AttentionConfig,
+    AttentionScratch,
+    attention_config,
+    paged_attention,
+)
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.prefill import PrefillAttentionConfig, has_cuda_prefill, prefill_attention
+from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
-from drift_sdk._kernels.layers.attention_gate import gate_attention
+from drift_sdk._kernels.layers.gates import gate_attention
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.model_resources import ModelResources
+from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
+from drift_sdk._kernels.views import Retrieval, block_shares, select_blocks, view_blocks
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.products import Products
-from drift_sdk.execution.forward.row_attention import RowAttention
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import LayerBuffers
+from drift_sdk.execution.forward.rows import LayerBuffers, Rows
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
+from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.spec.model import Attention
 
-__all__ = ["AttentionForward"]
+SCRATCH_SHARE = 64
+"""The partial sums take at most 1 / SCRATCH_SHARE of a GPU's memory: 2.2 GiB of an H200's 140 GiB, which is
+room for 256 sequences of 131,072 tokens that decode one row each (8 KV heads, groups of 4, heads of 128)."""
+CPU_SCRATCH_BYTES = 2**28
+"""The most memory that partial sums take on a CPU, where kernels are interpreted."""
+
+
+class AttentionShape(Struct, frozen=True, kw_only=True):
+    """Sizes of a model's attention.
+
+    num_kv_heads, head_dim: of the KV cache. group: query heads for each KV head. max_num_keys: most keys of a
+    sequence. windows: how many keys rows see in the layers, each once; 0: all before them.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    max_num_keys: int
+    windows: tuple[int, ...] = (0,)
+
+
+class AttentionGroups:
+    """Paged attention for up to `num_sequences` sequences of up to `num_rows` rows each.
+
+    Partial sums of many rows at long contexts would take gigabytes. Where they exceed the bound, the
+    sequences are attended in groups, one launch after the other. A sequence's bits do not depend on its
+    group. All users of a workspace share the same scratch memory.
+
+    group_size: most sequences of a group. scratches: for each window, the scratch memory of each group; all
+    share the partial sums, each has its own plan.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        device: torch.device,
+        shape: AttentionShape,
+        *,
+        num_sequences: int,
+        num_rows: int,
+        blocks: BlockTable | None = None,
+        max_scratch_bytes: int | None = None,
+    ) -> None:
+        """blocks: in which shared prefixes are looked for; None: keys are read for each sequence.
+        max_scratch_bytes: the bound; None: `scratch_bytes` of the device."""
+        self._blocks, self._group = blocks, shape.group
+        num_partitions = {
+            window: Partitions.of_window(window).room(shape.max_num_keys, window, num_rows)
+            for window in shape.windows
+        }
+        num_bytes = sequence_bytes(shape, num_rows)
+        most = scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
+        self.group_size: int = max(1, min(num_sequences, most // num_bytes))
+
+        def scratch(window: int) -> AttentionScratch:
+            partitions = Partitions.of_window(window)
+            plan = AttentionPlan(
+                self.group_size, shape.max_num_keys, partitions, device, window=window, num_rows=num_rows
+            )
+            rows = num_rows * shape.group
+            sizes = (self.group_size, shape.num_kv_heads, plan.max_num_partitions, rows)
+
+            def take(name: str, *last: int) -> Tensor:
+                return workspace.take(f"attention_{name}", (*sizes, *last), torch.float32)
+
+            return AttentionScratch(plan, take("sums", shape.head_dim), take("maxima"), take("weights"))
+
+        # The window that needs most takes its memory first.
+        windows = sorted(num_partitions, key=lambda window: -num_partitions[window])
+        num_groups = -(-num_sequences // self.group_size)
+        self.scratches: dict[int, list[AttentionScratch]] = {
+            window: [scratch(window) for _ in range(num_groups)] for window in windows
+        }
+
+    @classmethod
+    def of_model(
+        cls,
+        model: ModelResources,
+        workspace: Workspace,
+        block_table: Tensor | None,
+        *,
+        num_sequences: int,
+        num_rows: int,
+    ) -> AttentionGroups:
+        """The attention of a model.
+
+        block_table [S, max_blocks] int32: of slots whose shared prefixes are read once, or None.
+        """
+        spec = model.decoder.spec
+        attention = spec.attention
+        shape = AttentionShape(
+            num_kv_heads=attention.num_kv_heads,
+            group=attention.group,
+            head_dim=attention.head_dim,
+            max_num_keys=model.limits.max_model_len + 1,
+            windows=tuple(dict.fromkeys(window or 0 for window in spec.windows)),
+        )
+        return cls(
+            workspace,
+            model.decoder.device,
+            shape,
+            num_sequences=num_sequences,
+            num_rows=num_rows,
+            blocks=None if block_table is None else BlockTable(block_table, model.limits.block_size),
+        )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if keys that lie in the same blocks are read once for several sequences."""
+        return self._blocks is not None
+
+    def plan(self, rows: PlannedRows) -> None:
+        """Distribute the keys of rows over programs; once a step, before any layer calls `attend`. What
+        `attend_trees` attends needs a plan without shared prefixes."""
+        for window in self.scratches:
+            for scratch, part in self._groups(rows, window):
+                plan_attention(rows.of_rows(part), scratch.plan, self._blocks, self._group)
+
+    def attend(self, layer: LayerAttention, rows: PlannedRows, *, beside_chunks: bool = False) -> None:
+        """Attend the rows that `plan` was last called with; see `paged_attention`.
+
+        Raises ValueError for more sequences than the object was made for.
+        """
+        for scratch, part in self._groups(rows, layer.window):
+            paged_attention(
+                layer.of_rows(part),
+                rows.of_rows(part),
+                scratch,
+                _config(layer, scratch),
+                beside_chunks=beside_chunks and part.start == 0,
+            )
+
+    def attend_trees(self, layer: LayerAttention, rows: PlannedRows, paths: TreePaths) -> None:
+        """`attend` for rows that are nodes of trees; see `tree_attention`."""
+        nodes_per_tree = rows.rows_per_sequence
+        for scratch, part in self._groups(rows, layer.window):
+            trees = paths.of_trees(
+                part.start // nodes_per_tree, part.stop // nodes_per_tree, rows.num_sequences
+            )
+            tree_attention(layer.of_rows(part), rows.of_rows(part), trees, scratch, _config(layer, scratch))
+
+    def _groups(self, rows: PlannedRows, window: int) -> list[tuple[AttentionScratch, slice]]:
+        """The scratch memory and the rows of each group, for layers with this window."""
+        scratches, num_rows = self.scratches[window], rows.slot.shape[0]
+        size = self.group_size * rows.rows_per_sequence
+        firsts = range(0, num_rows, size)
+        if len(firsts) > len(scratches):
+            most = self.group_size * len(scratches)
+            raise ValueError(f"{rows.num_sequences} sequences: expected at most {most}")
+
+        return [
+            (scratch, slice(first, min(first + size, num_rows)))
+            for scratch, first in zip(scratches, firsts, strict=False)
+        ]
+
+
+def _config(layer: LayerAttention, scratch: AttentionScratch) -> AttentionConfig:
+    return attention_config(layer.head_dim, layer.kv.keys.dtype, scratch.plan.partitions.tile)
+
+
+def sequence_bytes(shape: AttentionShape, num_rows: int) -> int:
+    """Bytes of the partial sums of a sequence with so many rows."""
+    num_partitions = max(
+        Partitions.of_window(window).room(shape.max_num_keys, window, num_rows) for window in shape.windows
+    )
+    num_partials = shape.num_kv_heads * num_partitions * num_rows * shape.group
+    return num_partials * (shape.head_dim + 2) * 4
+
+
+def scratch_bytes(device: torch.device) -> int:
+    """The most bytes that partial sums may take on a device."""
+    if device.type != "cuda":
+        return CPU_SCRATCH_BYTES
+
+    return int(torch.cuda.get_device_properties(device).total_memory) // SCRATCH_SHARE
+
+
+class RowAttention(Protocol):
+    """Attention of a step's rows to the keys that they see."""
+
+    def plan(self) -> None:
+        """Prepare for the rows; once a step, before any layer calls `attend`."""
+
+    def attend(self, layer: LayerAttention) -> None:
+        """Fill `layer.out` for all rows."""
+
+
+class SequenceAttention:
+    """Attention of some rows of each sequence, to be decoded or verified."""
+
+    def __init__(self, groups: AttentionGroups, rows: PlannedRows) -> None:
+        self._groups, self._rows = groups, rows
+
+    def plan(self) -> None:
+        self._groups.plan(self._rows)
+
+    def attend(self, layer: LayerAttention, *, beside_chunks: bool = False) -> None:
+        self._groups.attend(layer, self._rows, beside_chunks=beside_chunks)
+
+
+class TreeAttention:
+    """Attention of some nodes of each tree, to be verified or drafted further."""
+
+    def __init__(self, groups: AttentionGroups, rows: PlannedRows, paths: TreePaths) -> None:
+        self._groups, self._rows, self._paths = groups, rows, paths
+
+    def plan(self) -> None:
+        self._groups.plan(self._rows)
+
+    def attend(self, layer: LayerAttention) -> None:
+        self._groups.attend_trees(layer, self._rows, self._paths)
+
+
+class ChunkAttention:
+    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4] (see `prefill_tiles`)."""
+
+    def __init__(self, tiles: Tensor, config: ExactPrefillConfig) -> None:
+        self._tiles, self._config = tiles, config
+
+    def plan(self) -> None:
+        """Nothing: the tiles come from the host."""
+
+    def attend(self, layer: LayerAttention) -> None:
+        exact_prefill_attention(layer, self._tiles, self._config, Partitions.of_window(layer.window))
+
+    def permits_early_start(self, layer: LayerAttention) -> bool:
+        """Return True if the launch after `attend` may start while the kernel of `attend` still runs."""
+        return has_cuda_prefill(layer, self._config.tile_rows, Partitions.of_window(layer.window))
+
+
+class FastChunkAttention:
+    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4], with other bits than decoding."""
+
+    def __init__(self, tiles: Tensor, config: PrefillAttentionConfig) -> None:
+        self._tiles, self._config = tiles, config
+
+    def plan(self) -> None:
+        """Nothing: the tiles come from the host."""
+
+    def attend(self, layer: LayerAttention) -> None:
+        prefill_attention(layer, self._tiles, self._config)
+
+
+class MixedAttention:
+    """Attention of `num_chunk_rows` rows of prompts, followed by rows of sequences."""
+
+    def __init__(self, chunks: ChunkAttention, sequences: SequenceAttention, num_chunk_rows: int) -> None:
+        self._chunks, self._sequences, self._num_chunk_rows = chunks, sequences, num_chunk_rows
+
+    def plan(self) -> None:
+        self._sequences.plan()
+
+    def attend(self, layer: LayerAttention) -> None:
+        """The launch for chunks has to come directly before the one for sequences, which may start beside it:
+        that one reads queries and keys before it waits."""
+        chunk_layer = layer.of_rows(slice(self._num_chunk_rows))
+        self._chunks.attend(chunk_layer)
+        self._sequences.attend(
+            layer.of_rows(slice(self._num_chunk_rows, None)),
+            beside_chunks=self._chunks.permits_early_start(chunk_layer),
+        )
+
+
+class Views(Struct, frozen=True, kw_only=True):
+    """The views of all slots. tables [L, S, layout.num_blocks] int32: block tables of each layer, which each
+    partial round makes for its slots."""
+
+    layout: ViewLayout
+    retrieval: Retrieval
+    tables: Tensor
+
+    @classmethod
+    def allocate(cls, layout: ViewLayout, decoder: Decoder, table: SlotTable) -> Views:
+        """The state of a table's slots, for a model."""
+        num_layers, num_slots = decoder.spec.num_layers, table.block_table.shape[0]
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=decoder.device)
+
+        return cls(
+            layout=layout,
+            retrieval=Retrieval(
+                dropped=table.dropped,
+                pending=table.pending,
+                pending_token=zeros(num_slots, layout.refresh_tokens),
+                selected=zeros(num_layers, num_slots, layout.num_retrieved),
+            ),
+            tables=zeros(num_layers, num_slots, layout.num_blocks),
+        )
+
+
+class ViewAttention:
+    """Attention of rows, equally many of each sequence, to the keys of its views.
+
+    Raises ValueError for groups that look for shared prefixes: sequences that share blocks have views of
+    their own.
+    """
+
+    def __init__(
+        self,
+        groups: AttentionGroups,
+        rows: PlannedRows,
+        views: Views,
+        block_table: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        if groups.shares_prefixes:
+            raise ValueError("groups: expected some that look for no shared prefixes")
+
+        self._groups, self._rows, self._views, self._block_table = groups, rows, views, block_table
+        position = workspace.take("view_positions", (rows.slot.shape[0],), torch.int32)
+        self._view_rows = replace(rows, position=position)
+
+    def plan(self) -> None:
+        view_blocks(
+            self._rows.slot,
+            self._rows.position,
+            self._block_table,
+            self._views.retrieval,
+            self._views.tables,
+            self._view_rows.position,
+            self._views.layout,
+            rows_per_sequence=self._rows.rows_per_sequence,
+        )
+        self._groups.plan(self._view_rows)
+
+    def attend(self, layer: LayerAttention) -> None:
+        self._groups.attend(replace(layer, block_table=self._views.tables[layer.index]), self._view_rows)
+
+
+class RefreshAttention:
+    """Attention of a refresh's rows to all keys of their sequences. In each layer it also chooses the blocks
+    of views, from the queries of the round's rows, which are the last of each sequence."""
+
+    def __init__(
+        self,
+        groups: AttentionGroups,
+        rows: PlannedRows,
+        round_rows: PlannedRows,
+        views: Views,
+        decoder: Decoder,
+        max_blocks: int,
+        workspace: Workspace,
+    ) -> None:
+        """rows: those of tiles as sequences, see `ViewLayout.refresh_tiles`. max_blocks: of a block table."""
+        self._groups, self._rows, self._round_rows, self._views = groups, rows, round_rows, views
+        attention = decoder.spec.attention
+        shape = (round_rows.num_sequences, attention.num_kv_heads, max_blocks)
+        num_query_rows = round_rows.rows_per_sequence * attention.group
+        self._sums = workspace.take("block_sums", (*shape, num_query_rows), torch.float32)
+        self._shares = workspace.take("block_shares", shape, torch.float32)
+
+    def plan(self) -> None:
+        self._groups.plan(self._rows)
+
+    def attend(self, layer: LayerAttention) -> None:
+        self._groups.attend(layer, self._rows)
+        rows, views = self._round_rows, self._views
+        block_shares(
+            layer.query,
+            layer.kv.keys,
+            layer.block_table,
+            rows.slot,
+            rows.position,
+            self._sums,
+            self._shares,
+            num_sequences=rows.num_sequences,
+            scale=layer.scale,
+        )
+        selected = views.retrieval.selected[layer.index]
+        select_blocks(self._shares, rows.slot, rows.position, selected, views.layout)
 
 
 class AttentionForward:

@@ -8,21 +8,19 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
-from drift_sdk._kernels.draft.draft_inputs import Residual, draft_inputs
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_multiply, library_product
+from drift_sdk._kernels.draft.draft_rows import Residual, draft_inputs
+from drift_sdk._kernels.gemm.fastest_gemm import fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import gated_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.attention_gate import gate_attention
-from drift_sdk._kernels.layers.glu import glu
-from drift_sdk._kernels.layers.residual_norm import add_norm
+from drift_sdk._kernels.layers.gates import gate_attention, glu
+from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
-from drift_sdk.execution.forward.experts import ExpertForward, has_few_rows
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward.caches import DraftKVCache
+from drift_sdk.execution.forward.channels import ExpertForward, has_few_rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
-from drift_sdk.execution.forward.quantised_products import multiply_gated, multiply_quantised
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import take_partials
+from drift_sdk.execution.forward.products import multiply_gated, multiply_quantised
+from drift_sdk.execution.forward.rows import Rows, take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.channels.experts import ExpertWeights
 from drift_sdk.models.channels.mlp import MlpWeights
@@ -31,8 +29,6 @@ from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.quantised.weight import Matrix, dense
 from drift_sdk.spec.model import Experts
-
-__all__ = ["Attend", "DraftForward"]
 
 MAX_MULTIPLY_ROWS = 128
 """Most rows for which `fastest_multiply` is faster than cuBLAS alone; products of more rows use cuBLAS."""

@@ -7,19 +7,22 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
-from drift_sdk._kernels.recurrent.borders import move_borders_of_prompts, move_borders_of_rows
 from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
-from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns, advance_prompts, advance_rows
-from drift_sdk._kernels.recurrent.gated_norm import norm_gated
-from drift_sdk._kernels.recurrent.gates import fill_gates
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk._kernels.recurrent.gated_delta import (
+    MixedRows,
+    PromptRuns,
+    advance_prompts,
+    advance_rows,
+    move_borders_of_prompts,
+    move_borders_of_rows,
+)
+from drift_sdk._kernels.recurrent.gates import fill_gates, norm_gated
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.forward.products import Products
-from drift_sdk.execution.forward.recurrent_states import RecurrentStates
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
 from drift_sdk.spec.model import GatedDelta
-
-__all__ = ["GatedDeltaForward", "RecurrentRows"]
 
 
 class RecurrentRows(Struct, frozen=True):

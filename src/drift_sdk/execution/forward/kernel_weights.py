@@ -28,8 +28,6 @@ from drift_sdk.quantised.integers import GroupedIntegers
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight, dequantised
 
-__all__ = ["KernelExperts", "KernelWeight", "arrange_decoder", "arrange_experts", "arrange_matrix"]
-
 
 @dataclass(frozen=True, slots=True)
 class KernelWeight(QuantisedWeight):

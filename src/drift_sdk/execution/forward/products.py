@@ -1,7 +1,15 @@
-"""Products of a forward pass with the weights of layers: exact ones, and those of the vendor's library."""
+"""Products of a forward pass with the weights of layers: exact ones, and those of the vendor's library.
+
+Products that have cuBLAS load what the prefill steps of a model use, while the model itself is loaded.
+
+cuBLAS allocates its workspace when it is first used, and the driver loads each of its kernels when that is
+first launched. Together this takes some tenths of a second, without the interpreter's lock.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeGuard
 
 import torch
@@ -9,20 +17,77 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
-from drift_sdk._kernels.gemm.cublas_gemm import fastest_gated_multiply, fastest_multiply, library_product
+from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.glu import glu
-from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
+from drift_sdk._kernels.layers.gates import Activation as KernelActivation
+from drift_sdk._kernels.layers.gates import glu
+from drift_sdk._kernels.layers.soft_cap import soft_cap
+from drift_sdk._kernels.quantised.dequantise import dequantise
+from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
 from drift_sdk.execution.device.exchange import Exchange
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
-from drift_sdk.execution.forward.quantised_products import expand, multiply_gated, multiply_quantised
-from drift_sdk.execution.forward.step_buffers import take_gate_up, take_partials
+from drift_sdk.execution.forward.rows import take_gate_up, take_partials
+from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.mixers.attention import AttentionWeights
+from drift_sdk.models.weights import meta_weights
 from drift_sdk.quantised.weight import Matrix, dense
-from drift_sdk.spec.model import Activation
+from drift_sdk.spec.model import Activation, ModelSpec
 
-__all__ = ["ExactProducts", "LibraryProducts", "Product", "Products"]
+
+def multiply_quantised(workspace: Workspace, x: Tensor, weight: KernelWeight) -> Tensor:
+    """Partial sums [num_slices, R, N] of x [R, K] times weight [N, K] transposed, valid until the next
+    product. A row has the same bits whatever R is."""
+    packed = weight.packed
+    sums = take_partials(workspace, packed.num_slices, x.shape[0], packed.num_columns)
+    quantised_multiply(x, packed, sums)
+    return sums
+
+
+def multiply_gated(
+    workspace: Workspace,
+    x: Tensor,
+    weight: KernelWeight,
+    out: Tensor,
+    activation: KernelActivation,
+    bias: Tensor | None,
+) -> None:
+    """Fill out [R, N] with the gated activation of x [R, K] times weight [2 N, K] transposed, plus bias
+    [2 N]. A row has the same bits whatever R is."""
+    gate_up = take_gate_up(workspace, x.shape[0], weight.packed.num_columns, x.dtype)
+    quantised_gated_multiply(x, weight.packed, out, gate_up, activation, bias)
+
+
+def expand(workspace: Workspace, weight: KernelWeight, dtype: torch.dtype) -> Tensor:
+    """The numbers [N, K] of a weight, each rounded to `dtype`, valid until the next weight is expanded."""
+    out = workspace.take("expanded_weight", weight.shape, dtype)
+    dequantise(weight.packed, out)
+    return out
+
+
+def multiply_head(
+    normed: Tensor, head: Matrix, logits: Tensor, tuned: TunedTable, cap: float | None = None
+) -> None:
+    """Fill logits [R, V] fp32 with normed [R, H] times head [V, H] transposed.
+
+    normed: the normalised residual stream after the last layer. cap: as `ModelSpec.logits_cap`.
+    """
+    _multiply(normed, head, logits, tuned)
+    if cap is not None:
+        soft_cap(logits, cap)
+
+
+def _multiply(normed: Tensor, head: Matrix, logits: Tensor, tuned: TunedTable) -> None:
+    if isinstance(head, KernelWeight):
+        quantised_multiply(normed, head.packed, logits[None])
+        return
+
+    weight = dense(head)
+    gemm = tuned.gemm(weight.shape[0], weight.shape[1], is_whole=True)
+    if not fastest_multiply(normed, weight, logits[None], gemm.config(normed.shape[0])):
+        tuned.refuse(weight.shape[0], weight.shape[1])
+
 
 MAX_KERNEL_ROWS = 512
 """Most rows for which `LibraryProducts` with quantised weights do not expand them first. Expanding reads a
@@ -184,3 +249,68 @@ class LibraryProducts:
     def _is_by_kernel(self, matrix: Matrix) -> TypeGuard[KernelWeight]:
         """Whether the kernels multiply by the quantised matrix, without expanding it."""
         return isinstance(matrix, KernelWeight) and self._num_rows <= MAX_KERNEL_ROWS
+
+
+LibraryProduct = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""Arguments of `library_product`."""
+
+
+def library_loader(
+    spec: ModelSpec, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
+) -> Callable[[], None]:
+    """Return a function that multiplies arbitrary numbers as prefill steps of `row_counts` rows do, once by
+    each matrix of a layer. It takes up to `room` bytes of memory. If that is too little, and without row
+    counts, it only starts cuBLAS.
+
+    The function is for another thread: it waits for the interpreter's lock no more than once a product.
+    """
+    rows = torch.empty(1, 16, 16, dtype=dtype, device=device)
+    products = _products(spec, dtype, row_counts, device, room)
+
+    def load() -> None:
+        if dtype != torch.float32:
+            torch.bmm(rows, rows, out_dtype=torch.float32)  # as products of decoding, in slices
+        for product in products:
+            library_product(*product)
+
+    return load
+
+
+def _products(
+    spec: ModelSpec, dtype: torch.dtype, row_counts: Sequence[int], device: torch.device, room: int
+) -> list[LibraryProduct]:
+    """The products with larger ones first, in memory that all of them share."""
+    layer = meta_weights(spec, dtype).layers[0]
+    mixer, mlp = layer.mixer, layer.channel
+    bias_of: dict[str, Tensor | None] = {}
+    if isinstance(mixer, AttentionWeights):
+        bias_of = {"qkv": mixer.qkv_bias, "output": mixer.output_bias}
+    pairs = [(dense(matrix), bias_of.get(name)) for name, matrix in mixer.matrices.items()]
+    if isinstance(mlp, MlpWeights):
+        pairs += [(dense(mlp.gate_up), mlp.gate_up_bias), (dense(mlp.down), mlp.down_bias)]
+    most_columns, most_inner = (max(weight.shape[dim] for weight, _ in pairs) for dim in (0, 1))
+    most_rows = max(row_counts, default=0)
+    sizes = (
+        most_rows * most_inner,
+        max(weight.numel() for weight, _ in pairs),
+        most_columns,
+        most_rows * most_columns,
+    )
+    if not row_counts or sum(sizes) * dtype.itemsize > room:
+        return []
+
+    x, weights, biases, out = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
+    return [
+        (
+            _first(x, num_rows, weight.shape[1]),
+            _first(weights, *weight.shape).T,
+            None if bias is None else _first(biases, *bias.shape),
+            _first(out, num_rows, weight.shape[0]),
+        )
+        for num_rows in sorted(row_counts, reverse=True)
+        for weight, bias in pairs
+    ]
+
+
+def _first(buffer: Tensor, *shape: int) -> Tensor:
+    return buffer[: math.prod(shape)].view(shape)

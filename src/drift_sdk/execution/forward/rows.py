@@ -1,15 +1,18 @@
-"""The rows of a step on the device, as all forward passes take them."""
+"""The rows of a step on the device, as all forward passes take them, and the buffers of a forward pass: views
+of the workspace that several kinds of steps share.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.planned_rows import PlannedRows
-from drift_sdk.execution.device.workspace import Workspace
-
-__all__ = ["Rows"]
+from drift_sdk._kernels.attention.plan import PlannedRows
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.models.decoder import Decoder
 
 
 class Rows(Struct, frozen=True):
@@ -37,3 +40,81 @@ class Rows(Struct, frozen=True):
     def planned(self, rows_per_sequence: int) -> PlannedRows:
         """The rows as attention takes them."""
         return PlannedRows(self.slot, self.position, rows_per_sequence)
+
+
+class HiddenStates(Struct, frozen=True):
+    """The residual stream of R rows, which is read after the forward pass has ended: by the sampling of first
+    tokens, by prompt log-probabilities and by the drafter.
+
+    final [R, hidden]: after the last layer, not normalised.
+    aux_layers: the layer boundaries whose stream the drafter reads, low to high. A boundary may be named
+    twice.
+    by_layer: the stream [R, hidden] at each boundary of `aux_layers`, not normalised.
+    """
+
+    final: Tensor
+    aux_layers: Sequence[int]
+    by_layer: dict[int, Tensor]
+
+    @classmethod
+    def take(
+        cls, workspace: Workspace, name: str, decoder: Decoder, num_rows: int, aux_layers: Sequence[int]
+    ) -> HiddenStates:
+        """name: of the group of steps that share these buffers."""
+        shape, dtype = (num_rows, decoder.spec.hidden_size), decoder.dtype
+        return cls(
+            final=workspace.take(f"{name}_hidden", shape, dtype),
+            aux_layers=aux_layers,
+            by_layer={
+                layer: workspace.take(f"{name}_aux_hidden_{layer}", shape, dtype) for layer in aux_layers
+            },
+        )
+
+    def first(self, num_rows: int) -> HiddenStates:
+        """The first `num_rows` rows."""
+        return self.of_rows(slice(num_rows))
+
+    def of_rows(self, rows: slice) -> HiddenStates:
+        """Some of the rows."""
+        by_layer = {layer: stream[rows] for layer, stream in self.by_layer.items()}
+        return HiddenStates(self.final[rows], self.aux_layers, by_layer)
+
+    @property
+    def aux(self) -> list[Tensor]:
+        """The stream [R, hidden] at each boundary, in the order of `aux_layers`."""
+        return [self.by_layer[layer] for layer in self.aux_layers]
+
+
+class LayerBuffers(Struct, frozen=True):
+    """Intermediate values of one layer for R rows. Each layer overwrites those of the layer before.
+
+    normed [R, hidden]; query and attended [R, num_heads, head_dim].
+    """
+
+    normed: Tensor
+    query: Tensor
+    attended: Tensor
+
+    @classmethod
+    def take(cls, workspace: Workspace, decoder: Decoder, num_rows: int) -> LayerBuffers:
+        heads = decoder.spec.attention.num_heads, decoder.spec.attention.head_dim
+
+        def take(name: str, *shape: int) -> Tensor:
+            return workspace.take(name, (num_rows, *shape), decoder.dtype)
+
+        return cls(
+            normed=take("normed", decoder.spec.hidden_size),
+            query=take("query", *heads),
+            attended=take("attended", *heads),
+        )
+
+
+def take_gate_up(workspace: Workspace, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+    """A buffer [num_rows, num_columns] for the product of the gate and up projections before activation."""
+    return workspace.take("gate_up", (num_rows, num_columns), dtype)
+
+
+def take_partials(workspace: Workspace, num_partials: int, num_rows: int, num_columns: int) -> Tensor:
+    """A buffer [num_partials, num_rows, num_columns] fp32 for the partial sums of a matrix product. The next
+    product overwrites it."""
+    return workspace.take("partials", (num_partials, num_rows, num_columns), torch.float32)

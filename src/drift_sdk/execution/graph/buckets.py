@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from msgspec import Struct
 
-from drift_sdk._kernels.attention.exact_prefill_attention import ExactPrefillConfig, exact_prefill_config
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.commit.records import record_words
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
+from drift_sdk._kernels.attention.prefill import prefill_attention_config
+from drift_sdk._kernels.commit import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_rounds
@@ -19,16 +19,6 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.spec.states import BORDER
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
-
-__all__ = [
-    "GraphBuckets",
-    "MixedBucket",
-    "MixedLayout",
-    "PrefillLayout",
-    "bucket_of",
-    "prefill_buckets",
-    "round_sizes",
-]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""

@@ -6,44 +6,45 @@ from collections.abc import Callable
 
 import torch
 
-from drift_sdk._kernels.attention.exact_prefill_attention import exact_prefill_config
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
+from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
+from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
-from drift_sdk._kernels.sampling.sample_buffers import SampleBuffers
-from drift_sdk._kernels.sampling.token_counts import count_tokens
-from drift_sdk._kernels.slots.gather_rows import gather_rows
+from drift_sdk._kernels.sampling.logits import count_tokens
+from drift_sdk._kernels.sampling.rows import SampleBuffers
+from drift_sdk._kernels.slots.step_inputs import gather_rows
 from drift_sdk.execution.acceptance import AcceptanceFactory
+from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.forward_pass import ForwardPass, exact_pass, fast_pass
-from drift_sdk.execution.forward.gated_delta import RecurrentRows
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.residual_stream import ResidualStream
-from drift_sdk.execution.forward.row_attention import (
+from drift_sdk.execution.forward.attention import (
+    AttentionGroups,
     ChunkAttention,
     FastChunkAttention,
     MixedAttention,
+    RefreshAttention,
     RowAttention,
     SequenceAttention,
     TreeAttention,
+    ViewAttention,
+    Views,
 )
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
-from drift_sdk.execution.forward.view_attention import RefreshAttention, ViewAttention, Views
+from drift_sdk.execution.forward.caches import ModelResources
+from drift_sdk.execution.forward.forward_pass import ForwardPass, ResidualStream, exact_pass, fast_pass
+from drift_sdk.execution.forward.gated_delta import RecurrentRows
+from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, round_sizes
-from drift_sdk.execution.resources import DeviceResources
-from drift_sdk.execution.rounds.chain_drafts import ChainTreeDrafter
-from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter
-from drift_sdk.execution.rounds.mixed import MixedStep, MixedTensors
-from drift_sdk.execution.rounds.partial_rounds import PartialRound, RefreshedRows, RefreshRound
-from drift_sdk.execution.rounds.round import DecodeRound
-from drift_sdk.execution.rounds.round_checks import TreeChecks
-from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
-from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, TreeDrafter
+from drift_sdk.execution.rounds.round import (
+    DecodeRound,
+    MixedStep,
+    MixedTensors,
+    PartialRound,
+    RefreshedRows,
+    RefreshRound,
+    SampleCommit,
+    TreeAcceptance,
+)
 from drift_sdk.execution.rounds.tree_plan import TreePlan, chain_plan
-from drift_sdk.execution.rounds.tree_round import TreeRound, TreeTensors
-
-__all__ = ["GraphSteps", "Step"]
+from drift_sdk.execution.rounds.tree_round import ChainTreeDrafter, TreeChecks, TreeRound, TreeTensors
 
 Step = Callable[[], None]
 """Records the kernels of a step on the current stream."""

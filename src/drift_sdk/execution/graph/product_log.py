@@ -15,18 +15,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drift_sdk._kernels.gemm.logged_products import LoggedProduct, add_products
+from drift_sdk._kernels.gemm.tuning import LoggedProduct, add_products
 from drift_sdk.execution.device.device import Replay
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
-from drift_sdk.execution.graph.captured_graphs import CapturedGraphs
+from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs
 from drift_sdk.execution.stages import WatchedReplay
 from drift_sdk.models.channels.mlp import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_weights import DraftWeights
 from drift_sdk.models.eagle3 import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
-
-__all__ = ["ProductLog"]
 
 log = logging.getLogger("drift_sdk")
 

@@ -7,28 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.attention.prefill_attention import prefill_attention_config
-from drift_sdk._kernels.common.launch_order import note_library_kernel
+from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
-from drift_sdk._kernels.draft.draft_rows import chunk_rows, round_rows
-from drift_sdk._kernels.draft.draft_state import keep_last_rows
-from drift_sdk._kernels.draft.draft_tiles import draft_tiles, num_draft_tiles
+from drift_sdk._kernels.draft.draft_rows import (
+    chunk_rows,
+    draft_tiles,
+    keep_last_rows,
+    num_draft_tiles,
+    round_rows,
+)
+from drift_sdk._kernels.launch.launch_order import note_library_kernel
+from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device.workspace import Workspace
-from drift_sdk.execution.forward.attention_groups import AttentionGroups
-from drift_sdk.execution.forward.forward_pass import ForwardPass, exact_pass, fast_pass
-from drift_sdk.execution.forward.head_product import multiply_head
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.model_resources import ModelResources
-from drift_sdk.execution.forward.residual_stream import ResidualStream
-from drift_sdk.execution.forward.row_attention import FastChunkAttention, SequenceAttention
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates, LayerBuffers
+from drift_sdk.execution.forward.attention import AttentionGroups, FastChunkAttention, SequenceAttention
+from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
+from drift_sdk.execution.forward.forward_pass import ForwardPass, ResidualStream, exact_pass, fast_pass
+from drift_sdk.execution.forward.products import multiply_head
+from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
-
-__all__ = ["ModelRoundDrafter"]
 
 
 class ModelRoundDrafter:

@@ -1,19 +1,17 @@
-"""The interface of drafters that draft inside the graphs of rounds."""
+"""The interfaces of drafters that draft inside the graphs of rounds: chains, and trees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk.execution.forward.draft_kv_cache import DraftKVCache
-from drift_sdk.execution.forward.kv_cache import PagedKVCache
-from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.forward.step_buffers import HiddenStates
-
-__all__ = ["ComputedChunks", "RoundDrafter", "RoundSizes", "VerifiedRows"]
+from drift_sdk._kernels.trees.tree_rows import RootTensors
+from drift_sdk.execution.forward.caches import DraftKVCache, PagedKVCache
+from drift_sdk.execution.forward.rows import HiddenStates, Rows
+from drift_sdk.execution.rounds.tree_plan import TreePlan
 
 
 class RoundSizes(Struct, frozen=True, kw_only=True):
@@ -100,3 +98,27 @@ class RoundDrafter(Protocol):
 
     def draft_extend_prefill(self, chunks: ComputedChunks) -> None:
         """Update the drafter's state by chunks of prompts."""
+
+
+class TreeDrafter(Protocol):
+    """A drafter of trees. Every method records kernels that read all they need from the device.
+
+    A round of B trees with K drafts each has T = K + 1 rows a tree: row b * T holds the newest token of its
+    slot, the rows after it hold the other nodes, a parent before its children. A row without a node has slot
+    -1.
+
+    plans: by K, of the rounds that draft trees.
+    """
+
+    plans: Mapping[int, TreePlan]
+
+    @property
+    def first_draft_slot(self) -> int:
+        """The first cache slot of the draft behind its blocks, for nodes of trees."""
+
+    def grow(self, rows: RootTensors, plan: TreePlan) -> None:
+        """Write the nodes of trees to slot, token and parent of rows, which hold the roots."""
+
+    def extend(self, rows: RootTensors, plan: TreePlan, verified: VerifiedRows, path: Tensor) -> None:
+        """Update the drafter's state by the tokens that a round emitted. path [B, PATH_ENTRIES] int32: the
+        nodes that tokens were emitted behind, then -1."""

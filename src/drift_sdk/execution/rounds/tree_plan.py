@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from drift_sdk.speculation import DynamicTree, StaticTree
-from drift_sdk.trees.limits import max_batch_drafts
-from drift_sdk.trees.rank_paths import RankedTree, rank_tree
-
-__all__ = ["TreePlan", "chain_plan", "tree_plan", "tree_rounds"]
+from drift_sdk.trees import RankedTree, max_batch_drafts, rank_tree
 
 
 class TreePlan(Struct, frozen=True, kw_only=True):

@@ -1,27 +1,139 @@
-"""A decode round of trees on the device: one step, or two between which the host reads the drafted tokens."""
+"""A decode round of trees on the device: one step, or two between which the host reads the drafted tokens.
+
+Checks of the rounds of graphs, whose findings the host reads with the results.
+
+Chains as trees without branches, for rounds that are checked.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.slots.input_ring import show_drafts
-from drift_sdk._kernels.trees.kv_rewind import kv_rewind
-from drift_sdk._kernels.trees.tree_paths import TreePaths
-from drift_sdk._kernels.trees.tree_roots import LIMIT_WORDS, RootTensors, tree_roots
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
-from drift_sdk.execution.device.workspace import Workspace
+from drift_sdk._kernels.launch.launch_order import note_library_kernel
+from drift_sdk._kernels.slots.slot_columns import SlotState
+from drift_sdk._kernels.slots.step_inputs import show_drafts
+from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_record_words
+from drift_sdk._kernels.trees.tree_attention import TreePaths
+from drift_sdk._kernels.trees.tree_checks import (
+    FLAG_BITS,
+    NUM_DROPPED,
+    REASONS,
+    check_acceptance,
+    check_cache,
+    check_drafts,
+    check_hidden,
+    check_paths,
+    report_flags,
+)
+from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors, tree_roots, tree_rows
+from drift_sdk.execution.device.host_ring import Ring
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device_resources import DeviceResources
+from drift_sdk.execution.forward.caches import PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.resources import DeviceResources
-from drift_sdk.execution.rounds.round_checks import TreeChecks
-from drift_sdk.execution.rounds.sample_commit import SampleCommit, TreeAcceptance
-from drift_sdk.execution.rounds.tree_drafter import TreeDrafter
+from drift_sdk.execution.rounds.drafter import RoundDrafter, TreeDrafter, VerifiedRows
+from drift_sdk.execution.rounds.round import SampleCommit, TreeAcceptance
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.stages import forward_stage
+from drift_sdk.steps import Violation
 
-__all__ = ["TreeRound", "TreeTensors"]
+PLACES = ("node", "node", "block", "node", "node", "depth", "tokens", "node")
+"""The meaning of the number beside each of `REASONS`."""
+
+
+def violation_of(flag: int) -> Violation | None:
+    """The violation that a flag stands for; None for 0."""
+    if flag == 0:
+        return None
+
+    reason = flag % 2**FLAG_BITS - 1
+    details = f"{PLACES[reason]} {flag >> FLAG_BITS}"
+    return Violation(reason=REASONS[reason], details=details, is_fatal=reason >= NUM_DROPPED)
+
+
+class TreeChecks:
+    """Kernels that check a round of B trees, in the order of its parts.
+
+    flags [B] int32: what they have found.
+    """
+
+    def __init__(
+        self, workspace: Workspace, table: SlotTable, cache: PagedKVCache, num_trees: int, vocab_size: int
+    ) -> None:
+        self.flags: torch.Tensor = workspace.take("violations", (num_trees,), torch.int32)
+        self._table, self._cache, self._vocab_size = table, cache, vocab_size
+
+    def after_draft(self, rows: RootTensors) -> None:
+        """Check drafts and block tables. Drop drafts that are wrong."""
+        size = self._cache.block_size
+        check_drafts(
+            rows,
+            self._table.block_table,
+            self.flags,
+            num_blocks=self._cache.first_tree_slot // size,
+            block_size=size,
+            vocab_size=self._vocab_size,
+        )
+
+    def after_place(self, rows: RootTensors, path: Tensor) -> None:
+        """Check what the rows see."""
+        check_paths(rows, path, self._table.state.length, self.flags)
+
+    def after_forward(self, rows: RootTensors, hidden: Tensor) -> None:
+        """Check hidden states [R, H]."""
+        check_hidden(rows, hidden, self.flags)
+
+    def after_commit(self, rows: RootTensors, chosen: Tensor, path: Tensor, emitted: Tensor) -> None:
+        """Check acceptance and lengths."""
+        state: SlotState = self._table.state
+        ends = (state.length, state.last_token, state.finish)
+        check_acceptance(rows, chosen, path, emitted, ends, self.flags)
+
+    def after_rewind(self, rows: RootTensors, kv_slot: Tensor, path: Tensor) -> None:
+        """Check keys and values, and overwrite those of rejected nodes."""
+        cache = self._cache
+        for group in cache.groups:
+            check_cache(group.keys, group.values, self._table.block_table, rows, kv_slot, path, self.flags)
+
+    def report(self, ring: Ring) -> None:
+        """Write what was found behind the results of the round."""
+        first_word = tree_record_words(self.flags.shape[0])
+        report_flags(self.flags, ring.output, ring.current, first_word=first_word)
+
+
+class ChainTreeDrafter:
+    """A `TreeDrafter` whose trees are the chains of a `RoundDrafter`."""
+
+    first_draft_slot = 0
+
+    def __init__(self, drafter: RoundDrafter, plans: Mapping[int, TreePlan]) -> None:
+        self.plans = plans
+        self._drafter = drafter
+
+    def grow(self, rows: RootTensors, plan: TreePlan) -> None:
+        num_trees, num_nodes = rows.limits.shape[0], plan.num_nodes
+        node = torch.arange(num_nodes, dtype=torch.int32, device=rows.slot.device)
+        most = torch.minimum(rows.limits[:, :1], rows.limits[:, 1:2])
+        columns = [each.view(num_trees, num_nodes) for each in (rows.slot, rows.parent, rows.position)]
+        values = (
+            rows.root_slot[:, None].where(node <= most, -1),
+            node - 1,
+            rows.root_position[:, None] + node,
+        )
+        for column, value in zip(columns, values, strict=True):
+            column[:, 1:].copy_(value.expand(num_trees, num_nodes)[:, 1:])
+            note_library_kernel(column)
+        drafted = Rows(slot=rows.slot, token=rows.token, position=rows.position)
+        self._drafter.propose(drafted, num_slots=num_trees, num_draft_tokens=plan.num_drafts)
+
+    def extend(self, rows: RootTensors, plan: TreePlan, verified: VerifiedRows, path: Tensor) -> None:
+        self._drafter.draft_extend(verified)
 
 
 class TreeTensors(Struct, frozen=True):

@@ -1,0 +1,218 @@
+"""The channels of a forward pass: the MLP or the experts of a layer, for the rows of a step."""
+
+from __future__ import annotations
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from drift_sdk._kernels.exchange.peer_memory import PeerSums
+from drift_sdk._kernels.experts.cuda_experts import (
+    cuda_expert_multiply,
+    cuda_gated_expert_multiply,
+    cuda_route,
+    has_cuda_product,
+    has_cuda_route,
+)
+from drift_sdk._kernels.experts.expert_gemm import (
+    ClampedActivation,
+    ExpertMatrix,
+    expert_gemm_config,
+    expert_multiply,
+    gated_expert_multiply,
+)
+from drift_sdk._kernels.experts.packed_products import packed_expert_multiply, packed_gated_expert_multiply
+from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
+from drift_sdk._kernels.gemm.gemm import multiply
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.gates import gate_rows
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.forward.caches import ModelResources
+from drift_sdk.execution.forward.kernel_weights import KernelExperts
+from drift_sdk.execution.forward.products import ExactProducts, Products
+from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
+from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.quantised.weight import dense
+from drift_sdk.spec.model import Experts, Mlp
+
+
+class MlpForward:
+    """Kernels that compute the MLP of R rows in a layer."""
+
+    def __init__(self, normed: Tensor, workspace: Workspace, products: Products) -> None:
+        """normed [R, hidden]: the rows that `run` reads."""
+        self._normed, self._workspace, self._products = normed, workspace, products
+
+    def run(self, weights: MlpWeights, spec: Mlp, index: int) -> tuple[Tensor | PeerSums, Tensor | None]:
+        """The output in layer `index`, as `Products` return it."""
+        activated = take_activated(self._workspace, self._normed, spec)
+        products = self._products
+        products.activate(self._normed, weights.gate_up, weights.gate_up_bias, spec.activation, activated)
+        return products.multiply_down(activated, weights.down, weights.down_bias, 2 * index + 1)
+
+
+def take_activated(workspace: Workspace, normed: Tensor, spec: Mlp) -> Tensor:
+    """A buffer [R, intermediate] for the gated activation of rows [R, hidden]."""
+    return workspace.take("activated", (normed.shape[0], spec.intermediate_size), normed.dtype)
+
+
+MANY_ROWS_PER_EXPERT = 16
+"""The most rows of an expert, on average, for which prefill passes use the kernels of few rows. It is 16
+with 512 rows of gpt-oss-120b, for which these are faster on an H200."""
+
+
+class ExpertForward:
+    """Kernels that compute the experts of R rows. A row gets the bits that it gets alone.
+
+    Decode passes, and all passes with the bits of decoding, use the kernels that are fastest for few rows of
+    an expert. So do prefill passes of few rows; those of more use others, of other bits.
+    """
+
+    def __init__(
+        self,
+        spec: Experts,
+        tuned: TunedTable,
+        row_slot: Tensor,
+        normed: Tensor,
+        workspace: Workspace,
+        *,
+        counts: Tensor,
+        max_scale: int | None,
+    ) -> None:
+        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads. counts
+        [num_layers, E] int32: see `take_counts`.
+        max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many."""
+        num_rows = normed.shape[0]
+        self._spec, self._tuned, self._row_slot, self._normed = spec, tuned, row_slot, normed
+        self._workspace, self._max_scale = workspace, max_scale
+        self._products = ExactProducts(tuned, None, workspace, num_rows)
+        self._rows = ExpertRows.take(workspace.take, num_rows, spec.num_experts, spec.num_active)
+        self._counts = counts
+        self._gated_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=True)
+        self._down_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=False)
+        gate = spec.clamped_gate
+        self._activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
+        num_pairs = num_rows * spec.num_active
+        self._activated = workspace.take(
+            "expert_activated", (num_pairs, spec.intermediate_size), normed.dtype
+        )
+
+    @classmethod
+    def take(
+        cls,
+        model: ModelResources,
+        spec: Experts,
+        row_slot: Tensor,
+        normed: Tensor,
+        workspace: Workspace,
+        *,
+        is_decoding: bool,
+    ) -> ExpertForward:
+        """Experts of a model. The other arguments as in `__init__`."""
+        is_of_few = is_decoding or has_few_rows(normed.shape[0], spec)
+        return cls(
+            spec,
+            model.tuned,
+            row_slot,
+            normed,
+            workspace,
+            counts=take_counts(workspace, model.decoder.spec.num_layers, spec.num_experts),
+            max_scale=model.decoder.max_expert_scale if is_of_few else None,
+        )
+
+    def run(self, weights: ExpertWeights, index: int) -> Tensor:
+        """Record the kernels of layer `index`.
+
+        Returns partial sums [P, R, hidden] float32, valid until the next layer: those of the shared expert,
+        then the shares of a row's experts in its output, in order. Those of padding rows are undefined.
+        """
+        shared, spec = weights.shared, self._spec
+        num_shared = 0 if shared is None else self._products.num_partials(shared.down)
+        shape = num_shared + spec.num_active, *self._normed.shape
+        partials = self._workspace.take("expert_partials", shape, torch.float32)
+        if shared is not None and spec.shared is not None:
+            # In front: the number of its partial sums depends on that of the rows, and a sum of them in front
+            # has the same bits as one that was added before.
+            self._run_shared(shared, spec.shared, weights.shared_gate, partials[:num_shared])
+        rows = structs.replace(self._rows, counts=self._counts[index])
+        self._route(weights, rows)
+        self._multiply_gated(weights, rows)
+        self._multiply_down(weights, rows, partials[num_shared:])
+        return partials
+
+    def _run_shared(self, weights: MlpWeights, spec: Mlp, gate: Tensor | None, partials: Tensor) -> None:
+        activated = take_activated(self._workspace, self._normed, spec)
+        products, normed = self._products, self._normed
+        products.activate(normed, weights.gate_up, weights.gate_up_bias, spec.activation, activated)
+        if gate is not None:
+            gate_rows(normed, gate.view(-1), activated)
+        products.multiply_into(activated, weights.down, partials)
+
+    def _multiply_gated(self, weights: ExpertWeights, rows: ExpertRows) -> None:
+        normed, activated, activation = self._normed, self._activated, self._activation
+        if isinstance(weights.gate_up, KernelExperts):
+            packed_gated_expert_multiply(normed, weights.gate_up.packed, rows, activated)
+            return
+
+        gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
+        if activation is not None and self._has_cuda_product(gate_up):
+            cuda_gated_expert_multiply(normed, gate_up, rows, activated, activation)
+        else:
+            gated_expert_multiply(normed, gate_up, rows, activated, self._gated_gemm, activation)
+
+    def _multiply_down(self, weights: ExpertWeights, rows: ExpertRows, partials: Tensor) -> None:
+        activated = self._activated
+        if isinstance(weights.down, KernelExperts):
+            packed_expert_multiply(activated, weights.down.packed, rows, partials)
+            return
+
+        down = _matrix(weights.down, weights.down_bias)
+        if self._has_cuda_product(down):
+            cuda_expert_multiply(activated, down, rows, partials)
+        else:
+            expert_multiply(activated, down, rows, partials, self._down_gemm)
+
+    def _has_cuda_product(self, matrix: ExpertMatrix) -> bool:
+        return self._max_scale is not None and has_cuda_product(matrix, self._normed.dtype, self._max_scale)
+
+    def _route(self, weights: ExpertWeights, rows: ExpertRows) -> None:
+        """Fill `rows`: the experts of each row, their shares, and the rows of each expert."""
+        normed, weight, router = self._normed, weights.router, self._spec.router
+        if self._max_scale is not None and has_cuda_route(weight, rows.num_active, router):
+            bias, is_normalised = weights.router_bias, router.is_normalised
+            cuda_route(normed, weight, bias, self._row_slot, rows, is_normalised=is_normalised)
+            return
+
+        config = self._tuned.gemm(*weight.shape).config(normed.shape[0])
+        shape = (config.num_partials, normed.shape[0], weight.shape[0])
+        logits = self._workspace.take("expert_logits", shape, torch.float32)
+        multiply(normed, weight, logits, config)
+        choose_experts(
+            logits,
+            weights.router_bias,
+            self._row_slot,
+            rows,
+            router,
+            dtype=torch.float32 if router.kind == "sigmoid" else normed.dtype,
+            correction_bias=weights.correction,
+        )
+        list_rows(rows)
+
+
+def has_few_rows(num_rows: int, spec: Experts) -> bool:
+    """Whether the kernels of few rows of an expert are the faster ones for a pass of prompts."""
+    return num_rows * spec.num_active <= MANY_ROWS_PER_EXPERT * spec.num_experts
+
+
+def take_counts(workspace: Workspace, num_layers: int, num_experts: int) -> Tensor:
+    """The number of rows of each expert in each layer of the latest pass, [num_layers, E] int32. Those of
+    layers without experts are undefined."""
+    return workspace.take("expert_counts", (num_layers, num_experts), torch.int32)
+
+
+def _matrix(matrices: ExpertMatrices, bias: Tensor | None) -> ExpertMatrix:
+    """The matrices as the kernels take them."""
+    if isinstance(matrices, QuantisedMatrices):
+        return ExpertMatrix(matrices.blocks.flatten(2), matrices.scales, bias)
+
+    return ExpertMatrix(dense(matrices), None, bias)

@@ -1,0 +1,378 @@
+"""The graph executor: every step is a few replays of captured CUDA graphs, launched without waiting.
+
+The executor of a model that is divided between GPUs: the same graphs on each, launched together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from statistics import median
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.errors import ExecutorError
+from drift_sdk.execution.device.device import Device, DeviceGroup, Event, Replay, ServingDevice
+from drift_sdk.execution.device.errors import is_kept, typed_errors
+from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
+from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
+from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.graph.gpu_graphs import (
+    NO_HOOKS,
+    CapturedGraphs,
+    FitBlocks,
+    GpuGraphs,
+    GpuModel,
+    GraphOptions,
+    StartupHooks,
+    graph_buckets,
+    open_graphs,
+    open_ring,
+)
+from drift_sdk.execution.graph.product_log import ProductLog
+from drift_sdk.execution.graph.step_launcher import PromptLogprobs, ResultPlaces, StepLauncher
+from drift_sdk.execution.stages import NO_STAGE_MARKS
+from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.shard import Shard
+from drift_sdk.progress import ignore_progress
+from drift_sdk.quantised.weight import dense
+from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
+
+ALLOCATION_COUNT_INTERVAL = 256
+"""Steps between two counts of allocations: asking torch takes as long as launching a step."""
+NUM_TIMED_REPLAYS = 3
+"""Replays of each round that are timed at start."""
+
+Bucket = TypeVar("Bucket")
+"""Key of a captured round."""
+
+
+class _LaunchedStep(Struct):
+    """A step in flight: the marks before and after it on the device, and where its results will be."""
+
+    plan: StepPlan
+    started: Event
+    ended: Event
+    results: ResultPlaces
+
+
+class GraphExecutor:
+    """Runs a `Decoder` by CUDA graphs. Everything is captured by the constructor, nothing while serving.
+
+    `launch` writes to pinned memory and starts replays; lengths, tokens and finished flags live on the
+    device. It waits for nothing but drafts after which a constraint must be asked, and a free ring entry.
+
+    limits: what the executor has room for; known only once the KV cache has been sized. mixed_tokens: as in
+    SchedulerConfig.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        decoder: Decoder,
+        limits: ExecutorLimits,
+        tuned: TunedTable,
+        options: GraphOptions,
+        *,
+        drafter_factory: DrafterFactory = NO_DRAFTER,
+        hooks: StartupHooks = NO_HOOKS,
+    ) -> None:
+        """Raises ExecutorError if a step cannot be captured, and what hooks.fit_blocks raises."""
+        self.limits: ExecutorLimits = limits
+        model = GpuModel(device=device, decoder=decoder, tuned=tuned, drafter_factory=drafter_factory)
+        buckets = graph_buckets(model, limits, options)
+        with typed_errors(device), device.work():
+            ring = open_ring(device, limits, buckets, options)
+            gpu = open_graphs(model, limits, options, buckets, ring, hooks.report)
+            gpu.graphs.capture(self._fit(hooks.fit_blocks, gpu.graphs.num_graphs))
+        self._prepare_serving(device, model, [gpu], buckets, options)
+
+    def _prepare_serving(
+        self,
+        device: ServingDevice,
+        model: GpuModel,
+        gpus: Sequence[GpuGraphs],
+        buckets: GraphBuckets,
+        options: GraphOptions,
+    ) -> None:
+        """Prepare for serving with the captured graphs of each GPU.
+
+        device: all GPUs. model: on the first GPU, whose results are read.
+        """
+        first, *others = gpus
+        first.graphs.join([gpu.graphs for gpu in others])
+        self._device, self._gpus = device, gpus
+        self._resources = first.resources
+        self._graphs: CapturedGraphs | None = first.graphs
+        self._step_timeout_s = options.step_timeout_s
+        self.mixed_tokens = buckets.mixed_tokens
+        self._product_log: ProductLog | None = None
+        if options.shape_log is not None:
+            self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)
+            self._product_log.watch(self._graphs, is_exact=not options.fast_prompts)
+        prompt_logprobs = PromptLogprobs(model.decoder, first.steps.prefill_hidden.final)
+        mirrors = [gpu.resources for gpu in others]
+        self._launcher = StepLauncher(
+            self._resources,
+            self._graphs,
+            buckets,
+            prompt_logprobs,
+            mirrors,
+            first.states,
+            needs_first_token=model.drafter_factory.needs_first_token,
+        )
+        self._launched: deque[_LaunchedStep] = deque()
+        self._events: list[Event] = []  # of collected steps, to be used again
+        self._last_ended: Event | None = None  # of the latest collected step
+        self._allocations = AllocationCount(device)
+
+    def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:
+        """The number of blocks that the cache gets. A sequence can be no longer than all of them together, so
+        `limits` is reduced to that."""
+        limits = self.limits
+        if fit_blocks is not None:
+            num_blocks = fit_blocks(num_graphs)
+            max_model_len = min(limits.max_model_len, num_blocks * limits.block_size)
+            limits = msgspec.structs.replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
+            self.limits = limits
+        return limits.num_blocks
+
+    def round_costs(self) -> dict[tuple[int, int], float]:
+        """Seconds that rounds of (slots, drafts) take without any context. Call it before anything is
+        launched."""
+        assert self._graphs is not None and not self._launched
+        with typed_errors(self), self._device.work():
+            costs = time_rounds(self._device, self._graphs.decode)
+        self._forget_timed()
+        return costs
+
+    def refresh_costs(self) -> dict[int, float]:
+        """Seconds that rounds which refresh views take, by slots, as `round_costs`; empty without partial
+        verification."""
+        assert self._graphs is not None and not self._launched
+        with typed_errors(self), self._device.work():
+            costs = time_rounds(self._device, self._graphs.refresh)
+        self._forget_timed()
+        return costs
+
+    def _forget_timed(self) -> None:
+        """Reset what replays that were timed have changed."""
+        for gpu in self._gpus:
+            with typed_errors(self), gpu.device.work():
+                gpu.resources.ring.reset()
+        if self._product_log is not None:
+            self._product_log.reset()  # what was timed served nobody
+
+    def launch(self, plan: StepPlan) -> None:
+        if self._graphs is None:
+            raise ExecutorError("the executor is closed")
+
+        with typed_errors(self):
+            step = _LaunchedStep(plan, self._event(), self._event(), ResultPlaces())
+            self._launched.append(step)
+            step.started.record()
+            step.results = self._launcher.launch(plan)
+            step.ended.record()
+
+    @property
+    def is_done(self) -> bool:
+        with typed_errors(self):
+            return not self._launched or self._launched[0].ended.is_done
+
+    def collect(self) -> StepResult:
+        step = self._launched.popleft()
+        with typed_errors(self):
+            step.ended.wait(self._step_timeout_s)
+            self._check_ended()
+        prefill, decode = self._launcher.read(step.plan, step.results)
+        last, self._last_ended = self._last_ended, step.ended
+        idle_s = 0.0 if last is None else step.started.seconds_since(last)
+        self._events += [step.started] if last is None else [step.started, last]
+        return StepResult(
+            step_id=step.plan.step_id,
+            prefill=prefill,
+            decode=decode,
+            duration_s=step.ended.seconds_since(step.started),
+            idle_s=idle_s,
+            host_work=self._resources.ring.take_work(self._allocations.step()),
+        )
+
+    def close(self) -> None:
+        if self._graphs is None or is_kept(self):
+            return
+
+        try:
+            self._finish()
+        except ExecutorError as error:
+            if not error.process_unusable:
+                raise
+            return  # the driver cannot free anything any more
+
+        if self._product_log is not None:
+            self._product_log.write()
+        self._launched.clear()
+        self._graphs.close()
+        self._graphs = None
+        del self._resources, self._launcher, self._gpus
+        self._device.close()
+
+    def _finish(self) -> None:
+        """Wait for the steps in flight: the memory they write to belongs to another engine as soon as it is
+        freed."""
+        with typed_errors(self):
+            (event := self._event()).record()
+            timeout_s = self._step_timeout_s
+            event.wait(timeout_s and timeout_s * (len(self._launched) + 1))
+
+    def _check_ended(self) -> None:
+        """Raise ExecutorError if a step that has ended has no valid results. On one GPU it has."""
+
+    def _event(self) -> Event:
+        return self._events.pop() if self._events else self._device.event()
+
+
+def time_rounds(device: ServingDevice, rounds: Mapping[Bucket, Replay]) -> dict[Bucket, float]:
+    """Seconds that each replay takes on an idle device, the median of a few. All their rows are padding, so
+    attention is not included."""
+    marks = [device.event() for _ in range(NUM_TIMED_REPLAYS + 1)]
+    costs: dict[Bucket, float] = {}
+    for bucket, replay in rounds.items():
+        marks[0].record()
+        for mark in marks[1:]:
+            replay.launch()
+            mark.record()
+        marks[-1].wait()
+        costs[bucket] = median(later.seconds_since(earlier) for earlier, later in pairwise(marks))
+
+    return costs
+
+
+class AllocationCount:
+    """Counts allocations on a device from its construction on, by all code of the process. While an executor
+    serves there should be none."""
+
+    def __init__(self, device: ServingDevice) -> None:
+        self._device = device
+        self._num_counted = device.num_allocations
+        self._num_steps = 0
+
+    def step(self) -> int:
+        """Allocations since the last count every ALLOCATION_COUNT_INTERVAL steps, else 0. To be called once a
+        step."""
+        self._num_steps += 1
+        if self._num_steps % ALLOCATION_COUNT_INTERVAL:
+            return 0
+
+        before, self._num_counted = self._num_counted, self._device.num_allocations
+        return self._num_counted - before
+
+
+PEER_TIMEOUT_S = 30.0
+"""Seconds that a GPU waits for another one without a step_timeout_s. Launches on two GPUs are microseconds
+apart; a process that is stopped for longer just then ends with ExecutorError."""
+
+
+class ParallelExecutor(GraphExecutor):
+    """A `GraphExecutor` over several GPUs, of which each has a part of the model.
+
+    Every GPU has all that an executor has on one: slot table, ring indices, workspace, KV cache (of its
+    heads), drafter. They run the same steps with the same input, add partial sums of products with each other
+    inside steps, and sample the same tokens. The results of the first one are read.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[GpuModel],
+        limits: ExecutorLimits,
+        options: GraphOptions,
+        *,
+        hooks: StartupHooks = NO_HOOKS,
+    ) -> None:
+        """models: the parts, in order of rank, whose GPUs reach each other's memory.
+
+        Raises ExecutorError if a step cannot be captured, and what hooks.fit_blocks raises.
+        """
+        self.limits = limits
+        group = DeviceGroup([model.device for model in models])
+        buckets = graph_buckets(models[0], limits, options)
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(typed_errors(model.device))
+            with group.work():
+                ring = open_ring(group, limits, buckets, options)
+            sizes = exchange_sizes(models[0], buckets, limits, len(models))
+            self._exchanges: Sequence[Exchange] = open_exchanges([model.device for model in models], sizes)
+            gpus: list[GpuGraphs] = []
+            for model, exchange in zip(models, self._exchanges, strict=True):
+                is_first = not gpus
+                with model.device.work():
+                    gpus.append(
+                        open_graphs(
+                            msgspec.structs.replace(model, exchange=exchange),
+                            limits,
+                            options if is_first else msgspec.structs.replace(options, stages=NO_STAGE_MARKS),
+                            buckets,
+                            ring if is_first else ring.on(model.device),
+                            hooks.report if is_first else ignore_progress,
+                        )
+                    )
+            num_blocks = self._fit(hooks.fit_blocks, gpus[0].graphs.num_graphs)
+            for gpu in gpus:
+                with gpu.device.work():
+                    gpu.graphs.capture(num_blocks)
+            self._arm(group, options, gpus)
+        self._prepare_serving(group, models[0], gpus, buckets, options)
+
+    def close(self) -> None:
+        super().close()
+        if self._graphs is None:
+            self._exchanges = ()
+
+    def _check_ended(self) -> None:
+        """Raise ExecutorError if a GPU has waited too long for another one."""
+        for exchange in self._exchanges:
+            exchange.check()
+
+    def _arm(self, group: DeviceGroup, options: GraphOptions, gpus: Sequence[GpuGraphs]) -> None:
+        """Let the GPUs wait for each other from now on. None of them is still busy when it is armed, and none
+        starts before all are."""
+        mark = group.event()
+        mark.record()
+        mark.wait()
+        for gpu, exchange in zip(gpus, self._exchanges, strict=True):
+            with gpu.device.work():
+                exchange.arm(peer_timeout(options.step_timeout_s))
+        mark.record()
+        mark.wait()
+
+
+def peer_timeout(step_timeout_s: float | None) -> float:
+    """Seconds that a GPU waits for another one: less than the host waits for a step, so that the step ends
+    before that and the GPUs stay usable."""
+    return PEER_TIMEOUT_S if step_timeout_s is None else min(PEER_TIMEOUT_S, step_timeout_s / 2)
+
+
+def exchange_sizes(
+    model: GpuModel, buckets: GraphBuckets, limits: ExecutorLimits, num_gpus: int
+) -> ExchangeSizes:
+    """Sizes of what the steps of these buckets exchange. model: one part."""
+    weights, spec = model.decoder.weights, model.decoder.spec
+    num_rows = max(buckets.prefill[-1], buckets.most_mixed_rows, buckets.max_rows)
+    shard = Shard(rank=0, size=num_gpus)
+    layer, head = weights.layers[0], dense(weights.head)
+    assert isinstance(layer.channel, MlpWeights)
+    matrices = layer.mixer.output, layer.channel.down
+    num_slices = max(shard.column_slices(*dense(matrix).shape) for matrix in matrices)
+    is_divided = head.shape[0] < limits.vocab_size
+    return ExchangeSizes(
+        num_sums=2 * spec.num_layers,
+        sum_size=num_slices * num_rows * spec.hidden_size,
+        logits_size=buckets.max_rows * head.shape[0] if is_divided else 0,
+        num_drafts=max(buckets.max_rows, buckets.most_mixed_rows) if len(buckets.drafts) > 1 else 0,
+    )
