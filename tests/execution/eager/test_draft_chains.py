@@ -10,7 +10,7 @@ import torch
 from scheduled_run import sampling_of
 from torch import Tensor
 
-from drift_sdk.execution.eager.draft_chains import draft_chains
+from drift_sdk.execution.eager.drafters import draft_chains
 from drift_sdk.execution.eager.sampling import choose
 
 LENGTHS = (5, 1, 0, 3)
