@@ -7,8 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk.driver.chat_prompt import ChatPrompt
-from drift_sdk.driver.prompts import Prompt, TextPrompt, TokenPrompt
+from drift_sdk.driver.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 __all__ = ["BLOCK_TOKENS", "PromptBlocks"]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from drift_sdk.base_engine import BaseEngine
-from drift_sdk.driver.loop_poster import Latch
+from drift_sdk.driver.loops import Latch
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.pool.router import Load
 from drift_sdk.pool.summed import ReplicaStats

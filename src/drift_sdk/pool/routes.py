@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from drift_sdk.driver.loop_poster import LoopPoster
+from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.stream_updates import Update
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError
 from drift_sdk.pool.delivered import Delivered, ReplayDiverged

@@ -15,7 +15,7 @@ import ray
 from drift_sdk._keywords import with_config
 from drift_sdk._validation import check_int, check_str
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import OpenModel
+from drift_sdk.driver.model_opener import OpenModel
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError, DriftError, ExecutorError, ModelLoadError
 from drift_sdk.pool.engine_pool import MAX_REPLICAS, EnginePool

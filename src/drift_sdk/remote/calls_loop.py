@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.loops import LoopThread
 from drift_sdk.driver.process_hooks import num_forks
 
 __all__ = ["calls_loop"]

@@ -17,8 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
-from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.loops import LoopClosed, LoopPoster, LoopThread
 from drift_sdk.driver.stream_updates import Update, UpdateReceiver
 from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError, error_repr
 from drift_sdk.grammars import JsonSchema

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from drift_sdk.driver.life_cycle import Startable
-from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.loops import LoopThread
 from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import EngineClosed, ModelLoadError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 
-from drift_sdk.driver.loop_poster import LoopPoster
+from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.stream_updates import StreamUpdates, Update
 from drift_sdk.errors import DriftError
 from drift_sdk.remote.messages import News

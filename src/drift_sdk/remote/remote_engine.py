@@ -13,8 +13,7 @@ from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import LifeCycle
-from drift_sdk.driver.loop_poster import Latch
-from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.loops import Latch, LoopThread
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import (

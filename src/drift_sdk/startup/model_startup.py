@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
