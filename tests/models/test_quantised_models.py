@@ -35,7 +35,7 @@ from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
 from drift_sdk.quantised.nvfp4 import Nvfp4Weight
 from drift_sdk.quantised.weight import QuantisedWeight, StackedWeight
-from drift_sdk.startup.weight_form import bytes_without_files
+from drift_sdk.startup.model_parts import bytes_without_files
 
 TIED, UNTIED, PHI3 = 6, 1, 29
 """Models of the zoo. The first has matrices of 24, 72 and 80 rows and columns, and a tied head."""

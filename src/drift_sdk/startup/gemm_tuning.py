@@ -38,8 +38,6 @@ from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
 from drift_sdk.progress import Report
 
-__all__ = ["engine_table", "weights_to_tune"]
-
 log: logging.Logger = logging.getLogger("drift_sdk")
 
 EFFORTS: dict[str, Effort | None] = {"off": None, "short": SHORT, "full": FULL}
