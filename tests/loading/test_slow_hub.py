@@ -19,7 +19,7 @@ from hub_server import HubServer, hub_server
 from model_zoo import make_model
 
 from drift_sdk import Engine, EngineClosed, EngineConfig, ModelLoadError, Speculation, inspect
-from drift_sdk.loading.hub_threads import call_each
+from drift_sdk.loading.hub_download import call_each
 
 LONG_S = 600
 """Seconds that the hub's library waits for each answer."""

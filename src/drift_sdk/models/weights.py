@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.mxfp4 import ScaleCheck
 from drift_sdk.loading.quantised_tensors import QuantisedSource
+from drift_sdk.loading.stored_formats import ScaleCheck
 from drift_sdk.loading.tensors import CheckedSource, TensorSource
 from drift_sdk.models.allocation import Allocation, ReadMatrix
 from drift_sdk.models.channels.experts import ExpertWeights, allocate_experts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, dequantise
+from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, dequantise_mxfp4
 from drift_sdk.models.allocation import Allocation
 from drift_sdk.models.channels.mlp import MlpWeights, allocate_mlp, apply_mlp
 from drift_sdk.models.linear import linear
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrices:
-    """A matrix of each expert in MXFP4, see loading/mxfp4.py.
+    """A matrix of each expert in MXFP4, see loading/stored_formats.py.
 
     blocks: [num_experts, out, in / 32, 16] uint8. scales: [num_experts, out, in / 32] uint8.
     """
@@ -247,7 +247,7 @@ def _multiply(
 ) -> torch.Tensor:
     """The product [M, out] of x [M, in] with one expert's transposed matrix, plus its bias."""
     if isinstance(matrices, QuantisedMatrices):
-        matrix: Matrix = dequantise(matrices.blocks[expert], matrices.scales[expert], x.dtype)
+        matrix: Matrix = dequantise_mxfp4(matrices.blocks[expert], matrices.scales[expert], x.dtype)
     elif isinstance(matrices, QuantisedWeight):
         raise NotImplementedError("experts that are one weight are multiplied by kernels")
     else:
