@@ -25,10 +25,9 @@ from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import CheckedSource, InPlaceSource, TensorSource
-from drift_sdk.quantised.e2m1 import pairs_of_bytes
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import MIDDLE, Int4Weight, pack_codes
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
+from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight, pairs_of_bytes
 from drift_sdk.quantised.scheme import Groups, Scheme, join_groups
 
 Shape = tuple[int, int]

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drift_sdk.quantised.e4m3 import E4M3, quantise_e4m3
+from drift_sdk.quantised.fp8 import E4M3, quantise_e4m3
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, nvfp4_numbers, quantise_groups
 
 __all__ = ["KVForm", "bytes_of_head", "decode", "encode", "stored_shape"]

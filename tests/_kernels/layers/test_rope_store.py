@@ -12,7 +12,7 @@ from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.models.norms import offset_rms_norm, rms_norm
 from drift_sdk.models.rope import half_tables, rotary_tables, rotate
-from drift_sdk.quantised.e4m3 import E4M3
+from drift_sdk.quantised.fp8 import E4M3
 from drift_sdk.spec.rope import Rope
 
 pytestmark = pytest.mark.kernel
