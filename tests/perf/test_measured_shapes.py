@@ -19,7 +19,7 @@ from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights, weight_bytes
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.names import Names
+from drift_sdk.spec.model import Names
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import prepare, prepare_draft

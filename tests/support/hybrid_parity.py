@@ -17,7 +17,7 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.states import SequenceState, StateRows
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER
 
 __all__ = ["MIN_DISTINCT", "answer", "length_of", "load", "logits_of", "num_wrong", "stacked_and_each"]
 

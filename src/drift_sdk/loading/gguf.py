@@ -30,7 +30,7 @@ from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
 from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight
-from drift_sdk.spec.gguf import GGUFChange, Tiles
+from drift_sdk.spec.family import GGUFChange, Tiles
 
 STACKED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate_up|gate|up|down)_exps\.weight")
 CUT = re.compile(r"blk\.[0-9]+\.ffn_(?:gate|up|down)_exps\.[0-9]+\.weight")

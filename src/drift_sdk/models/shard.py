@@ -26,8 +26,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_numbers import KVForm
 from drift_sdk.models.kv_scales import KVScaleSource
 from drift_sdk.models.weights import check_tensors
-from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec
-from drift_sdk.spec.names import AttentionNames, MlpNames
+from drift_sdk.spec.model import Attention, AttentionNames, LayerSpec, Mlp, MlpNames, ModelSpec
 
 __all__ = ["Shard", "ShardedTensors", "cut_head", "load_shard", "shard_obstacles"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.spec.model import Experts, ModelSpec
-from drift_sdk.spec.names import ExpertLayout, ExpertNames
+from drift_sdk.spec.model import ExpertLayout, ExpertNames, Experts, ModelSpec
 
 __all__ = ["stored_layout", "with_stored_layout"]
 

@@ -25,8 +25,7 @@ from drift_sdk.models.stored_layout import with_stored_layout
 from drift_sdk.models.tied_head import with_stored_head
 from drift_sdk.models.weight_memory import memory_named
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import Experts, GatedDelta, LayerSpec, ModelSpec
-from drift_sdk.spec.names import Names
+from drift_sdk.spec.model import Experts, GatedDelta, LayerSpec, ModelSpec, Names
 
 __all__ = [
     "DecoderWeights",

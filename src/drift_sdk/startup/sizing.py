@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, FieldError
-from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.states import BORDER, checkpoint_bytes, graph_slot_bytes, slot_bytes
+from drift_sdk.spec.model import BORDER, ModelSpec, checkpoint_bytes, graph_slot_bytes, slot_bytes
 from drift_sdk.speculation import Chain
 
 MIN_DEFAULT_MODEL_LEN = 512

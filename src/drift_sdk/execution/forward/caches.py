@@ -21,9 +21,16 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.mixers.attention import query_factors
 from drift_sdk.models.rope import half_tables
-from drift_sdk.spec.model import Attention, GatedDelta, KVShape, ModelSpec, QueryScaling
+from drift_sdk.spec.model import (
+    Attention,
+    GatedDelta,
+    KVShape,
+    ModelSpec,
+    QueryScaling,
+    num_input_rows,
+    num_ring_rows,
+)
 from drift_sdk.spec.rope import Rope
-from drift_sdk.spec.states import num_input_rows, num_ring_rows
 from drift_sdk.steps import ExecutorLimits, PrefillChunk
 
 

@@ -17,8 +17,7 @@ from drift_sdk.models.channels.mlp import MlpWeights, allocate_mlp, apply_mlp
 from drift_sdk.models.linear import linear
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
-from drift_sdk.spec.model import ClampedGate, Experts, Router
-from drift_sdk.spec.names import ExpertNames
+from drift_sdk.spec.model import ClampedGate, ExpertNames, Experts, Router
 
 __all__ = [
     "ExpertMatrices",

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from drift_sdk.models.allocation import Allocation
 from drift_sdk.models.linear import linear
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import Mlp
-from drift_sdk.spec.names import MlpNames
+from drift_sdk.spec.model import Mlp, MlpNames
 
 __all__ = ["MlpWeights", "allocate_mlp", "apply_mlp"]
 

@@ -14,8 +14,7 @@ from drift_sdk.models.norms import normalise
 from drift_sdk.models.rope import rotate
 from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import Attention, QueryScaling
-from drift_sdk.spec.names import AttentionNames
+from drift_sdk.spec.model import Attention, AttentionNames, QueryScaling
 from drift_sdk.spec.rope import Rope
 
 __all__ = ["AttentionStep", "AttentionWeights", "allocate_attention", "attend", "query_factors"]

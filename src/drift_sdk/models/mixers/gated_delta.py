@@ -13,9 +13,7 @@ from drift_sdk.models.linear import linear
 from drift_sdk.models.norms import normalise
 from drift_sdk.models.states import LayerState, StateRows
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import GatedDelta
-from drift_sdk.spec.names import GatedDeltaNames
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER, GatedDelta, GatedDeltaNames
 
 __all__ = ["GatedDeltaWeights", "allocate_gated_delta", "apply_gated_delta"]
 
