@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from drift_sdk import EngineConfig, ModelLoadError, inspect
 from drift_sdk.families import read_spec
-from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers import gated_delta
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights

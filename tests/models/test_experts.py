@@ -8,7 +8,7 @@ import torch
 from tolerances import assert_near
 
 from drift_sdk.loading.stored_formats import dequantise_mxfp4
-from drift_sdk.models.channels.experts import (
+from drift_sdk.models.channels import (
     ExpertWeights,
     QuantisedMatrices,
     apply_experts,

@@ -11,11 +11,10 @@ import torch
 from msgspec import structs
 
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.allocation import WeightForm
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
-from drift_sdk.models.matrix_reader import WeightForm
+from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights, weight_bytes
 from drift_sdk.quantised.weight import Matrix

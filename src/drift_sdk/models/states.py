@@ -15,8 +15,6 @@ from msgspec import Struct
 
 from drift_sdk.spec.model import BORDER, GatedDelta, ModelSpec
 
-__all__ = ["Checkpoint", "LayerState", "SequenceState", "StateRows"]
-
 
 class LayerState(Struct):
     """The state of one layer, float32 but for the inputs of the convolution.

@@ -20,7 +20,7 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.loading.source import TOKENIZER_FILE, Source, name_role, resolve
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder, is_whole_model
+from drift_sdk.models.draft_head import DraftDecoder, is_whole_model
 from drift_sdk.models.mtp import has_mtp, load_mtp, random_mtp
 from drift_sdk.progress import Report
 from drift_sdk.spec.model import Experts, ModelSpec

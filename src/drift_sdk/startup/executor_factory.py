@@ -27,7 +27,7 @@ from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
+from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.progress import Report
 from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec

@@ -14,8 +14,7 @@ from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.shard import Shard, shard_obstacles
-from drift_sdk.models.tied_head import with_stored_head
-from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
+from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes, with_stored_head
 from drift_sdk.progress import ignore_progress
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory

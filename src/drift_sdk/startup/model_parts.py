@@ -16,8 +16,8 @@ from drift_sdk.execution.device.memory import return_freed_memory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.loading.source import Source
 from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.allocation import QUANTISERS, WeightForm
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
 from drift_sdk.models.shard import Shard, cut_head, load_shard, shard_obstacles
 from drift_sdk.models.weights import odd_columns, weight_bytes
 from drift_sdk.progress import Report
