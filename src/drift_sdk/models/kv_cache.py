@@ -98,7 +98,7 @@ def load_kv_scales(tensors: TensorSource, form: KVForm, spec: ModelSpec, device:
     if found is None:
         return KVScales(ones, ones)
 
-    places = torch.tensor(layers, device=device)
+    places = torch.tensor(layers, dtype=torch.int64, device=device)
     keys, values = (ones.index_copy(0, places, scales.to(device)) for scales in found)
     return KVScales(keys, values)
 
