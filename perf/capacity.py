@@ -27,8 +27,7 @@ import numpy as np
 
 from drift_sdk.driver.prompts import TokenPrompt
 from drift_sdk.errors import ConfigError
-from drift_sdk.pool.prompt_blocks import BLOCK_TOKENS, PromptBlocks
-from drift_sdk.pool.router import Router
+from drift_sdk.pool.routing import BLOCK_TOKENS, PromptBlocks, Router
 from perf.harness.host import percentile
 from perf.harness.numbers import at_least
 from perf.harness.record import read

@@ -41,7 +41,7 @@ from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_scales import KVScales
+from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.spec.model import ModelSpec

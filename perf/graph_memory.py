@@ -21,7 +21,7 @@ from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.stages import NoStageMarks, StageMarks
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 from perf.harness.numbers import at_least
 from perf.harness.record import Run

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.kv_numbers import KVForm
-from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm
+from drift_sdk.models.allocation import QUANTISERS, WeightForm
+from drift_sdk.models.kv_cache import KVForm
 from drift_sdk.models.weights import weight_bytes
 from perf.harness.processes import ROOT
 from perf.harness.record import Run

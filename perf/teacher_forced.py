@@ -29,8 +29,8 @@ from msgspec import UNSET, UnsetType
 
 from drift_sdk import Engine, EngineConfig, SamplingParams
 from drift_sdk.loading.source import resolve
+from drift_sdk.models import channels
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.channels import experts
 from drift_sdk.models.decoder import Decoder
 from perf.harness.byte_tokenizer import NUM_SPECIAL
 from perf.harness.checkpoint import write_checkpoint
@@ -102,7 +102,7 @@ class Reference:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        choose = experts.choose_experts
+        choose = channels.choose_experts
 
         def watched(
             logits: torch.Tensor, num_active: int, *, is_normalised: bool
@@ -113,7 +113,7 @@ class Reference:
                 self._leads.append(lead / logits.std(dim=-1))
             return choose(logits, num_active, is_normalised=is_normalised)
 
-        with mock.patch.object(experts, "choose_experts", watched):
+        with mock.patch.object(channels, "choose_experts", watched):
             yield
 
 

@@ -29,7 +29,7 @@ from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, Eagl
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees import MAX_PATH_LENGTH, max_batch_drafts, rank_tree
 from perf.harness.manual_driver import ManualDriver

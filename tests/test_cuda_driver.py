@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drift_sdk import _cuda_driver
 from drift_sdk._cuda_driver import ignore_other_captures, load_driver
-from drift_sdk.models import filling
+from drift_sdk.models import allocation
 
 THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
@@ -96,16 +96,16 @@ def test_tensors_of_a_gpu_alone_are_read_on_such_threads(monkeypatch: pytest.Mon
             place.fill_(1.0)
 
     driver = use(FakeDriver(), monkeypatch)
-    monkeypatch.setattr(filling, "InPlaceSource", Source)
+    monkeypatch.setattr(allocation, "InPlaceSource", Source)
     places = {name: torch.zeros(2, dtype=torch.float32, device="cpu") for name in "ab"}
-    assert [name for name, _ in filling.fill_places(places, Source())] == ["a", "b"]
+    assert [name for name, _ in allocation.fill_places(places, Source())] == ["a", "b"]
     assert driver.modes == {}
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
-    monkeypatch.setattr(filling, "_fill_in", lambda *given: None)
+    monkeypatch.setattr(allocation, "_fill_in", lambda *given: None)
 
     class Place:
         device = torch.device("cuda")
 
-    list(filling.fill_places({"a": Place(), "b": Place()}, Source()))
+    list(allocation.fill_places({"a": Place(), "b": Place()}, Source()))
     assert set(driver.modes) <= {"drift-load_0", "drift-load_1"} and driver.modes

@@ -13,9 +13,8 @@ from safetensors.torch import save
 
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_weights import required_shapes
-from drift_sdk.models.norms import rms_norm
-from drift_sdk.models.rope import rotary_tables, rotate
+from drift_sdk.models.draft_head import required_shapes
+from drift_sdk.models.layers import rms_norm, rotary_tables, rotate
 from drift_sdk.spec.model import Channel, Experts, ModelSpec
 
 from .target import Target

@@ -15,7 +15,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, with_sinks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.linear import embed, linear
+from drift_sdk.models.layers import embed, linear
 from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import take_rows
 from drift_sdk.startup.model_config import read_config

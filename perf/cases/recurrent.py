@@ -16,8 +16,7 @@ from drift_sdk._kernels.recurrent.gated_delta import (
     advance_rows,
     state_shape,
 )
-from drift_sdk.spec.model import GatedDelta
-from drift_sdk.spec.states import BORDER, num_ring_rows
+from drift_sdk.spec.model import BORDER, GatedDelta, num_ring_rows
 from perf.cases.case import Case, Prepared, num_copies
 from perf.harness.shapes import Model
 

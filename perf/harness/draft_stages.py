@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.mixers.attention import AttentionStep
 from perf.harness.plain_draft import PlainDraft
 

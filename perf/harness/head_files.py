@@ -14,7 +14,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_weights import load_draft_weights
+from drift_sdk.models.draft_head import load_draft_weights
 from drift_sdk.models.weights import DecoderWeights
 from drift_sdk.spec.model import ModelSpec
 

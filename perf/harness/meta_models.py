@@ -9,8 +9,7 @@ from msgspec import Struct
 
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_weights import load_draft_weights, required_shapes, shareable_shapes
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder, load_draft_weights, required_shapes, shareable_shapes
 from perf.harness.shapes import draft_settings
 
 __all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_draft"]

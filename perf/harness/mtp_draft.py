@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from drift_sdk.models.matrix_reader import quantised_bytes
+from drift_sdk.models.allocation import quantised_bytes
 from drift_sdk.models.mtp import mtp_shapes
 from drift_sdk.spec.model import Experts, LayerSpec
 from perf.harness.shapes import EXPERTS, Model

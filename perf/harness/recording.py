@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from drift_sdk.errors import ConfigError
-from drift_sdk.models.matrix_reader import QUANTISERS
+from drift_sdk.models.allocation import QUANTISERS
 from perf.harness.bandwidth import read_bandwidth_tb_s
 from perf.harness.machine import default_device
 from perf.harness.numbers import at_least

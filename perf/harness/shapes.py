@@ -16,11 +16,11 @@ from msgspec import Struct
 from drift_sdk import NGram
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.allocation import QUANTISERS, WeightForm, quantised_bytes
 from drift_sdk.models.decoder import random_tensors
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
-from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
-from drift_sdk.models.matrix_reader import QUANTISERS, WeightForm, quantised_bytes
+from drift_sdk.models.draft_head import required_shapes, shareable_shapes
+from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
 from drift_sdk.spec.model import Attention, Experts, KVShape, ModelSpec
 from perf.harness.byte_tokenizer import write_tokenizer

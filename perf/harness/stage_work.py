@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
+from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from perf.harness.shapes import DRAFT_FUSION, DRAFT_HEAD, Draft, Model, attention_flops
 
 __all__ = ["Work", "stage_work"]

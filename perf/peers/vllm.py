@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from drift_sdk.models.matrix_reader import QUANTISERS
+from drift_sdk.models.allocation import QUANTISERS
 from perf.harness.experts import write_routing_weights
 from perf.harness.mtp_draft import MTP, MtpDraft
 from perf.harness.processes import module_command, with_paths

@@ -28,8 +28,8 @@ from drift_sdk.jobs import Job, JobDone, JobFailed, JobResult
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.partial_verification import PartialVerification
 from drift_sdk.pool.engine_pool import EnginePool
+from drift_sdk.pool.pool_state import ReplicaStats
 from drift_sdk.pool.routing import Routing
-from drift_sdk.pool.summed import ReplicaStats
 from drift_sdk.progress import Download, Progress
 from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.results import (

@@ -13,16 +13,15 @@ from drift_sdk._keywords import with_config
 from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
+from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress
 from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
-from drift_sdk.driver.event_sender import check_on_event
 from drift_sdk.driver.life_cycle import LifeCycle
-from drift_sdk.driver.loaded_model import LoadedModel, OpenModel, with_limits
-from drift_sdk.driver.loop_poster import Latch
+from drift_sdk.driver.loops import Latch
+from drift_sdk.driver.model_opener import LoadedModel, OpenModel, with_limits
 from drift_sdk.driver.process_hooks import without_collection
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
-from drift_sdk.driver.request import Request
-from drift_sdk.driver.startup_progress import ProgressReporter, check_on_progress
+from drift_sdk.driver.requests import Request
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
@@ -49,7 +48,7 @@ class Engine(BaseEngine):
     open_model:  for tests and measurement only: opens the model in place of the files that `model` names. It
                  is called on the engine's thread as `open_model(report, limits)`, at the start with the first
                  argument alone and by `wake()` with both, and returns a `LoadedModel`; see `OpenModel` in
-                 drift_sdk/driver/loaded_model.py. `drift_sdk.testing.ScriptedModel` is one.
+                 drift_sdk/driver/model_opener.py. `drift_sdk.testing.ScriptedModel` is one.
 
     Use it with `async with`, or call `start()` and `aclose()`, from any task of any event loop. A wrong
     argument raises ConfigError. An engine changes no settings of the host process (no signal handlers, no

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import LoadedModel, with_limits
+from drift_sdk.driver.model_opener import LoadedModel, with_limits
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.execution.acceptance import AcceptanceFactory

@@ -14,8 +14,15 @@ from drift_sdk._plain_data import IdArray
 from drift_sdk._validation import check_bool, check_choice, check_int, plain_scalar
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
-from drift_sdk.driver.chat_prompt import ChatPrompt, as_any_prompt, as_chat_prompt, check_forced_calls
-from drift_sdk.driver.prompts import ModelText, Prompt, as_prompt
+from drift_sdk.driver.prompts import (
+    ChatPrompt,
+    ModelText,
+    Prompt,
+    as_any_prompt,
+    as_chat_prompt,
+    as_prompt,
+    check_forced_calls,
+)
 from drift_sdk.errors import EngineClosed, RequestError, RequestKeywordError
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from drift_sdk.driver.loop_poster import LoopPoster
+from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.prompts import Prompt
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
 from drift_sdk.errors import RequestError

@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
-from drift_sdk.driver.loop_thread import check_no_loop
+from drift_sdk.driver.loops import check_no_loop
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.errors import EngineClosed, RequestError
 from drift_sdk.grammars import ParsedT_co

@@ -15,7 +15,7 @@ from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, Sp
 from drift_sdk.cli import acceptance
 from drift_sdk.cli.acceptance import PROMPTS, Measured, layers_by_convention, measure, read_prompts, verdict
 from drift_sdk.cli.command_line import main
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

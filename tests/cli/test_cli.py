@@ -38,7 +38,7 @@ from drift_sdk.cli.command_line import main
 from drift_sdk.cli.doctor import Device, examine
 from drift_sdk.cli.terminal import hide_progress, show_progress
 from drift_sdk.cli.warm import Warmed, kernel_cache
-from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, ScriptedModel, scripted_engine
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]

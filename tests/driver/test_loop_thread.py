@@ -17,8 +17,8 @@ from interrupts import one_interrupt
 from loops import WAIT_S, run
 
 from drift_sdk import EngineClosed
-from drift_sdk.driver import loop_thread
-from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver import loops
+from drift_sdk.driver.loops import LoopThread
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_loop_whose_start_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -
 
             return super().result(timeout)
 
-    monkeypatch.setattr(loop_thread, "Future", Interrupted)
+    monkeypatch.setattr(loops, "Future", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         LoopThread("interrupted")
     for thread in threading.enumerate():

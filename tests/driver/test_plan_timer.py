@@ -10,8 +10,7 @@ import pytest
 
 from drift_sdk import Engine, EngineClosed, SamplingParams
 from drift_sdk.driver import driver
-from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.driver.plan_timer import (
+from drift_sdk.driver.driver import (
     IDLE_S,
     LEAST_MARGIN_S,
     MOST_DURATIONS,
@@ -20,6 +19,7 @@ from drift_sdk.driver.plan_timer import (
     PlanTimer,
     kind_of,
 )
+from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.progress import Report
 from drift_sdk.steps import DecodeRow, Executor, ExecutorLimits, PrefillChunk, StepPlan, StepResult
 from drift_sdk.testing import ScriptedModel

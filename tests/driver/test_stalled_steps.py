@@ -11,8 +11,8 @@ from model_zoo import make_model
 from placement import engine_config
 
 from drift_sdk import Engine
-from drift_sdk.driver import stalled_steps
-from drift_sdk.driver.stalled_steps import StalledSteps
+from drift_sdk.driver import stats_recorder
+from drift_sdk.driver.stats_recorder import StalledSteps
 
 NORMAL = [0.01, 0.012, 0.008] * 4
 
@@ -80,4 +80,4 @@ async def test_an_engine_on_the_cpu_notes_its_decoding_steps(
     async with Engine(tmp_path, engine_config(max_model_len=64, device="cpu")) as engine:
         await engine.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
     assert noted == [1, 1, 1, 1]  # the first token comes with the prompt
-    assert stalled_steps.NUM_STEPS > 1
+    assert stats_recorder.NUM_STEPS > 1

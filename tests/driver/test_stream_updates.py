@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 from loops import on_every_loop, run
 
-from drift_sdk.driver.loop_poster import LoopPoster
+from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.stream_updates import SLICE_UPDATES, PendingUpdates, StreamUpdates, Update
 from drift_sdk.results import Chunk, TokenLogprobs, ToolCall
 

@@ -23,8 +23,8 @@ from drift_sdk import (
     SamplingParams,
     SyncEngine,
 )
-from drift_sdk.driver.chat_prompt import ChatPrompt, check_forced_calls
-from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.prompts import ChatPrompt, check_forced_calls
 from drift_sdk.engine import Engine
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.testing import ScriptedModel, scripted_engine

@@ -22,8 +22,8 @@ from drift_sdk import (
     SamplingParams,
     SyncEngine,
 )
-from drift_sdk.driver import event_sender
-from drift_sdk.driver.event_sender import EventSender
+from drift_sdk.driver import callbacks
+from drift_sdk.driver.callbacks import EventSender
 from drift_sdk.events import (
     EngineFailed,
     EngineStarted,
@@ -232,8 +232,8 @@ def test_events_that_nobody_takes_are_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A function that never returns neither fills the memory nor keeps the engine open."""
-    monkeypatch.setattr(event_sender, "MAX_WAITING", 4)
-    monkeypatch.setattr(event_sender, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(callbacks, "MAX_WAITING", 4)
+    monkeypatch.setattr(callbacks, "CLOSE_TIMEOUT_S", 0.05)
     is_over = threading.Event()
 
     async def main() -> None:

@@ -33,7 +33,7 @@ from drift_sdk import (
     SamplingParams,
     prometheus,
 )
-from drift_sdk.driver.request_registry import RequestRegistry
+from drift_sdk.driver.requests import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.startup.executor_factory import choose_executor
 from drift_sdk.stats import Histogram, Histograms

@@ -29,8 +29,9 @@ from drift_sdk import (
     SamplingParams,
     TokenStream,
 )
-from drift_sdk.driver.loop_poster import LoopPoster
-from drift_sdk.driver.request import ModelText, Request
+from drift_sdk.driver.loops import LoopPoster
+from drift_sdk.driver.prompts import ModelText
+from drift_sdk.driver.requests import Request
 from drift_sdk.stream import updates_of
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, scripted_engine
 

@@ -30,8 +30,8 @@ from drift_sdk import (
     SamplingParams,
     SyncEngine,
 )
-from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.driver.loop_poster import LoopPoster
+from drift_sdk.driver.loops import LoopPoster
+from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.progress import Progress
 from drift_sdk.sync_stream import SyncStream
 from drift_sdk.testing import NextToken, ScriptedModel

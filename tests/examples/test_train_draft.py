@@ -39,7 +39,7 @@ from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.spec.model import Experts, Mlp
 
 CPU = torch.device("cpu")

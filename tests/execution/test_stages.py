@@ -26,7 +26,7 @@ from drift_sdk.execution.stages import NO_STAGE_MARKS, NvtxStageMarks, StageMark
 from drift_sdk.families import read_spec
 from drift_sdk.measurement import profiled_engine, recorded_engine
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, StepPlan
 from perf.harness.manual_driver import ManualDriver
 from perf.harness.simulation import acceptance_of

@@ -26,7 +26,7 @@ from slow_cases import slow_after
 
 from drift_sdk import EngineConfig, ModelLoadError, inspect
 from drift_sdk.families import read_spec
-from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers import gated_delta
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights

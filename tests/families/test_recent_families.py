@@ -21,7 +21,7 @@ from tolerances import tie_gap
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.spec.model import Experts, LayerSpec
 

@@ -28,10 +28,8 @@ from drift_sdk.spec.decoder_settings import (
     read_mlp,
     read_norm,
 )
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import GGUFArchitecture
-from drift_sdk.spec.model import Mlp, ModelSpec, Norm, Router
-from drift_sdk.spec.names import AttentionNames, ExpertNames, MlpNames, Names
+from drift_sdk.spec.family import Family, GGUFArchitecture
+from drift_sdk.spec.model import AttentionNames, ExpertNames, Mlp, MlpNames, ModelSpec, Names, Norm, Router
 from drift_sdk.spec.settings import Settings, read_int
 
 PROMPT = list(range(3, 20))

@@ -16,7 +16,7 @@ from drift_sdk import Chain, Completion, Engine, EngineConfig, EngineStats, NGra
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_weights import required_shapes
+from drift_sdk.models.draft_head import required_shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

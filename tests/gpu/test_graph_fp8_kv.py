@@ -25,8 +25,7 @@ from drift_sdk import (
     StaticTree,
 )
 from drift_sdk.models import weights
-from drift_sdk.models.kv_numbers import KVForm
-from drift_sdk.models.kv_scales import KVScales
+from drift_sdk.models.kv_cache import KVForm, KVScales
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

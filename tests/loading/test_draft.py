@@ -23,7 +23,7 @@ from drift_sdk.loading.draft import TorchFile
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.rope import Rope
 from perf import compare_stages, reduce_vocab

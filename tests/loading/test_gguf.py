@@ -395,16 +395,16 @@ CUTS_WHILE_READING = """
 import os, sys
 from pathlib import Path
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading import gguf_header
-from drift_sdk.loading.gguf_parts import GGUFParts
+from drift_sdk.loading import gguf_file
+from drift_sdk.loading.gguf_file import GGUFParts
 
-layout = gguf_header._layout
+layout = gguf_file._layout
 
 def cut(kind):
     os.truncate(sys.argv[1], 8192)
     return layout(kind)
 
-gguf_header._layout = cut
+gguf_file._layout = cut
 try:
     GGUFParts(Path(sys.argv[1]))
 except ModelLoadError as error:
@@ -432,7 +432,7 @@ def test_files_are_closed_with_the_source(tmp_path: Path, monkeypatch: pytest.Mo
         opened.append(open_file(path, flags))
         return opened[-1]
 
-    monkeypatch.setattr("drift_sdk.loading.gguf_parts.os.open", noting)
+    monkeypatch.setattr("drift_sdk.loading.gguf_file.os.open", noting)
     tensors = GGUFFile(tmp_path / "m.gguf")
     os.fstat(opened[0])
     del tensors

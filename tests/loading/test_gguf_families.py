@@ -23,8 +23,8 @@ from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.families.mixtral import FAMILY as MIXTRAL
 from drift_sdk.loading.gguf import GGUFFile
-from drift_sdk.loading.mxfp4 import dequantise
 from drift_sdk.loading.source import resolve
+from drift_sdk.loading.stored_formats import dequantise_mxfp4
 from drift_sdk.loading.tensors import InPlaceSource
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
@@ -193,7 +193,7 @@ def test_blocks_of_gpt_oss_have_the_numbers_of_the_gguf_package(gpt_oss: tuple[P
     for first, name in enumerate(("gate", "up")):
         (tensor,) = [each for each in reader.tensors if each.name == f"blk.1.ffn_{name}_exps.weight"]
         expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, Q.MXFP4).copy())
-        assert torch.equal(dequantise(blocks, scales, torch.float32)[:, first::2], expected)
+        assert torch.equal(dequantise_mxfp4(blocks, scales, torch.float32)[:, first::2], expected)
 
 
 def test_experts_of_gpt_oss_in_other_formats_are_refused(
@@ -264,7 +264,7 @@ def test_matrices_of_experts_are_bounded(
     experts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(experts, tmp_path / "model.gguf")
-    monkeypatch.setattr("drift_sdk.loading.gguf_experts.MAX_TENSORS", 20)
+    monkeypatch.setattr("drift_sdk.loading.gguf.MAX_TENSORS", 20)
     with pytest.raises(ModelLoadError, match="more than 20 matrices of experts"):
         GGUFFile(tmp_path / "model.gguf")
 

@@ -14,7 +14,7 @@ from gguf_model import write_gguf
 from model_zoo import make_model
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.gguf_names import missing_parts, part_of
+from drift_sdk.loading.file_names import missing_parts, part_of
 from drift_sdk.loading.source import resolve
 
 

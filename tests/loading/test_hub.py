@@ -18,8 +18,8 @@ from hub_server import HubServer, hub_server
 from model_zoo import make_model
 
 from drift_sdk import ConfigError, Engine, EngineClosed, EngineConfig, ModelLoadError, Progress
-from drift_sdk.loading import hub_gguf
-from drift_sdk.loading.hub_files import choose_gguf, split_quant
+from drift_sdk.loading import hub as hub_module
+from drift_sdk.loading.file_names import choose_gguf, split_quant
 from drift_sdk.loading.source import find, resolve
 from drift_sdk.progress import Download
 
@@ -215,7 +215,7 @@ def test_gguf_file_is_chosen_by_its_quantisation(
     name: str, hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its header is read before it is fetched. The parts of a split file give the tensors of the whole."""
-    monkeypatch.setattr(hub_gguf, "FIRST_BYTES", 64)  # so that a header takes several requests
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", 64)  # so that a header takes several requests
     found = find(name)
     quant = "Q8_0" if name.endswith("Q8_0") else "Q4_K_M"
     sizes = {file.name: file.stat().st_size for file in hub.folders["org/gguf"].glob(f"*{quant}*")}
@@ -308,7 +308,7 @@ def test_settings_stored_as_a_tensor_are_part_of_the_header(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Llama 3's factors of the rotation: the config is made of their values."""
-    monkeypatch.setattr(hub_gguf, "FIRST_BYTES", 64)
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", 64)
     qwen3 = make_model(18, tmp_path / "model")
     (tmp_path / "factors").mkdir()
     factors = np.linspace(1.0, 8.0, qwen3.config.head_dim // 2, dtype=np.float32)
@@ -321,21 +321,21 @@ def test_settings_stored_as_a_tensor_are_part_of_the_header(
 def test_other_tensors_are_not_fetched_with_the_header(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hub_gguf, "FIRST_BYTES", 64)
-    monkeypatch.setattr(hub_gguf, "MAX_SETTING_BYTES", 256)
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", 64)
+    monkeypatch.setattr(hub_module, "MAX_SETTING_BYTES", 256)
     qwen3 = make_model(18, tmp_path / "model")
     (tmp_path / "many").mkdir()
     others = {name: np.ones(4096, np.float32) for name in ("rope_other.weight", "rope_freqs.weight")}
     write_gguf(qwen3, tmp_path / "many" / "m-F32.gguf", tensors=others)
     hub.folders["org/many"] = tmp_path / "many"
     fetched = []
-    fetch = hub_gguf.fetch_range
+    fetch = hub_module.fetch_range
 
     def noting(url: str, start: int, num_bytes: int) -> tuple[bytes, int]:
         fetched.append(start)
         return fetch(url, start, num_bytes)
 
-    monkeypatch.setattr(hub_gguf, "fetch_range", noting)
+    monkeypatch.setattr(hub_module, "fetch_range", noting)
     found = find("org/many:F32")
     with pytest.raises(ModelLoadError, match="rope_freqs.weight has shape"):
         _ = found.source.config

@@ -13,8 +13,8 @@ from hub_server import HubServer, hub_server
 from model_zoo import make_model
 
 from drift_sdk import ModelLoadError
-from drift_sdk.loading import hub_gguf
-from drift_sdk.loading.hub_gguf import fetch_range
+from drift_sdk.loading import hub as hub_module
+from drift_sdk.loading.hub import fetch_range
 from drift_sdk.loading.source import find
 
 
@@ -38,7 +38,7 @@ def test_gguf_header_is_read_from_a_hub_that_sends_whole_files(
     hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The rest of the file is not waited for."""
-    monkeypatch.setattr(hub_gguf, "FIRST_BYTES", 2**14)
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", 2**14)
     hub.headers = {"Accept-Ranges": None}
     hub.pace = lambda name: "halt" if name.endswith(".gguf") else None
     found = find("org/gguf:Q8_0")
@@ -61,7 +61,7 @@ def test_part_of_a_file_that_a_hub_sends_whole(
             found = fetch_range(url, start, num_bytes)
             assert found == (data[start : start + num_bytes], len(data))
 
-    monkeypatch.setattr(hub_gguf, "MAX_SKIPPED_BYTES", 500)
+    monkeypatch.setattr(hub_module, "MAX_SKIPPED_BYTES", 500)
     with pytest.raises(ModelLoadError, match="does not send parts of files: asked for byte 1000, got byte 0"):
         fetch_range(url, 1000, 10)
 

@@ -23,9 +23,8 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading import gguf as gguf_loading
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.weights import weight_bytes
-from drift_sdk.quantised.tiles import TiledWeight
-from drift_sdk.quantised.weight import QuantisedWeight
-from drift_sdk.spec.gguf import GGUFChange
+from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight
+from drift_sdk.spec.family import GGUFChange
 
 NUM_MODELS = 6
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_after
 
 from drift_sdk import ModelLoadError
-from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
 from drift_sdk.quantised.fp8 import Fp8Weight

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, MAX_SCALE, dequantise
+from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, MAX_SCALE, dequantise_mxfp4
 
 # The sixteen codes of e2m1, as the OCP specification lists them: sign, two bits of exponent with bias 1, one
 # bit of mantissa.
@@ -35,7 +35,7 @@ def test_all_bytes_and_scales_are_exact(dtype: torch.dtype) -> None:
     codes = [code for byte in range(256) for code in (byte % 16, byte // 16)]
     values = torch.tensor([E2M1[code] for code in codes], dtype=torch.float64)
     for scale in range(MAX_SCALE + 1):
-        found = dequantise(blocks, torch.full((16,), scale, dtype=torch.uint8), dtype)
+        found = dequantise_mxfp4(blocks, torch.full((16,), scale, dtype=torch.uint8), dtype)
         assert found.dtype == dtype
         found = found.double().flatten()
         assert torch.equal(found, values * 2.0 ** (scale - 127))
@@ -46,15 +46,15 @@ def test_larger_scales_are_not_finite() -> None:
     blocks = torch.full((1, BLOCK_BYTES), 0x77, dtype=torch.uint8)
     for dtype in (torch.float32, torch.bfloat16):
         for scale in (253, 254):
-            assert dequantise(blocks, torch.tensor([scale], dtype=torch.uint8), dtype).isinf().all()
-        assert dequantise(blocks, torch.tensor([255], dtype=torch.uint8), dtype).isnan().all()
+            assert dequantise_mxfp4(blocks, torch.tensor([scale], dtype=torch.uint8), dtype).isinf().all()
+        assert dequantise_mxfp4(blocks, torch.tensor([255], dtype=torch.uint8), dtype).isnan().all()
 
 
 def test_each_block_has_its_own_scale_and_order_is_kept() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (2, 3, 5, BLOCK_BYTES), generator=generator, dtype=torch.uint8)
     scales = torch.randint(120, 130, (2, 3, 5), generator=generator, dtype=torch.uint8)
-    found = dequantise(blocks, scales, torch.float32)
+    found = dequantise_mxfp4(blocks, scales, torch.float32)
     assert found.shape == (2, 3, 5 * BLOCK_SIZE)
     for expert, row, column in ((0, 0, 0), (1, 2, 159), (0, 1, 33), (1, 0, 64), (1, 1, 95)):
         block, place = divmod(column, BLOCK_SIZE)

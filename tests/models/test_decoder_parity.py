@@ -26,9 +26,8 @@ from transformers.models.llama import modeling_llama
 from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.layers import rms_norm, rotary_tables, rotate
 from drift_sdk.models.mixers import attention as attention_module
-from drift_sdk.models.norms import rms_norm
-from drift_sdk.models.rope import rotary_tables, rotate
 from drift_sdk.spec.rope import inverse_frequencies
 
 NUM_DECODE_STEPS = 8

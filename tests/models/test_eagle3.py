@@ -19,13 +19,13 @@ from tolerances import assert_near
 
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models import eagle3
+from drift_sdk.models import draft_head
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.norms import offset_rms_norm
+from drift_sdk.models.layers import offset_rms_norm
 from drift_sdk.spec.model import KVShape
 
 INNER = 192  # terms of the longest sum: three hidden states of 64
@@ -252,7 +252,9 @@ def _assert_cache(cache: KVCache, blocks: list[int], reference: Reference, depth
 
 
 def _batch(blocks: list[int], start: int, num_rows: int, cache: KVCache) -> AttentionBatch:
-    return AttentionBatch([SequenceRows(blocks, start, num_rows)], cache, slot_offset=eagle3.DRAFT_KV_OFFSET)
+    return AttentionBatch(
+        [SequenceRows(blocks, start, num_rows)], cache, slot_offset=draft_head.DRAFT_KV_OFFSET
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -296,12 +298,12 @@ def test_planted_fault_is_found(
 ) -> None:
     make_draft(name, tmp_path, target_folder)
     draft = DraftDecoder.load(tmp_path, target)
-    tables, fuse, logits = eagle3.rotary_tables, DraftDecoder.fuse, DraftDecoder.logits
+    tables, fuse, logits = draft_head.rotary_tables, DraftDecoder.fuse, DraftDecoder.logits
     if fault == "position of all rows":
-        monkeypatch.setattr(eagle3, "rotary_tables", lambda p, *rest: tables(p + 1, *rest))
+        monkeypatch.setattr(draft_head, "rotary_tables", lambda p, *rest: tables(p + 1, *rest))
     elif fault == "position of draft rows":
         monkeypatch.setattr(
-            eagle3, "rotary_tables", lambda p, *rest: tables(p + (p >= NUM_PROMPT_TOKENS), *rest)
+            draft_head, "rotary_tables", lambda p, *rest: tables(p + (p >= NUM_PROMPT_TOKENS), *rest)
         )
     elif fault == "feature":
         monkeypatch.setattr(DraftDecoder, "fuse", lambda *inputs: fuse(*inputs).roll(1, 0))
@@ -315,10 +317,10 @@ def test_planted_fault_is_found(
         monkeypatch.setattr(
             DraftDecoder,
             "logits",
-            lambda self, hidden: logits(self, eagle3.normalise(hidden, weight, norm)),
+            lambda self, hidden: logits(self, draft_head.normalise(hidden, weight, norm)),
         )
     elif fault == "slot offset":
-        monkeypatch.setattr(eagle3, "DRAFT_KV_OFFSET", 0)
+        monkeypatch.setattr(draft_head, "DRAFT_KV_OFFSET", 0)
     else:
         draft.config = _replace(draft.config, is_residual_normed=True)
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import eos_token_ids, resolve
-from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
+from drift_sdk.models.channels import ExpertWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
 from drift_sdk.spec.model import ClampedGate, Mlp

@@ -12,11 +12,10 @@ from decoder_parity import assert_parity, load_decoder, random_tokens
 from expert_zoo import EXPERT_MODELS, QUANTISED, make_expert_model, quantise_folder
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from drift_sdk.models import attention
+from drift_sdk.models import attention, channels
 from drift_sdk.models import decoder as decoder_module
-from drift_sdk.models.channels import experts as experts_module
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.norms import normalise, rms_norm
+from drift_sdk.models.layers import normalise, rms_norm
 from drift_sdk.spec.model import ClampedGate
 
 NUM_TOKENS = 53
@@ -112,37 +111,37 @@ def _one_magnitude(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of the chosen experts is the next after it."""
-    choose = experts_module.choose_experts
+    choose = channels.choose_experts
 
     def planted(logits: torch.Tensor, num_active: int, *, is_normalised: bool) -> tuple[torch.Tensor, ...]:
         experts, shares = choose(logits, num_active + 1, is_normalised=is_normalised)
         kept = [*range(num_active - 1), num_active]
         return experts[:, kept], shares[:, kept]
 
-    monkeypatch.setattr(experts_module, "choose_experts", planted)
+    monkeypatch.setattr(channels, "choose_experts", planted)
 
 
 def _gate_after_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    gated = experts_module.gated
+    gated = channels.gated
     monkeypatch.setattr(
-        experts_module,
+        channels,
         "gated",
         lambda gate_up, gate: gated(gate_up.unflatten(1, (-1, 2)).flip(2).flatten(1), gate),
     )
 
 
 def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    gated = experts_module.gated
+    gated = channels.gated
     monkeypatch.setattr(
-        experts_module, "gated", lambda gate_up, gate: gated(gate_up, ClampedGate(alpha=1.702, limit=1e6))
+        channels, "gated", lambda gate_up, gate: gated(gate_up, ClampedGate(alpha=1.702, limit=1e6))
     )
 
 
 def _other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of all experts where those of the chosen add up to 1, and the other way round."""
-    choose = experts_module.choose_experts
+    choose = channels.choose_experts
     monkeypatch.setattr(
-        experts_module,
+        channels,
         "choose_experts",
         lambda logits, num_active, *, is_normalised: choose(
             logits, num_active, is_normalised=not is_normalised

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from drift_sdk.loading.mxfp4 import dequantise
-from drift_sdk.models.channels.experts import (
+from drift_sdk.loading.stored_formats import dequantise_mxfp4
+from drift_sdk.models.channels import (
     ExpertWeights,
     QuantisedMatrices,
     apply_experts,
@@ -67,7 +67,7 @@ def reference(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.T
 
     def matrix(matrices: torch.Tensor | QuantisedMatrices, expert: int) -> torch.Tensor:
         if isinstance(matrices, QuantisedMatrices):
-            matrices = dequantise(matrices.blocks, matrices.scales, torch.float32)
+            matrices = dequantise_mxfp4(matrices.blocks, matrices.scales, torch.float32)
         return matrices[expert].double()
 
     def bias(biases: torch.Tensor | None, expert: int) -> torch.Tensor | float:
@@ -162,8 +162,8 @@ def test_quantised_experts_equal_their_dequantised_twins(dtype: torch.dtype) -> 
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
     dense = replace(
         weights,
-        gate_up=dequantise(weights.gate_up.blocks, weights.gate_up.scales, dtype),
-        down=dequantise(weights.down.blocks, weights.down.scales, dtype),
+        gate_up=dequantise_mxfp4(weights.gate_up.blocks, weights.gate_up.scales, dtype),
+        down=dequantise_mxfp4(weights.down.blocks, weights.down.scales, dtype),
     )
     found = apply_experts(x, weights, spec)
     assert found.dtype == dtype

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.models.filling import AHEAD, fill_places
+from drift_sdk.models.allocation import AHEAD, fill_places
 
 NAMES = tuple(f"tensor {index}" for index in range(40))
 

@@ -11,7 +11,7 @@ from decoder_parity import inner_terms, poisoned_cache, random_tokens, shuffled_
 from tolerances import assert_near
 
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.mixers.attention import AttentionWeights

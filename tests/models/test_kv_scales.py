@@ -16,12 +16,11 @@ from drift_sdk import EngineConfig, ModelLoadError, SyncEngine, inspect
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.kv_scales import KVScales
+from drift_sdk.models.kv_cache import KVCache, KVScales
 from drift_sdk.models.shard import Shard, load_shard
-from drift_sdk.quantised.e4m3 import quantise_e4m3
+from drift_sdk.quantised.fp8 import quantise_e4m3
 from drift_sdk.spec.model import KVShape
-from drift_sdk.startup.weight_form import choose_weight_form
+from drift_sdk.startup.model_parts import choose_weight_form
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_KV_HEADS = 2, 4

@@ -25,8 +25,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_weights import DraftForm
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder, DraftForm
 from drift_sdk.models.mtp import load_mtp, random_mtp
 from drift_sdk.models.states import SequenceState, StateRows
 from drift_sdk.startup.draft_startup import check_mtp, open_drafter_factory

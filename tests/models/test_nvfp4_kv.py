@@ -16,9 +16,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.kv_numbers import bytes_of_head, decode, encode, stored_shape
-from drift_sdk.models.kv_scales import KVScales
+from drift_sdk.models.kv_cache import KVCache, KVScales, bytes_of_head, decode, encode, stored_shape
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, nvfp4_numbers, quantise_groups
 from drift_sdk.spec.model import KVShape
 

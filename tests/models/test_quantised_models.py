@@ -24,18 +24,18 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
+from drift_sdk.models.allocation import PAIRED, QUANTISERS, WeightForm
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
-from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, WeightForm
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.quantised.blocks import BlockWeight
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
 from drift_sdk.quantised.nvfp4 import Nvfp4Weight
 from drift_sdk.quantised.weight import QuantisedWeight, StackedWeight
-from drift_sdk.startup.weight_form import bytes_without_files
+from drift_sdk.startup.model_parts import bytes_without_files
 
 TIED, UNTIED, PHI3 = 6, 1, 29
 """Models of the zoo. The first has matrices of 24, 72 and 80 rows and columns, and a tied head."""

@@ -23,7 +23,7 @@ from drift_sdk.models.states import (
     StateRows,
 )
 from drift_sdk.models.weights import tensor_shapes
-from drift_sdk.spec.states import BORDER, checkpoint_bytes, slot_bytes
+from drift_sdk.spec.model import BORDER, checkpoint_bytes, slot_bytes
 
 NUM_TOKENS = 5 * BORDER + 3
 

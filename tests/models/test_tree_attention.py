@@ -9,9 +9,8 @@ import torch
 from random_trees import random_tree
 from tolerances import assert_near
 
-from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.attention import AttentionBatch, SequenceRows, TreeAttentionBatch, TreeRows
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.tree_attention import TreeAttentionBatch, TreeRows
 from drift_sdk.spec.model import KVShape
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 30

@@ -24,10 +24,10 @@ from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.safetensors import SafetensorsFolder
 from drift_sdk.loading.source import resolve
 from drift_sdk.loading.tensors import InPlaceSource
-from drift_sdk.models import tied_head
+from drift_sdk.models import weights
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.linear import MIN_ONEDNN_ELEMENTS, linear
+from drift_sdk.models.layers import MIN_ONEDNN_ELEMENTS, linear
 from drift_sdk.models.weights import LayerWeights, tensor_shapes
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.weight import dequantised
@@ -189,7 +189,7 @@ def test_quantised_tied_head_is_compared_in_parts(
     form: str, tied_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tied(tied_folder, tmp_path / "quantised")
-    monkeypatch.setattr(tied_head, "COMPARED_ROWS", 7)
+    monkeypatch.setattr(weights, "COMPARED_ROWS", 7)
     expanded: list[int] = []
     dequantise = Fp8Weight.dequantise
 

@@ -20,7 +20,7 @@ from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter, Span, state_of
 from drift_sdk.models.attention import AttentionBatch
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 
 BLOCK_SIZE = 8

@@ -42,7 +42,7 @@ from drift_sdk import (
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.models.states import LayerState, SequenceState
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER
 
 SHARED_SEED = 1
 """Of prompts without near ties."""

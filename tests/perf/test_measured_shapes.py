@@ -11,15 +11,14 @@ import torch
 from msgspec import structs
 
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.allocation import WeightForm
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.draft_weights import required_shapes, shareable_shapes
-from drift_sdk.models.matrix_reader import WeightForm
+from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights, weight_bytes
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.names import Names
+from drift_sdk.spec.model import Names
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
 from perf.harness.scenario import SCENARIOS, Scenario
 from perf.harness.shapes import prepare, prepare_draft

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from drift_sdk import EngineConfig
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from perf import teacher_forced
 from perf.harness.checkpoint import ExpertGroups, write_checkpoint

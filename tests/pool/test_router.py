@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from drift_sdk.driver.chat_prompt import as_chat_prompt
-from drift_sdk.driver.prompts import TextPrompt, TokenPrompt
-from drift_sdk.pool.prompt_blocks import BLOCK_TOKENS, MAX_BLOCKS, PromptBlocks
-from drift_sdk.pool.router import IDLE_TOKENS, Router
+from drift_sdk.driver.prompts import TextPrompt, TokenPrompt, as_chat_prompt
+from drift_sdk.pool.routing import BLOCK_TOKENS, IDLE_TOKENS, MAX_BLOCKS, PromptBlocks, Router
 
 
 def tokens(*parts: int) -> PromptBlocks:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from drift_sdk.pool.summed import summed_stats
+from drift_sdk.pool.pool_state import summed_stats
 from drift_sdk.stats import EngineStats
 
 

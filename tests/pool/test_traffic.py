@@ -23,10 +23,9 @@ from drift_sdk import (
 )
 from drift_sdk.driver.prompts import TokenPrompt
 from drift_sdk.driver.stream_updates import Update
-from drift_sdk.pool.replica import Replica
-from drift_sdk.pool.router import Router
-from drift_sdk.pool.routes import Attempt
-from drift_sdk.pool.traffic import MAX_ATTEMPTS, Traffic
+from drift_sdk.pool.pool_state import MAX_ATTEMPTS, Replica, Traffic
+from drift_sdk.pool.replay import Attempt
+from drift_sdk.pool.routing import Router
 from drift_sdk.results import Timing, Usage
 from drift_sdk.submission import Submission
 

@@ -23,7 +23,7 @@ from loops import WAIT_S, run, until
 from slow_cases import slow_after
 
 from drift_sdk import ConfigError, EngineClosed, EnginePool, ProcessEngine
-from drift_sdk.remote import host_link, process_engine
+from drift_sdk.remote import connection, process_engine
 from drift_sdk.remote.process_engine import PROGRAM, ProcessChannel
 from drift_sdk.testing import ScriptedModel
 
@@ -335,7 +335,7 @@ async def test_pool_that_closes_between_the_halves_of_a_restart_has_no_replica_s
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_stopped_child_is_ended_when_it_does_not_close(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the task that closes it is cancelled, and if the engine is one of a pool."""
-    monkeypatch.setattr(host_link, "CLOSE_S", 0.05)
+    monkeypatch.setattr(connection, "CLOSE_S", 0.05)
 
     async def main() -> None:
         engines = [engine_of(step_s=0.005) for _ in range(2)]

@@ -38,9 +38,8 @@ from drift_sdk import (
     SamplingParams,
     TokenStream,
 )
-from drift_sdk.remote import calls_loop as calls_loops
-from drift_sdk.remote import connection
-from drift_sdk.remote.frames import read_frame
+from drift_sdk.remote import connection, remote_engine
+from drift_sdk.remote.messages import read_frame
 from drift_sdk.remote.process_engine import PROGRAM
 from drift_sdk.remote.process_host import Program
 from drift_sdk.testing import ScriptedModel
@@ -265,24 +264,24 @@ def test_child_ends_if_its_parent_has_ended_before_its_program_began() -> None:
 
 
 def test_a_loop_that_has_failed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_loops, "_shared", {})
-    failed = calls_loops.calls_loop()
+    monkeypatch.setattr(remote_engine, "_shared", {})
+    failed = remote_engine.calls_loop()
     failed.post(sys.exit)
     failed._thread.join(WAIT_S)
-    loop = calls_loops.calls_loop()
-    assert loop is not failed and calls_loops.calls_loop() is loop
+    loop = remote_engine.calls_loop()
+    assert loop is not failed and remote_engine.calls_loop() is loop
     loop.stop()
 
 
 def test_forked_child_gets_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread of the parent may have held the lock when it forked."""
-    ours = calls_loops.calls_loop()
-    num_forks = calls_loops.num_forks()
-    with ThreadPoolExecutor(1) as threads, calls_loops._shared[num_forks].lock:
-        monkeypatch.setattr(calls_loops, "num_forks", lambda: num_forks + 1)
-        loop = threads.submit(calls_loops.calls_loop).result(WAIT_S)
-        assert loop is not ours and calls_loops.calls_loop() is loop
-    del calls_loops._shared[num_forks + 1]
+    ours = remote_engine.calls_loop()
+    num_forks = remote_engine.num_forks()
+    with ThreadPoolExecutor(1) as threads, remote_engine._shared[num_forks].lock:
+        monkeypatch.setattr(remote_engine, "num_forks", lambda: num_forks + 1)
+        loop = threads.submit(remote_engine.calls_loop).result(WAIT_S)
+        assert loop is not ours and remote_engine.calls_loop() is loop
+    del remote_engine._shared[num_forks + 1]
     loop.stop()
 
 
@@ -333,7 +332,7 @@ async def test_child_that_sends_something_else_is_ended(
 
 async def test_message_that_is_too_large_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_of() as engine:
-        monkeypatch.setattr("drift_sdk.remote.frames.MAX_FRAME_BYTES", 20_000)
+        monkeypatch.setattr("drift_sdk.remote.messages.MAX_FRAME_BYTES", 20_000)
         prompt = list(range(256)) * 50
         with pytest.raises(DriftError, match="bytes: expected at most 20000"):
             await engine.count_tokens("a" * 20_000)
@@ -347,7 +346,7 @@ async def test_answer_that_is_too_large_becomes_an_error(monkeypatch: pytest.Mon
         async def kind(self) -> str:
             return "a" * 5000
 
-    monkeypatch.setattr("drift_sdk.remote.frames.MAX_FRAME_BYTES", 2000)
+    monkeypatch.setattr("drift_sdk.remote.messages.MAX_FRAME_BYTES", 2000)
     ours, theirs = socket.socketpair()
     reader, parent = await asyncio.open_connection(sock=ours)
     _, writer = await asyncio.open_connection(sock=theirs)

@@ -33,9 +33,9 @@ from drift_sdk import (
     SamplingParams,
 )
 from drift_sdk.driver.prompts import TextPrompt
-from drift_sdk.remote import connection, host_link
+from drift_sdk.remote import connection
 from drift_sdk.remote.connection import Connection
-from drift_sdk.remote.mailbox import portable
+from drift_sdk.remote.host import portable
 from drift_sdk.testing import scripted_engine
 
 REPLAY = Routing(replay=True)
@@ -247,7 +247,7 @@ async def test_answer_is_decoded_into_a_type_that_the_host_cannot_import() -> No
 
 
 async def test_host_that_does_not_close_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_link, "CLOSE_S", 0.01)
+    monkeypatch.setattr(connection, "CLOSE_S", 0.01)
     engine = engine_of(step_s=SLOW_S)
     await engine.start()
     cut_off = engine.generate("a", max_tokens=None)

@@ -13,7 +13,7 @@ from chat_families import FAMILIES
 from model_zoo import make_model
 
 from drift_sdk import Engine, EngineConfig, Regex, SamplingParams
-from drift_sdk.startup.completion_ends import completion_ends
+from drift_sdk.startup.text_startup import completion_ends
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer
 

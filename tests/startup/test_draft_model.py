@@ -21,7 +21,7 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import kv_demand

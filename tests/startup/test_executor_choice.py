@@ -17,8 +17,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.speculation import Chain, DynamicTree, Speculation, StaticTree
 from drift_sdk.startup import executor_factory
-from drift_sdk.startup.attention_room import check_chain, check_head_size
-from drift_sdk.startup.executor_factory import choose_executor
+from drift_sdk.startup.executor_factory import check_chain, check_head_size, choose_executor
 from drift_sdk.startup.model_startup import _choose
 from perf.cross_compile import GPUS
 

@@ -32,7 +32,7 @@ from drift_sdk.cli.command_line import main
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models import decoder
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_cache_tokens=1024, max_model_len=256)
 

@@ -11,10 +11,10 @@ import torch
 from model_zoo import make_model
 
 from drift_sdk import ConfigError, Engine, EngineConfig
-from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.loading.source import Source
 from drift_sdk.progress import Report
-from drift_sdk.startup import model_part, model_startup, text_startup
+from drift_sdk.startup import model_parts, model_startup, text_startup
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.model_startup import choose_device
 
@@ -52,7 +52,7 @@ def test_memory_that_loading_has_freed_is_returned_before_the_cache_is_sized(
     """Matrices are quantised one after the other, from numbers that are not needed any more."""
     order: list[str] = []
     room = DeviceMemory.room
-    monkeypatch.setattr(model_part, "return_freed_memory", lambda device: order.append(device.type))
+    monkeypatch.setattr(model_parts, "return_freed_memory", lambda device: order.append(device.type))
     monkeypatch.setattr(DeviceMemory, "room", lambda memory: (order.append("sized"), room(memory))[1])
 
     async def main() -> None:

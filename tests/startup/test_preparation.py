@@ -20,7 +20,7 @@ from drift_sdk._kernels.launch import kernel
 from drift_sdk.execution.device import streams
 from drift_sdk.startup import device_memory
 from drift_sdk.startup.device_memory import DeviceMemory
-from drift_sdk.startup.preparation import prepared_graphs
+from drift_sdk.startup.model_startup import prepared_graphs
 
 MODEL = read_spec(tiny_llama())
 FREE = 1000

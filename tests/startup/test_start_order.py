@@ -26,9 +26,9 @@ from drift_sdk.progress import ignore_progress
 from drift_sdk.startup import executor_factory, gemm_tuning, graph_startup, model_startup
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.executor_factory import open_graph_executor
-from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom
-from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
+from drift_sdk.startup.model_parts import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.model_startup import open_model
+from drift_sdk.startup.sizing import KVDemand, MemoryRoom
 
 
 class Stopped(Exception):

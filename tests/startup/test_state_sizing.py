@@ -16,10 +16,8 @@ from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.states import BORDER, checkpoint_bytes, graph_slot_bytes, slot_bytes
-from drift_sdk.startup.kv_sizing import MemoryRoom
-from drift_sdk.startup.state_sizing import CHECKPOINTS_PER_SLOT, check_states, size_states
+from drift_sdk.spec.model import BORDER, ModelSpec, checkpoint_bytes, graph_slot_bytes, slot_bytes
+from drift_sdk.startup.sizing import CHECKPOINTS_PER_SLOT, MemoryRoom, check_states, size_states
 
 CONFIG = EngineConfig(device="cpu", max_num_seqs=8)
 

@@ -14,7 +14,7 @@ from tiny_llama import tiny_llama
 from drift_sdk import ConfigError, Engine, EngineConfig, RequestError, SamplingParams, inspect
 from drift_sdk.families import read_spec
 from drift_sdk.models.shard import Shard
-from drift_sdk.startup.tensor_parallel import check_division, parallel_devices, shards_of
+from drift_sdk.startup.model_parts import check_division, parallel_devices, shards_of
 from drift_sdk.testing import scripted_engine
 
 FIRST = torch.device("cuda", 0)

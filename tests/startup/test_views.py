@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drift_sdk import EngineConfig, NGram, PartialVerification, Speculation
-from drift_sdk.startup.views import view_layout
+from drift_sdk.startup.executor_factory import view_layout
 from drift_sdk.steps import ExecutorLimits
 
 PARTIAL = PartialVerification(sink_tokens=10, retrieved_tokens=100, window_tokens=30, refresh_tokens=9)

@@ -15,8 +15,8 @@ from drift_sdk.errors import ConfigError
 from drift_sdk.families import read_spec
 from drift_sdk.quantised.scheme import BLOCK_SCHEME, config_scheme
 from drift_sdk.spec.model import Experts, ModelSpec
-from drift_sdk.startup import weight_form
-from drift_sdk.startup.weight_form import choose_weight_form, with_weight_form
+from drift_sdk.startup import model_parts
+from drift_sdk.startup.model_parts import choose_weight_form, with_weight_form
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 PLAIN = read_spec(tiny_llama())
@@ -38,7 +38,7 @@ def form_of(
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose kernels multiply by quantised weights."""
-    monkeypatch.setattr(weight_form, "_has_products", lambda device, dtype: True)
+    monkeypatch.setattr(model_parts, "_has_products", lambda device, dtype: True)
 
 
 @pytest.mark.usefixtures("products")
@@ -75,7 +75,7 @@ def test_weights_are_expanded_without_kernels_for_them(monkeypatch: pytest.Monke
         asked.append((device, dtype))
         return False
 
-    monkeypatch.setattr(weight_form, "_has_products", has_products)
+    monkeypatch.setattr(model_parts, "_has_products", has_products)
     assert form_of(quantised("awq")) == "expanded"
     assert asked == [(GPU, torch.bfloat16)]
     assert form_of(quantised("awq"), executor="eager", device=CPU) == "expanded"

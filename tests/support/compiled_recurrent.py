@@ -23,8 +23,7 @@ from drift_sdk._kernels.recurrent.gated_delta import (
     move_borders_of_rows,
 )
 from drift_sdk._kernels.recurrent.gates import fill_gates, norm_gated
-from drift_sdk.spec.model import GatedDelta, Norm
-from drift_sdk.spec.states import BORDER, num_input_rows, num_ring_rows
+from drift_sdk.spec.model import BORDER, GatedDelta, Norm, num_input_rows, num_ring_rows
 from perf.cross_compile import GPUS, target, violations
 
 __all__ = ["main"]

@@ -6,7 +6,7 @@ import torch
 
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.states import SequenceState, StateRows
 
 __all__ = ["whole_pass"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from drift_sdk.loading.random import RandomTensors
+from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.spec.model import ModelSpec
 

@@ -7,7 +7,7 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.experts.expert_gemm import ClampedActivation, ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
-from drift_sdk.loading.mxfp4 import dequantise
+from drift_sdk.loading.stored_formats import dequantise_mxfp4
 
 CLAMPED = ClampedActivation(1.702, 7.0)
 LARGEST = 8.0
@@ -51,7 +51,7 @@ def quantised_matrix(
     blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8).to(device)
     scales = torch.randint(118, 124, shape, generator=generator, dtype=torch.uint8).to(device)
     bias = drawn(num_experts, num_columns, dtype=dtype, device=device)
-    return ExpertMatrix(blocks.flatten(2), scales, bias), dequantise(blocks, scales, dtype)
+    return ExpertMatrix(blocks.flatten(2), scales, bias), dequantise_mxfp4(blocks, scales, dtype)
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:

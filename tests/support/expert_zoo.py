@@ -11,7 +11,7 @@ import transformers
 from model_zoo import save_tokenizer
 from safetensors.torch import load_file, save_file
 
-from drift_sdk.loading.mxfp4 import dequantise
+from drift_sdk.loading.stored_formats import dequantise_mxfp4
 
 __all__ = ["EXPERT_MODELS", "QUANTISED", "make_expert_model", "quantise_folder"]
 
@@ -123,7 +123,7 @@ def quantise_folder(model: Any, source: Path, folder: Path) -> None:
             blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
             scales = torch.randint(122, 125, shape, generator=generator, dtype=torch.uint8)
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            values = dequantise(blocks, scales, torch.float32).transpose(1, 2)
+            values = dequantise_mxfp4(blocks, scales, torch.float32).transpose(1, 2)
             getattr(layer.mlp.experts, projection).copy_(values)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {

@@ -13,11 +13,11 @@ from tolerances import tie_gap
 
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.matrix_reader import WeightForm
 from drift_sdk.models.states import SequenceState, StateRows
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER
 
 __all__ = ["MIN_DISTINCT", "answer", "length_of", "load", "logits_of", "num_wrong", "stacked_and_each"]
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from drift_sdk import BaseEngine, DriftError, EngineConfig
-from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.loops import LoopThread
 from drift_sdk.remote.host import EngineHost
 from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable
 from drift_sdk.remote.remote_engine import RemoteEngine

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER
 from drift_sdk.steps import Executor, SlotSampling, StepPlan, StepResult, TokenConstraint
 
 __all__ = ["run_scheduled", "sampling_of"]

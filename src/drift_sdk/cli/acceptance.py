@@ -128,7 +128,7 @@ def layers_by_convention(
     from drift_sdk.families import read_spec
     from drift_sdk.loading.source import resolve
     from drift_sdk.models.draft_config import DraftConfig
-    from drift_sdk.models.eagle3 import is_whole_model
+    from drift_sdk.models.draft_head import is_whole_model
 
     assert config.speculation is not None and isinstance(config.speculation.draft, str | Path)
     find = partial(

@@ -7,23 +7,9 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from drift_sdk.driver.loop_poster import Latch
-from drift_sdk.driver.request import Request
+from drift_sdk.driver.loops import Latch
+from drift_sdk.driver.requests import Request
 from drift_sdk.errors import DriftError
-
-__all__ = [
-    "Cancel",
-    "Close",
-    "Command",
-    "CommandQueue",
-    "MaskComputed",
-    "Pause",
-    "Prepared",
-    "Resume",
-    "Sleep",
-    "Unpause",
-    "Wake",
-]
 
 
 class Prepared(Struct, frozen=True):

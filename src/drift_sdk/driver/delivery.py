@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-from drift_sdk.driver.loop_poster import LoopPoster
-from drift_sdk.driver.request import Request
-from drift_sdk.driver.request_registry import RequestRegistry, failure_of
+from drift_sdk.driver.loops import LoopPoster
+from drift_sdk.driver.requests import Request, RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.stream_updates import PendingUpdates, Update
 from drift_sdk.driver.text_worker import TextWorker
@@ -16,8 +15,6 @@ from drift_sdk.results import Chunk
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.steps import VIOLATIONS
-
-__all__ = ["Delivery"]
 
 
 class Delivery:

@@ -1,13 +1,22 @@
-"""The engine's thread: it schedules, launches, collects, commits and delivers, round after round."""
+"""The engine's thread: it schedules, launches, collects, commits and delivers, round after round.
+
+`PlanTimer` says when the next step is planned: as late as possible, so that requests that come meanwhile
+are in it.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
+from msgspec import Struct
+
+from drift_sdk.driver.callbacks import EventSender
 from drift_sdk.driver.commands import (
     Cancel,
     Close,
@@ -22,30 +31,126 @@ from drift_sdk.driver.commands import (
     Wake,
 )
 from drift_sdk.driver.delivery import Delivery
-from drift_sdk.driver.event_sender import EventSender
 from drift_sdk.driver.life_cycle import Startable
-from drift_sdk.driver.loaded_model import LoadedModel, OpenModel
-from drift_sdk.driver.model_opener import ModelOpener, clear_frames
-from drift_sdk.driver.plan_timer import POLL_S, PlanTimer
+from drift_sdk.driver.model_opener import LoadedModel, ModelOpener, OpenModel, clear_frames
 from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
-from drift_sdk.driver.request import Request
-from drift_sdk.driver.request_registry import RequestRegistry
-from drift_sdk.driver.shutdown import log_error, run_all
+from drift_sdk.driver.requests import Request, RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.errors import EngineClosed
+from drift_sdk.errors import EngineClosed, error_repr
 from drift_sdk.events import Event
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
-from drift_sdk.steps import Executor
+from drift_sdk.steps import Executor, StepPlan, StepResult
 
-__all__ = ["LAUNCH_DEPTH", "Driver"]
+POLL_S = 0.005
+"""Most seconds to wait before asking whether the step that runs has ended, earlier than predicted."""
+
+START_MARGIN_S, LEAST_MARGIN_S, MOST_MARGIN_S = 0.004, 0.0015, 0.05
+"""Seconds before the end of a step at which the next one is planned: at first, at least and at most. Planning
+and launching take about 1 ms for 64 sequences."""
+WIDENING, NARROWING = 2.0, 0.995
+"""Factors of the margin after a step that was planned too late, and after one that was not."""
+IDLE_S = 0.0001
+"""Most seconds between two steps of a device that has not waited for the host."""
+LEAST_DURATIONS, MOST_DURATIONS = 2, 4
+"""Latest steps of a kind, the shortest of which tells how long the next one takes at least. The first one may
+take longer than all others."""
+TOKENS_OF_KIND = 64
+"""Steps are of a kind if their prompt tokens are as many, rounded up to a multiple of this."""
+
+Kind = tuple[int, int, int, str]
+
+
+class _StepInFlight(Struct):
+    """A launched step. has_waited: whether its plan was delayed while the step before it ran."""
+
+    kind: Kind
+    launched_at: float
+    has_waited: bool
+
+
+class PlanTimer:
+    """Predicts when the step that runs on the device ends, and when the next one has to be planned.
+
+    A step is launched while the one before it runs. One that is planned at once when that one starts lacks
+    the requests that come while it runs, and they wait for two steps. So the plan is made `margin_s` seconds
+    before the end. The margin grows if the device has been idle, for example because other threads kept the
+    interpreter's lock; then steps are planned at once, as long as they are shorter than the margin.
+
+    All times are those of one clock, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.margin_s: float = START_MARGIN_S
+        self._durations: dict[Kind, deque[float]] = {}
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._free_at = 0.0  # when the device ended the latest step that was collected
+        self._has_waited = False
+
+    def launched(self, plan: StepPlan, now: float) -> None:
+        """Note that a step has been launched."""
+        has_waited = self._has_waited and bool(self._in_flight)
+        self._in_flight.append(_StepInFlight(kind_of(plan), now, has_waited))
+        self._has_waited = False
+
+    def wait_s(self, now: float) -> float:
+        """The seconds that planning the next step can wait; 0 unless one step is in flight, whose kind has
+        been measured twice."""
+        if len(self._in_flight) != 1:
+            return 0.0
+
+        running = self._in_flight[0]
+        durations = self._durations.get(running.kind)
+        if durations is None or len(durations) < LEAST_DURATIONS:
+            return 0.0
+
+        ends_at = max(running.launched_at, self._free_at) + min(durations)
+        wait_s = max(0.0, ends_at - self.margin_s - now)
+        self._has_waited |= wait_s > 0.0
+        return wait_s
+
+    def collected(self, result: StepResult, now: float) -> None:
+        """Note the result of the oldest step in flight."""
+        step = self._in_flight.popleft()
+        self._durations.setdefault(step.kind, deque(maxlen=MOST_DURATIONS)).append(result.duration_s)
+        self._free_at = now
+        self._has_waited = False
+        if step.has_waited:
+            was_late = result.idle_s > IDLE_S
+            margin_s = self.margin_s * (WIDENING if was_late else NARROWING)
+            self.margin_s = min(max(margin_s, LEAST_MARGIN_S), MOST_MARGIN_S)
+
+
+def kind_of(plan: StepPlan) -> Kind:
+    """The kind of a step: steps of the same kind take about as long."""
+    num_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
+    most_drafts = max([row.num_draft_tokens for row in plan.decode], default=0)
+    rows = len(plan.decode).bit_length()
+    return rows, -(-num_tokens // TOKENS_OF_KIND), most_drafts, plan.verification
+
+
+log: logging.Logger = logging.getLogger("drift_sdk")
+
+
+def run_all(steps: Mapping[str, Callable[[], object]]) -> None:
+    """Run steps in order. Errors are logged with the step's name."""
+    for name, step in steps.items():
+        try:
+            step()
+        except BaseException as error:
+            log_error(f"{name} failed", error)
+
+
+def log_error(what: str, error: BaseException) -> None:
+    """Log an error, also if a filter or handler of the program raises then."""
+    with suppress(Exception):
+        log.error("%s: %s", what, error_repr(error))
+
 
 LAUNCH_DEPTH = 2
 """Most steps in flight: one runs while the next is planned and queued behind it."""
-
-log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Driver(Startable):

@@ -9,11 +9,9 @@ from typing import Generic, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from drift_sdk.driver.loop_poster import Latch
+from drift_sdk.driver.loops import Latch
 from drift_sdk.driver.process_hooks import life_cycle_lock, num_forks
 from drift_sdk.errors import EngineClosed, ModelLoadError
-
-__all__ = ["LifeCycle", "Startable", "starting_error"]
 
 
 class Startable(ABC):

@@ -21,8 +21,6 @@ from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
-__all__ = ["EXIT_TIMEOUT_S", "close_at_exit", "life_cycle_lock", "num_forks", "without_collection"]
-
 EXIT_TIMEOUT_S = 20.0
 """Most seconds that all open engines together delay the exit."""
 MAX_BUILTIN_FROZEN = 1000

@@ -1,18 +1,22 @@
-"""Statistics, events and log lines of an engine: counts and times, never the text of prompts and results."""
+"""Statistics, events and log lines of an engine: counts and times, never the text of prompts and results.
+
+One of the log lines warns if steps on a CPU stall: some take many times as long as others like them.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections import deque
+from statistics import median
 
 import msgspec
 
 from drift_sdk.draft_policy.policy import DraftCount
-from drift_sdk.driver.event_sender import NO_EVENTS, EventSender
-from drift_sdk.driver.loaded_model import LoadedModel
-from drift_sdk.driver.request import Request
-from drift_sdk.driver.request_registry import RequestRegistry
-from drift_sdk.driver.stalled_steps import StalledSteps
+from drift_sdk.driver.callbacks import NO_EVENTS, EventSender
+from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.requests import Request, RequestRegistry
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.scheduling.scheduler import Scheduler
@@ -20,7 +24,60 @@ from drift_sdk.scheduling.sequence import Delta
 from drift_sdk.stats import EngineStats, Histograms, counts_of
 from drift_sdk.steps import VIOLATIONS, StepResult, Violation
 
-__all__ = ["StatsRecorder"]
+FACTOR = 8.0
+"""A step that takes more than this many times the median has stalled."""
+NUM_STEPS = 9
+"""Latest steps with as many rows, which the median is of."""
+MOST_STALLED = 4
+"""More stalled steps in a row are no stall: steps have become slower, because sequences are longer, say."""
+MOST_LOST_S = 5.0
+"""Seconds that steps may lose altogether before the warning."""
+
+log: logging.Logger = logging.getLogger("drift_sdk")
+
+
+class StalledSteps:
+    """Compares decoding steps with those before them that had as many rows, until it has warned once."""
+
+    def __init__(self) -> None:
+        self._durations: dict[int, deque[float]] = {}
+        self._stalled: list[float] = []  # seconds lost by the newest steps, all of which have stalled
+        self._lost_s = 0.0
+        self._is_over = False
+
+    def note(self, num_rows: int, duration_s: float) -> None:
+        """A step of decode rows alone has taken so long. Called on the engine's thread."""
+        if self._is_over:
+            return
+
+        durations = self._durations.setdefault(num_rows, deque(maxlen=NUM_STEPS))
+        usual_s = median(durations) if len(durations) == NUM_STEPS else duration_s
+        if duration_s > FACTOR * usual_s and len(self._stalled) < MOST_STALLED:
+            self._stalled.append(duration_s - usual_s)
+            return
+
+        if duration_s > FACTOR * usual_s:
+            durations.clear()
+        else:
+            self._lost_s += sum(self._stalled)
+        self._stalled.clear()
+        durations.append(duration_s)
+        if self._lost_s > MOST_LOST_S:
+            self._is_over = True
+            self._warn(num_rows, usual_s)
+
+    def _warn(self, num_rows: int, usual_s: float) -> None:
+        torch = sys.modules.get("torch")
+        if torch is None or torch.cuda.is_initialized() or torch.get_num_threads() == 1:
+            return
+
+        log.warning(
+            "steps have stalled for %.0f s in all: with %d rows one usually takes %.0f ms, and some take "
+            "over %.0f times that. torch's %d threads (OMP_NUM_THREADS) wait for each other if others use "
+            "their cores or a container has fewer: EngineConfig(num_threads=...) sets their number",
+            *(self._lost_s, num_rows, 1e3 * usual_s, FACTOR, torch.get_num_threads()),
+        )
+
 
 RATE_WINDOW_S = 5.0
 """Seconds that the rate of generated tokens is measured over."""
@@ -28,8 +85,6 @@ MARK_EVERY_S = 0.25
 """Least seconds between two marks, which the rate is computed from."""
 
 NO_MARKS: tuple[tuple[float, int], ...] = ((0.0, 0),)
-
-log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class StatsRecorder:

@@ -9,12 +9,10 @@ from typing import Protocol
 import anyio
 from msgspec import Struct
 
-from drift_sdk.driver.loop_poster import LoopClosed, LoopPoster
+from drift_sdk.driver.loops import LoopClosed, LoopPoster
 from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.errors import EngineClosed
 from drift_sdk.results import Chunk, Completion
-
-__all__ = ["PendingUpdates", "Signal", "StreamUpdates", "Update", "UpdateReceiver"]
 
 
 class UpdateReceiver(Protocol):

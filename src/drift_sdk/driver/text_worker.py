@@ -10,12 +10,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from drift_sdk.driver.commands import Command, MaskComputed, Prepared
-from drift_sdk.driver.prompts import ModelText, Prompt
-from drift_sdk.driver.request import Request
-from drift_sdk.driver.token_count import TokenCount
+from drift_sdk.driver.prompts import ModelText, Prompt, TokenCount
+from drift_sdk.driver.requests import Request
 from drift_sdk.errors import DriftError, EngineClosed, RequestError, error_repr
-
-__all__ = ["TextWorker"]
 
 NUM_PARALLEL = 2
 """Most jobs in progress at a time. More than one, so that a long prompt does not delay a grammar."""

@@ -19,7 +19,7 @@ from drift_sdk.execution.eager.drafters import (
 )
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.speculation import DynamicTree, NGram, StaticTree
 from drift_sdk.steps import ExecutorLimits
 

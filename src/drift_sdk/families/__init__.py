@@ -15,8 +15,7 @@ from typing import Any
 
 from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
 from drift_sdk.spec.decoder_settings import check_quantisation
-from drift_sdk.spec.family import Family, OriginalFiles
-from drift_sdk.spec.gguf import GGUFArchitecture
+from drift_sdk.spec.family import Family, GGUFArchitecture, OriginalFiles
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.rope_settings import check_rope_fields
 from drift_sdk.spec.settings import Settings

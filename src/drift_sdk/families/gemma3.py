@@ -8,12 +8,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import SANDWICH_MODULES, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.layer_types import LAYER_TYPES, read_layer_types, read_num_layers, read_window
-from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.names import SANDWICH
+from drift_sdk.spec.decoder_settings import (
+    LAYER_TYPES,
+    read_attention,
+    read_decoder,
+    read_layer_types,
+    read_mlp,
+    read_norm,
+    read_num_layers,
+    read_window,
+)
+from drift_sdk.spec.family import SANDWICH_MODULES, Family, GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.model import SANDWICH, ModelSpec
 from drift_sdk.spec.rope import Rope
 from drift_sdk.spec.rope_settings import read_rope
 from drift_sdk.spec.settings import Settings, read_int, read_multiplier

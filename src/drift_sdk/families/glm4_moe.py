@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
-from drift_sdk.spec.experts_settings import read_experts
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import EXPERT_KEYS, EXPERT_MODULES, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.layer_types import read_num_layers
+from drift_sdk.spec.decoder_settings import (
+    read_attention,
+    read_decoder,
+    read_experts,
+    read_mlp,
+    read_norm,
+    read_num_layers,
+)
+from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import Channel, Mlp, ModelSpec, Router
 from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier
 

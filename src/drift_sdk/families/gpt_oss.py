@@ -12,13 +12,23 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_norm
-from drift_sdk.spec.experts_settings import read_experts
-from drift_sdk.spec.family import Family, OriginalFiles
-from drift_sdk.spec.gguf import EXPERT_KEYS, LAYER_MODULES, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.layer_types import read_layer_types, read_window
-from drift_sdk.spec.model import ClampedGate, ModelSpec, Router
-from drift_sdk.spec.names import AttentionNames, ExpertNames, Names
+from drift_sdk.spec.decoder_settings import (
+    read_attention,
+    read_decoder,
+    read_experts,
+    read_layer_types,
+    read_norm,
+    read_window,
+)
+from drift_sdk.spec.family import (
+    EXPERT_KEYS,
+    LAYER_MODULES,
+    Family,
+    GGUFArchitecture,
+    GGUFSettings,
+    OriginalFiles,
+)
+from drift_sdk.spec.model import AttentionNames, ClampedGate, ExpertNames, ModelSpec, Names, Router
 from drift_sdk.spec.settings import Settings, read_bool, read_int, read_number
 
 GATE_NUMBERS = (1e-3, 1e6)

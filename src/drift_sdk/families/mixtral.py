@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder
-from drift_sdk.spec.experts_settings import read_experts
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import EXPERT_KEYS, LAYER_MODULES, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.model import ModelSpec, Router
-from drift_sdk.spec.names import ExpertNames, Names
+from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder, read_experts
+from drift_sdk.spec.family import EXPERT_KEYS, LAYER_MODULES, Family, GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.model import ExpertNames, ModelSpec, Names, Router
 from drift_sdk.spec.settings import Settings
 
 NAMES = Names(experts=ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2"))

@@ -5,11 +5,18 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import MAX_EPS, read_attention, read_decoder, read_mlp, read_norm
+from drift_sdk.spec.decoder_settings import (
+    MAX_EPS,
+    read_attention,
+    read_decoder,
+    read_layer_types,
+    read_mlp,
+    read_norm,
+    read_num_layers,
+    read_window,
+)
 from drift_sdk.spec.family import Family
-from drift_sdk.spec.layer_types import read_layer_types, read_num_layers, read_window
-from drift_sdk.spec.model import ModelSpec, Norm
-from drift_sdk.spec.names import SANDWICH
+from drift_sdk.spec.model import SANDWICH, ModelSpec, Norm
 from drift_sdk.spec.settings import Settings, read_multiplier, read_number
 
 PERIOD = 4

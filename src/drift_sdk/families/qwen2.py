@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import GGUFArchitecture
-from drift_sdk.spec.layer_types import read_layer_types, read_window
+from drift_sdk.spec.decoder_settings import (
+    read_attention,
+    read_decoder,
+    read_layer_types,
+    read_mlp,
+    read_window,
+)
+from drift_sdk.spec.family import Family, GGUFArchitecture
 from drift_sdk.spec.model import Attention, ModelSpec
 from drift_sdk.spec.settings import Settings, read_int
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from drift_sdk.families.qwen2 import windowed_layers
 from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import GGUFArchitecture
+from drift_sdk.spec.family import Family, GGUFArchitecture
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.settings import Settings
 

@@ -19,11 +19,16 @@ from drift_sdk.families.qwen3_5 import (
     read_hybrid,
     with_mtp,
 )
-from drift_sdk.spec.experts_settings import read_experts
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import EXPERT_KEYS, EXPERT_MODULES, GGUFArchitecture, GGUFChange, GGUFSettings
-from drift_sdk.spec.model import Experts, Mlp, ModelSpec, Router
-from drift_sdk.spec.names import ExpertNames, MlpNames, Names
+from drift_sdk.spec.decoder_settings import read_experts
+from drift_sdk.spec.family import (
+    EXPERT_KEYS,
+    EXPERT_MODULES,
+    Family,
+    GGUFArchitecture,
+    GGUFChange,
+    GGUFSettings,
+)
+from drift_sdk.spec.model import ExpertNames, Experts, Mlp, MlpNames, ModelSpec, Names, Router
 from drift_sdk.spec.settings import Settings, read_int
 
 NAMES = Names(

@@ -7,11 +7,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
-from drift_sdk.spec.experts_settings import read_experts
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import EXPERT_KEYS, EXPERT_MODULES, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.layer_types import read_layer_types, read_window
+from drift_sdk.spec.decoder_settings import (
+    read_attention,
+    read_decoder,
+    read_experts,
+    read_layer_types,
+    read_mlp,
+    read_norm,
+    read_window,
+)
+from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import Attention, Channel, ModelSpec, Router
 from drift_sdk.spec.settings import Settings, read_bool, read_int
 

@@ -16,10 +16,8 @@ from drift_sdk.families.qwen3_5_moe import (
 )
 from drift_sdk.families.qwen3_moe import mlp_layers
 from drift_sdk.spec.decoder_settings import read_mlp
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import GGUFArchitecture, GGUFChange, GGUFSettings
-from drift_sdk.spec.model import ModelSpec, Router
-from drift_sdk.spec.names import ExpertNames, MlpNames, Names
+from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFChange, GGUFSettings
+from drift_sdk.spec.model import ExpertNames, MlpNames, ModelSpec, Names, Router
 from drift_sdk.spec.settings import Settings, read_bool
 
 SPLIT = "has_split_projections"

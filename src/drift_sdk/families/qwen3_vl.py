@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import GGUFArchitecture
-from drift_sdk.spec.layer_types import read_num_layers
+from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm, read_num_layers
+from drift_sdk.spec.family import Family, GGUFArchitecture
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.settings import Settings
 

@@ -7,10 +7,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.layer_types import read_layer_types, read_num_layers, read_window
+from drift_sdk.spec.decoder_settings import (
+    read_attention,
+    read_decoder,
+    read_layer_types,
+    read_mlp,
+    read_num_layers,
+    read_window,
+)
+from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.settings import Settings, read_bool, read_int
 

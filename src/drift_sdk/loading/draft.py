@@ -16,8 +16,6 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 
-__all__ = ["OFFSETS", "PROPOSABLE", "TORCH_FILE", "DraftTensors", "TorchFile", "read_target_ids"]
-
 TORCH_FILE = "pytorch_model.bin"
 # Names of tensors. Draft id i stands for the target's id i + d2t[i]; t2d marks the target's ids that the
 # draft can propose.

@@ -7,11 +7,8 @@ from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.gguf_ends import gguf_eos_token_ids
-from drift_sdk.loading.gguf_header import GGUFHeader, is_block_matrix
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.gguf import GGUFArchitecture, GGUFSettings
-
-__all__ = ["ROPE_FACTORS", "read_gguf_config"]
+from drift_sdk.loading.gguf_file import GGUFHeader, is_block_matrix
+from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFSettings
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are settings: factors of the frequencies of rotation."""

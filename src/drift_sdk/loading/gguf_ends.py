@@ -7,8 +7,6 @@ from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
 
-__all__ = ["gguf_eos_token_ids"]
-
 END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 """Metadata that names the end of text, of turn and of message."""
 ENDS_KEY = "tokenizer.ggml.eos_token_ids"

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from drift_sdk.loading.mxfp4 import BLOCK_SIZE, SCALE_BIAS
-from drift_sdk.quantised.e2m1 import MAGNITUDES
+from drift_sdk.loading.stored_formats import BLOCK_SIZE, SCALE_BIAS
 from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
-
-__all__ = ["RandomFp8Tensors", "RandomTensors"]
+from drift_sdk.quantised.nvfp4 import MAGNITUDES
 
 
 class RandomTensors:

@@ -1,4 +1,4 @@
-"""Weights in safetensors files: one file, or shards with an index.
+"""Weights in safetensors files: one file, or shards with an index, perhaps under other names.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -6,7 +6,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from safetensors import SafetensorError, safe_open
 from drift_sdk._files import has_file, is_inside, unreadable
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.tensors import check_dtype
-
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder", "read_index"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -304,3 +302,37 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path}: not a whole safetensors file: {error}") from error
+
+
+class RenamedTensors:
+    """The TensorSource of a folder whose tensors have other names than Hugging Face's.
+
+    Raises ModelLoadError for two tensors of one name.
+    """
+
+    def __init__(self, folder: SafetensorsFolder, rename: Callable[[str], str]) -> None:
+        self.location = folder.location
+        self.num_readers = folder.num_readers
+        self._folder = folder
+        self._stored_names: dict[str, str] = {}
+        for stored in folder.names():
+            other = self._stored_names.setdefault(rename(stored), stored)
+            if other != stored:
+                raise ModelLoadError(
+                    f"{folder.location}: tensors {other} and {stored} are the same, expected one"
+                )
+
+    def names(self) -> Collection[str]:
+        return self._stored_names.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._folder.shape(self._stored_names[name])
+
+    def file(self, name: str) -> str:
+        return self._folder.file(self._stored_names[name])
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._folder.get(self._stored_names[name])
+
+    def read_into(self, name: str, place: torch.Tensor) -> None:
+        self._folder.read_into(self._stored_names[name], place)

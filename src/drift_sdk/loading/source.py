@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,17 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families import original_files
-from drift_sdk.loading.hub_files import HubFile, split_quant, weight_names
-from drift_sdk.loading.json_object import read_object
-from drift_sdk.loading.kv_scale_tensors import ScaledTensors, has_kv_scales
-from drift_sdk.loading.quantised_tensors import QuantisedTensors
-from drift_sdk.loading.renamed_tensors import RenamedTensors
-from drift_sdk.loading.safetensors import SafetensorsFolder
+from drift_sdk.loading.file_names import HubFile, split_quant, weight_names
+from drift_sdk.loading.quantised_tensors import QuantisedTensors, ScaledTensors, has_kv_scales
+from drift_sdk.loading.safetensors import RenamedTensors, SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.progress import Report
 from drift_sdk.quantised.scheme import config_scheme
@@ -28,18 +27,33 @@ if TYPE_CHECKING:
     from drift_sdk.loading.gguf import GGUFFile
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = [
-    "TOKENIZER_FILE",
-    "Found",
-    "Role",
-    "Source",
-    "eos_token_ids",
-    "expand_home",
-    "find",
-    "found_at",
-    "name_role",
-    "resolve",
-]
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The contents of a file. Raises ModelLoadError naming it."""
+    try:
+        return _decoded(path.read_bytes())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: not a JSON object: {error}") from error
+
+
+def _decoded(content: bytes) -> dict[str, Any]:
+    """A JSON object, perhaps with Infinity, -Infinity and NaN: they are not JSON, but Python writes them, and
+    transformers reads them."""
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        try:
+            settings = json.loads(content)
+            msgspec.json.encode(settings)  # raises for lone surrogates, which are not JSON either
+        except ValueError:
+            settings = None
+        if not isinstance(settings, dict):
+            raise
+
+        return settings
+
 
 Role = Literal["model", "draft", "tokenizer"]
 """The use that files are loaded for; part of error messages."""

@@ -9,8 +9,6 @@ import torch
 
 from drift_sdk.errors import ModelLoadError
 
-__all__ = ["CheckedSource", "FiniteCheck", "InPlaceSource", "TensorSource", "check_dtype"]
-
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -1,15 +1,27 @@
-"""Memory for the weights of a model, and the stored tensors that fill it."""
+"""Memory for the weights of a model, and filling it with stored tensors, several at a time.
+
+`MatrixReader` reads matrices that are quantised in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
+from drift_sdk._cuda_driver import ignore_other_captures
+from drift_sdk.errors import ModelLoadError, is_out_of_memory
+from drift_sdk.loading.quantised_tensors import QuantisedSource
+from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, check_dtype
+from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.int4 import QUANTISED_GROUP, quantise_int4
+from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, quantise_nvfp4
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
-
-__all__ = ["Allocation", "ReadMatrix"]
 
 ReadMatrix = Callable[[str, bool], QuantisedWeight | None]
 
@@ -111,3 +123,165 @@ class Allocation:
 
 def _stack(parts: list[Matrix]) -> Matrix:
     return parts[0] if len(parts) == 1 else stack_rows(parts)
+
+
+@contextmanager
+def memory_named(location: str, device: torch.device, num_bytes: Callable[[], int]) -> Iterator[None]:
+    """Turn the errors of too little memory into a ModelLoadError that names files, device and amount."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+
+        size = f"{num_bytes() / 2**30:.1f} GiB"
+        raise ModelLoadError(
+            f"{location}: not enough memory on {device} for {size} of weights: {error}"
+        ) from error
+
+
+AHEAD = 2
+"""Tensors that are read or wait for it, for each thread: the end of a process waits for these."""
+
+
+def fill_places(
+    places: Mapping[str, torch.Tensor], tensors: TensorSource
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fill each place with the tensor of its name, and yield both when that is done, in order.
+
+    Tensors are read on threads where the source permits it. Raises ModelLoadError as the source does, for the
+    first tensor in order that cannot be read. If the caller stops, nothing that has not begun is read.
+    """
+    in_place = tensors if isinstance(tensors, InPlaceSource) else None
+    num_readers = 1 if in_place is None else in_place.num_readers
+    if num_readers == 1 or not places:
+        for name, place in places.items():
+            _fill(place, tensors, in_place, name)
+            yield name, place
+        return
+
+    device = next(iter(places.values())).device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    waiting: deque[tuple[str, torch.Tensor, Future[None]]] = deque()
+    prepare = None if stream is None else ignore_other_captures
+    readers = ThreadPoolExecutor(num_readers, "drift-load", prepare)
+    try:
+        for name, place in places.items():
+            waiting.append((name, place, readers.submit(_fill_in, stream, place, tensors, in_place, name)))
+            if len(waiting) == AHEAD * num_readers:
+                yield _first(waiting)
+        while waiting:
+            yield _first(waiting)
+    finally:
+        readers.shutdown(cancel_futures=True)
+
+
+def read_tensor(tensors: TensorSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor for a place of `dtype`: numbers for numbers, bytes for bytes. Raises ModelLoadError for one of
+    another kind."""
+    tensor = tensors.get(name)
+    check_dtype(tensors, name, tensor.dtype, dtype)
+    return tensor
+
+
+def _first(waiting: deque[tuple[str, torch.Tensor, Future[None]]]) -> tuple[str, torch.Tensor]:
+    name, place, future = waiting.popleft()
+    future.result()
+    return name, place
+
+
+@torch.inference_mode()
+def _fill_in(
+    stream: torch.cuda.Stream | None,
+    place: torch.Tensor,
+    tensors: TensorSource,
+    in_place: InPlaceSource | None,
+    name: str,
+) -> None:
+    """Fill a place in the caller's stream, after what used its memory before."""
+    with torch.cuda.stream(stream):
+        _fill(place, tensors, in_place, name)
+
+
+def fill_place(place: torch.Tensor, tensors: TensorSource, name: str) -> None:
+    """Fill a place. Raises ModelLoadError as the source does, and for a tensor of another kind."""
+    _fill(place, tensors, tensors if isinstance(tensors, InPlaceSource) else None, name)
+
+
+def _fill(place: torch.Tensor, tensors: TensorSource, in_place: InPlaceSource | None, name: str) -> None:
+    """in_place: the source, if it is one; asked once, because the check takes long."""
+    if in_place is not None and place.is_contiguous():
+        in_place.read_into(name, place)
+    else:
+        place.copy_(read_tensor(tensors, name, place.dtype))
+
+
+WeightForm = Literal["expanded", "stored", "fp8", "int4", "nvfp4"]
+"""Form of weights in memory. "expanded": numbers of the model's dtype. "stored": as files store them. "fp8",
+"int4", "nvfp4": projections of layers are quantised when they are read, from files that are not quantised."""
+
+QUANTISERS: dict[WeightForm, Callable[[torch.Tensor], QuantisedWeight]] = {
+    "fp8": quantise_fp8,
+    "int4": quantise_int4,
+    "nvfp4": quantise_nvfp4,
+}
+PAIRED: tuple[WeightForm, ...] = ("int4", "nvfp4")
+"""Forms with two columns in a byte: their number has to be even."""
+
+
+class MatrixReader:
+    """Reads matrices quantised, where the form of the weights says so.
+
+    finite: collects the numbers that were read, in the model's dtype.
+
+    Raises ModelLoadError naming tensor and file.
+    """
+
+    def __init__(
+        self,
+        tensors: TensorSource,
+        form: WeightForm,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_read: Callable[[], None],
+    ) -> None:
+        self.finite: FiniteCheck = FiniteCheck(tensors)
+        self._tensors = tensors
+        self._quantised: QuantisedSource | None = None
+        if form == "stored" and isinstance(tensors, QuantisedSource):  # asked once: the check takes long
+            self._quantised = tensors
+        self._form = form
+        self._device = device
+        self._dtype = dtype
+        self._on_read = on_read
+
+    def read(self, name: str, is_projection: bool) -> QuantisedWeight | None:
+        """A matrix; None if it is to be numbers of the model's dtype. is_projection: of a layer, and so
+        quantised by the QUANTISERS."""
+        weight: QuantisedWeight | None = None
+        if self._quantised is not None:
+            weight = self._quantised.quantised(name, self._device)
+        elif self._form in QUANTISERS and is_projection:
+            weight = self._quantise(name)
+
+        if weight is not None:
+            self.finite.add(name, weight.dequantise(self._dtype))
+            self._on_read()
+        return weight
+
+    def _quantise(self, name: str) -> QuantisedWeight:
+        matrix = torch.empty(self._tensors.shape(name), dtype=torch.float32, device=self._device)
+        fill_place(matrix, self._tensors, name)
+        return QUANTISERS[self._form](matrix)
+
+
+def quantised_bytes(rows: int, columns: int, form: WeightForm) -> int:
+    """Bytes of a matrix that is quantised when it is read. form: a key of QUANTISERS."""
+    if form == "fp8":
+        return rows * columns + 4 * rows
+
+    if form == "nvfp4":
+        return rows * (columns // 2 + -(-columns // NVFP4_GROUP) + 4)
+
+    return rows * columns // 2 + 2 * rows * -(-columns // QUANTISED_GROUP)

@@ -1,4 +1,7 @@
-"""Causal attention of the rows of a step over a paged KV cache, in plain torch."""
+"""Causal attention over a paged KV cache, in plain torch.
+
+Of the rows of a step, of rounds that verify over a part of the cache, and of the nodes of token trees.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import torch.nn.functional as F
 from msgspec import Struct
 
 from drift_sdk.models.kv_cache import KVCache
-
-__all__ = ["AttentionBatch", "SequenceRows", "with_sinks"]
 
 MAX_PADDED_ROWS = 16
 """Sequences with more rows than this are computed alone: the chunk of a prompt uses the device well by
@@ -304,3 +305,284 @@ def _check(sequence: SequenceRows, cache: KVCache, slot_offset: int) -> None:
         raise ValueError(
             f"{len(sequence.block_ids)} blocks for {num_slots} tokens: expected {num_blocks} or more"
         )
+
+
+class ViewRows(Struct, frozen=True):
+    """The rows of one sequence in a step, at positions `start ... start + num_rows - 1`, and what they see.
+
+    block_ids: the sequence's KV blocks. views: for each layer, the numbers of the blocks before the window
+    that rows see, ascending; window_block: that of the window's first block, from which on they see all keys
+    up to their own.
+    """
+
+    block_ids: Sequence[int]
+    start: int
+    num_rows: int
+    views: Sequence[Sequence[int]]
+    window_block: int
+
+
+class ViewAttentionBatch:
+    """The rows of a step, each of which sees a part of its sequence, another one in each layer. Used by all
+    layers in the place of an `AttentionBatch`.
+
+    num_rows, positions, slot_mapping: as of AttentionBatch.
+    """
+
+    def __init__(self, sequences: Sequence[ViewRows], cache: KVCache) -> None:
+        self.num_rows: int = sum(sequence.num_rows for sequence in sequences)
+        self._sequences, self._size = sequences, cache.block_size
+        positions = [
+            torch.arange(sequence.start, sequence.start + sequence.num_rows) for sequence in sequences
+        ]
+        slots = [self._slots(sequence, at) for sequence, at in zip(sequences, positions, strict=True)]
+        self.positions: torch.Tensor = torch.cat(positions).to(cache.device)
+        self.slot_mapping: torch.Tensor = torch.cat(slots).to(cache.device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the rows' keys and values to the cache, then compute their attention in one layer; arguments
+        and result as of `AttentionBatch.attend`. No layer has a window."""
+        assert window is None, "layers with windows have no views"
+        cache.store(layer, self.slot_mapping, key, value)
+        outputs, first = [], 0
+        for sequence in self._sequences:
+            rows = slice(first, first + sequence.num_rows)
+            outputs.append(self._attend(query[rows], sequence, cache, layer, scale, sinks))
+            first = rows.stop
+
+        return torch.cat(outputs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        sequence: ViewRows,
+        cache: KVCache,
+        layer: int,
+        scale: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of a sequence's rows: query [M, num_heads, head_dim]."""
+        num_rows, num_heads, head_dim = query.shape
+        blocks = torch.tensor(sequence.views[layer], dtype=torch.int64)
+        before = (blocks[:, None] * self._size + torch.arange(self._size)).flatten()
+        end = sequence.start + num_rows
+        seen = torch.cat((before, torch.arange(sequence.window_block * self._size, end)))
+        rows = torch.arange(sequence.start, end)
+        mask = torch.zeros(num_rows, len(seen), dtype=query.dtype)
+        mask.masked_fill_(seen > rows[:, None], float("-inf"))
+        mask = mask.to(cache.device)
+        keys, values = cache.read(layer, self._slots(sequence, seen).to(cache.device))
+        value_dim = values.shape[-1]
+        query, keys, values = (each.transpose(0, 1)[None] for each in (query, keys, values))
+        if sinks is not None:
+            scale = head_dim**-0.5 if scale is None else scale
+            query, keys, values = with_sinks(query, keys, values, sinks / scale)
+            mask = F.pad(mask, (0, 1))
+        output = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return output[0, ..., :value_dim].transpose(0, 1).reshape(num_rows, -1)
+
+    def _slots(self, sequence: ViewRows, positions: torch.Tensor) -> torch.Tensor:
+        """The cache slots of positions."""
+        table = torch.tensor(sequence.block_ids, dtype=torch.int64)
+        return table[positions // self._size] * self._size + positions % self._size
+
+
+class RefreshBatch(AttentionBatch):
+    """The rows of a step that see all keys of their sequences. The shares of attention that blocks get from
+    the last rows of each sequence are kept.
+
+    shares: of each layer attended so far, for each sequence [blocks] float32, see `attention_shares`.
+    """
+
+    def __init__(self, sequences: Sequence[SequenceRows], cache: KVCache, num_scored: Sequence[int]) -> None:
+        """num_scored: rows of each sequence from which shares are taken, the last ones."""
+        super().__init__(sequences, cache)
+        self._sequences, self._num_scored = sequences, num_scored
+        self.shares: list[list[torch.Tensor]] = []
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        output = super().attend(query, key, value, cache, layer, window=window, scale=scale, sinks=sinks)
+        found, last = [], 0
+        for sequence, num_scored in zip(self._sequences, self._num_scored, strict=True):
+            last += sequence.num_rows
+            table = torch.tensor(sequence.block_ids, dtype=torch.int64, device=cache.device)
+            position = torch.arange(sequence.num_keys, device=cache.device)
+            slots = table[position // cache.block_size] * cache.block_size + position % cache.block_size
+            keys, _ = cache.read(layer, slots)
+            rows = query[last - num_scored : last]
+            found.append(attention_shares(rows, keys, cache.block_size, scale))
+
+        self.shares.append(found)
+        return output
+
+
+def attention_shares(
+    query: torch.Tensor, keys: torch.Tensor, block_size: int, scale: float | None = None
+) -> torch.Tensor:
+    """The shares of attention that blocks get, added over rows and heads: [blocks] float32.
+
+    query [M, num_heads, head_dim]: of the last M positions. keys [P, num_kv_heads, head_dim]: of all.
+    """
+    (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = query.shape, keys.shape
+    grouped = query.float().view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = torch.einsum("mhgd,phd->mhgp", grouped, keys.float())
+    scores *= head_dim**-0.5 if scale is None else scale
+    position = torch.arange(num_keys, device=keys.device)
+    is_later = position > position[-num_rows:, None]
+    weights = scores.masked_fill(is_later[:, None, None], float("-inf")).softmax(-1).sum((0, 1, 2))
+    return F.pad(weights, (0, -num_keys % block_size)).view(-1, block_size).sum(1)
+
+
+class TreeRows(Struct, frozen=True):
+    """The rows of one sequence in a step: nodes of a tree.
+
+    block_ids:  the sequence's KV blocks, with its prefix at positions 0 ... num_prefix - 1 (shifted by the
+                batch's `slot_offset`), which all rows see.
+    positions:  of each row.
+    key_slots:  cache slots of the tree's nodes that any row may see. The last ones are those of the rows, in
+                order, and receive their keys and values.
+    seen:       for each row, the indices in `key_slots` of the nodes on its path, in order, its own included:
+                the first of them has position `num_prefix`.
+    """
+
+    block_ids: Sequence[int]
+    num_prefix: int
+    positions: Sequence[int]
+    key_slots: Sequence[int]
+    seen: Sequence[Sequence[int]]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+
+class TreeAttentionBatch:
+    """The rows of a step, each of which sees the prefix of its sequence and some nodes of its tree. Built
+    once a step, and used by all layers in the place of an `AttentionBatch`.
+
+    num_rows, positions, slot_mapping: as of AttentionBatch.
+    visible: for each sequence, [its rows, prefix and nodes] bool: what each row sees.
+    """
+
+    def __init__(self, sequences: Sequence[TreeRows], cache: KVCache, *, slot_offset: int = 0) -> None:
+        device = cache.device
+        first_rows = list(accumulate((sequence.num_rows for sequence in sequences), initial=0))
+        self.num_rows: int = first_rows[-1]
+        num_keys = [sequence.num_prefix + len(sequence.key_slots) for sequence in sequences]
+        self._most_rows = max(sequence.num_rows for sequence in sequences)
+        key_slots = torch.zeros(len(sequences), max(num_keys), dtype=torch.int64)
+        visible = torch.zeros(len(sequences), self._most_rows, max(num_keys), dtype=torch.bool)
+        # For each row, the position of each key that it sees.
+        key_positions = torch.arange(max(num_keys)).repeat(len(sequences), self._most_rows, 1)
+        padded_rows: list[int] = []
+        for index, sequence in enumerate(sequences):
+            nodes = torch.tensor(sequence.key_slots, dtype=torch.int64)
+            slots = torch.cat((prefix_slots(sequence, cache.block_size, slot_offset), nodes))
+            # Padding keys are read from a slot that is written: an unwritten one may hold NaN, which remains
+            # NaN under a mask.
+            key_slots[index] = slots[0]
+            key_slots[index, : len(slots)] = slots
+            visible[index, :, : sequence.num_prefix] = True
+            for row, seen in enumerate(sequence.seen):
+                on_path = [sequence.num_prefix + each for each in seen]
+                visible[index, row, on_path] = True
+                key_positions[index, row, on_path] = sequence.num_prefix + torch.arange(len(seen))
+            visible[index, sequence.num_rows :, 0] = True  # padding rows see something, so they are not NaN
+            padded_rows += range(index * self._most_rows, index * self._most_rows + sequence.num_rows)
+
+        positions = [position for sequence in sequences for position in sequence.positions]
+        row_slots = [slot for sequence in sequences for slot in sequence.key_slots[-sequence.num_rows :]]
+        self.positions: torch.Tensor = torch.tensor(positions, dtype=torch.int64, device=device)
+        self.slot_mapping: torch.Tensor = torch.tensor(row_slots, dtype=torch.int64, device=device)
+        self.visible: list[torch.Tensor] = [
+            visible[index, : sequence.num_rows, : num_keys[index]] for index, sequence in enumerate(sequences)
+        ]
+        self._dtype, self._device = cache.dtype, device
+        self._visible, self._key_positions = visible, key_positions
+        self._masks: dict[int | None, torch.Tensor] = {}  # by window
+        self._key_slots = key_slots.view(-1).to(device)
+        self._padded_rows = torch.tensor(padded_rows, dtype=torch.int64, device=device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the rows' keys and values to the cache, then compute their attention in one layer; arguments
+        and result as of `AttentionBatch.attend`."""
+        cache.store(layer, self.slot_mapping, key, value)
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        batch, (num_heads, head_dim) = self._visible.shape[0], query.shape[1:]
+        padded = query.new_zeros(batch * self._most_rows, num_heads, head_dim)
+        padded.index_copy_(0, self._padded_rows, query)
+        queries = padded.view(batch, self._most_rows, num_heads, head_dim).transpose(1, 2)
+        keys, values = cache.read(layer, self._key_slots)
+        gathered_keys = keys.view(batch, -1, *keys.shape[1:]).transpose(1, 2)
+        gathered_values = values.view(batch, -1, *values.shape[1:]).transpose(1, 2)
+        value_dim = values.shape[-1]
+        mask = self._masks[window]
+        if sinks is not None:
+            scale = head_dim**-0.5 if scale is None else scale
+            queries, gathered_keys, gathered_values = with_sinks(
+                queries, gathered_keys, gathered_values, sinks / scale
+            )
+            mask = F.pad(mask, (0, 1))
+        output = F.scaled_dot_product_attention(
+            queries, gathered_keys, gathered_values, attn_mask=mask, scale=scale, enable_gqa=True
+        )[..., :value_dim]
+        rows = output.transpose(1, 2).reshape(batch * self._most_rows, num_heads * value_dim)
+        return rows.index_select(0, self._padded_rows)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """Addends of scores, [sequences, 1, rows, keys]: 0 for keys that a row sees, else -inf."""
+        visible = self._visible
+        if window is not None:
+            # A row's own position is the highest that it sees.
+            seen_positions = self._key_positions.masked_fill(~visible, -1)
+            visible = visible & (seen_positions > seen_positions.amax(dim=-1, keepdim=True) - window)
+        mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, float("-inf"))
+        return mask[:, None].to(self._device)
+
+
+StepRows = AttentionBatch | TreeAttentionBatch | ViewAttentionBatch
+"""The rows of a step and the keys that each of them sees."""
+
+
+def prefix_slots(sequence: TreeRows, block_size: int, slot_offset: int) -> torch.Tensor:
+    """The cache slots of a sequence's prefix, [num_prefix] int64 on the CPU."""
+    num_slots = sequence.num_prefix + slot_offset
+    blocks = torch.tensor(sequence.block_ids[: -(-num_slots // block_size)], dtype=torch.int64)
+    slots = blocks[:, None] * block_size + torch.arange(block_size)
+    return slots.view(-1)[slot_offset:num_slots]

@@ -11,23 +11,17 @@ from msgspec.structs import replace
 
 from drift_sdk.loading.random import RandomFp8Tensors, RandomTensors
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices, apply_experts
-from drift_sdk.models.channels.mlp import MlpWeights, apply_mlp
-from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.kv_numbers import KVForm, stored_shape
-from drift_sdk.models.linear import embed, linear
-from drift_sdk.models.matrix_reader import WeightForm
+from drift_sdk.models.allocation import WeightForm
+from drift_sdk.models.attention import StepRows
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices, apply_experts, apply_mlp
+from drift_sdk.models.kv_cache import KVCache, KVForm, stored_shape
+from drift_sdk.models.layers import embed, linear, normalise, rms_norm, rotary_tables
 from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, apply_gated_delta
-from drift_sdk.models.norms import normalise, rms_norm
-from drift_sdk.models.rope import rotary_tables
 from drift_sdk.models.states import StateRows
-from drift_sdk.models.tree_attention import StepRows
 from drift_sdk.models.weights import DecoderWeights, load_weights, projection_names, tensor_shapes
 from drift_sdk.spec.model import Attention, Channel, Experts, GatedDelta, LayerSpec, Mixer, ModelSpec
 from drift_sdk.spec.rope import Rope
-
-__all__ = ["Decoder", "apply_channel", "random_tensors"]
 
 
 class Decoder:

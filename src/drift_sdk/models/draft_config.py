@@ -17,8 +17,6 @@ from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families import families, read_spec
 from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec, Norm
 
-__all__ = ["DraftConfig", "draft_settings", "is_model_config"]
-
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "LlamaForCausalLMEagle3",

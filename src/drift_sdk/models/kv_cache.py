@@ -1,16 +1,106 @@
-"""The KV cache of plain torch: keys and values of tokens, in blocks."""
+"""The KV cache of plain torch: keys and values of tokens, in blocks; its stored numbers and their scales.
+
+Numbers are of the model's dtype, e4m3, or NVFP4. In NVFP4, a head of a token is a row of bytes: its codes,
+two in a byte, then the e4m3 scales of its groups of 16 dimensions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
+from msgspec import Struct
+from torch import Tensor
 
-from drift_sdk.models.kv_numbers import decode, encode, stored_shape
-from drift_sdk.models.kv_scales import KVScales
-from drift_sdk.spec.model import KVShape
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.quantised.fp8 import E4M3, quantise_e4m3
+from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, nvfp4_numbers, quantise_groups
+from drift_sdk.spec.model import KVShape, ModelSpec
 
-__all__ = ["KVCache"]
+KVForm = Literal["fp8", "nvfp4"]
+
+
+def stored_shape(head_dim: int, dtype: torch.dtype, form: KVForm | None) -> tuple[torch.dtype, int]:
+    """The dtype of what is stored, and the number of elements of a head. form: None: numbers of `dtype`."""
+    if form == "nvfp4":
+        return torch.uint8, head_dim // 2 + -(-head_dim // NVFP4_GROUP)
+
+    return dtype if form is None else E4M3, head_dim
+
+
+def bytes_of_head(head_dim: int, dtype: torch.dtype, form: KVForm | None) -> int:
+    """Bytes of a head of a token's keys, or of its values."""
+    stored, size = stored_shape(head_dim, dtype, form)
+    return stored.itemsize * size
+
+
+def encode(x: Tensor, scale: Tensor, form: KVForm) -> Tensor:
+    """Return the stored form of numbers [..., head_dim], as uint8. scale: float32, of a shape that
+    broadcasts."""
+    if form == "fp8":
+        return quantise_e4m3(x, scale).view(torch.uint8)
+
+    codes, scales = quantise_groups(x, scale)
+    return torch.cat((codes, scales.view(torch.uint8)), dim=-1)
+
+
+def decode(stored: Tensor, scale: Tensor, form: KVForm, head_dim: int) -> Tensor:
+    """Return the numbers [..., head_dim] of their stored form, as float32."""
+    if form == "fp8":
+        return stored.to(torch.float32) * scale
+
+    codes, scales = stored.split((head_dim // 2, stored.shape[-1] - head_dim // 2), dim=-1)
+    return nvfp4_numbers(codes, scales.contiguous().view(E4M3).to(torch.float32) * scale)
+
+
+@runtime_checkable
+class KVScaleSource(TensorSource, Protocol):
+    """A TensorSource whose files may have scales of the KV cache.
+
+    layers: indices of the layers with attention. Both methods raise ModelLoadError naming file and tensor.
+    """
+
+    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
+        """Find out from headers whether `kv_scales` can read the scales."""
+
+    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scales of keys and of values, float32 [len(layers), num_kv_heads] on the CPU; None without."""
+
+
+NVFP4_SCALE = 0.25
+"""The static scale of a KV cache in NVFP4. Numbers up to 672 are stored, and groups whose largest number is
+at least 0.024 have scales with all bits of e4m3."""
+
+
+class KVScales(Struct, frozen=True):
+    """Scales of keys and of values, float32 [num_layers, num_kv_heads] each.
+
+    form: "fp8": a number x is stored as the e4m3 number next to x / scale. "nvfp4": as a group of
+    `quantise_groups`, with the scale as its global scale.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    form: KVForm = "fp8"
+
+
+def load_kv_scales(tensors: TensorSource, form: KVForm, spec: ModelSpec, device: torch.device) -> KVScales:
+    """The scales of a source for e4m3, 1 where its files have none and in layers without attention; fixed
+    ones for NVFP4, whose groups have scales of their own. Raises ModelLoadError as KVScaleSource does."""
+    layers, num_kv_heads = spec.attention_layers, spec.attention.num_kv_heads
+    ones = torch.ones(spec.num_layers, num_kv_heads, dtype=torch.float32, device=device)
+    if form == "nvfp4":
+        fixed = ones * NVFP4_SCALE
+        return KVScales(fixed, fixed, form)
+
+    found = tensors.kv_scales(layers, num_kv_heads) if isinstance(tensors, KVScaleSource) else None
+    if found is None:
+        return KVScales(ones, ones)
+
+    places = torch.tensor(layers, dtype=torch.int64, device=device)
+    keys, values = (ones.index_copy(0, places, scales.to(device)) for scales in found)
+    return KVScales(keys, values)
 
 
 class KVCache:

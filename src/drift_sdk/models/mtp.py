@@ -15,19 +15,20 @@ from msgspec.structs import replace
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.allocation import Allocation, ReadMatrix
+from drift_sdk.models.allocation import (
+    PAIRED,
+    Allocation,
+    MatrixReader,
+    ReadMatrix,
+    WeightForm,
+    fill_places,
+    memory_named,
+)
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_weights import DraftForm, DraftWeights
-from drift_sdk.models.eagle3 import DraftDecoder
-from drift_sdk.models.filling import fill_places
-from drift_sdk.models.matrix_reader import PAIRED, MatrixReader, WeightForm
-from drift_sdk.models.stored_layout import stored_layout
-from drift_sdk.models.weight_memory import memory_named
-from drift_sdk.models.weights import DecoderWeights, allocate_layer, others
+from drift_sdk.models.draft_head import DraftDecoder, DraftForm, DraftWeights
+from drift_sdk.models.weights import DecoderWeights, allocate_layer, others, stored_layout
 from drift_sdk.spec.model import Experts, ModelSpec
-
-__all__ = ["has_mtp", "load_mtp", "mtp_shapes", "random_mtp"]
 
 
 def has_mtp(spec: ModelSpec, tensors: TensorSource) -> bool:

@@ -23,13 +23,9 @@ from msgspec.structs import replace as replace_fields
 from drift_sdk._kernels.gemm.slices import num_slices, shard_slices
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_numbers import KVForm
-from drift_sdk.models.kv_scales import KVScaleSource
+from drift_sdk.models.kv_cache import KVForm, KVScaleSource
 from drift_sdk.models.weights import check_tensors
-from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec
-from drift_sdk.spec.names import AttentionNames, MlpNames
-
-__all__ = ["Shard", "ShardedTensors", "cut_head", "load_shard", "shard_obstacles"]
+from drift_sdk.spec.model import Attention, AttentionNames, LayerSpec, Mlp, MlpNames, ModelSpec
 
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "sinks")
 """Ends of the names of tensors of which a GPU has rows."""

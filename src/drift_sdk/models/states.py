@@ -13,10 +13,7 @@ from collections.abc import Sequence
 import torch
 from msgspec import Struct
 
-from drift_sdk.spec.model import GatedDelta, ModelSpec
-from drift_sdk.spec.states import BORDER
-
-__all__ = ["Checkpoint", "LayerState", "SequenceState", "StateRows"]
+from drift_sdk.spec.model import BORDER, GatedDelta, ModelSpec
 
 
 class LayerState(Struct):

@@ -1,46 +1,161 @@
-"""A decoder's weights: their layout in memory, and loading them from named tensors."""
+"""A decoder's weights: their layout in memory, and loading them from named tensors.
+
+What only the files tell is read first: the form in which they store experts, a head that they store although
+the config says that it is the embedding, and tensors that have no effect on the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
+from msgspec.structs import replace as replace_fields
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.mxfp4 import ScaleCheck
 from drift_sdk.loading.quantised_tensors import QuantisedSource
+from drift_sdk.loading.stored_formats import ScaleCheck
 from drift_sdk.loading.tensors import CheckedSource, TensorSource
-from drift_sdk.models.allocation import Allocation, ReadMatrix
-from drift_sdk.models.channels.experts import ExpertWeights, allocate_experts
-from drift_sdk.models.channels.mlp import MlpWeights, allocate_mlp
-from drift_sdk.models.filling import fill_places
-from drift_sdk.models.kv_numbers import KVForm
-from drift_sdk.models.kv_scales import KVScales, KVScaleSource, load_kv_scales
-from drift_sdk.models.matrix_reader import PAIRED, QUANTISERS, MatrixReader, WeightForm, quantised_bytes
+from drift_sdk.models.allocation import (
+    PAIRED,
+    QUANTISERS,
+    Allocation,
+    MatrixReader,
+    ReadMatrix,
+    WeightForm,
+    fill_places,
+    memory_named,
+    quantised_bytes,
+    read_tensor,
+)
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, allocate_experts, allocate_mlp
+from drift_sdk.models.kv_cache import KVForm, KVScales, KVScaleSource, load_kv_scales
 from drift_sdk.models.mixers.attention import AttentionWeights, allocate_attention
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, allocate_gated_delta
-from drift_sdk.models.spare_tensors import later_layers, zero_biases
-from drift_sdk.models.stored_layout import with_stored_layout
-from drift_sdk.models.tied_head import with_stored_head
-from drift_sdk.models.weight_memory import memory_named
-from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import Experts, GatedDelta, LayerSpec, ModelSpec
-from drift_sdk.spec.names import Names
+from drift_sdk.quantised.weight import Matrix, dequantised, take_rows
+from drift_sdk.spec.model import ExpertLayout, ExpertNames, Experts, GatedDelta, LayerSpec, ModelSpec, Names
 
-__all__ = [
-    "DecoderWeights",
-    "LayerWeights",
-    "allocate_layer",
-    "check_tensors",
-    "load_weights",
-    "meta_weights",
-    "odd_columns",
-    "others",
-    "projection_names",
-    "tensor_shapes",
-    "weight_bytes",
-]
+LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
+
+log = logging.getLogger("drift_sdk")
+
+
+def zero_biases(
+    spec: ModelSpec,
+    tensors: TensorSource,
+    places: Mapping[str, torch.Tensor],
+    extra: Collection[str],
+) -> set[str]:
+    """The `extra` tensors that are biases of zeros, which older tools wrote beside all matrices of a GPTQ
+    model.
+
+    places: the model's own tensors, by name.
+    """
+    if spec.quantisation is None or "gptq" not in spec.quantisation.storages:
+        return set()
+
+    matrices = {name: places.get(name.removesuffix("bias") + "weight") for name in extra}
+    return {
+        name
+        for name, matrix in matrices.items()
+        if name.endswith(".bias")
+        and matrix is not None
+        and tensors.shape(name) == tuple(matrix.shape[:1])
+        and not read_tensor(tensors, name).any()
+    }
+
+
+def later_layers(spec: ModelSpec, tensors: TensorSource, extra: Collection[str]) -> set[str]:
+    """The `extra` tensors of layers after the config's last one: as in transformers, the config counts. A
+    warning says so."""
+    layers = {name: int(found[1]) for name in extra if (found := LAYER.match(name))}
+    later = {name for name, layer in layers.items() if layer >= spec.num_layers}
+    if later:
+        log.warning(
+            "%s: tensors of layer %d and later are left out: the config says num_hidden_layers=%d",
+            tensors.location,
+            min(layers[name] for name in later),
+            spec.num_layers,
+        )
+    return later
+
+
+def with_stored_layout(spec: ModelSpec, tensors: TensorSource) -> ModelSpec:
+    """The spec, with the layout of experts that files have."""
+    found = [index for index, layer in enumerate(spec.layers) if isinstance(layer.channel, Experts)]
+    if not found or spec.names.experts.layout == "mxfp4":
+        return spec
+
+    names, experts = spec.names.experts, spec.layers[found[0]].channel
+    assert isinstance(experts, Experts)
+    names = stored_layout(names, experts, spec.names.layer.format(found[0]), spec.hidden_size, tensors)
+    return replace_fields(spec, names=replace_fields(spec.names, experts=names))
+
+
+def stored_layout(
+    names: ExpertNames, experts: Experts, layer: str, hidden: int, tensors: TensorSource
+) -> ExpertNames:
+    """The names, with the layout of experts that a layer has in files. Tools write one tensor for each matrix
+    of an expert, or one for all experts, whichever a family's published files have.
+
+    layer: prefix of the layer's tensors.
+    """
+    prefix = f"{layer}.{names.module}.{names.experts}"
+    stacked, layout = f"{prefix}.{names.gate_up}", names.layout
+    if stacked in tensors.names():
+        # Where inner and outer dimension are equal, the family decides.
+        shapes: dict[tuple[int, ...], ExpertLayout] = {
+            (experts.num_experts, 2 * experts.intermediate_size, hidden): "stacked",
+            (experts.num_experts, hidden, 2 * experts.intermediate_size): "transposed",
+        }
+        shape = tensors.shape(stacked)
+        layout = shapes.get(shape, layout) if len(shapes) == 2 or layout == "each" else layout
+    elif f"{prefix}.0.{names.gate}.weight" in tensors.names():
+        layout = "each"
+    return replace_fields(names, layout=layout)
+
+
+COMPARED_ROWS = 4096
+"""Rows of both that are compared at a time."""
+
+
+def with_stored_head(spec: ModelSpec, tensors: TensorSource) -> ModelSpec:
+    """The spec, with a head that is not tied to the embedding if files store one that differs from it: the
+    files count, as in transformers. A warning says so.
+
+    tensors: known to be those of the spec. Embedding and head are read as they are stored.
+    """
+    head, embedding = spec.names.head, spec.names.embedding
+    if not spec.is_head_tied or head not in tensors.names() or _are_same(spec, tensors):
+        return spec
+
+    log.warning(
+        "%s: tensor %s differs from %s, so it is the head, although the config says tie_word_embeddings",
+        tensors.file(head),
+        head,
+        embedding,
+    )
+    return structs.replace(spec, is_head_tied=False)
+
+
+def _are_same(spec: ModelSpec, tensors: TensorSource) -> bool:
+    head, embedding = (_stored_matrix(tensors, name) for name in (spec.names.head, spec.names.embedding))
+    for index in torch.arange(spec.vocab_size, device="cpu").split(COMPARED_ROWS):
+        parts = (dequantised(take_rows(matrix, index), torch.float32) for matrix in (head, embedding))
+        if not torch.equal(*parts):
+            return False
+
+    return True
+
+
+def _stored_matrix(tensors: TensorSource, name: str) -> Matrix:
+    """A matrix on the CPU, quantised if files have it so."""
+    weight = tensors.quantised(name, torch.device("cpu")) if isinstance(tensors, QuantisedSource) else None
+    return read_tensor(tensors, name) if weight is None else weight
+
 
 QUANTISED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 """The last part of the names of tensors that quantised weights have in place of "weight", or beside it."""

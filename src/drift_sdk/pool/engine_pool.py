@@ -21,16 +21,19 @@ from drift_sdk.engine import Engine
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
-from drift_sdk.pool.pool_state import PoolPause, PoolState
-from drift_sdk.pool.replica import Replica
+from drift_sdk.pool.pool_state import (
+    PoolPause,
+    PoolState,
+    Replica,
+    ReplicaStats,
+    summed_histograms,
+    summed_stats,
+)
 from drift_sdk.pool.routing import Routing
-from drift_sdk.pool.summed import ReplicaStats, summed_histograms, summed_stats
 from drift_sdk.progress import Progress
 from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.submission import Submission
-
-__all__ = ["EnginePool"]
 
 MAX_REPLICAS = 1024
 

@@ -1,17 +1,375 @@
-"""PoolState: the requests of a pool, and what it knows of its replicas."""
+"""The state of a pool: its replicas, their statistics, and the requests that they serve."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from drift_sdk.base_engine import BaseEngine
+from drift_sdk.driver.loops import Latch
 from drift_sdk.driver.process_hooks import num_forks
-from drift_sdk.pool.replica import Replica
-from drift_sdk.pool.router import Router
-from drift_sdk.pool.routing import Routing
-from drift_sdk.pool.traffic import Traffic
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, ReplicaFailed, RequestError
+from drift_sdk.pool.replay import Attempt, Route, is_loss
+from drift_sdk.pool.routing import Load, PromptBlocks, Router, Routing
+from drift_sdk.stats import EngineMetrics, EngineStats, Histogram, Histograms
+from drift_sdk.submission import Submission
 
-__all__ = ["PoolPause", "PoolState"]
+
+class ReplicaStats(Struct, frozen=True, kw_only=True):
+    """A snapshot of a replica of a pool.
+
+    index:         its place in the pool.
+    device:        of its config.
+    state:         "open"; "drained" (it gets no new requests); "closed" (it was closed or has failed).
+    num_requests:  live requests of the pool that it has.
+    num_tokens:    tokens of their prompts and completions, as the router counts them: those of a text are
+                   estimated.
+    num_routed:    requests that it was given.
+    num_by_prefix: of them, those whose beginning it had got before.
+    num_moved:     unstarted requests that went from it to another replica.
+    num_replayed:  started requests that were run again on another replica.
+    num_lost:      requests that it ended by failing.
+    engine:        its own statistics; None if it is not open.
+    """
+
+    index: int
+    device: str
+    state: Literal["open", "drained", "closed"]
+    num_requests: int
+    num_tokens: int
+    num_routed: int
+    num_by_prefix: int
+    num_moved: int
+    num_replayed: int
+    num_lost: int
+    engine: EngineStats | None
+
+
+def summed_stats(each: Sequence[EngineStats]) -> EngineStats:
+    """Sums of all counters and of the current state. `mean_active`, `min_active` and `max_active` are sums
+    too: of replicas whose steps overlap. `is_paused` and `is_asleep` hold if they hold for all.
+    `start_seconds` are those of the replica that took longest, and `kv_dtype` is that of all, if it is the
+    same."""
+    found: dict[str, Any] = {}
+    for field in fields(EngineStats):
+        values = [getattr(stats, field.name) for stats in each]
+        match field.name:
+            case "accepted_at":
+                found[field.name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
+            case "violations":
+                found[field.name] = summed_pairs(values)
+            case "start_seconds":
+                found[field.name] = max(values, key=lambda stages: sum(s for _, s in stages), default=())
+            case "is_paused" | "is_asleep":
+                found[field.name] = bool(values) and all(values)
+            case "kv_dtype":
+                found[field.name] = values[0] if len(set(values)) == 1 else ""
+            case _:
+                found[field.name] = sum(values)
+    return EngineStats(**found)
+
+
+def summed_pairs(each: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
+    total: Counter[str] = Counter()
+    for pairs in each:
+        total.update(dict(pairs))
+    return tuple(total.items())
+
+
+def summed_histograms(each: Iterable[Histograms]) -> Histograms:
+    """New histograms with the counts of all."""
+    total = Histograms()
+    for histograms in each:
+        for name in Histograms.__slots__:
+            add(getattr(total, name), getattr(histograms, name))
+    return total
+
+
+def add(total: Histogram, other: Histogram) -> None:
+    total.counts = [a + b for a, b in zip(total.counts, other.counts, strict=True)]
+    total.total += other.total
+
+
+class Replica:
+    """An engine of a pool. Used from any thread.
+
+    num_moved, num_replayed, num_lost: as of `ReplicaStats`.
+    """
+
+    def __init__(self, index: int, engine: BaseEngine, load: Load) -> None:
+        self.index = index
+        self.engine = engine
+        self._has_drained = False
+        self._drains: list[object] = []  # calls of `drain` that wait
+        self.is_restarting: bool = False
+        self.num_moved = self.num_replayed = self.num_lost = 0
+        self._load = load
+        self._lock = threading.RLock()
+        self._idle: list[Latch] = []
+
+    @property
+    def is_in_service(self) -> bool:
+        """Whether it gets new requests."""
+        return not self.is_drained and self.engine.is_open
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether `drain` keeps the replica out of service."""
+        return self._has_drained or bool(self._drains)
+
+    def restore(self) -> None:
+        """Take it back into service, also if calls of `drain` wait."""
+        with self._lock:
+            self._has_drained = False
+            self._drains.clear()
+
+    def became_idle(self) -> None:
+        """Its last request has ended."""
+        with self._lock:
+            latches, self._idle = self._idle, []
+        for latch in latches:
+            latch.set()
+
+    async def drain(self) -> None:
+        """Take it out of service and wait until it has no requests. If the task is cancelled, it is back in
+        service, unless another task has drained it or waits for that."""
+        drain, idle = object(), Latch()
+        with self._lock:
+            self._drains.append(drain)
+            self._idle.append(idle)
+        if not self._load.num_requests:
+            self.became_idle()
+        has_drained = False
+        try:
+            await idle.wait()
+            has_drained = True
+        finally:
+            with self._lock:
+                if drain in self._drains:  # else it was restored
+                    self._drains.remove(drain)
+                    self._has_drained |= has_drained
+
+    async def restart(self, check: Callable[[], None]) -> None:
+        """Close the engine and start it again. DriftError if that is being done already.
+
+        check: called between the two; raises an error if the engine is to stay closed."""
+        with self._lock:
+            if self.is_restarting:
+                raise DriftError(f"replica {self.index} is being restarted already")
+
+            self.is_restarting = True
+        try:
+            await self.engine.aclose()
+            check()
+            await self.engine.start()
+        finally:
+            self.is_restarting = False
+
+    def engine_metrics(self) -> EngineMetrics | None:
+        """The engine's statistics and histograms; None if it is not open and has not failed."""
+        try:
+            return self.engine.metrics()
+        except EngineClosed:
+            return None
+
+    def engine_stats(self) -> EngineStats | None:
+        """The engine's statistics; None if it is not open and has not failed."""
+        try:
+            return self.engine.stats()
+        except EngineClosed:
+            return None
+
+    def stats(self) -> ReplicaStats:
+        is_open = self.engine.is_open
+        return ReplicaStats(
+            index=self.index,
+            device=self.engine.config.device,
+            state="closed" if not is_open else "drained" if self.is_drained else "open",
+            num_requests=self._load.num_requests,
+            num_tokens=self._load.num_tokens,
+            num_routed=self._load.num_routed,
+            num_by_prefix=self._load.num_by_prefix,
+            num_moved=self.num_moved,
+            num_replayed=self.num_replayed,
+            num_lost=self.num_lost,
+            engine=self.engine_stats(),
+        )
+
+
+MAX_ATTEMPTS = 3
+"""Most replicas that a request is given to, so that one that makes replicas fail does not end all of them."""
+
+log: logging.Logger = logging.getLogger("drift_sdk")
+
+
+class Traffic:
+    """Submits requests to replicas. Used from any thread.
+
+    replays:      whether started requests are run again.
+    is_closing:   set while the pool ends its requests.
+    num_rejected: requests that were rejected with QueueFull: no replica took them.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], router: Router, *, replays: bool) -> None:
+        self._replicas = replicas
+        self._router = router
+        self._replays = replays
+        self.is_closing = False
+        self.num_rejected: int = 0
+        self._lock = threading.RLock()
+        self._live: dict[str, list[Route]] = {}  # by request_id and by group_id
+
+    def submit(self, submissions: Sequence[Submission]) -> list[Callable[[], None]]:
+        """Submit requests of one prompt to the best replica that takes them, all or none."""
+        blocks = PromptBlocks.of(submissions[0].prompt, submissions[0].params.cache_salt)
+        routes = [Route(submission, blocks, self) for submission in submissions]
+        self._add(routes)
+        try:
+            self._place(routes)
+        except BaseException as error:
+            for route in routes:
+                self.finished(route)
+            if isinstance(error, QueueFull):
+                with self._lock:
+                    self.num_rejected += len(routes)
+            raise
+
+        return [route.cancel for route in routes]
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel the live requests of this id; whether there are such."""
+        with self._lock:
+            routes = list(self._live.get(request_id, ()))
+        for route in routes:
+            route.cancel()
+        return bool(routes)
+
+    def grown(self, attempt: Attempt, num_tokens: int) -> None:
+        self._router.grow(attempt.index, num_tokens)
+
+    def left(self, attempt: Attempt) -> None:
+        if self._router.end(attempt.index, attempt.num_tokens):
+            self._replicas[attempt.index].became_idle()
+
+    def recover(self, attempt: Attempt, error: DriftError) -> DriftError | None:
+        """Have a request go on elsewhere; see `RoutePlanner`."""
+        replica, route = self._replicas[attempt.index], attempt.route
+        is_refused = isinstance(error, QueueFull)  # by a replica that refuses late
+        if self.is_closing or not (is_refused or is_loss(error)):
+            return error
+
+        is_started = route.delivered.has_any
+        if not is_refused:
+            replica.num_lost += 1
+            log.debug("%s has lost replica %d: %r", route.submission.request_id, replica.index, error)
+        if not any(each.is_in_service for each in self._replicas):
+            return error
+
+        if route.is_cancelled or (is_started and not self._replays) or route.num_attempts >= MAX_ATTEMPTS:
+            return error if is_refused else replica_failed(attempt, error)
+
+        try:
+            self._place([route], avoided=attempt.index)
+        except DriftError as refusal:
+            refusal.__cause__ = error
+            return refusal
+
+        replica.num_replayed += is_started
+        replica.num_moved += not is_started
+        return None
+
+    def _place(self, routes: Sequence[Route], avoided: int | None = None) -> None:
+        """Give routes of one prompt to a replica. avoided: the last one to be tried. Raises the error of the
+        replicas if none takes them."""
+        found: DriftError = EngineClosed("all replicas of the pool are drained")
+        blocks = routes[0].blocks
+        indices = [replica.index for replica in self._replicas if replica.is_in_service]
+        if not indices:  # an engine that is not open says why
+            indices = [replica.index for replica in self._replicas if not replica.is_drained][:1]
+        for index in sorted(self._router.order(blocks, indices), key=lambda index: index == avoided):
+            try:
+                self._give(routes, index)
+                return
+            except (QueueFull, EngineClosed, ExecutorError) as error:
+                found = error if not isinstance(found, QueueFull) else found
+
+        raise found
+
+    def _give(self, routes: Sequence[Route], index: int) -> None:
+        """Submit routes to a replica. They count before that, so that its idleness is noticed afterwards."""
+        attempts = [Attempt(route, index) for route in routes]
+        for route in routes:
+            self._router.begin(index, route.blocks)
+        submissions = [
+            replace(attempt.route.submission, stream_updates=attempt, group_id=group_of(routes, attempt))
+            for attempt in attempts
+        ]
+        try:
+            if self._replicas[index].is_drained:  # since it was chosen: `drain` has not waited for these
+                raise EngineClosed(f"replica {index} is drained")
+
+            cancels = self._replicas[index].engine._enter(submissions)
+        except BaseException:
+            for attempt in attempts:
+                if self._router.end(index, attempt.num_tokens):
+                    self._replicas[index].became_idle()
+            raise
+
+        for route, attempt, cancel in zip(routes, attempts, cancels, strict=True):
+            self._router.remember(index, route.blocks)
+            route.follow(attempt, cancel)
+
+    def _add(self, routes: Sequence[Route]) -> None:
+        """Make routes live, all or none: RequestError if a live request has one of their ids."""
+        with self._lock:
+            taken = next((name for route in routes for name in names_of(route) if name in self._live), None)
+            if taken is not None:
+                raise RequestError.of("request_id", taken, "an id that no live request has")
+
+            for route in routes:
+                for name in names_of(route):
+                    self._live.setdefault(name, []).append(route)
+
+    def finished(self, route: Route) -> None:
+        with self._lock:
+            for name in names_of(route):
+                found = self._live.get(name, [])
+                if route in found:
+                    found.remove(route)
+                if not found:
+                    self._live.pop(name, None)
+
+
+def names_of(route: Route) -> tuple[str, ...]:
+    """The ids that a request can be found by."""
+    submission = route.submission
+    group_id = submission.group_id
+    return (submission.request_id,) if group_id is None else (submission.request_id, group_id)
+
+
+def group_of(routes: Sequence[Route], attempt: Attempt) -> str | None:
+    """The name of samples that a replica gets together; one that moves alone is no group there."""
+    return attempt.route.submission.group_id if len(routes) > 1 else None
+
+
+def replica_failed(attempt: Attempt, cause: DriftError) -> ReplicaFailed:
+    route = attempt.route
+    num_tokens = len(route.delivered.token_ids)
+    times = f", the last of {route.num_attempts} that failed," if route.num_attempts > 1 else ""
+    error = ReplicaFailed(
+        f"replica {attempt.index}{times} has failed after {num_tokens} tokens of this request: {cause}",
+        replica=attempt.index,
+        num_tokens=num_tokens,
+    )
+    error.__cause__ = cause
+    return error
 
 
 class PoolPause:

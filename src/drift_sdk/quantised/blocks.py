@@ -19,10 +19,7 @@ from typing import Literal
 
 import torch
 
-from drift_sdk.quantised.integers import GroupedIntegers
-from drift_sdk.quantised.weight import QuantisedWeight
-
-__all__ = ["BLOCK_FORMATS", "BlockFormat", "BlockWeight", "join_blocks"]
+from drift_sdk.quantised.weight import GroupedIntegers, QuantisedWeight
 
 BlockFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 

@@ -1,6 +1,7 @@
-"""Weights of 8-bit floating-point numbers (e4m3) with float32 scales.
+"""Eight-bit floating-point numbers (e4m3), and weights of them with float32 scales.
 
-A number of the matrix is float32(value) * scale, in float32. NaN codes (0x7f, 0xff) are no weights.
+They have a sign, four bits of exponent and three of mantissa. A number of the matrix is
+float32(value) * scale, in float32. NaN codes (0x7f, 0xff) are no weights.
 """
 
 from __future__ import annotations
@@ -10,10 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from drift_sdk.quantised.weight import QuantisedWeight
 
-__all__ = ["MAX_FP8", "Fp8Weight", "join_fp8", "quantise_fp8"]
+E4M3 = torch.float8_e4m3fn
+MAX_E4M3 = 448.0
+"""The largest number of e4m3; the smallest is 2**-9."""
+
+
+def quantise_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """Return the e4m3 numbers next to x / scale, of equally near ones the even one.
+
+    Numbers beyond MAX_E4M3 become MAX_E4M3, and NaN zero. scale: float32, of a shape that broadcasts to that
+    of x.
+    """
+    quotient = x.to(torch.float32) / scale
+    return quotient.nan_to_num(nan=0.0).clamp_(-MAX_E4M3, MAX_E4M3).to(E4M3)
+
 
 MAX_FP8 = 448.0
 """The largest number of e4m3."""

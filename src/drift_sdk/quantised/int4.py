@@ -13,8 +13,6 @@ import torch.nn.functional as F
 
 from drift_sdk.quantised.weight import QuantisedWeight
 
-__all__ = ["MIDDLE", "QUANTISED_GROUP", "Int4Weight", "join_int4", "pack_codes", "quantise_int4"]
-
 MIDDLE = 8
 """The zero point of weights without zero points."""
 QUANTISED_GROUP = 128

@@ -13,18 +13,6 @@ from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
 
-__all__ = [
-    "BLOCK_SCHEME",
-    "METHODS",
-    "Groups",
-    "ScaleShape",
-    "Scheme",
-    "Storage",
-    "config_scheme",
-    "join_groups",
-    "quantisation_settings",
-]
-
 Storage = Literal["fp8", "awq", "gptq", "packed", "compressed_nvfp4", "modelopt_nvfp4", "blocks"]
 ScaleShape = Literal["tensor", "channel"]
 """The extent of an FP8 scale: a whole weight, or a row of it."""

@@ -10,8 +10,6 @@ from drift_sdk.quantised.int4 import Int4Weight, join_int4
 from drift_sdk.quantised.nvfp4 import Nvfp4Weight, join_nvfp4
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight, StackedWeight
 
-__all__ = ["stack_rows"]
-
 
 def stack_rows(parts: Sequence[Matrix]) -> QuantisedWeight:
     """One weight of the rows of all parts, at least one of which is quantised.

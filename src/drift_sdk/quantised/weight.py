@@ -2,19 +2,68 @@
 
 A matrix has the rows and columns of the product that it is used for: [out, in]. Each format states its
 formula in float32; the result is rounded once, to the dtype that is asked for.
+
+Some formats are integers in groups of columns without a change to any number (`GroupedIntegers`). The columns
+of a `TiledWeight` are in another order than the stored ones.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
-from drift_sdk.quantised.integers import GroupedIntegers, stack_integers
 
-__all__ = ["Matrix", "QuantisedWeight", "StackedWeight", "dense", "dequantised", "take_rows"]
+@dataclass(frozen=True, slots=True)
+class GroupedIntegers:
+    """A matrix of integers with a scale, and perhaps an offset, for each group of columns.
+
+    A number is code * scale, or code * scale + offset, in float32 and rounded after each operation.
+
+    codes:    [out, in] int8.
+    scales:   [out, groups] float16 or float32; a group has in / groups columns.
+    offsets:  of the shape and the dtype of `scales`; None: there are none.
+    num_bits: 4 if all codes are -8 to 7, with offsets 0 to 15; else 8.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    num_bits: int
+
+    @property
+    def group_size(self) -> int:
+        """Columns of a group."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def numbers(self) -> torch.Tensor:
+        """The numbers, float32 [out, in]."""
+        found = self.codes.to(torch.float32)
+        groups = found.view(*self.scales.shape, -1)
+        groups.mul_(self.scales[:, :, None].to(torch.float32))
+        if self.offsets is not None:
+            groups.add_(self.offsets[:, :, None].to(torch.float32))
+        return found
+
+
+def stack_integers(parts: Sequence[GroupedIntegers]) -> GroupedIntegers:
+    """The rows of all parts, with groups of the smallest size. The other sizes are its multiples."""
+    size = min(part.group_size for part in parts)
+    has_offsets = any(part.offsets is not None for part in parts)
+
+    def by_group(part: GroupedIntegers, values: torch.Tensor | None) -> torch.Tensor:
+        wide = torch.zeros_like(part.scales) if values is None else values
+        return wide.to(torch.float32).repeat_interleave(part.group_size // size, dim=1)
+
+    return GroupedIntegers(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([by_group(part, part.scales) for part in parts]),
+        torch.cat([by_group(part, part.offsets) for part in parts]) if has_offsets else None,
+        num_bits=8,
+    )
 
 
 class QuantisedWeight(ABC):
@@ -109,3 +158,51 @@ def dense(matrix: Matrix | tuple[Matrix, ...]) -> torch.Tensor:
         raise TypeError(f"a weight of type {type(matrix).__name__}: expected a tensor")
 
     return matrix
+
+
+@dataclass(frozen=True, slots=True)
+class TiledWeight(QuantisedWeight):
+    """A matrix whose columns are runs of equally many columns of another one.
+
+    weight:       the other one.
+    outer, inner: run j * outer + i is run i * inner + j of it, with i below `outer` and j below `inner`.
+    """
+
+    weight: QuantisedWeight
+    outer: int
+    inner: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.weight.tensors()
+
+    def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._in_order(self.weight.dequantise(dtype))
+
+    def integers(self) -> GroupedIntegers | None:
+        """None also where a group has columns of several runs."""
+        found = self.weight.integers()
+        width = self.shape[1] // (self.outer * self.inner)
+        if found is None or width % found.group_size:
+            return None
+
+        return replace(
+            found,
+            codes=self._in_order(found.codes),
+            scales=self._in_order(found.scales),
+            offsets=None if found.offsets is None else self._in_order(found.offsets),
+        )
+
+    def rows(self, index: torch.Tensor) -> TiledWeight:
+        return replace(self, weight=self.weight.rows(index))
+
+    def to(self, device: torch.device) -> TiledWeight:
+        return replace(self, weight=self.weight.to(device))
+
+    def _in_order(self, columns: torch.Tensor) -> torch.Tensor:
+        """Columns, or something of each group of them, in the order of this matrix."""
+        runs: torch.Tensor = columns.unflatten(1, (self.outer, self.inner, -1))
+        return runs.transpose(1, 2).flatten(1)

@@ -13,7 +13,6 @@ try:
 except ImportError as cause:
     raise DriftError('drift_sdk.ray needs the package ray: pip install "drift-engine[ray]"') from cause
 
-from drift_sdk.ray.placement import Placement
-from drift_sdk.ray.ray_engine import RayEngine, ray_pool
+from drift_sdk.ray.ray_engine import Placement, RayEngine, ray_pool
 
 __all__ = ["Placement", "RayEngine", "ray_pool"]

@@ -1,31 +1,63 @@
-"""RayEngine: an engine in an actor of Ray."""
+"""RayEngine: an engine in an actor of Ray, and what an actor reserves of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta, Struct, field
+from msgspec.structs import force_setattr
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 import ray
+from drift_sdk._fields import check_fields
+from drift_sdk._frozen_mapping import FrozenMapping
 from drift_sdk._keywords import with_config
-from drift_sdk._validation import check_int, check_str
+from drift_sdk._validation import check_float, check_int, check_str
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import OpenModel
+from drift_sdk.driver.model_opener import OpenModel
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError, DriftError, ExecutorError, ModelLoadError
 from drift_sdk.pool.engine_pool import MAX_REPLICAS, EnginePool
 from drift_sdk.pool.routing import Routing
-from drift_sdk.ray.placement import Placement
 from drift_sdk.remote.host import EngineHost
 from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable
 from drift_sdk.remote.remote_engine import RemoteEngine
 
-__all__ = ["RayEngine", "ray_pool"]
+MOST = 1e6
+
+
+class Placement(Struct, frozen=True, kw_only=True):
+    """Resources of a cluster that the actor of an engine reserves; a wrong value raises ConfigError.
+
+    num_gpus:  0 to 1; less than 1 lets engines share a GPU (`EngineConfig.gpu_memory_fraction` must fit). The
+               actor sees no other GPUs. None = none if the config's device is "cpu", else 1.
+    num_cpus:  0 to 1,000,000.
+    resources: resources of nodes that Ray knows by name, and how much of each, over 0 to 1,000,000.
+    timeout_s: seconds, over 0 to 1,000,000, after which a start is given up that found no node.
+    """
+
+    num_gpus: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    num_cpus: Annotated[float, Meta(ge=0.0, le=MOST)] = 1.0
+    resources: Mapping[str, float] = field(default_factory=lambda: FrozenMapping({}))
+    timeout_s: Annotated[float, Meta(gt=0.0, le=MOST)] = 300.0
+
+    def __post_init__(self) -> None:
+        check_fields(ConfigError, self)
+        if not isinstance(self.resources, Mapping) or not all(
+            isinstance(name, str) and name for name in self.resources
+        ):
+            raise ConfigError.of("resources", self.resources, "a mapping of names to numbers")
+
+        for value in self.resources.values():
+            check_float(ConfigError, "resources", value, gt=0.0, le=MOST)
+        force_setattr(self, "resources", FrozenMapping(dict(self.resources)))
+
 
 MAX_CALLS = 1000
 """Most calls of an actor at once; few are more than a moment in it."""

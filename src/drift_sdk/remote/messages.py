@@ -1,7 +1,12 @@
-"""Messages between an engine's host and the process that uses it. All of them can be pickled."""
+"""Messages between an engine's host and the process that uses it, and their frames on a socket.
+
+All of them can be pickled. A frame is a message with its length before it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from msgspec import Struct
@@ -14,19 +19,6 @@ from drift_sdk.stats import EngineMetrics
 
 if TYPE_CHECKING:
     from drift_sdk.text.tokenizer import Tokenizer  # imports tokenizers, which `import drift_sdk` does not
-
-__all__ = [
-    "Batch",
-    "CancelRequest",
-    "Channel",
-    "Command",
-    "HostLost",
-    "HostUnavailable",
-    "News",
-    "Opened",
-    "SubmitRequests",
-    "TakeBackPause",
-]
 
 
 class RemoteRequest(Struct, frozen=True, kw_only=True):
@@ -123,3 +115,31 @@ class Channel(Protocol):
 
     async def kill(self) -> None:
         """End the host's process, whatever it does."""
+
+
+LENGTH_BYTES = 8
+MAX_FRAME_BYTES = 2**30
+"""Largest message. A greater length is read only from a process that sends something else."""
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Any:
+    """The next message; EOFError or OSError if the other process has ended. Any other exception for what is
+    no message."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    check_length(length)
+    return pickle.loads(await reader.readexactly(length))
+
+
+async def write_frame(writer: asyncio.StreamWriter, message: tuple[Any, ...]) -> None:
+    """Send a message, and wait while too much has not been taken by the other process. OSError if that has
+    ended, and ValueError before anything is sent if the message is too large."""
+    packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    check_length(len(packed))
+    writer.write(len(packed).to_bytes(LENGTH_BYTES, "big") + packed)
+    await writer.drain()
+
+
+def check_length(length: int) -> None:
+    """ValueError for a message that is too large."""
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes: expected at most {MAX_FRAME_BYTES}")

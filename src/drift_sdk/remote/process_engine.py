@@ -22,14 +22,11 @@ import anyio
 from drift_sdk._keywords import with_config
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.loaded_model import OpenModel
+from drift_sdk.driver.model_opener import OpenModel
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError, ExecutorError, ModelLoadError, error_repr
-from drift_sdk.remote.frames import read_frame, write_frame
-from drift_sdk.remote.messages import Channel, HostLost
+from drift_sdk.remote.messages import Channel, HostLost, read_frame, write_frame
 from drift_sdk.remote.remote_engine import RemoteEngine
-
-__all__ = ["ProcessEngine"]
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "

@@ -14,11 +14,8 @@ import socket
 from typing import Any
 
 from drift_sdk.errors import DriftError, ExecutorError, error_repr
-from drift_sdk.remote.frames import read_frame, write_frame
-from drift_sdk.remote.host import EngineHost
-from drift_sdk.remote.mailbox import portable
-
-__all__ = ["main"]
+from drift_sdk.remote.host import EngineHost, portable
+from drift_sdk.remote.messages import read_frame, write_frame
 
 PARENT_S = 1.0
 """Seconds between two looks at the parent, whose end of the socket a fork of it may keep open."""

@@ -1,7 +1,11 @@
-"""RemoteEngine: an engine in another process, with the methods of an `Engine`."""
+"""RemoteEngine: an engine in another process, with the methods of an `Engine`.
+
+One event loop of this process calls all of its remote engines.
+"""
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -13,8 +17,8 @@ from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import LifeCycle
-from drift_sdk.driver.loop_poster import Latch
-from drift_sdk.driver.loop_thread import LoopThread
+from drift_sdk.driver.loops import Latch, LoopThread
+from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import (
@@ -25,14 +29,32 @@ from drift_sdk.errors import (
     RequestError,
     short_repr,
 )
-from drift_sdk.remote.calls_loop import calls_loop
-from drift_sdk.remote.connection import Connection, unsendable
-from drift_sdk.remote.host_link import HostLink
+from drift_sdk.remote.connection import Connection, HostLink, unsendable
 from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable, Opened, TakeBackPause
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.submission import Submission
 
-__all__ = ["RemoteEngine"]
+
+class Shared:
+    """The loop of a process, made at its first use; it lasts until the process ends."""
+
+    def __init__(self) -> None:
+        self.lock: threading.Lock = threading.Lock()
+        self.loop: LoopThread | None = None
+
+
+_shared: dict[int, Shared] = {}
+"""By number of forks: in a forked child the parent's lock may be held, and its loop has no thread."""
+
+
+def calls_loop() -> LoopThread:
+    """The loop. In a forked child it is a new one, and after it has failed."""
+    shared = _shared.setdefault(num_forks(), Shared())
+    with shared.lock:
+        if shared.loop is None or shared.loop.has_failed:
+            shared.loop = LoopThread("remote-calls")
+        return shared.loop
+
 
 ResultT = TypeVar("ResultT")
 

@@ -5,25 +5,31 @@ from drift_sdk.spec.decoder_settings import (
     read_activation,
     read_attention,
     read_decoder,
+    read_experts,
+    read_layer_types,
     read_mlp,
     read_norm,
+    read_num_layers,
+    read_window,
 )
-from drift_sdk.spec.experts_settings import read_experts
-from drift_sdk.spec.family import Family, OriginalFiles
-from drift_sdk.spec.gguf import GGUFArchitecture, GGUFChange, GGUFSettings, Tiles
-from drift_sdk.spec.layer_types import read_layer_types, read_num_layers, read_window
+from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFChange, GGUFSettings, OriginalFiles, Tiles
 from drift_sdk.spec.model import (
+    SANDWICH,
     Attention,
+    AttentionNames,
     ClampedGate,
+    ExpertNames,
     Experts,
     LayerSpec,
     Mlp,
+    MlpNames,
     ModelSpec,
+    MtpNames,
+    Names,
     Norm,
     QueryScaling,
     Router,
 )
-from drift_sdk.spec.names import SANDWICH, AttentionNames, ExpertNames, MlpNames, MtpNames, Names
 from drift_sdk.spec.rope import Rope
 from drift_sdk.spec.rope_settings import read_query_scaling, read_rope
 from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier, read_number

@@ -1,17 +1,166 @@
-"""A family of models: how its files describe a decoder, and name its tensors."""
+"""A family of models: how its files describe a decoder, and name its tensors.
+
+A `GGUFArchitecture` has the Hugging Face names of the tensors of GGUF files, and how their values differ.
+Names there are those that llama.cpp's converter writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from msgspec import Struct
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct, field
 
-from drift_sdk.spec.gguf import GGUFArchitecture
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.settings import Settings
 
-__all__ = ["Family", "OriginalFiles"]
+MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+EXPERT_MODULES = LAYER_MODULES | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+SANDWICH_MODULES = LAYER_MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+"""Metadata of files with experts."""
+
+
+class GGUFSettings(Struct, frozen=True, kw_only=True):
+    """What a file says of its model.
+
+    values:    the metadata of its architecture, by keys without the architecture.
+    config:    the settings that a config.json would have, read alike for all architectures.
+    rotary_dim: elements of a head that are rotated; an int unless the file is broken.
+    place:     the file and the prefix of keys, for messages: "FILE: llama.".
+    tensors:   names of the file's tensors.
+    """
+
+    values: Mapping[str, Any]
+    config: Mapping[str, Any]
+    rotary_dim: Any
+    place: str
+    tensors: Collection[str]
+
+    @property
+    def num_layers(self) -> Any:
+        """Layers without those that predict several tokens, which files count as the last ones."""
+        found, num_predicting = self.config["num_hidden_layers"], self.values.get("nextn_predict_layers", 0)
+        is_known = isinstance(found, int) and isinstance(num_predicting, int)
+        return found - num_predicting if is_known else found
+
+    @property
+    def partial_rope(self) -> dict[str, Any]:
+        """The `rope_parameters` of heads that are rotated in part."""
+        rope, head_dim = dict(self.config["rope_parameters"]), self.config["head_dim"]
+        if not (isinstance(self.rotary_dim, int) and isinstance(head_dim, int) and head_dim):
+            return rope
+
+        # Half an element more, so that truncation cannot lose one.
+        share = 1.0 if self.rotary_dim == head_dim else (self.rotary_dim + 0.5) / head_dim
+        return rope | {"partial_rotary_factor": share}
+
+
+class Tiles(Struct, frozen=True):
+    """Runs of equally many rows or columns, in another order: run i * inner + j of a file is run
+    j * outer + i of Hugging Face, with i below `outer` and j below `inner`."""
+
+    outer: int
+    inner: int
+
+
+class GGUFChange(Struct, frozen=True, kw_only=True):
+    """How a tensor of a file differs from Hugging Face's.
+
+    rows:      the order of its rows from `first_row` on; None: it is the same.
+    columns:   the order of its columns; None: it is the same.
+    numbers:   Hugging Face's numbers, from the file's. None: they are equal.
+    shape:     Hugging Face's shape, from the file's. None: they are equal.
+    """
+
+    rows: Tiles | None = None
+    first_row: int = 0
+    columns: Tiles | None = None
+    numbers: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]] | None = None
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+
+
+class GGUFArchitecture(Struct, frozen=True, kw_only=True):
+    """An architecture of GGUF files.
+
+    name:           `general.architecture` in their metadata.
+    mark:           metadata of these files that others of the same name do not have; "": there are no others,
+                    or they have a mark.
+    layer_modules:  Hugging Face names of a layer's modules, by their names in the file; "{}" is an expert's
+                    number.
+    layer_tensors:  Hugging Face names of a layer's tensors that belong to no module, likewise. Their names in
+                    the file may have no suffix.
+    is_permuted:    the rows of query and key projections are interleaved, see `GGUFFile.get`.
+    is_partial:     a part of each head may be rotated.
+    yarn:           settings of YaRN that files do not say; None: YaRN is not implemented.
+    norm_offset:    what files add to the weights of norms.
+    change:         other differences of a tensor, by its Hugging Face name and the settings; None: there are
+                    none.
+    keys:           metadata that changes the arithmetic and is read for this architecture.
+    required:       metadata that files of this architecture have.
+    settings:       settings of the architecture alone. Raises ModelLoadError naming the place.
+    """
+
+    name: str
+    mark: str = ""
+    layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
+    layer_tensors: Mapping[str, str] = {}
+    is_permuted: bool = False
+    is_partial: bool = False
+    yarn: Mapping[str, Any] | None = None
+    norm_offset: float = 0.0
+    change: Callable[[str, Mapping[str, Any]], GGUFChange] | None = None
+    keys: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    settings: Callable[[GGUFSettings], dict[str, Any]] | None = None
+
+    @property
+    def has_expert_matrices(self) -> bool:
+        """Whether models have a tensor for each matrix of an expert."""
+        return any("{}" in name for name in self.layer_modules.values())
+
+    def tensor_name(self, name: str) -> str:
+        """The Hugging Face name of a tensor; its name in the file if models have no such tensor."""
+        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias))?", name):
+            layer, module, expert, suffix = match.groups()
+            own = self.layer_tensors.get(module if suffix is None else f"{module}.{suffix}")
+            if own is not None and expert is None:
+                return f"model.layers.{layer}.{own}"
+
+            known = self.layer_modules.get(module)
+            if known is None or suffix is None or (expert is None) == ("{}" in known):
+                return name
+
+            return f"model.layers.{layer}.{known.format(expert)}.{suffix}"
+
+        module, _, suffix = name.rpartition(".")
+        return f"{MODULES[module]}.{suffix}" if module in MODULES else name
 
 
 class OriginalFiles(Struct, frozen=True, kw_only=True):

@@ -1,36 +1,128 @@
 """The description of a decoder: its layers, and what is around them. Frozen values, without weights.
 
 Two layers with equal specs are computed by the same code, and by the same kernels.
+
+Also names of the tensors of a decoder in files, by default those of Llama at Hugging Face, and sizes of the
+states of recurrent layers. `models.states` and the kernels say what states hold.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from msgspec import Struct
 
 from drift_sdk.quantised.scheme import Scheme
-from drift_sdk.spec.names import Names
 from drift_sdk.spec.rope import Rope
 from drift_sdk.spec.settings import check_choice
 
-__all__ = [
-    "Activation",
-    "Attention",
-    "Channel",
-    "ClampedGate",
-    "Experts",
-    "GatedDelta",
-    "KVShape",
-    "LayerSpec",
-    "Mixer",
-    "Mlp",
-    "ModelSpec",
-    "Norm",
-    "NormKind",
-    "QueryScaling",
-    "Router",
-]
+ExpertLayout = Literal["each", "stacked", "transposed", "mxfp4"]
+"""Form of the experts' projections in files. "each": a tensor for each expert and projection. "stacked": one
+tensor for all experts [num_experts, out, in], gate and up in one. "transposed": likewise,
+[num_experts, in, out]. "mxfp4": likewise, as MXFP4 blocks and scales."""
+
+
+class AttentionNames(Struct, frozen=True, kw_only=True):
+    """fused: name of query, key and value projections as one tensor; None: they are apart. query_norm,
+    key_norm: of heads."""
+
+    module: str = "self_attn"
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    gate: str = "gate_proj"
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    sinks: str = "sinks"
+    fused: str | None = None
+
+
+class GatedDeltaNames(Struct, frozen=True, kw_only=True):
+    """qkvz, ba: names of projections that files have fused."""
+
+    module: str = "linear_attn"
+    qkv: str = "in_proj_qkv"
+    z: str = "in_proj_z"
+    b: str = "in_proj_b"
+    a: str = "in_proj_a"
+    qkvz: str = "in_proj_qkvz"
+    ba: str = "in_proj_ba"
+    conv: str = "conv1d"
+    decay: str = "A_log"
+    step: str = "dt_bias"
+    norm: str = "norm"
+    output: str = "out_proj"
+
+
+class MlpNames(Struct, frozen=True, kw_only=True):
+    """fused: name of gate and up projections as one tensor; None: they are apart."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    fused: str | None = None
+
+
+class ExpertNames(Struct, frozen=True, kw_only=True):
+    """Names inside `module`. correction: of a sigmoid router. gate_up: of both projections in one tensor."""
+
+    module: str = "mlp"
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    experts: str = "experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    shared: MlpNames = MlpNames(module="shared_experts")
+    shared_gate: str = "shared_expert_gate"
+    layout: ExpertLayout = "each"
+
+    def __post_init__(self) -> None:
+        check_choice("layout", self.layout, ExpertLayout)
+
+
+class MtpNames(Struct, frozen=True, kw_only=True):
+    """Names of the layer that predicts one more token (MTP), and of what is around it. layer: prefix of its
+    tensors, inside which names are those of other layers."""
+
+    joint: str = "mtp.fc.weight"
+    embedding_norm: str = "mtp.pre_fc_norm_embedding.weight"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden.weight"
+    layer: str = "mtp.layers.0"
+    final_norm: str = "mtp.norm.weight"
+
+
+class Names(Struct, frozen=True, kw_only=True):
+    """layer: prefix of the tensors of layer {}. The names of norms are inside it. mtp: of the layer that
+    `ModelSpec.mtp` describes. unread: prefixes of tensors that the decoder does not read."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    layer: str = "model.layers.{}"
+    mixer_norm: str = "input_layernorm"
+    mixer_post_norm: str = ""
+    channel_norm: str = "post_attention_layernorm"
+    channel_post_norm: str = ""
+    attention: AttentionNames = AttentionNames()
+    gated_delta: GatedDeltaNames = GatedDeltaNames()
+    mlp: MlpNames = MlpNames()
+    experts: ExpertNames = ExpertNames()
+    mtp: MtpNames = MtpNames()
+    unread: tuple[str, ...] = ()
+
+
+SANDWICH = Names(
+    mixer_post_norm="post_attention_layernorm",
+    channel_norm="pre_feedforward_layernorm",
+    channel_post_norm="post_feedforward_layernorm",
+)
+"""Names of layers that also normalise the outputs of mixer and channel."""
+
 
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rounded", "offset", "wide"]
@@ -349,3 +441,54 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         channels = [each.channel for each in self.layers]
         mlps = [each.shared if isinstance(each, Experts) else each for each in channels]
         return max((mlp.intermediate_size for mlp in mlps if mlp is not None), default=0)
+
+
+BORDER = 32
+"""Positions between borders, at which states are stored."""
+
+
+def num_ring_rows(max_rows: int) -> int:
+    """Rows since a border that kernels keep, if at most `max_rows` are verified at once: the stored border
+    may be the last one up to the first row of the verification before, whose rows may all be accepted."""
+    return -(-(BORDER - 1 + 2 * max_rows) // 8) * 8
+
+
+def num_input_rows(spec: GatedDelta, max_rows: int) -> int:
+    """Inputs of the convolution that kernels keep, if at most `max_rows` are verified at once: those are
+    written while the rows before the first one are read."""
+    return max_rows + spec.conv_width - 1
+
+
+def checkpoint_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of the states of all layers at a border."""
+    return sum(
+        4 * mixer.state_size + dtype.itemsize * (mixer.conv_width - 1) * mixer.num_channels
+        for mixer in _mixers(spec)
+    )
+
+
+def slot_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of the states of a sequence that runs in plain torch, with the rows of two borders."""
+    row = sum(
+        4 * (mixer.num_key_heads * mixer.key_dim + mixer.output_size + mixer.num_value_heads)
+        + dtype.itemsize * mixer.num_channels
+        for mixer in _mixers(spec)
+    )
+    return checkpoint_bytes(spec, dtype) + 2 * BORDER * row
+
+
+def graph_slot_bytes(spec: ModelSpec, dtype: torch.dtype, max_rows: int) -> int:
+    """Bytes of the states of a sequence that runs in kernels, with at most `max_rows` rows verified at once:
+    of each row a key of two bytes a number, what it adds, their factors, and the convolution's inputs."""
+    return sum(
+        4 * mixer.state_size
+        + num_ring_rows(max_rows)
+        * ((2 * mixer.key_dim + 4) * mixer.num_key_heads + 4 * (mixer.value_dim + 1) * mixer.num_value_heads)
+        + dtype.itemsize * num_input_rows(mixer, max_rows) * mixer.num_channels
+        for mixer in _mixers(spec)
+    )
+
+
+def _mixers(spec: ModelSpec) -> list[GatedDelta]:
+    mixers = [layer.mixer for layer in spec.layers]
+    return [mixer for mixer in mixers if isinstance(mixer, GatedDelta)]

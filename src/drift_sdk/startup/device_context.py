@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from drift_sdk._cuda_driver import ignore_other_captures, load_driver
 from drift_sdk.config import EngineConfig
 
-__all__ = ["device_contexts"]
-
 
 @contextmanager
 def device_contexts(config: EngineConfig) -> Iterator[None]:

@@ -13,9 +13,7 @@ import torch
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError
-from drift_sdk.startup.kv_sizing import MemoryRoom, gib
-
-__all__ = ["DeviceMemory", "available_bytes", "opening_lock"]
+from drift_sdk.startup.sizing import MemoryRoom, gib
 
 CPU_KV_SHARE = 1 / 8
 """Share of the main memory that is available once the weights are loaded, for the default KV cache."""

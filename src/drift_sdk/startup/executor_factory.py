@@ -1,9 +1,14 @@
-"""Choice and construction of the executor that runs a model on a device."""
+"""Choice and construction of the executor that runs a model on a device.
+
+Also checks of what attention on graphs has room for in a GPU's shared memory; and partial verification of an
+opened model: its layout, its costs, and what it cannot be used with.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
+from drift_sdk.draft_policy.policy import ViewCosts
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
@@ -21,27 +27,104 @@ from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_numbers import KVForm, bytes_of_head
+from drift_sdk.models.kv_cache import KVForm, bytes_of_head
+from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.progress import Report
 from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec
-from drift_sdk.startup.kv_sizing import KVDemand, MemoryRoom, size_kv
-from drift_sdk.startup.model_part import ModelPart
-from drift_sdk.startup.state_sizing import StateSize, size_states
-from drift_sdk.startup.tensor_parallel import shards_of
-from drift_sdk.startup.views import view_layout
+from drift_sdk.speculation import Chain, Speculation
+from drift_sdk.startup.model_parts import ModelPart, shards_of
+from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
 from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
     from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 
-__all__ = [
-    "OpenedExecutor",
-    "choose_executor",
-    "kv_bytes_per_token",
-    "kv_demand",
-    "open_eager_executor",
-    "open_graph_executor",
-]
+
+def check_attention_room(
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ConfigError for heads or chains of drafts that attention has no room for on a GPU."""
+    with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
+        check_head_size(config, model.attention.head_dim, dtype)
+        if config.speculation is not None:
+            check_chain(_longest_chain(config.speculation), model, dtype)
+
+
+def _longest_chain(speculation: Speculation) -> int:
+    """Most drafts of a round that are no tree."""
+    from drift_sdk.execution.rounds.tree_plan import tree_plan
+
+    shape = speculation.shape
+    if isinstance(shape, Chain):
+        return shape.num_draft_tokens
+
+    return max((number for number in shape.choices if tree_plan(shape, number) is None), default=0)
+
+
+def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
+    from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
+    from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+
+    is_wide = dtype == torch.float32 and head_dim > 128
+    if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
+        found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
+        raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
+
+
+def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a chain of more drafts than attention can verify at once on the current GPU."""
+    from drift_sdk._kernels.attention.decode import most_query_rows
+    from drift_sdk._kernels.attention.softmax import Partitions
+
+    group = model.attention.group
+    most = most_query_rows(model.attention.head_dim, dtype, Partitions().tile) // group - 1
+    if num_drafts > max(most, 0):
+        reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
+        raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
+
+
+SCORING_READS = 0.5
+"""Reads of keys and values by which a refresh chooses blocks: the keys, which are half of them, once."""
+
+
+def _configured(config: EngineConfig) -> PartialVerification | None:
+    """The configured partial verification, if any."""
+    return None if config.speculation is None else config.speculation.partial_verification
+
+
+def check_views(config: EngineConfig, model: ModelSpec) -> None:
+    """Raise ConfigError if partial verification is configured and the model has layers with windows, which
+    read few keys anyway."""
+    partial = _configured(config)
+    if partial is not None and any(window is not None for window in model.windows):
+        allowed = "None for a model with sliding windows"
+        raise ConfigError.of("partial_verification", partial, allowed)
+
+
+def view_layout(
+    config: EngineConfig, limits: ExecutorLimits, draft_choices: tuple[int, ...]
+) -> ViewLayout | None:
+    """The layout of views; None without partial verification, if nothing is drafted, or if no sequence can be
+    longer than a view."""
+    partial = _configured(config)
+    if partial is None or not draft_choices:
+        return None
+
+    layout = partial.layout(limits.block_size, draft_choices[-1])
+    return layout if layout.capacity < limits.max_model_len else None
+
+
+def view_costs(layout: ViewLayout, model: ModelSpec, refresh_costs: Mapping[int, float]) -> ViewCosts:
+    """The costs of partial verification. refresh_costs: as measured, empty if they were not."""
+    num_tiles, _ = layout.refresh_tiles(model.attention.group)
+    return ViewCosts(
+        refresh_tokens=layout.refresh_tokens,
+        view_tokens=layout.capacity,
+        refresh_reads=num_tiles + SCORING_READS,
+        refresh_costs=refresh_costs,
+    )
+
 
 log: logging.Logger = logging.getLogger("drift_sdk")
 

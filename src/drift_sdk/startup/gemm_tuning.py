@@ -30,15 +30,12 @@ from drift_sdk._kernels.gemm.tuning import (
 )
 from drift_sdk._kernels.launch.kernel import is_interpreted
 from drift_sdk.config import EngineConfig
-from drift_sdk.models.channels.experts import ExpertWeights
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import ExpertWeights, MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_weights import DraftWeights
+from drift_sdk.models.draft_head import DraftWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
 from drift_sdk.progress import Report
-
-__all__ = ["engine_table", "weights_to_tune"]
 
 log: logging.Logger = logging.getLogger("drift_sdk")
 

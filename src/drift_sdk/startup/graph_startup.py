@@ -11,10 +11,8 @@ from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.errors import is_kept
 from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions, StartupHooks
 from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
-from drift_sdk.startup.model_part import ModelPart
+from drift_sdk.startup.model_parts import ModelPart
 from drift_sdk.steps import ExecutorLimits
-
-__all__ = ["start_graph_executor"]
 
 
 def start_graph_executor(

@@ -11,8 +11,6 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.spec.model import ModelSpec
 
-__all__ = ["check_kv_scheme", "hub_settings", "read_config"]
-
 
 def read_config(source: Source, config: EngineConfig) -> ModelSpec:
     """The decoder's configuration; ModelLoadError naming the file, the setting and its value."""

@@ -14,32 +14,38 @@ from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.loading.source import Found, find
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.shard import Shard, shard_obstacles
-from drift_sdk.models.tied_head import with_stored_head
-from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes
+from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes, with_stored_head
 from drift_sdk.progress import ignore_progress
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.draft_startup import check_mtp
 from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
-from drift_sdk.startup.kv_sizing import KVDemand, KVSize, MemoryRoom, size_kv
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
+from drift_sdk.startup.model_parts import (
+    bytes_without_files,
+    check_division,
+    choose_weight_form,
+    parallel_devices,
+    stored_scheme,
+    with_weight_form,
+)
 from drift_sdk.startup.model_startup import (
     BLOCK_SIZES,
     choose_device,
     choose_dtype,
     dtype_name,
 )
-from drift_sdk.startup.state_sizing import StateSize, bytes_of_slot, check_states, size_states
-from drift_sdk.startup.tensor_parallel import check_division, parallel_devices
-from drift_sdk.startup.text_startup import load_text
-from drift_sdk.startup.weight_form import (
-    bytes_without_files,
-    choose_weight_form,
-    stored_scheme,
-    with_weight_form,
+from drift_sdk.startup.sizing import (
+    KVDemand,
+    KVSize,
+    MemoryRoom,
+    StateSize,
+    bytes_of_slot,
+    check_states,
+    size_kv,
+    size_states,
 )
-
-__all__ = ["inspect_model"]
+from drift_sdk.startup.text_startup import load_text
 
 T = TypeVar("T")
 

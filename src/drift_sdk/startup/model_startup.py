@@ -1,11 +1,16 @@
-"""Opens a model: from its name to a model that is ready to serve. Runs on the engine's thread."""
+"""Opens a model: from its name to a model that is ready to serve. Runs on the engine's thread.
+
+Work for the graph executor begins before a model is loaded, on threads of its own. It does not need the
+interpreter's lock, which loading a tokenizer and importing modules do. The start waits for cuBLAS before it
+measures memory, and for the hash before it compiles.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +19,7 @@ from msgspec import Struct
 
 from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.driver.loaded_model import LoadedModel
+from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
@@ -24,38 +29,66 @@ from drift_sdk.models.shard import Shard
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.startup.attention_room import check_attention_room
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.draft_startup import check_mtp
 from drift_sdk.startup.executor_factory import (
     OpenedExecutor,
+    check_attention_room,
+    check_views,
     choose_executor,
     kv_demand,
     open_eager_executor,
     open_graph_executor,
+    view_costs,
+    view_layout,
 )
-from drift_sdk.startup.kv_sizing import KVDemand, check_model_len, gib
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
-from drift_sdk.startup.model_part import ModelPart, StoredWeights, load_part
-from drift_sdk.startup.preparation import prepared_graphs
-from drift_sdk.startup.state_sizing import StateSize, check_states
-from drift_sdk.startup.tensor_parallel import (
+from drift_sdk.startup.model_parts import (
+    ModelPart,
+    StoredWeights,
+    bytes_without_files,
     check_division,
+    choose_weight_form,
+    load_part,
     opening_locks,
     parallel_devices,
     shards_of,
-)
-from drift_sdk.startup.text_startup import checked, load_text, loaded_beside, model_text
-from drift_sdk.startup.views import check_views, view_costs, view_layout
-from drift_sdk.startup.weight_form import (
-    bytes_without_files,
-    choose_weight_form,
     stored_scheme,
     with_weight_form,
 )
+from drift_sdk.startup.sizing import KVDemand, StateSize, check_model_len, check_states, gib
+from drift_sdk.startup.text_startup import checked, load_text, loaded_beside, model_text
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["dtype_name", "open_model"]
+
+@contextmanager
+def prepared_graphs(
+    config: EngineConfig,
+    model: ModelSpec,
+    dtype: torch.dtype,
+    memories: Sequence[DeviceMemory],
+) -> Iterator[None]:
+    """Hash Triton's installation, and load kernels of cuBLAS on each GPU, while a `with` block makes a graph
+    executor.
+
+    memories: of the GPUs, measured before.
+    """
+    # Imported only here: they need Triton and the driver.
+    from drift_sdk._kernels.launch.kernel import prepare_cache_keys
+    from drift_sdk.execution.device.streams import prepared_stream
+    from drift_sdk.execution.forward.products import library_loader
+    from drift_sdk.execution.graph.buckets import prefill_buckets
+
+    prepare_cache_keys()
+    budget = prefill_token_budget(config, "cuda")
+    row_counts = prefill_buckets(budget) if config.fast_prompts else ()
+    with ExitStack() as stack:
+        for memory in memories:
+            device, room = memory.device, memory.left_to_others
+            loader = partial(library_loader, model, dtype, row_counts, device, room)
+            stack.enter_context(prepared_stream(device.index or 0, loader))
+        yield
+
 
 log: logging.Logger = logging.getLogger("drift_sdk")
 

@@ -1,10 +1,13 @@
-"""Loads what concerns text: tokenizer, chat templates and default parameters, beside the weights."""
+"""Loads what concerns text, beside the weights: tokenizer, chat templates, default parameters, end tokens.
+
+The tokens that end a completion are those that settings name, the tokenizer's, and the chat template's.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -16,17 +19,58 @@ from msgspec import Struct
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
+from drift_sdk.loading.gguf_ends import ANSWER_ENDS, MESSAGE_END
 from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
 from drift_sdk.progress import Download, Report, ignore_progress
 from drift_sdk.sampling_params import SamplingParams
-from drift_sdk.startup.completion_ends import completion_ends
 from drift_sdk.startup.model_config import hub_settings
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate, configured_template
 from drift_sdk.text.no_tokenizer import NoTokenizer
 from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["Text", "checked", "load_text", "loaded_beside", "model_text"]
+QUESTION, THOUGHT, ANSWER = "driftquestion", "driftthought", "driftanswer"
+"""Texts of messages that no template has by itself."""
+
+
+def completion_ends(
+    named_ids: Sequence[int], tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int
+) -> tuple[int, ...]:
+    """The ids that end a completion, `named_ids` first.
+
+    Many fine-tuned models have settings of their base model, which name another end than their answers have:
+    the tokenizer's end-of-sequence token and the token after an assistant's message in the template are ends
+    as well. Of gpt-oss, whose answers consist of several messages, the end of a message is none.
+    """
+    found = dict.fromkeys(named_ids)
+    ends = [tokenizer.eos_token_id, None if template is None else _turn_end(tokenizer, template)]
+    if any(tokenizer.token_to_id(text) is not None for text in ANSWER_ENDS):
+        message_end = tokenizer.token_to_id(MESSAGE_END)
+        ends = [token_id for token_id in ends if token_id != message_end]
+    found |= {token_id: None for token_id in ends if token_id is not None and token_id < vocab_size}
+    return tuple(found)
+
+
+def _turn_end(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
+    """The added token that follows an assistant's message in a template. None if there is none, if it also
+    stands inside of a message, after the reasoning, or if the template rejects the messages."""
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT},
+    ]
+    try:
+        prompt = template.render(messages, add_generation_prompt=False)
+    except RequestError:
+        return None
+
+    before, answer, after = prompt.rpartition(ANSWER)
+    token = tokenizer.leading_added_token(after.lstrip()) if answer else None
+    _, thought, between = before.rpartition(THOUGHT)
+    if token is None or (thought and token in between):
+        return None
+
+    return tokenizer.token_to_id(token)
+
 
 log: logging.Logger = logging.getLogger("drift_sdk")
 

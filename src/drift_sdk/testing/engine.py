@@ -10,9 +10,9 @@ from typing import Any
 from drift_sdk._keywords import with_config
 from drift_sdk._validation import check_float, check_int
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.driver.loaded_model import LoadedModel, with_limits
+from drift_sdk.driver.model_opener import LoadedModel, with_limits
 from drift_sdk.driver.prompts import ModelText, Prompt
-from drift_sdk.driver.request import Request
+from drift_sdk.driver.requests import Request
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.progress import Report

@@ -24,7 +24,7 @@ from drift_sdk._kernels.experts.cuda_experts import (
 )
 from drift_sdk._kernels.experts.expert_gemm import ExpertMatrix
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
-from drift_sdk.loading.mxfp4 import dequantise
+from drift_sdk.loading.stored_formats import dequantise_mxfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -142,7 +142,7 @@ def test_all_codes_and_scales_are_exact() -> None:
         scales = torch.full((1, 16, 1), scale, dtype=torch.uint8, device=DEVICE)
         out = poisoned(1, 32, 16, dtype=torch.float32, device=DEVICE)
         cuda_expert_multiply(x, ExpertMatrix(codes, scales, None), rows, out)
-        expected = dequantise(codes.view(1, 16, 1, 16), scales, torch.float32)[0].T
+        expected = dequantise_mxfp4(codes.view(1, 16, 1, 16), scales, torch.float32)[0].T
         assert torch.equal(out[0], expected)
 
 

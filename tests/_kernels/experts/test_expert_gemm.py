@@ -29,7 +29,7 @@ from drift_sdk._kernels.experts.expert_gemm import (
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
-from drift_sdk.loading.mxfp4 import dequantise
+from drift_sdk.loading.stored_formats import dequantise_mxfp4
 from perf.cross_compile import GPUS
 
 pytestmark = pytest.mark.kernel
@@ -147,7 +147,7 @@ def test_all_codes_and_scales_are_exact(device: str) -> None:
     row = torch.cat((codes | (15 - codes) << 4, codes[torch.arange(16)] << 4 | (15 - codes)))
     blocks = row.view(1, 1, 2, 16).expand(1, num_columns, 2, 16).contiguous()
     scales = torch.arange(num_columns, dtype=torch.uint8).view(1, -1, 1).expand(1, -1, 2).contiguous()
-    values = dequantise(blocks, scales, torch.float32)
+    values = dequantise_mxfp4(blocks, scales, torch.float32)
     matrix = ExpertMatrix(blocks.flatten(2).to(device), scales.to(device), None)
     rows = routed(64, 1, 1, device)
     rows.experts.fill_(0)

@@ -9,7 +9,7 @@ import torch
 from references.layers import add_norm_reference, embed_norm_reference, rms_norm_reference
 
 from drift_sdk._kernels.layers.norm import NormKind, add_norm, embed_norm
-from drift_sdk.models.norms import offset_rms_norm, rms_norm
+from drift_sdk.models.layers import offset_rms_norm, rms_norm
 
 pytestmark = pytest.mark.kernel
 

@@ -10,9 +10,8 @@ from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers import rope_store
 from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
-from drift_sdk.models.norms import offset_rms_norm, rms_norm
-from drift_sdk.models.rope import half_tables, rotary_tables, rotate
-from drift_sdk.quantised.e4m3 import E4M3
+from drift_sdk.models.layers import half_tables, offset_rms_norm, rms_norm, rotary_tables, rotate
+from drift_sdk.quantised.fp8 import E4M3
 from drift_sdk.spec.rope import Rope
 
 pytestmark = pytest.mark.kernel

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
 from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns
-from drift_sdk.spec.model import GatedDelta, Norm
-from drift_sdk.spec.states import BORDER, num_input_rows
+from drift_sdk.spec.model import BORDER, GatedDelta, Norm, num_input_rows
 
 pytestmark = pytest.mark.kernel
 

@@ -24,8 +24,7 @@ from drift_sdk._kernels.recurrent.gated_delta import (
     advance_rows,
     state_shape,
 )
-from drift_sdk.spec.model import GatedDelta, Norm
-from drift_sdk.spec.states import BORDER, num_ring_rows
+from drift_sdk.spec.model import BORDER, GatedDelta, Norm, num_ring_rows
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if IS_GPU else "cpu"

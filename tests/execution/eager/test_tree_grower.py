@@ -18,7 +18,7 @@ from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees import Draft, DraftLimit
 

@@ -13,7 +13,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.channels import ExpertForward
 from drift_sdk.families import read_spec
-from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
+from drift_sdk.models.channels import ExpertWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder
 
 SETTINGS: dict[str, Any] = {

@@ -31,10 +31,9 @@ from drift_sdk.execution.forward.kernel_weights import KernelExperts, KernelWeig
 from drift_sdk.execution.forward.products import multiply_head
 from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.families import read_spec
+from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.channels.experts import ExpertWeights, QuantisedMatrices
-from drift_sdk.models.channels.mlp import MlpWeights
-from drift_sdk.models.matrix_reader import WeightForm
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices
 from drift_sdk.spec.model import Experts, LayerSpec, Mlp, ModelSpec, Norm, QueryScaling, Router
 from drift_sdk.steps import ExecutorLimits
 

@@ -20,8 +20,7 @@ from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.int4 import quantise_int4
 from drift_sdk.quantised.nvfp4 import quantise_nvfp4
 from drift_sdk.quantised.stacking import stack_rows
-from drift_sdk.quantised.tiles import TiledWeight
-from drift_sdk.quantised.weight import QuantisedWeight, dequantised
+from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight, dequantised
 
 pytestmark = pytest.mark.kernel
 

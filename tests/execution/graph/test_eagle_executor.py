@@ -27,7 +27,7 @@ from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.startup.gemm_tuning import weights_to_tune
 from drift_sdk.steps import Executor, ExecutorLimits
 from perf.harness.manual_driver import ManualDriver

@@ -22,7 +22,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_scales import KVScales
+from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.weight import dense
 from drift_sdk.results import TokenLogprobs

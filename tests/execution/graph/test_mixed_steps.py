@@ -38,7 +38,7 @@ from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
 from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter, NGramRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan
 

@@ -26,7 +26,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.mtp import random_mtp
 from drift_sdk.startup.gemm_tuning import weights_to_tune
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepResult

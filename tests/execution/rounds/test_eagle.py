@@ -29,10 +29,9 @@ from drift_sdk.execution.rounds import eagle as eagle_rounds
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_weights import DraftForm
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder, DraftForm
 from drift_sdk.spec.model import NormKind
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees import DraftLimit

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.recurrent.gated_delta import LayerStates, MixedRows, PromptRuns
-from drift_sdk.spec.model import GatedDelta
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER, GatedDelta
 
 __all__ = ["advance_prompts_reference", "advance_rows_reference", "as_stored", "matrix_of"]
 

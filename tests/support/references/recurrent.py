@@ -11,8 +11,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
-from drift_sdk.spec.model import GatedDelta
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER, GatedDelta
 
 __all__ = [
     "fill_gates_reference",

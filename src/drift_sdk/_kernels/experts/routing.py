@@ -147,7 +147,7 @@ def _choose_experts(
     NUM_GROUPS: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
     NUM_ACTIVE_GROUPS: tl.constexpr,
-    KIND: tl.constexpr,  # see router.py, as for IS_NORMALISED and SCALE
+    KIND: tl.constexpr,  # see spec.model.Router, as for IS_NORMALISED and SCALE
     IS_NORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
     DTYPE: tl.constexpr,  # to which logits are rounded

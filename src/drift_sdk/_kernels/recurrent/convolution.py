@@ -41,8 +41,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns
-from drift_sdk.spec.model import GatedDelta
-from drift_sdk.spec.states import BORDER, num_input_rows
+from drift_sdk.spec.model import BORDER, GatedDelta, num_input_rows
 
 BLOCK_ROWS, BLOCK_CHANNELS, NUM_WARPS = 8, 512, 4
 EPS = tl.constexpr(1e-6)

@@ -60,8 +60,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
-from drift_sdk.spec.model import GatedDelta
-from drift_sdk.spec.states import BORDER, num_ring_rows
+from drift_sdk.spec.model import BORDER, GatedDelta, num_ring_rows
 
 
 @kernel

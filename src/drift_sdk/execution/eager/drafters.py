@@ -16,11 +16,10 @@ from torch import Tensor
 from drift_sdk.draft_policy.ngrams import NGramHistory, next_score, num_right
 from drift_sdk.execution.eager.sampling import choose, rank
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.attention import AttentionBatch, SequenceRows, TreeAttentionBatch, TreeRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.tree_attention import TreeAttentionBatch, TreeRows
 from drift_sdk.speculation import DynamicTree, StaticTree
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees import (

@@ -36,12 +36,10 @@ from drift_sdk.execution.eager.rounds import (
 )
 from drift_sdk.execution.eager.sampling import LogitsProcessors, apply_processors, choose, token_logprobs
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.attention import AttentionBatch, RefreshBatch, SequenceRows, StepRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.states import Checkpoint, SequenceState, StateRows
-from drift_sdk.models.tree_attention import StepRows
-from drift_sdk.models.view_attention import RefreshBatch
 from drift_sdk.steps import (
     DecodeRow,
     ExecutorLimits,

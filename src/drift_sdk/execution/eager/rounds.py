@@ -23,10 +23,17 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.attention import (
+    AttentionBatch,
+    RefreshBatch,
+    SequenceRows,
+    StepRows,
+    TreeAttentionBatch,
+    TreeRows,
+    ViewAttentionBatch,
+    ViewRows,
+)
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.tree_attention import StepRows, TreeAttentionBatch, TreeRows
-from drift_sdk.models.view_attention import RefreshBatch, ViewAttentionBatch, ViewRows
 from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotOutput, Violation
 from drift_sdk.trees import Draft, DraftLimit, TokenTree

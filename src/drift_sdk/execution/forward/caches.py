@@ -18,12 +18,19 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.recurrent.gated_delta import LayerStates, state_shape
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.layers import half_tables
 from drift_sdk.models.mixers.attention import query_factors
-from drift_sdk.models.rope import half_tables
-from drift_sdk.spec.model import Attention, GatedDelta, KVShape, ModelSpec, QueryScaling
+from drift_sdk.spec.model import (
+    Attention,
+    GatedDelta,
+    KVShape,
+    ModelSpec,
+    QueryScaling,
+    num_input_rows,
+    num_ring_rows,
+)
 from drift_sdk.spec.rope import Rope
-from drift_sdk.spec.states import num_input_rows, num_ring_rows
 from drift_sdk.steps import ExecutorLimits, PrefillChunk
 
 

@@ -30,8 +30,7 @@ from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.kernel_weights import KernelExperts
 from drift_sdk.execution.forward.products import ExactProducts, Products
-from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights, QuantisedMatrices
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights, QuantisedMatrices
 from drift_sdk.quantised.weight import dense
 from drift_sdk.spec.model import Experts, Mlp
 

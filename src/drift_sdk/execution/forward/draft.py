@@ -22,10 +22,9 @@ from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.products import multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.rows import Rows, take_partials
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.models.channels.experts import ExpertWeights
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import ExpertWeights, MlpWeights
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.eagle3 import DRAFT_KV_OFFSET, DraftDecoder
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.quantised.weight import Matrix, dense
 from drift_sdk.spec.model import Experts

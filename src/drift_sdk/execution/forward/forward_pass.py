@@ -19,7 +19,7 @@ from drift_sdk.execution.forward.channels import ExpertForward, MlpForward
 from drift_sdk.execution.forward.gated_delta import GatedDeltaForward, RecurrentRows
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts, Products
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
-from drift_sdk.models.channels.experts import ExpertWeights
+from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights

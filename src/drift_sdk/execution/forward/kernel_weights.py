@@ -17,16 +17,14 @@ from drift_sdk._kernels.quantised.packing import (
     can_pack,
     pack_weight,
 )
-from drift_sdk.models.channels.experts import ExpertMatrices, ExpertWeights
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.int4 import Int4Weight
-from drift_sdk.quantised.integers import GroupedIntegers
 from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
-from drift_sdk.quantised.weight import Matrix, QuantisedWeight, dequantised
+from drift_sdk.quantised.weight import GroupedIntegers, Matrix, QuantisedWeight, dequantised
 
 
 @dataclass(frozen=True, slots=True)

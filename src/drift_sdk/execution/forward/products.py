@@ -29,7 +29,7 @@ from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.rows import take_gate_up, take_partials
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.quantised.weight import Matrix, dense

@@ -37,7 +37,7 @@ from drift_sdk.execution.graph.gpu_graphs import (
 from drift_sdk.execution.graph.product_log import ProductLog
 from drift_sdk.execution.graph.step_launcher import PromptLogprobs, ResultPlaces, StepLauncher
 from drift_sdk.execution.stages import NO_STAGE_MARKS
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.shard import Shard
 from drift_sdk.progress import ignore_progress

@@ -23,7 +23,7 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.rounds.tree_round import violation_of
 from drift_sdk.results import TokenLogprobs
-from drift_sdk.spec.states import BORDER
+from drift_sdk.spec.model import BORDER
 from drift_sdk.steps import PrefillChunk, SlotOutput, StepPlan, TokenConstraint
 
 Words = NDArray[np.int32]

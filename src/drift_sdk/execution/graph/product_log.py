@@ -20,10 +20,9 @@ from drift_sdk.execution.device.device import Replay
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs
 from drift_sdk.execution.stages import WatchedReplay
-from drift_sdk.models.channels.mlp import MlpWeights
+from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_weights import DraftWeights
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
 from drift_sdk.models.weights import LayerWeights
 
 log = logging.getLogger("drift_sdk")

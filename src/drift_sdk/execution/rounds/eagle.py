@@ -46,7 +46,7 @@ from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.rounds.tree_plan import TreePlan
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.models.eagle3 import DraftDecoder
+from drift_sdk.models.draft_head import DraftDecoder
 
 
 class EagleRoundDrafter:

@@ -8,17 +8,12 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.models.allocation import Allocation
+from drift_sdk.models.attention import StepRows
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.linear import linear
-from drift_sdk.models.norms import normalise
-from drift_sdk.models.rope import rotate
-from drift_sdk.models.tree_attention import StepRows
+from drift_sdk.models.layers import linear, normalise, rotate
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import Attention, QueryScaling
-from drift_sdk.spec.names import AttentionNames
+from drift_sdk.spec.model import Attention, AttentionNames, QueryScaling
 from drift_sdk.spec.rope import Rope
-
-__all__ = ["AttentionStep", "AttentionWeights", "allocate_attention", "attend", "query_factors"]
 
 
 @dataclass(frozen=True, slots=True)

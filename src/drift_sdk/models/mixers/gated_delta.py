@@ -9,15 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from drift_sdk.models.allocation import Allocation
-from drift_sdk.models.linear import linear
-from drift_sdk.models.norms import normalise
+from drift_sdk.models.layers import linear, normalise
 from drift_sdk.models.states import LayerState, StateRows
 from drift_sdk.quantised.weight import Matrix
-from drift_sdk.spec.model import GatedDelta
-from drift_sdk.spec.names import GatedDeltaNames
-from drift_sdk.spec.states import BORDER
-
-__all__ = ["GatedDeltaWeights", "allocate_gated_delta", "apply_gated_delta"]
+from drift_sdk.spec.model import BORDER, GatedDelta, GatedDeltaNames
 
 EPS = 1e-6
 """Addend of the squared length of queries and keys."""

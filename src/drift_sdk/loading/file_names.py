@@ -1,4 +1,7 @@
-"""Files of a repository on the Hugging Face hub: those that a model is loaded from, chosen by their names."""
+"""Names of a model's files: those to load of a repository on the hub, and the parts of a split GGUF file.
+
+llama.cpp's gguf-split gives parts names like "model-00001-of-00003.gguf".
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,42 @@ from msgspec import Struct
 from drift_sdk._files import has_file, is_inside
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.draft import TORCH_FILE
-from drift_sdk.loading.gguf_names import missing_parts, part_of
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
 
-__all__ = [
-    "SMALL_PATTERNS",
-    "HubFile",
-    "choose_gguf",
-    "gguf_quants",
-    "hub_file",
-    "split_quant",
-    "weight_names",
-]
+PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class PartName(Struct, frozen=True):
+    """The name of one part of a split file: `stem`-`index`-of-`num_parts`.gguf, counted from 1."""
+
+    stem: str
+    index: int
+    num_parts: int
+
+    def file(self, index: int) -> str:
+        """The name of another part."""
+        return f"{self.stem}-{index:05}-of-{self.num_parts:05}.gguf"
+
+
+def part_of(name: str) -> PartName | None:
+    """The name of a part, taken apart; None for a file that is not one of several."""
+    found = PART_NAME.fullmatch(name)
+    if found is None:
+        return None
+
+    part = PartName(found[1], int(found[2]), int(found[3]))
+    return part if 1 <= part.index <= part.num_parts else None
+
+
+def missing_parts(names: Collection[str]) -> list[str]:
+    """The parts that are missing of those that the names, of one model, belong to."""
+    missing: list[str] = []
+    for part in {(p.stem, p.num_parts): p for p in map(part_of, names) if p is not None}.values():
+        wanted = [part.file(index) for index in range(1, part.num_parts + 1)]
+        missing += [name for name in wanted if name not in names]
+
+    return missing
+
 
 SMALL_PATTERNS = ["*.json", "*.jinja"]
 """Settings, tokenizer and templates: a few megabytes, which are fetched before the config is judged."""

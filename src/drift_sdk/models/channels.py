@@ -1,7 +1,7 @@
-"""Mixture of experts in plain torch: weights, routing of rows to experts, and the experts' MLPs.
+"""The MLP and the mixture of experts in plain torch: weights, routing of rows to experts, and forward passes.
 
-A row's output is summed in float32: of the shared expert first, then of its own experts in the order of their
-scores, largest first. So it does not depend on the other rows.
+A row's output of experts is summed in float32: of the shared expert first, then of its own experts in the
+order of their scores, largest first. So it does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -11,29 +11,53 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from drift_sdk.loading.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, dequantise
+from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, dequantise_mxfp4
 from drift_sdk.models.allocation import Allocation
-from drift_sdk.models.channels.mlp import MlpWeights, allocate_mlp, apply_mlp
-from drift_sdk.models.linear import linear
+from drift_sdk.models.layers import linear
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
-from drift_sdk.spec.model import ClampedGate, Experts, Router
-from drift_sdk.spec.names import ExpertNames
+from drift_sdk.spec.model import ClampedGate, ExpertNames, Experts, Mlp, MlpNames, Router
 
-__all__ = [
-    "ExpertMatrices",
-    "ExpertWeights",
-    "QuantisedMatrices",
-    "allocate_experts",
-    "apply_experts",
-    "choose_experts",
-    "gated",
-]
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """Gate and up projections are one matrix. Matrices may be quantised.
+
+    gate_up: [2 * intermediate, hidden]. down: [hidden, intermediate]. Biases: [rows of their matrix].
+    """
+
+    gate_up: Matrix
+    gate_up_bias: torch.Tensor | None
+    down: Matrix
+    down_bias: torch.Tensor | None
+
+
+def allocate_mlp(spec: Mlp, names: MlpNames, layer: str, hidden: int, allocation: Allocation) -> MlpWeights:
+    """layer: prefix of the layer's tensors."""
+    prefix, size = f"{layer}.{names.module}", spec.intermediate_size
+    rows = {names.gate: size, names.up: size} if names.fused is None else {names.fused: 2 * size}
+    biases = {f"{prefix}.{name}.bias": size for name, size in rows.items()}
+    down = f"{prefix}.{names.down}"
+    return MlpWeights(
+        gate_up=allocation.projection(
+            {f"{prefix}.{name}.weight": size for name, size in rows.items()}, hidden
+        ),
+        gate_up_bias=allocation.stacked(biases) if spec.has_bias else None,
+        down=allocation.matrix(f"{down}.weight", hidden, size),
+        down_bias=allocation.tensor(f"{down}.bias", hidden) if spec.has_bias else None,
+    )
+
+
+def apply_mlp(x: torch.Tensor, weights: MlpWeights, spec: Mlp) -> torch.Tensor:
+    """The output [N, hidden] for x [N, hidden]."""
+    gate, up = linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
+    gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
+    return linear(gate.mul_(up), weights.down, weights.down_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrices:
-    """A matrix of each expert in MXFP4, see loading/mxfp4.py.
+    """A matrix of each expert in MXFP4, see loading/stored_formats.py.
 
     blocks: [num_experts, out, in / 32, 16] uint8. scales: [num_experts, out, in / 32] uint8.
     """
@@ -247,7 +271,7 @@ def _multiply(
 ) -> torch.Tensor:
     """The product [M, out] of x [M, in] with one expert's transposed matrix, plus its bias."""
     if isinstance(matrices, QuantisedMatrices):
-        matrix: Matrix = dequantise(matrices.blocks[expert], matrices.scales[expert], x.dtype)
+        matrix: Matrix = dequantise_mxfp4(matrices.blocks[expert], matrices.scales[expert], x.dtype)
     elif isinstance(matrices, QuantisedWeight):
         raise NotImplementedError("experts that are one weight are multiplied by kernels")
     else:
