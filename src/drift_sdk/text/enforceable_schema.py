@@ -14,8 +14,7 @@ from typing import Any
 
 from drift_sdk.errors import short_repr
 from drift_sdk.text.exclusive_schemas import are_exclusive
-from drift_sdk.text.grammar_limits import is_number
-from drift_sdk.text.schema_references import ANNOTATIONS, followed, schemas_in
+from drift_sdk.text.schema_references import ANNOTATIONS, followed, is_number, schemas_in
 
 __all__ = ["enforceable"]
 

@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from math import gcd, isfinite
-from typing import Any, TypeGuard
+from typing import Any
 
-from drift_sdk.text.schema_references import resolve
+from drift_sdk.text.schema_references import is_number, resolve
 
-__all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema", "is_number", "lark_tokens"]
+__all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema", "lark_tokens"]
 
 STACK_BYTES = 64 << 20
 """Stack of the compiling thread: about twice the measured need of `MAX_PARTS` parts (up to 7 KB each)."""
@@ -352,10 +352,6 @@ def _counted_properties(schema: dict[str, Any], counts: dict[int, int]) -> dict[
 def _members(schema: dict[str, Any], keyword: str) -> list[Any]:
     members = schema.get(keyword)
     return members if isinstance(members, list) else []
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _decimal(keyword: str, number: float) -> Decimal:

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 from urllib.parse import quote, unquote
 
-__all__ = ["ANNOTATIONS", "DEFINITIONS", "followed", "is_local", "part_of", "resolve", "schemas_in"]
+__all__ = [
+    "ANNOTATIONS",
+    "DEFINITIONS",
+    "followed",
+    "is_local",
+    "is_number",
+    "part_of",
+    "resolve",
+    "schemas_in",
+]
 
 DEFINITIONS = ("$defs", "definitions")
 """Keywords under which a schema has parts for others to refer to."""
@@ -117,3 +126,7 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
                 for name, inner in value.items()
                 if is_named or name not in DATA
             ]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
