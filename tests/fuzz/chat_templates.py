@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from drift_sdk.text import template_sandbox
+from drift_sdk.text import sandbox
 from drift_sdk.text.chat import ChatTemplate
 
-template_sandbox.MAX_STEPS = 200_000  # fewer steps, so that more examples run
+sandbox.MAX_STEPS = 200_000  # fewer steps, so that more examples run
 
 VALUES = st.sampled_from(
     [

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from drift_sdk._plain_data import MAX_DEPTH
 from drift_sdk.errors import ModelLoadError, RequestError
-from drift_sdk.text import template_sandbox
+from drift_sdk.text import sandbox
 from drift_sdk.text.chat import ChatTemplate
 
 CHATML = """\
@@ -435,7 +435,7 @@ NESTED_TUPLE = (
     ],
 )
 def test_expensive_template_exceeds_the_step_limit(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 50_000)  # to keep the test short
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 50_000)  # to keep the test short
     with pytest.raises(RequestError, match=r"chat template .* (more than \d+ |a width that is)"):
         render(source)
 
@@ -477,7 +477,7 @@ def test_calls_and_arguments_without_bounds_are_rejected(source: str, reason: st
         render(source)
 
 
-@pytest.mark.parametrize("name", sorted(template_sandbox.SLOW_FILTERS))
+@pytest.mark.parametrize("name", sorted(sandbox.SLOW_FILTERS))
 def test_slow_filters_do_not_exist(name: str) -> None:
     with pytest.raises(ModelLoadError, match=f"No filter named '{name}'"):
         render(f"{{{{ 'x' | {name} }}}}")
@@ -493,7 +493,7 @@ def test_compilation_has_a_step_limit_and_a_source_limit() -> None:
     with pytest.raises(RequestError, match="more than"):
         render("{{ 'x' | center(30000000) | length }}" * 20)
     with pytest.raises(ModelLoadError, match="expected at most 262144"):
-        render("x" * (template_sandbox.MAX_SOURCE_CHARS + 1))
+        render("x" * (sandbox.MAX_SOURCE_CHARS + 1))
 
 
 @pytest.mark.parametrize(
@@ -574,5 +574,5 @@ def test_long_conversation_uses_less_than_a_quarter_of_the_steps(
 ) -> None:
     roles = ["user", "assistant"]
     messages = [{"role": roles[i % 2], "content": "word " * 40} for i in range(10_000)]
-    monkeypatch.setattr(template_sandbox, "MAX_STEPS", template_sandbox.MAX_STEPS // 4)
+    monkeypatch.setattr(sandbox, "MAX_STEPS", sandbox.MAX_STEPS // 4)
     assert len(render(source, messages, tools=TOOLS * 100)) > 2_000_000

@@ -22,8 +22,8 @@ from pydantic import BaseModel, Field, SecretStr
 
 from drift_sdk import JsonSchema, Lark, RequestError
 from drift_sdk.testing import byte_tokenizer
-from drift_sdk.text.enforceable_schema import FORMATS, enforceable
 from drift_sdk.text.grammar import GrammarConstraint, constrain
+from drift_sdk.text.schemas import FORMATS, enforceable
 
 TOKENIZER = byte_tokenizer()
 EOS = 256

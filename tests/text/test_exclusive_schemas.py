@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from drift_sdk.text import exclusive_schemas
-from drift_sdk.text.exclusive_schemas import are_exclusive
+from drift_sdk.text import schemas as schemas_module
+from drift_sdk.text.schemas import are_exclusive
 
 WHOLE, TEXT = {"type": "integer"}, {"type": "string"}
 
@@ -83,6 +83,6 @@ def test_comparisons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert are_exclusive([schemas], ROOT)
     assert not are_exclusive([schemas] * 2, ROOT)
     pairs = list(itertools.combinations(schemas[:10], 2))
-    monkeypatch.setattr(exclusive_schemas, "MAX_COMPARISONS", len(pairs))
+    monkeypatch.setattr(schemas_module, "MAX_COMPARISONS", len(pairs))
     assert are_exclusive(map(list, pairs), ROOT)
     assert not are_exclusive([*map(list, pairs), schemas[:2]], ROOT)

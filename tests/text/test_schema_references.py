@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from drift_sdk.text.schema_references import MAX_STEPS, followed, part_of, resolve
+from drift_sdk.text.schemas import MAX_STEPS, followed, part_of, resolve
 
 TREE: dict[str, Any] = {
     "$id": "https://example.com/tree",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drift_sdk.errors import RequestError
-from drift_sdk.text import template_sandbox
+from drift_sdk.text import sandbox
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tools import ToolSet
 
@@ -343,15 +343,15 @@ def test_reasoning_format_reads_the_reasoning_of_its_template(
 
 
 def test_trying_a_template_is_bounded_by_the_budget_of_one_render(monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets: list[template_sandbox.Budget] = []
+    budgets: list[sandbox.Budget] = []
 
-    class Recorded(template_sandbox.Budget):
+    class Recorded(sandbox.Budget):
         def __init__(self, num_steps: int) -> None:
             super().__init__(num_steps)
             budgets.append(self)
 
-    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 200_000)  # to keep the test short
-    monkeypatch.setattr(template_sandbox, "Budget", Recorded)
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 200_000)  # to keep the test short
+    monkeypatch.setattr(sandbox, "Budget", Recorded)
     slow = template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
     assert len(budgets) == 2 and budgets[1].num_left < 0  # of compiling, and of all renders
     with pytest.raises(RequestError, match="more than 200000 steps"):

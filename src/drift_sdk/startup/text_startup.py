@@ -26,8 +26,7 @@ from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.startup.model_config import hub_settings
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate, configured_template
-from drift_sdk.text.no_tokenizer import NoTokenizer
-from drift_sdk.text.tokenizer import Tokenizer
+from drift_sdk.text.tokenizer import NoTokenizer, Tokenizer
 
 QUESTION, THOUGHT, ANSWER = "driftquestion", "driftthought", "driftanswer"
 """Texts of messages that no template has by itself."""

@@ -19,10 +19,8 @@ import msgspec
 from drift_sdk._plain_data import to_plain
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError
 from drift_sdk.text.answers.formats import UNKNOWN_TOOLS, AnswerFormats, detect_formats
-from drift_sdk.text.template_probe import Probe
-from drift_sdk.text.template_sandbox import TemplateSandbox, budget
-
-__all__ = ["ChatTemplate", "configured_template"]
+from drift_sdk.text.sandbox import TemplateSandbox, budget
+from drift_sdk.text.template_form import Probe
 
 RESERVED_ARGS = ("messages", "tools", "documents", "add_generation_prompt")
 MAX_INDENT = 16

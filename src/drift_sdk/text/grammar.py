@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import JSON_STYLE, After, AnyGrammar, JsonSchema, Lark, Regex
-from drift_sdk.text.enforceable_schema import enforceable
 from drift_sdk.text.grammar_limits import check_lark, check_regex, check_schema, lark_tokens
+from drift_sdk.text.schemas import enforceable
 from drift_sdk.text.tokenizer import Tokenizer
 
 try:
@@ -35,7 +35,6 @@ except ImportError as error:
     allowed = 'the package llguidance: pip install "drift-engine[grammar]"'
     raise RequestError(f"grammar: needs {allowed}", field="grammar", allowed=allowed) from error
 
-__all__ = ["GrammarConstraint", "constrain"]
 
 NUM_CACHED_GRAMMARS = 64
 SLOW_MASK_S = 0.005

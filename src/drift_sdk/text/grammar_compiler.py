@@ -14,8 +14,6 @@ from llguidance import LLMatcher, LLTokenizer
 
 from drift_sdk.text.grammar_limits import STACK_BYTES
 
-__all__ = ["compile_lark", "reason", "wait_for_compilations"]
-
 # Within the bounds of grammar_limits, compiling takes up to a few seconds. After this time the request fails;
 # the compilation continues on its thread, because native code cannot be stopped.
 COMPILE_TIMEOUT_S = 20

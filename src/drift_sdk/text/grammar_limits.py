@@ -15,9 +15,7 @@ from decimal import Decimal
 from math import gcd, isfinite
 from typing import Any
 
-from drift_sdk.text.schema_references import is_number, resolve
-
-__all__ = ["STACK_BYTES", "check_lark", "check_regex", "check_schema", "lark_tokens"]
+from drift_sdk.text.schemas import is_number, resolve
 
 STACK_BYTES = 64 << 20
 """Stack of the compiling thread: about twice the measured need of `MAX_PARTS` parts (up to 7 KB each)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["StopMatcher"]
-
 
 class StopMatcher:
     """Searches a growing text for stop strings and holds back only text that may be the start of one.

@@ -1,9 +1,15 @@
-"""The tokenizer: text to token ids and back."""
+"""The tokenizer: text to token ids and back.
+
+`TokenFloor` is a lower bound on the number of tokens of a text, computed without tokenising it. `NoTokenizer`
+stands for a model without a tokenizer, which takes and gives token ids alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,14 +20,126 @@ import tokenizers
 
 from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import DriftError, ModelLoadError, RequestError, short_repr
-from drift_sdk.text.detokenizer import BytesDetokenizer, ContextDetokenizer, Detokenizer
+from drift_sdk.text.detokenizer import (
+    NUM_IDS,
+    BytesDetokenizer,
+    ContextDetokenizer,
+    Detokenizer,
+    SilentDetokenizer,
+    TokenBytes,
+    TokenTexts,
+    joins_words,
+)
 from drift_sdk.text.gguf_tokenizer import adds_bos, build_gguf_tokenizer, special_token
-from drift_sdk.text.token_bytes import NUM_IDS, TokenBytes, joins_words
-from drift_sdk.text.token_floor import TokenFloor
-from drift_sdk.text.token_texts import TokenTexts
 from drift_sdk.text.tokenizer_limits import checked_file
 
-__all__ = ["Tokenizer", "default_template", "named_templates"]
+NON_ASCII = range(0x80, 0x100)
+# Bytes that occur in UTF-8 text.
+UTF8 = frozenset(range(0x100)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+SLICE_CHARS = 2**16
+"""Characters that are counted at a time: no other thread runs Python code meanwhile."""
+BLANKS = b" \t\n\v\f\r\x1c\x1d\x1e\x1f"
+
+
+class TokenFloor:
+    """Computes the bound for a tokenizer whose tokens cover every byte of a text.
+
+    Each byte has a weight: 1 / (number of bytes of the longest token that contains it). So no token weighs
+    more than 1, and the weight of a text does not exceed the number of its tokens. A byte that may be dropped
+    has weight 0: one that is not a token by itself (bytes without a token are dropped or merged into a single
+    unknown token), and a blank if blanks beside an added token are removed. If the tokenizer may shorten a
+    text before splitting it into tokens, the bound is 0: for every text, or only for texts that are not
+    ASCII.
+    """
+
+    def __init__(self, raw: tokenizers.Tokenizer, token_bytes: TokenBytes) -> None:
+        parts: Mapping[str, Any] = json.loads(raw.to_str(pretty=False))
+        added = parts["added_tokens"]
+        normalizers = steps(parts["normalizer"], "normalizers")
+        kinds = {step["type"] for step in normalizers}
+        self._weights: list[float] = []
+        self._is_for_ascii = "NFC" in kinds
+        if (
+            parts["model"]["type"] in ("BPE", "Unigram")
+            and all(keeps_length(step) for step in normalizers)
+            and all(keeps_text(step) for step in steps(parts["pre_tokenizer"], "pretokenizers"))
+            # If added tokens are normalised too, they begin with the prepended character.
+            and not ("Prepend" in kinds and any(token["normalized"] for token in added))
+        ):
+            self._weights = weigh(raw, token_bytes)
+            if any(token["lstrip"] or token["rstrip"] for token in added):
+                for byte in (*BLANKS, *NON_ASCII):  # some blanks are not ASCII
+                    self._weights[byte] = 0.0
+
+    def __call__(self, text: str, enough: float = math.inf) -> int:
+        """A number of tokens that the text has at least; 0 if nothing is known. If it exceeds `enough`, it
+        may be that of a beginning of the text."""
+        if not self._weights or (self._is_for_ascii and not text.isascii()):
+            return 0
+
+        weight = 0.0
+        for start in range(0, len(text), SLICE_CHARS):
+            counts = Counter(text[start : start + SLICE_CHARS].encode(errors="surrogatepass"))
+            weight += sum(self._weights[byte] * count for byte, count in counts.items())
+            if weight > enough:
+                break
+        return int(weight * (1.0 - 1e-9))  # rounded down, with a margin for rounding errors of the sum
+
+
+def weigh(raw: tokenizers.Tokenizer, token_bytes: TokenBytes) -> list[float]:
+    """The weight of each byte, 256 numbers from 0 to 1."""
+    longest, single = [0] * 0x100, set()
+    added = raw.get_added_tokens_decoder()
+    for token, token_id in raw.get_vocab(with_added_tokens=True).items():
+        data = token_bytes[token_id]
+        if len(data) == 1 and token_id not in added:
+            single.add(data[0])
+        # A token may also occur in a text as it is spelled: special tokens, and the character for a space.
+        for form in (data, token.encode()):
+            for byte in set(form):
+                longest[byte] = max(longest[byte], len(form))
+
+    # If a byte of a character is not a token, the whole character may become an unknown token.
+    weighing = single if UTF8 <= single else single.difference(NON_ASCII)
+    return [1.0 / longest[byte] if byte in weighing else 0.0 for byte in range(0x100)]
+
+
+def steps(spec: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
+    """The steps of a component of a tokenizer.json, with nested sequences flattened.
+
+    spec:   the component; None for no steps.
+    parts:  name of the field with the steps of a sequence.
+    """
+    if spec is None:
+        return []
+
+    if spec["type"] == "Sequence":
+        return [step for part in spec[parts] for step in steps(part, parts)]
+
+    return [spec]
+
+
+def keeps_length(normalizer: Mapping[str, Any]) -> bool:
+    """Whether a normalizer never shortens a text (NFC: an ASCII text)."""
+    match normalizer:
+        case {"type": "Prepend" | "NFC"}:
+            return True
+        case {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}:
+            return True
+
+    return False
+
+
+def keeps_text(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer keeps all characters of a text."""
+    match pre_tokenizer:
+        case {"type": "ByteLevel" | "Digits" | "Metaspace"}:
+            return True
+        case {"type": "Split", "behavior": str(behavior)}:
+            return behavior != "Removed"
+
+    return False
+
 
 MAX_LOCKED_CHARS = 4096
 """Most characters of a text that are tokenised by a call of the library that keeps other threads from running
@@ -319,3 +437,56 @@ def _token_text(config: Mapping[str, Any], name: str, place: Path) -> str | None
         raise ModelLoadError(f"{place}: {name}={short_repr(token)}: expected the text of a token")
 
     return text
+
+
+class NoTexts(dict[int, str]):
+    """The texts of token ids that have none."""
+
+    def __missing__(self, token_id: int) -> str:
+        return ""
+
+
+class NoTokenizer(Tokenizer):
+    """Stands in for the tokenizer of a model that has none: text cannot be encoded, and tokens have no text.
+
+    place: the model's files, for messages.
+
+    `encode` and `decode` raise RequestError.
+    """
+
+    has_text = False
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self.bos_token: None = None
+        self.eos_token: None = None
+        self.chat_template: None = None
+        self.eos_token_id: None = None
+        self.vocab_size = 0
+        self.special_token_ids: frozenset[int] = frozenset()
+        self._token_bytes = None
+        self.token_texts: Mapping[int, str] = NoTexts()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise RequestError.of("prompt", text, f"token ids: {self._place} has no tokenizer")
+
+    @property
+    def fingerprint(self) -> str:
+        return "none"
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        raise RequestError.of("ids", ids, f"a model with a tokenizer: {self._place} has none")
+
+    def detokenizer(
+        self, shown_ids: frozenset[int] = frozenset(), *, is_continuation: bool = False
+    ) -> SilentDetokenizer:
+        return SilentDetokenizer()
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        return frozenset()
+
+    def leading_added_token(self, text: str) -> str | None:
+        return None
+
+    def token_to_id(self, token: str) -> int | None:
+        return None

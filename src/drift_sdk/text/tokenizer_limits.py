@@ -18,8 +18,6 @@ import msgspec
 
 from drift_sdk.errors import short_repr
 
-__all__ = ["MAX_GROWTH", "MAX_TOKEN_CHARS", "check_tokens", "checked_file"]
-
 MAX_GROWTH = 100
 """Most characters that the parts may make of one character; for a post-processor, tokens of one token."""
 

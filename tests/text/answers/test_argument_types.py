@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from drift_sdk.text.answers.argument_types import argument_of
-from drift_sdk.text.tools import Tool
+from drift_sdk.text.tools import Tool, argument_of
 
 NOTHING: dict[str, Any] = {}
 NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}

@@ -13,8 +13,6 @@ from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import ToolSet
 
-__all__ = ["Answer", "prepare_answer"]
-
 
 class Answer(Struct, frozen=True, kw_only=True):
     """The answer that a request asks for.

@@ -12,8 +12,6 @@ from drift_sdk.text.answers.reader import Steps, TextReader
 from drift_sdk.text.answers.values import MAX_DEPTH, decode_json, decode_keywords
 from drift_sdk.text.tools import ToolSet
 
-__all__ = ["CallReader", "CallWriter", "MalformedCall", "UnfinishedCall", "is_name"]
-
 MAX_NAME_CHARS = 256
 
 NAME = re.compile(r"[\w.:/-]*")

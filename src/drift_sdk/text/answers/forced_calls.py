@@ -14,16 +14,13 @@ from typing import Any
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import JSON_STYLE, Lark
 from drift_sdk.text.answers import tool_formats as marks
-from drift_sdk.text.answers.argument_types import types_of, values_of
 from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.answers.grammar_rules import Rules, quoted
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS
-from drift_sdk.text.schema_references import DEFINITIONS, followed, part_of
+from drift_sdk.text.schemas import DEFINITIONS, followed, part_of
 from drift_sdk.text.tokenizer import Tokenizer
-from drift_sdk.text.tools import Tool, ToolSet
-
-__all__ = ["GRAMMARS", "final_message", "forced_calls", "message_end", "optional_calls"]
+from drift_sdk.text.tools import Tool, ToolSet, types_of, values_of
 
 MAX_LENGTH = 1000
 """Most characters of a string that is not quoted which a grammar counts."""

@@ -20,10 +20,8 @@ from drift_sdk.text.answers.splitter import AnswerSplitter
 from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.tool_formats import TOOL_FORMATS, read_content
 from drift_sdk.text.answers.writer import AnswerWriter, Split
-from drift_sdk.text.template_probe import ARGUMENTS, TEXT, THOUGHT, TOOL_NAME, TOOLS, Written
+from drift_sdk.text.template_form import ARGUMENTS, TEXT, THOUGHT, TOOL_NAME, TOOLS, Written
 from drift_sdk.text.tools import ToolSet
-
-__all__ = ["UNKNOWN_TOOLS", "AnswerFormats", "detect_formats"]
 
 # Markers in chat templates, the more special first. All of a row's markers must be there.
 TOOL_MARKERS = (

@@ -9,8 +9,6 @@ from typing import Any
 from drift_sdk.grammars import Lark
 from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["Rules", "quoted"]
-
 COMPACT: dict[str, bool | str] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 """White space as Python's json.dumps writes it, which is what templates show to models."""
 ANY_TEXT = r"/(?s:.*)/"

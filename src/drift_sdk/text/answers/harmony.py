@@ -23,8 +23,6 @@ from drift_sdk.text.answers.reader import Steps
 from drift_sdk.text.answers.reasoning import Thinking
 from drift_sdk.text.answers.writer import AnswerWriter
 
-__all__ = ["MARKERS", "START", "read_harmony", "thinking_of"]
-
 START, MESSAGE, CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"

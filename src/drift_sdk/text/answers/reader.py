@@ -13,8 +13,6 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import TypeVar
 
-__all__ = ["Steps", "TextReader"]
-
 T = TypeVar("T")
 
 Steps = Generator[None, None, T]

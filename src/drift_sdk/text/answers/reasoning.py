@@ -8,15 +8,6 @@ from drift_sdk.text.answers.reader import Steps, TextReader
 from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.writer import AnswerWriter
 
-__all__ = [
-    "REASONING_FORMATS",
-    "ReasoningFormat",
-    "Thinking",
-    "is_opened",
-    "read_around",
-    "read_reasoning",
-]
-
 GRANITE_OPENERS = ("Here is my thought process:", "Here's my thought process:")
 GRANITE_CLOSERS = ("Here is my response:", "Here's my response:")
 

@@ -6,8 +6,6 @@ from drift_sdk.text.answers.calls import UnfinishedCall
 from drift_sdk.text.answers.reader import Steps, TextReader
 from drift_sdk.text.answers.writer import AnswerWriter, Split
 
-__all__ = ["AnswerSplitter"]
-
 
 class AnswerSplitter:
     """The parts of one answer, as it arrives.

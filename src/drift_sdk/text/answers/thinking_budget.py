@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # llguidance may not be installed
     from drift_sdk.text.grammar import GrammarConstraint
     from drift_sdk.text.tokenizer import Tokenizer
 
-__all__ = ["BudgetedGrammar", "ThinkingBudget"]
 
 Masks = NDArray[np.int32]
 

@@ -10,8 +10,6 @@ from drift_sdk.text.answers.tool_formats import ToolFormat, read_call
 from drift_sdk.text.answers.writer import AnswerWriter
 from drift_sdk.text.tools import ToolSet
 
-__all__ = ["Thought"]
-
 
 class Thought:
     """The reasoning of an answer, as it arrives.

@@ -21,8 +21,6 @@ from drift_sdk.text.answers.reader import Steps
 from drift_sdk.text.answers.values import decode_json
 from drift_sdk.text.answers.xml_calls import read_function
 
-__all__ = ["TOOL_FORMATS", "ToolFormat", "read_call", "read_content"]
-
 MAX_ID_CHARS = 64
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -7,8 +7,6 @@ import re
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["MAX_DEPTH", "decode_json", "decode_keywords", "decode_literal"]
-
 MAX_DEPTH = 64
 """Most brackets around a value."""
 

@@ -10,8 +10,6 @@ from msgspec import Struct
 
 from drift_sdk.results import ToolCall
 
-__all__ = ["AnswerWriter", "Split", "new_call_id"]
-
 ID_CHARS = string.ascii_letters + string.digits
 NUM_ID_CHARS = 9
 """Mistral's templates take ids of exactly nine letters and digits; others take any."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from drift_sdk.text.answers.argument_types import argument_of
 from drift_sdk.text.answers.calls import CallReader, MalformedCall
 from drift_sdk.text.answers.reader import Steps
-from drift_sdk.text.tools import Tool
-
-__all__ = ["read_function"]
+from drift_sdk.text.tools import Tool, argument_of
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

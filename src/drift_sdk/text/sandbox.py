@@ -26,8 +26,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Namespace
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["MAX_STEPS", "TemplateSandbox", "budget"]
-
 MAX_STEPS = 4_000_000
 """Steps of one render; reading or writing `CHARS_PER_STEP` characters is one step."""
 
