@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from drift_sdk.config import TOOL_FORMATS
 from drift_sdk.grammars import AnyOf, JsonSchema
 from drift_sdk.testing import EOS_TOKEN_ID, byte_tokenizer
-from drift_sdk.text.answers.forced_calls import forced_calls, optional_calls
+from drift_sdk.text.answers.answer import forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats
 from drift_sdk.text.grammar import constrain
 from drift_sdk.text.tokenizer import Tokenizer

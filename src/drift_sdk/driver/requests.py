@@ -22,12 +22,12 @@ from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogp
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
-from drift_sdk.text.answers.writer import Split
+from drift_sdk.text.answers.reader import Split
 from drift_sdk.text.stops import StopMatcher
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
     from drift_sdk.text.answers.answer import Answer
-    from drift_sdk.text.answers.splitter import AnswerSplitter
+    from drift_sdk.text.answers.formats import AnswerSplitter
     from drift_sdk.text.grammar import GrammarConstraint
 
 

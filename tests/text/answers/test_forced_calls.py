@@ -13,7 +13,7 @@ from chat_families import ADD, FAMILIES, TOOLS, WEATHER, family_tokenizer
 
 from drift_sdk import JsonSchema, Lark, Regex, RequestError
 from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
-from drift_sdk.text.answers.forced_calls import GRAMMARS, final_message, forced_calls, optional_calls
+from drift_sdk.text.answers.answer import GRAMMARS, final_message, forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
 from drift_sdk.text.grammar import GrammarConstraint, constrain
 from drift_sdk.text.tokenizer import Tokenizer

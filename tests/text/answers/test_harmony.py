@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from chat_families import NUMBERS, NUMBERS_JSON, SIZES, TOOLS
 
-from drift_sdk.text.answers.formats import AnswerFormats
-from drift_sdk.text.answers.splitter import AnswerSplitter
-from drift_sdk.text.answers.writer import Split
+from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter
+from drift_sdk.text.answers.reader import Split
 from drift_sdk.text.tools import ToolSet
 
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>Yes."

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from chat_families import ADD_CALL, BOTH, DS, NUMBERS_JSON, PARIS_JSON, TOOLS, WEATHER_CALL
 
-from drift_sdk.text.answers.formats import AnswerFormats
-from drift_sdk.text.answers.splitter import AnswerSplitter
-from drift_sdk.text.answers.writer import Split
+from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter
+from drift_sdk.text.answers.reader import Split
 from drift_sdk.text.tools import ToolSet
 
 XML_CALLS = (

@@ -11,10 +11,9 @@ from chat_families import FAMILIES, TOOLS, Family, Reply, family_tokenizer
 from drift_sdk.config import REASONING_FORMATS, TOOL_FORMATS
 from drift_sdk.text.answers import formats as answer_formats
 from drift_sdk.text.answers import reasoning, tool_formats
-from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
-from drift_sdk.text.answers.splitter import AnswerSplitter
+from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter, detect_formats
+from drift_sdk.text.answers.reader import Split
 from drift_sdk.text.answers.values import MAX_DEPTH, decode_keywords
-from drift_sdk.text.answers.writer import Split
 from drift_sdk.text.tools import ToolSet
 
 REPLIES = [(name, reply) for name, family in FAMILIES.items() for reply in family.replies]

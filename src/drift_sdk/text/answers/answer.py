@@ -1,17 +1,367 @@
-"""The splitter and the grammar of the answer to a conversation."""
+"""The splitter and the grammar of the answer to a conversation.
+
+A grammar forces tool calls or permits them, in each format of calls, in llguidance's Lark. Arguments are
+described by the tool's schema; an object of named properties that does not say whether it may have others has
+no others.
+"""
 
 from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import Struct
 
 from drift_sdk.errors import RequestError
-from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
-from drift_sdk.text.answers.forced_calls import final_message, forced_calls, message_end, optional_calls
-from drift_sdk.text.answers.formats import AnswerFormats
-from drift_sdk.text.answers.reasoning import Thinking
-from drift_sdk.text.answers.splitter import AnswerSplitter
+from drift_sdk.grammars import JSON_STYLE, After, AnyGrammar, AnyOf, Grammar, Lark
+from drift_sdk.text.answers import tool_formats as marks
+from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
+from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter
+from drift_sdk.text.answers.reasoning import REASONING_FORMATS, Thinking
+from drift_sdk.text.schemas import DEFINITIONS, followed, part_of
 from drift_sdk.text.tokenizer import Tokenizer
-from drift_sdk.text.tools import ToolSet
+from drift_sdk.text.tools import Tool, ToolSet, types_of, values_of
+
+COMPACT: dict[str, bool | str] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+"""White space as Python's json.dumps writes it, which is what templates show to models."""
+ANY_TEXT = r"/(?s:.*)/"
+
+
+class Rules:
+    """The rules of a grammar, and its literals.
+
+    template:     source of the model's chat template.
+    is_single:    whether there is exactly one call.
+    object_style: white space of objects that are calls by themselves, without a marker.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        *,
+        is_single: bool = False,
+        object_style: Mapping[str, object] = COMPACT,
+    ) -> None:
+        self.template = template
+        self.object_style = object_style
+        self._lines: list[str] = []
+        self._is_single = is_single
+        self._tokenizer = tokenizer
+
+    def grammar(self, start: str) -> Lark:
+        """The grammar with these rules."""
+        return Lark("\n".join([f"start: {start}", *self._lines]))
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"rule{len(self._lines)}"
+        self._lines.append(f"{name}{options}: {body}")
+        return name
+
+    def calls(self, call: str, separator: str = "") -> str:
+        """A call, or several with a separator between them."""
+        return call if self._is_single else f"{call} ({separator} {call})*"
+
+    def literal(self, text: str) -> str:
+        """A text, with the special tokens of the vocabulary that stand alone in it."""
+        (token_id,) = self._tokenizer.special_ids_of([text]) or (None,)
+        return quoted(text) if token_id is None else f"<[{token_id}]>"
+
+    def text_before(self, marker: str) -> str:
+        """Any text without a marker, and the marker."""
+        if self._tokenizer.special_ids_of([marker]):
+            return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
+
+        return self.rule(ANY_TEXT, f"[suffix={quoted(marker)}]")
+
+    def value(self, schema: Mapping[str, Any], style: Mapping[str, object] = COMPACT) -> str:
+        """A JSON value that a schema describes. style: its white space."""
+        return f"%json {json.dumps({**schema, 'x-guidance': style}, ensure_ascii=False)}"
+
+
+def quoted(text: str) -> str:
+    """A literal in Lark's notation, in which U+007F cannot stand by itself."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+MAX_LENGTH = 1000
+"""Most characters of a string that is not quoted which a grammar counts."""
+COMMA = '", "'
+IDENTIFIER = re.compile(r"[^\W\d]\w*")
+XML_NAME = re.compile(r"[^>]+")
+
+
+def forced_calls(
+    formats: AnswerFormats,
+    tools: ToolSet,
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    is_thinking: bool,
+    is_single: bool = False,
+) -> Lark:
+    """The grammar of one or more calls of these tools, after reasoning if the model has a format for it.
+
+    formats:     its format of calls must not be None.
+    template:    source of the model's chat template, which shows the variant of the format.
+    is_thinking: whether the answer begins with reasoning that the prompt has opened.
+    is_single:   whether there is exactly one call.
+
+    Raises RequestError for names of tools and arguments that the format has no quotes for.
+    """
+    assert formats.tools is not None
+    rules = Rules(tokenizer, template, is_single=is_single)
+    calls = GRAMMARS[formats.tools](rules, list(tools.values()))
+    return rules.grammar(f"{reasoning(rules, formats, is_thinking=is_thinking)}{calls}")
+
+
+def optional_calls(formats: AnswerFormats, tools: ToolSet, tokenizer: Tokenizer, *, template: str) -> Lark:
+    """The grammar of one or more calls of these tools, as an alternative to another grammar.
+    Reasoning comes first in Harmony only. Objects that could be values of a `JsonSchema` are written as such.
+
+    Arguments and errors are those of `forced_calls`.
+    """
+    assert formats.tools is not None
+    rules = Rules(tokenizer, template, object_style=JSON_STYLE)
+    calls = GRAMMARS[formats.tools](rules, list(tools.values()))
+    thought = reasoning(rules, formats, is_thinking=False) if formats.is_harmony else ""
+    return rules.grammar(f"{thought}{calls}")
+
+
+def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str:
+    """The part of an answer before its calls: reasoning, which may be left out unless it has begun. In
+    Harmony, the part before any other message."""
+    if formats.reasoning == "harmony":
+        return f"({harmony_thought(rules)})? "
+
+    reasoning_format = REASONING_FORMATS.get(formats.reasoning or "")
+    if reasoning_format is None:
+        return ""
+
+    ends = [rules.text_before(closer) for closer in reasoning_format.closers[:1]]
+    space = rules.rule("/[ \\n]{0,2}/")
+    if is_thinking:
+        return f"{ends[0]} {space} "
+
+    return f"({rules.literal(reasoning_format.openers[0])} {ends[0]} {space})? "
+
+
+def final_message(formats: AnswerFormats, tokenizer: Tokenizer) -> Lark:
+    """The grammar of what stands before the body of Harmony's final message, with reasoning or without."""
+    rules = Rules(tokenizer, "")
+    thought = reasoning(rules, formats, is_thinking=False)
+    return rules.grammar(f'{thought}{rules.literal("<|channel|>")} "final" {rules.literal("<|message|>")}')
+
+
+def message_end(tokenizer: Tokenizer) -> Lark:
+    """The grammar of what stands between the body of a message of Harmony and its next one."""
+    rules = Rules(tokenizer, "")
+    return rules.grammar(f'{rules.literal("<|end|>")} {rules.literal("<|start|>")} "assistant"')
+
+
+def plain_name(tool: Tool) -> str:
+    """The name of a tool in formats that write it without quotes."""
+    if not is_name(tool.name):
+        allowed = f"tools named by 1 to {MAX_NAME_CHARS} letters, digits and _.:/- in this model's format"
+        raise RequestError.of("tool_choice", tool.name, allowed)
+
+    return tool.name
+
+
+def plain_key(tool: Tool, name: object, pattern: re.Pattern[str], kind: str) -> str:
+    """The name of an argument in formats that write it without quotes. kind: that of the pattern in words."""
+    if not isinstance(name, str) or not pattern.fullmatch(name):
+        allowed = f"arguments of {tool.name} that are {kind} in this model's format of calls"
+        raise RequestError.of("tool_choice", name, allowed)
+
+    return name
+
+
+def object_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments. A tool without parameters has none."""
+    schema = {"type": "object", **tool.parameters}
+    if not tool.parameters or "properties" in tool.parameters:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def json_arguments(rules: Rules, tool: Tool) -> str:
+    """The rule of the arguments of a tool as a JSON object."""
+    return rules.rule(rules.value(object_schema(tool)))
+
+
+def any_object(rules: Rules, tools: list[Tool]) -> str:
+    """The rule of an object with the name and the arguments of one of the tools."""
+    calls = []
+    for tool in tools:
+        start = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+        calls.append(f'{quoted(start)} {json_arguments(rules, tool)} "}}"')
+    return rules.rule(" | ".join(calls))
+
+
+def call_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of an object with the name of a tool and its arguments as parameters."""
+    arguments = part_of(object_schema(tool))
+    properties = {"name": {"const": tool.name}, "parameters": arguments}
+    definitions = {name: arguments.pop(name) for name in DEFINITIONS if name in arguments}
+    return {
+        **definitions,
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def hermes(rules: Rules, tools: list[Tool]) -> str:
+    begin, end = rules.literal("<tool_call>"), rules.literal("</tool_call>")
+    call = rules.rule(f'{begin} "\\n" {any_object(rules, tools)} "\\n" {end}')
+    return rules.calls(call, '"\\n"')
+
+
+def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
+    begin, end = rules.literal("<tool_call>"), rules.literal("</tool_call>")
+    bodies = []
+    for tool in tools:
+        parts = [quoted(f"<function={plain_name(tool)}>\n")]
+        for name in tool.properties:
+            opening = f"<parameter={plain_key(tool, name, XML_NAME, 'names without >')}>\n"
+            written = f"{quoted(opening)} {written_value(rules, tool, name)}"
+            parts.append(written if name in tool.required else f"({written})?")
+        bodies.append(" ".join([*parts, '"</function>\\n"']))
+    call = rules.rule(f'{begin} "\\n" ({" | ".join(bodies)}) {end}')
+    return rules.calls(call, '"\\n"')
+
+
+def written_value(rules: Rules, tool: Tool, name: str) -> str:
+    """The value of an argument as Qwen3-Coder writes it, with the end of its parameter: strings without
+    quotes. Of what the schema says of strings, lengths and enumerations are followed."""
+    end = "\n</parameter>\n"
+    types, schema = types_of(tool, name), argument_schema(tool, name)
+    if types <= {"string"} and not {"enum", "const"} & schema.keys():
+        return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
+
+    values = [each for each in values_of(schema) or () if isinstance(each, str)]
+    if types == {"string"} and values:
+        return f"({' | '.join(map(quoted, values))}) {quoted(end)}"
+
+    return f"{rules.rule(rules.value(nested(tool, name)))} {quoted(end)}"
+
+
+def argument_schema(tool: Tool, name: str) -> Mapping[str, Any]:
+    """The schema of one argument, joined with what it refers to; empty if it allows anything."""
+    schema = tool.properties[name]
+    return followed(schema, tool.parameters) if isinstance(schema, Mapping) else {}
+
+
+def text_of(schema: Mapping[str, Any]) -> str:
+    """A regular expression for the text of a string."""
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    least = least if type(least) is int and 0 <= least <= MAX_LENGTH else 0
+    most = most if type(most) is int and least <= most <= MAX_LENGTH else ""
+    return f"/(?s:.{{{least},{most}}})/"
+
+
+def nested(tool: Tool, name: str) -> dict[str, Any]:
+    """The schema of one argument as a schema by itself."""
+    return part_of(object_schema(tool), "properties", name)
+
+
+def llama3_json(rules: Rules, tools: list[Tool]) -> str:
+    # One JSON schema, not a literal and the arguments: a parser that has begun a literal cannot go back to
+    # the value of another schema that begins in the same way.
+    calls = [rules.rule(rules.value(call_schema(tool), rules.object_style)) for tool in tools]
+    return rules.calls(rules.rule(" | ".join(calls)), '"; "')
+
+
+def pythonic(rules: Rules, tools: list[Tool]) -> str:
+    calls = [f'{quoted(plain_name(tool) + "(")} {keywords(rules, tool)} ")"' for tool in tools]
+    call = rules.rule(" | ".join(calls))
+    return f'"[" {rules.calls(call, COMMA)} "]"'
+
+
+def keywords(rules: Rules, tool: Tool) -> str:
+    """The arguments of a tool in the order of its schema, some of them left out, as `a=1, b=2`."""
+    first, later = rules.rule('""'), rules.rule('""')  # behind the last argument
+    for name in reversed(list(tool.properties)):
+        key = plain_key(tool, name, IDENTIFIER, "identifiers")
+        is_open = values_of(argument_schema(tool, name)) is None
+        is_flag = is_open and types_of(tool, name) == {"boolean"}
+        value = '("True" | "False")' if is_flag else rules.rule(rules.value(nested(tool, name)))
+        written = f"{quoted(key + '=')} {value} {later}"
+        if name in tool.required:
+            first, later = rules.rule(written), rules.rule(f'", " {written}')
+        else:
+            first, later = rules.rule(f"{written} | {first}"), rules.rule(f'", " {written} | {later}')
+    return first
+
+
+def mistral(rules: Rules, tools: list[Tool]) -> str:
+    begin = rules.literal("[TOOL_CALLS]")
+    if "[ARGS]" not in rules.template:
+        return f'{begin} "[" {rules.calls(any_object(rules, tools), COMMA)} "]"'
+
+    args = rules.literal("[ARGS]")
+    calls = [f"{quoted(plain_name(tool))} {args} {json_arguments(rules, tool)}" for tool in tools]
+    return rules.calls(rules.rule(f"{begin} ({' | '.join(calls)})"))
+
+
+def deepseek(rules: Rules, tools: list[Tool]) -> str:
+    begin, end, separator = map(rules.literal, (marks.CALL_BEGIN, marks.CALL_END, marks.CALL_SEP))
+    is_fenced = "```json" in rules.template
+    calls = []
+    for tool in tools:
+        name = plain_name(tool)
+        start, stop = quoted(f"{name}\n```json\n"), '"\\n```"'
+        head = f'"function" {separator} {start}' if is_fenced else f"{quoted(name)} {separator}"
+        calls.append(f"{head} {json_arguments(rules, tool)} {stop if is_fenced else ''}")
+    call = rules.rule(f"{begin} ({' | '.join(calls)}) {end}")
+    written = rules.calls(call, '"\\n"' if is_fenced else "")
+    return f"{rules.literal(marks.CALLS_BEGIN)} {written} {rules.literal(marks.CALLS_END)}"
+
+
+def granite(rules: Rules, tools: list[Tool]) -> str:
+    written = rules.calls(any_object(rules, tools), COMMA)
+    return f'{rules.literal("<|tool_call|>")} "[" {written} "]"'
+
+
+def phi4_mini(rules: Rules, tools: list[Tool]) -> str:
+    begin, end = rules.literal("<|tool_call|>"), rules.literal("<|/tool_call|>")
+    return rules.calls(rules.rule(f"{begin} {any_object(rules, tools)} {end}"))
+
+
+def harmony(rules: Rules, tools: list[Tool]) -> str:
+    """One call: the model's end of a call ends the answer."""
+    channel, message, constrain = map(rules.literal, ("<|channel|>", "<|message|>", "<|constrain|>"))
+    calls = []
+    for tool in tools:
+        recipient = quoted(f"commentary to=functions.{plain_name(tool)} ")
+        calls.append(f'{channel} {recipient} {constrain} "json" {message} {json_arguments(rules, tool)}')
+    return f"({' | '.join(calls)})"
+
+
+def harmony_thought(rules: Rules) -> str:
+    """A message of reasoning, and the beginning of the next message."""
+    channel, message, start = map(rules.literal, ("<|channel|>", "<|message|>", "<|start|>"))
+    return f'{channel} "analysis" {message} {rules.text_before("<|end|>")} {start} "assistant"'
+
+
+GRAMMARS: dict[str, Callable[[Rules, list[Tool]], str]] = {
+    "json": hermes,
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "llama3_json": llama3_json,
+    "pythonic": pythonic,
+    "mistral": mistral,
+    "deepseek": deepseek,
+    "granite": granite,
+    "phi4_mini": phi4_mini,
+    "harmony": harmony,
+}
+"""Functions that write the calls of a format as an expression of Lark."""
 
 
 class Answer(Struct, frozen=True, kw_only=True):

@@ -1,27 +1,164 @@
-"""The formats of a model's answers: chosen from its chat template, or by name."""
+"""The formats of a model's answers, chosen from its chat template or by name, and their splitter.
+
+Harmony is the format of gpt-oss, https://github.com/openai/harmony. An answer in it is a sequence of messages
+<|start|>HEADER<|message|>BODY<|end|>, the first without its beginning, which the prompt has. A header names
+the role, the channel and for a call the recipient, in either order:
+
+    assistant<|channel|>analysis                                            reasoning
+    assistant<|channel|>final, assistant<|channel|>commentary               text
+    assistant<|channel|>commentary to=functions.NAME <|constrain|>json      a call; the body is its arguments
+
+A recipient shows a call on every channel, unless it is a role. A message on the channel analysis that is no
+call after all is reasoning, without its header.
+
+The markers are special tokens of the vocabulary. OpenAI's own package openai-harmony parses token ids of its
+own vocabulary, o200k, a file that it downloads; this parser needs the model's tokenizer alone.
+"""
 
 from __future__ import annotations
+
+import re
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from drift_sdk.errors import ConfigError
-from drift_sdk.text.answers import harmony
-from drift_sdk.text.answers.calls import CallReader
-from drift_sdk.text.answers.reader import Steps, TextReader
+from drift_sdk.text.answers.calls import CallReader, MalformedCall, UnfinishedCall
+from drift_sdk.text.answers.reader import AnswerWriter, Split, Steps, TextReader
 from drift_sdk.text.answers.reasoning import (
     REASONING_FORMATS,
     Thinking,
+    Thought,
     is_opened,
     read_around,
     read_reasoning,
 )
-from drift_sdk.text.answers.splitter import AnswerSplitter
-from drift_sdk.text.answers.thought import Thought
 from drift_sdk.text.answers.tool_formats import TOOL_FORMATS, read_content
-from drift_sdk.text.answers.writer import AnswerWriter, Split
 from drift_sdk.text.template_form import ARGUMENTS, TEXT, THOUGHT, TOOL_NAME, TOOLS, Written
 from drift_sdk.text.tools import ToolSet
+
+START, MESSAGE, CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{START}assistant{CHANNEL}final{MESSAGE}"
+MARKERS = (MESSAGE, CHANNEL, "<|constrain|>", *ENDS)
+
+CHANNEL_OF = re.compile(r"<\|channel\|>\s*(\w+)")
+ROLES = ("all", "assistant", "developer", "system", "tool", "user")
+"""Recipients that are no tools."""
+RECIPIENT_OF = re.compile(r"(?:^|\s)to=([^\s<]+)")
+
+
+def thinking_of(start: str) -> Thinking:
+    """The markers of reasoning. When it is ended for the model, it may go on with a message of its choice,
+    and if it chooses reasoning again, with the final one.
+
+    start: the beginning of the first message."""
+    closers = tuple(end for end in ENDS if end != START)
+    ends = (ENDS[0], ENDS[0] + FINAL)
+    return Thinking(openers=(ANALYSIS,), closers=closers, ends=ends, begun=start, is_anywhere=True)
+
+
+def read_harmony(
+    calls: CallReader, writer: AnswerWriter, *, start: str, finds_calls: bool, finds_reasoning: bool
+) -> Steps[None]:
+    """Read an answer to its end.
+
+    start:           the beginning of its first message, which the prompt has, perhaps with some of its body.
+    finds_calls:     whether calls are looked for; their bodies are text otherwise.
+    finds_reasoning: whether reasoning is looked for; its bodies are text otherwise.
+    """
+    header, marker, _ = start.partition(MESSAGE)
+    while True:
+        if not marker:
+            calls.begin()
+            written = yield from calls.header(MESSAGE)
+            if written is None:
+                return
+
+            header += written
+        yield from read_body(calls, writer, header, finds_calls=finds_calls, finds_reasoning=finds_reasoning)
+        header = marker = ""
+
+
+def read_body(
+    calls: CallReader, writer: AnswerWriter, header: str, *, finds_calls: bool, finds_reasoning: bool
+) -> Steps[None]:
+    """Read the body of a message and the marker at its end."""
+    channel, recipient = CHANNEL_OF.search(header), RECIPIENT_OF.search(header)
+    is_analysis = channel is not None and channel[1] == "analysis"
+    part = writer.reasoning if is_analysis and finds_reasoning else writer.text
+    start = calls.reader.num_taken
+    if finds_calls and recipient is not None and recipient[1] not in ROLES:
+        if is_analysis:
+            calls.begin()  # without the header
+        try:
+            calls.add(
+                recipient[1].removeprefix("functions."), (yield from calls.arguments(*ENDS, may_end=True))
+            )
+        except MalformedCall as error:
+            calls.give_back(error, part.write)
+        else:
+            part = writer.text
+
+    marker = yield from calls.reader.take_until(ENDS, part.write)
+    if part is writer.reasoning:
+        writer.reasoning_spans.append((start, calls.reader.num_taken - len(marker or "")))
+    writer.reasoning.cut()
+    writer.text.cut()
+
+
+class AnswerSplitter:
+    """The parts of one answer, as it arrives.
+
+    read:   parses the answer; it has not begun.
+    reader: where it reads.
+    writer: where it writes.
+
+    Joined over all pushes and the flush, the parts do not depend on how the answer is cut into pieces. A
+    call is returned by the push in which it closes, a call in reasoning by the flush. Text is held back only
+    while it may be the beginning of a marker or white space before one, and inside a call, until it closes or
+    turns out not to be a call; reasoning behind a call, until the reasoning closes.
+    """
+
+    def __init__(self, read: Steps[None], reader: TextReader, writer: AnswerWriter) -> None:
+        self._read = read
+        self._reader = reader
+        self._writer = writer
+        next(read)  # to the place where it waits for text
+
+    def push(self, text: str) -> Split:
+        """Add text; returns the parts that it completes."""
+        self._reader.push(text)
+        next(self._read)
+        return self._writer.take()
+
+    def flush(self, *, is_cut: bool = False) -> Split:
+        """End the answer; returns the parts that were held back. A call that has not closed is text.
+
+        is_cut: whether the answer ended early, before the model ended it.
+        """
+        self._reader.is_ended = True
+        self._reader.is_cut = is_cut
+        next(self._read, None)
+        self._writer.end()
+        return self._writer.take()
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        """Where the reasoning is in the answer, see `AnswerWriter`; complete after the flush."""
+        return self._writer.reasoning_spans
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the first malformed call could not be read; None if there is none."""
+        return self._writer.failure
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the failure is that the answer ends inside a call."""
+        return isinstance(self.failure, UnfinishedCall)
+
 
 # Markers in chat templates, the more special first. All of a row's markers must be there.
 TOOL_MARKERS = (
@@ -66,7 +203,7 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
     @property
     def markers(self) -> frozenset[str]:
         """The markers of both. Special tokens among them have to be part of the text that is split."""
-        found: set[str] = set(harmony.MARKERS) if self.is_harmony else set()
+        found: set[str] = set(MARKERS) if self.is_harmony else set()
         if self.tools in TOOL_FORMATS:
             found |= {*TOOL_FORMATS[self.tools].openers, *TOOL_FORMATS[self.tools].markers}
         if self.reasoning in REASONING_FORMATS:
@@ -88,7 +225,7 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
         is_thinking: whether the answer begins with reasoning that the prompt has opened.
         """
         if self.is_harmony and self.reasoning is not None:
-            return harmony.thinking_of(prompt.rpartition(harmony.START)[2])
+            return thinking_of(prompt.rpartition(START)[2])
 
         reasoning = REASONING_FORMATS.get(self.reasoning or "")
         if reasoning is None:
@@ -114,8 +251,8 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
         calls = CallReader(reader, writer, tools)
         finds_calls = bool(tools) and self.tools is not None
         if self.is_harmony:
-            start = prompt.rpartition(harmony.START)[2]
-            steps = harmony.read_harmony(
+            start = prompt.rpartition(START)[2]
+            steps = read_harmony(
                 calls,
                 writer,
                 start=start,
