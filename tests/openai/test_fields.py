@@ -12,8 +12,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from drift_sdk import JsonSchema, Lark, Regex, RequestError, SamplingParams
 from drift_sdk.openai import sampling
-from drift_sdk.openai.chat import ChatBody
-from drift_sdk.openai.completions import CompletionBody
+from drift_sdk.openai.chat import ChatBody, CompletionBody
 from drift_sdk.openai.wire import read
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -10,8 +10,7 @@ from asgi_calls import call
 
 import drift_sdk.openai
 from drift_sdk import EngineConfig, JsonSchema, SamplingParams, ToolCall
-from drift_sdk.openai.message_input import InputMessage, messages_of
-from drift_sdk.openai.messages import MessagesBody
+from drift_sdk.openai.messages import InputMessage, MessagesBody, messages_of
 from drift_sdk.openai.wire import convert, read
 from drift_sdk.testing import Reply, scripted_engine
 

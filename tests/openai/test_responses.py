@@ -13,8 +13,7 @@ from openai.types.responses import response_create_params as params
 
 import drift_sdk.openai
 from drift_sdk import EngineConfig, JsonSchema, RequestError, SamplingParams, ToolCall
-from drift_sdk.openai.response_input import messages_of
-from drift_sdk.openai.responses import ResponsesBody
+from drift_sdk.openai.responses import ResponsesBody, messages_of
 from drift_sdk.openai.wire import read
 from drift_sdk.testing import Reply, scripted_engine
 

@@ -28,8 +28,8 @@ from tokenizers import decoders, models
 
 from drift_sdk import Engine, EngineConfig, Regex, SamplingParams
 from drift_sdk.openai.application import name_of
+from drift_sdk.openai.conversation import TokenLog
 from drift_sdk.openai.server import LimitedHeads
-from drift_sdk.openai.token_log import TokenLog
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 from drift_sdk.text.tokenizer import Tokenizer
 

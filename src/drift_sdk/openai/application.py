@@ -16,14 +16,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from drift_sdk import BaseEngine, ConfigError, DriftError, EngineClosed
-from drift_sdk.openai.chat import chat
-from drift_sdk.openai.completions import completions
-from drift_sdk.openai.errors import error_response
+from drift_sdk.openai.chat import chat, completions
 from drift_sdk.openai.messages import count_tokens, messages
 from drift_sdk.openai.responses import responses
 from drift_sdk.openai.service import Keys, Service
-
-__all__ = ["app"]
+from drift_sdk.openai.wire import error_response
 
 MAX_BODY_BYTES = 2**23
 """Eight MiB are about two million tokens of text. What decodes slowest in such a body takes a second."""

@@ -1,4 +1,4 @@
-"""Chat completions, `/v1/chat/completions`.
+"""Chat completions, `/v1/chat/completions`, and text completions, `/v1/completions`.
 
 A `response_format` describes the whole answer. A request that also has tools gets either calls or an answer
 in the format; where `tool_choice` forces calls, the format does not apply. The same holds for vLLM's
@@ -9,25 +9,265 @@ in the format; where `tool_choice` forces calls, the format does not apply. The 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from drift_sdk import BaseEngine, Chunk, Completion, RequestError, SamplingParams, ToolCall
-from drift_sdk.openai.answer_parts import AnswerParts, ToolUse
-from drift_sdk.openai.choices import ChoicesAnswer, TextBody
-from drift_sdk.openai.conversation import CHOICES, Message, Tools, described_tool, effort_args
-from drift_sdk.openai.generation import Generation, respond
-from drift_sdk.openai.sampling import NEVER, REFUSED, Form, params_of
-from drift_sdk.openai.service import Service
-from drift_sdk.openai.token_log import TokenLog
-from drift_sdk.openai.wire import Wire
+from drift_sdk import BaseEngine, Chunk, Completion, DriftError, RequestError, SamplingParams, ToolCall
+from drift_sdk.openai.conversation import (
+    CHOICES,
+    AnswerParts,
+    Message,
+    TokenLog,
+    Tools,
+    ToolUse,
+    described_tool,
+    effort_args,
+)
+from drift_sdk.openai.generation import DONE, Event, Generation, respond
+from drift_sdk.openai.sampling import (
+    IGNORED,
+    NEVER,
+    REFUSED,
+    SAMPLING,
+    Form,
+    ResponseFormat,
+    StructuredOutputs,
+    params_of,
+)
+from drift_sdk.openai.service import Service, new_id
+from drift_sdk.openai.wire import Body, Strict, Wire, described, shaped
 
-__all__ = ["ChatBody", "chat"]
+MAX_ID_CHARS = 64
 
-KINDS = ("chat.completion", "chat.completion.chunk")
+
+class StreamOptions(Strict, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding that has no effect on the answer
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class TextBody(Body, kw_only=True):
+    """Fields of the requests of chat and of completions."""
+
+    sampling_names: ClassVar[Mapping[str, str]] = SAMPLING
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def error_names(self) -> dict[str, str]:
+        """Fields of the engine's errors -> the fields of this request that they are about."""
+        budget = "thinking_token_budget"
+        return {
+            **dict.fromkeys(("schema", "pattern", "grammar"), Form(self).field),
+            "include_stop": "include_stop_str_in_output",
+            "thinking_budget": budget if budget in self.sampling else "thinking_budget",
+        }
+
+    def new_id(self, prefix: str) -> str:
+        given = self.request_id
+        if given is not None and not 1 <= len(given) <= MAX_ID_CHARS:
+            raise RequestError.of("request_id", given, f"1 to {MAX_ID_CHARS} characters")
+
+        return new_id(prefix, given)
+
+
+class Choice(Protocol):
+    """One choice of an answer."""
+
+    def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
+        """The JSON of a chunk, in pieces. completion: given with the last chunk."""
+        ...
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The JSON of an answer that is not streamed."""
+        ...
+
+
+class ChoicesAnswer:
+    """An answer of several choices, as `generation.Answer` describes it.
+
+    kinds: the values of `object` of an answer and of its chunks.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        body: TextBody,
+        kinds: tuple[str, str],
+        *,
+        answer_id: str,
+        model: str,
+        shows_cached_tokens: bool,
+    ) -> None:
+        self._choices = choices
+        self._body = body
+        self._kinds = kinds
+        self._common = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._shows_cached_tokens = shows_cached_tokens
+        # Clients look there for the id of their request, which is also in the engine's log.
+        self.headers: Mapping[str, str] = {"x-request-id": answer_id}
+
+    def whole(self, completions: list[Completion]) -> dict[str, Any]:
+        choices = [
+            {"index": index, **choice.whole(completion)}
+            for index, (choice, completion) in enumerate(zip(self._choices, completions, strict=True))
+        ]
+        return {
+            **self._common,
+            "object": self._kinds[0],
+            "choices": choices,
+            "usage": self._usage(completions),
+        }
+
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        return iter(())
+
+    def chunk(self, index: int, chunk: Chunk, completion: Completion | None) -> Iterator[Event]:
+        for piece in self._choices[index].pieces(chunk, completion):
+            yield self._event([{"index": index, **piece}])
+
+    def end(self, completions: list[Completion]) -> Iterator[Event | bytes]:
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield self._event([], usage=self._usage(completions))
+        yield DONE
+
+    def failed(self, error: DriftError) -> Iterator[Event]:
+        yield Event(shaped(described(error, self._body.error_names()), is_anthropic=False))
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> Event:
+        return Event({**self._common, "object": self._kinds[1], "choices": choices, **more})
+
+    def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+        """Token counts of all choices together. A prompt with several choices counts once."""
+        counts = [completion.usage for completion in completions]
+        prompts = counts[:: self._body.n]
+        prompt_tokens = sum(count.prompt_tokens for count in prompts)
+        completion_tokens = sum(count.completion_tokens for count in counts)
+        found: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(count.reasoning_tokens for count in counts)
+            },
+        }
+        if self._shows_cached_tokens:
+            cached_tokens = sum(count.cached_tokens for count in prompts)
+            found["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        return found
+
+
+TEXT_KINDS = ("text_completion", "text_completion")
+MAX_PROMPTS = 128
+
+
+class CompletionBody(TextBody, kw_only=True):
+    max_items = 2**20  # a prompt of a million token ids has fewer
+    refused = {**REFUSED, "add_special_tokens": (True,)}
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: Any = 16
+    logprobs: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids. In the protocol it may also be a single one."""
+        given: Any = self.prompt
+        is_list = isinstance(given, list) and (not given or not isinstance(given[0], int))
+        found = given if is_list else [given]
+        if not 1 <= len(found) <= MAX_PROMPTS:
+            raise RequestError.of("prompt", given, f"1 to {MAX_PROMPTS} prompts")
+
+        for each in found:
+            if not isinstance(each, str | list) or not each:
+                raise RequestError.of("prompt", each, "texts or lists of token ids, none of them empty")
+
+        return found
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """The engine's parameters. defaults: of the model."""
+        return params_of(
+            defaults,
+            self.sampling,
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            grammar=Form(self).grammar(),
+        )
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """The endpoint."""
+    body = await service.read(request, CompletionBody)
+    request.state.error_names = body.error_names()
+    model = service.model(body.model)
+    request_id = body.new_id("cmpl-")
+    params = service.salted(request, body.params(model.engine.default_params))
+    generation = Generation(
+        partial(model.engine.samples, prompt, body.n, params, request_id=f"{request_id}-{place}")
+        for place, prompt in enumerate(body.prompts())
+    )
+    answer = ChoicesAnswer(
+        [TextChoice(model.engine, params) for _ in range(generation.num_choices)],
+        body,
+        TEXT_KINDS,
+        answer_id=request_id,
+        model=model.name,
+        shows_cached_tokens=service.shows_cached_tokens,
+    )
+    return await respond(request, generation, answer, is_streamed=body.stream)
+
+
+class TextChoice:
+    """One choice of an answer. Offsets of tokens count from the beginning of the text."""
+
+    def __init__(self, engine: BaseEngine, params: SamplingParams) -> None:
+        self._log = TokenLog(engine) if params.logprobs is not None else None
+
+    def pieces(self, chunk: Chunk, completion: Completion | None) -> list[dict[str, Any]]:
+        ended = ended_json(completion) if completion is not None else {"finish_reason": None}
+        return [{"text": chunk.text, "logprobs": self._logprobs(chunk, completion), **ended}]
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        logprobs = self._logprobs(completion, completion)
+        return {"text": completion.text, "logprobs": logprobs, **ended_json(completion)}
+
+    def _logprobs(self, part: Chunk | Completion, completion: Completion | None) -> dict[str, Any] | None:
+        if self._log is None or part.logprobs is None:
+            return None
+
+        taken = self._log.take(part.text, part.logprobs, completion)
+        text_of = self._log.text_of
+        return {
+            "tokens": [text_of(entry.token_id) for _, entry in taken],
+            "token_logprobs": [entry.logprob for _, entry in taken],
+            "top_logprobs": [{text_of(token): value for token, value in entry.top} for _, entry in taken],
+            "text_offset": [offset for offset, _ in taken],
+        }
+
+
+def ended_json(completion: Completion) -> dict[str, Any]:
+    """The reasons why a text ended. `stop_reason`, which is not in OpenAI's protocol, is the stop string or
+    token, or "context" if the context was full."""
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+CHAT_KINDS = ("chat.completion", "chat.completion.chunk")
 
 
 class FunctionName(Wire, kw_only=True):
@@ -154,7 +394,7 @@ async def chat(service: Service, request: Request) -> Response:
     answer = ChoicesAnswer(
         [ChatChoice(model.engine, tools.use, has_logprobs=body.logprobs) for _ in range(body.n)],
         body,
-        KINDS,
+        CHAT_KINDS,
         answer_id=request_id,
         model=model.name,
         shows_cached_tokens=service.shows_cached_tokens,

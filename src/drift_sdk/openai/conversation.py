@@ -1,4 +1,4 @@
-"""Messages and tools of OpenAI's chat protocol, in the form that engines take."""
+"""Messages and tools in the form that engines take, and parts of answers with log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,111 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from drift_sdk import RequestError
-from drift_sdk.openai.answer_parts import ToolUse
+from msgspec import Struct
+
+from drift_sdk import BaseEngine, Chunk, Completion, RequestError, TokenLogprobs, ToolCall
 from drift_sdk.openai.wire import Wire, convert
 
-__all__ = ["CHOICES", "Message", "Tools", "as_parts", "described_tool", "effort_args"]
+
+class TokenLog:
+    """The log-probabilities of a text's tokens, each with its text, its bytes and its offset in the text.
+
+    Tokens that do not belong to the text (the end of sequence, a stop string) are left out. An entry is
+    therefore kept back until the text in which it begins has been sent.
+    """
+
+    def __init__(self, engine: BaseEngine) -> None:
+        self._tokenizer = engine.tokenizer
+        self._detokenizer = engine.tokenizer.detokenizer()
+        self._waiting: list[tuple[int, TokenLogprobs]] = []
+        self._num_generated = 0
+        self._num_sent = 0
+
+    def take(
+        self,
+        text: str,
+        entries: Sequence[TokenLogprobs],
+        completion: Completion | None,
+        *,
+        is_split: bool = False,
+    ) -> list[tuple[int, TokenLogprobs]]:
+        """Add the entries of a chunk; returns those that can be sent with its text, with their offsets.
+
+        completion: given with the last chunk. is_split: the text is not all that was generated, so that it
+        does not show where it ends."""
+        self._num_sent += len(text)
+        for entry in entries:
+            self._waiting.append((self._num_generated, entry))
+            self._num_generated += len(self._detokenizer.push([entry.token_id]))
+        if is_split:
+            self._num_sent = self._num_generated
+        if completion is None or (
+            completion.finish_reason == "stop" and isinstance(completion.stop_reason, str)
+        ):
+            ready = sum(offset < self._num_sent for offset, _ in self._waiting)
+        else:
+            ready = len(self._waiting) - isinstance(completion.stop_reason, int)
+        taken, self._waiting = self._waiting[:ready], self._waiting[ready:]
+        return taken
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character. Special tokens are spelled out."""
+        tokenizer = self._tokenizer
+        data = tokenizer.token_bytes[token_id] if tokenizer.has_token_bytes else b""
+        return data or self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+    def text_of(self, token_id: int) -> str:
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def entry_json(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """An entry as the chat and Responses protocols write it."""
+        top = [self._token_json(token_id, logprob) for token_id, logprob in entry.top]
+        return {**self._token_json(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _token_json(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self.bytes_of(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+Ended = Literal["stop", "length", "tool_calls"]
+
+
+class ToolUse(Struct, frozen=True, kw_only=True):
+    """What a request allows in the answer besides text.
+
+    is_forced: the answer consists of tool calls, so that text after a call is one that was cut short.
+    max_calls: further calls are left out; None = all are kept.
+    """
+
+    is_forced: bool = False
+    max_calls: int | None = None
+
+
+class AnswerParts:
+    """Text and calls of one answer as they are shown."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._use = use
+        self._has_calls = False
+
+    def read(self, part: Chunk | Completion) -> tuple[str, list[ToolCall]]:
+        """Text and calls of a chunk, or of a whole answer. Reasoning is shown as it is."""
+        calls = [call for call in part.tool_calls if self._is_kept(call)]
+        self._has_calls |= bool(calls)
+        return "" if self._use.is_forced and self._has_calls else part.text, calls
+
+    def ended(self, completion: Completion) -> Ended:
+        """Why the answer ended. One that has all calls it may have is not cut short."""
+        calls, is_cut = completion.tool_calls, completion.finish_reason == "length"
+        is_full = self._use.max_calls is not None and len(calls) >= self._use.max_calls
+        if calls and (not is_cut or is_full):
+            return "tool_calls"
+
+        return "length" if is_cut else "stop"
+
+    def _is_kept(self, call: ToolCall) -> bool:
+        return self._use.max_calls is None or call.index < self._use.max_calls
+
 
 MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[\w.-]+")

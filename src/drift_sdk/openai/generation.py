@@ -20,9 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from drift_sdk import Chunk, Completion, DriftError, Samples
-from drift_sdk.openai.errors import Cancelled
-
-__all__ = ["DONE", "Answer", "Event", "Generation", "respond", "while_connected"]
+from drift_sdk.openai.wire import Cancelled
 
 ResultT = TypeVar("ResultT")
 Found = tuple[int, Chunk]

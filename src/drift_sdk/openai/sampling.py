@@ -9,19 +9,6 @@ from typing import Any, Literal
 from drift_sdk import JsonSchema, Lark, Regex, RequestError, SamplingParams
 from drift_sdk.openai.wire import Strict
 
-__all__ = [
-    "ANY_OBJECT",
-    "IGNORED",
-    "NEVER",
-    "REFUSED",
-    "SAMPLING",
-    "Form",
-    "Grammar",
-    "ResponseFormat",
-    "StructuredOutputs",
-    "params_of",
-]
-
 Grammar = JsonSchema | Regex | Lark
 ANY_OBJECT = {"type": "object"}
 

@@ -16,10 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from drift_sdk import BaseEngine, ConfigError, RequestError, SamplingParams
-from drift_sdk.openai.errors import Unauthorised, UnknownModel
-from drift_sdk.openai.wire import Body, decode
-
-__all__ = ["Keys", "Model", "Service"]
+from drift_sdk.openai.wire import Body, Unauthorised, UnknownModel, decode
 
 BodyT = TypeVar("BodyT", bound=Body)
 CLOSE = {"Connection": "close"}
