@@ -19,7 +19,7 @@ from pathlib import Path
 from msgspec import UNSET, UnsetType
 
 from drift_sdk import Chain, EngineConfig, SamplingParams, Speculation
-from drift_sdk.cli.acceptance import Measured, measure, read_prompts, verdict
+from drift_sdk.cli.drafts import Measured, measure, read_prompts, verdict
 from drift_sdk.errors import DriftError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve

@@ -12,9 +12,9 @@ from draft_zoo import make_draft
 from model_zoo import make_model
 
 from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
-from drift_sdk.cli import acceptance
-from drift_sdk.cli.acceptance import PROMPTS, Measured, layers_by_convention, measure, read_prompts, verdict
+from drift_sdk.cli import drafts
 from drift_sdk.cli.command_line import main
+from drift_sdk.cli.drafts import PROMPTS, Measured, layers_by_convention, measure, read_prompts, verdict
 from drift_sdk.models.draft_head import DraftDecoder
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
@@ -167,7 +167,7 @@ def test_prompts_that_are_no_regular_file_or_too_large_are_refused(
     fifo, large = tmp_path / "fifo", tmp_path / "large"
     os.mkfifo(fifo)
     large.write_text("prompt\n")
-    monkeypatch.setattr(acceptance, "MAX_FILE_BYTES", 6)
+    monkeypatch.setattr(drafts, "MAX_FILE_BYTES", 6)
     cases = ((fifo, "is a FIFO"), (tmp_path, "is a directory"), (tmp_path / "none", "that exists"))
     for path, message in (*cases, (large, "at most 6 bytes")):
         with pytest.raises(ConfigError, match=message) as caught:

@@ -33,11 +33,10 @@ from drift_sdk import (
     TokenStream,
     __version__,
 )
-from drift_sdk.cli import doctor
+from drift_sdk.cli import readiness
 from drift_sdk.cli.command_line import main
-from drift_sdk.cli.doctor import Device, examine
-from drift_sdk.cli.terminal import hide_progress, show_progress
-from drift_sdk.cli.warm import Warmed, kernel_cache
+from drift_sdk.cli.engine_start import hide_progress, show_progress
+from drift_sdk.cli.readiness import Device, Warmed, examine, kernel_cache
 from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, ScriptedModel, scripted_engine
 
@@ -89,8 +88,8 @@ def test_doctor_prints_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> N
 def test_doctor_fails_where_no_engine_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "tokenizers" else "1.0")
-    monkeypatch.setattr(doctor, "MIN_TORCH", (99, 0))
+    monkeypatch.setattr(readiness, "version_of", lambda name: None if name == "tokenizers" else "1.0")
+    monkeypatch.setattr(readiness, "MIN_TORCH", (99, 0))
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "problem: tokenizers is not installed" in said
@@ -102,7 +101,7 @@ def test_doctor_reports_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPa
     def broken(torch):
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(doctor, "gpus", broken)
+    monkeypatch.setattr(readiness, "gpus", broken)
     diagnosis = examine()
     assert not diagnosis.is_usable
     assert diagnosis.problems == ["CUDA does not work: no kernel image"]
@@ -119,17 +118,17 @@ def test_doctor_runs_where_the_engine_cannot_be_imported(monkeypatch: pytest.Mon
 
 
 def test_doctor_needs_packages_for_gpus_only_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "FOR_GPU", ("triton", "cuda-core"))
-    monkeypatch.setattr(doctor, "version_of", lambda name: None if name in doctor.FOR_GPU else "9.9")
+    monkeypatch.setattr(readiness, "FOR_GPU", ("triton", "cuda-core"))
+    monkeypatch.setattr(readiness, "version_of", lambda name: None if name in readiness.FOR_GPU else "9.9")
     gpu = Device(name="GPU", compute_capability="9.0", free_memory=1, total_memory=1)
-    monkeypatch.setattr(doctor, "gpus", lambda torch: [])
+    monkeypatch.setattr(readiness, "gpus", lambda torch: [])
     diagnosis = examine()
     assert (diagnosis.problems, diagnosis.is_usable) == ([], True)
     assert (
         "without triton, cuda-core: an engine on a GPU needs them, on the CPU it does not" in diagnosis.notes
     )
-    monkeypatch.setattr(doctor, "gpus", lambda torch: [gpu])
-    monkeypatch.setattr(doctor, "chosen_executor", lambda device: ("eager", "triton not installed"))
+    monkeypatch.setattr(readiness, "gpus", lambda torch: [gpu])
+    monkeypatch.setattr(readiness, "chosen_executor", lambda device: ("eager", "triton not installed"))
     assert examine().problems == ["triton is not installed", "cuda-core is not installed"]
 
 
@@ -139,7 +138,7 @@ def test_doctor_notes_that_torch_has_no_bytecode(monkeypatch: pytest.MonkeyPatch
     assert f"python -m compileall -q {Path(torch.__file__).parents[1]} writes it" in note
     (tmp_path / "torch.pyc").touch()
     assert not any("bytecode" in note for note in examine().notes)
-    assert doctor.keeps_bytecode(sys)  # built in: nothing to compile
+    assert readiness.keeps_bytecode(sys)  # built in: nothing to compile
 
 
 def test_progress_of_a_download_shows_files_and_bytes(
@@ -156,8 +155,8 @@ def test_progress_of_a_download_shows_files_and_bytes(
 
 
 def test_doctor_names_the_extra_of_an_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "llguidance" else "1.0")
-    monkeypatch.setattr(doctor, "keeps_bytecode", lambda module: True)
+    monkeypatch.setattr(readiness, "version_of", lambda name: None if name == "llguidance" else "1.0")
+    monkeypatch.setattr(readiness, "keeps_bytecode", lambda module: True)
     diagnosis = examine()
     assert diagnosis.notes == ['without llguidance: pip install "drift-engine[grammar]" adds it']
     assert diagnosis.is_usable
@@ -180,8 +179,8 @@ def test_cuda_driver_version_is_read_from_the_kernel_module(
 ) -> None:
     file = tmp_path / "version"
     file.write_text(f"{text}\nGCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n")
-    monkeypatch.setattr(doctor, "DRIVER_FILE", file)
-    assert doctor.cuda_driver() == version
+    monkeypatch.setattr(readiness, "DRIVER_FILE", file)
+    assert readiness.cuda_driver() == version
 
 
 def test_diagnosis_lists_gpus() -> None:
@@ -485,7 +484,7 @@ def test_warm_starts_with_the_settings_it_is_given(
         seconds = (("load weights", 1.5), ("capture graphs", 12.0))
         return Warmed(executor="graph", start_seconds=seconds, kernel_cache=Path("/cache"))
 
-    monkeypatch.setattr("drift_sdk.cli.warm.warm", warm)
+    monkeypatch.setattr("drift_sdk.cli.readiness.warm", warm)
     settings = {
         "device": "cpu",
         "dtype": "bfloat16",

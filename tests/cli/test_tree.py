@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drift_sdk.cli.command_line import main
-from drift_sdk.cli.tree import describe_tree
+from drift_sdk.cli.drafts import describe_tree
 from drift_sdk.speculation import DynamicTree, StaticTree
 
 

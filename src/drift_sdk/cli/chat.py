@@ -8,15 +8,13 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from drift_sdk.cli.terminal import hide_progress, print_error, show_progress
+from drift_sdk.cli.engine_start import hide_progress, print_error, show_progress
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.errors import PromptTooLong, RequestError
 from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingOptions
 from drift_sdk.stream import TokenStream
-
-__all__ = ["chat"]
 
 PROMPT = "> "
 

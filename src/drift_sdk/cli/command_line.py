@@ -25,27 +25,22 @@ from drift_sdk import (
     SamplingParams,
     __version__,
 )
-from drift_sdk.cli.acceptance import read_prompts, run_acceptance
 from drift_sdk.cli.chat import chat
-from drift_sdk.cli.doctor import run_doctor
-from drift_sdk.cli.engine_options import (
+from drift_sdk.cli.drafts import read_prompts, run_acceptance, run_tree
+from drift_sdk.cli.engine_start import (
     INSPECT_SETTINGS,
     WARM_SETTINGS,
     add_drafts,
     add_settings,
     config_of,
     option_name,
+    print_error,
     speculation,
 )
-from drift_sdk.cli.inspect import run_inspect
+from drift_sdk.cli.readiness import run_doctor, run_inspect, run_warm
 from drift_sdk.cli.serve import add_serve_options, serve_command
-from drift_sdk.cli.terminal import print_error
-from drift_sdk.cli.tree import run_tree
-from drift_sdk.cli.warm import run_warm
 from drift_sdk.errors import FieldError, short_repr
 from drift_sdk.speculation import MTP
-
-__all__ = ["main"]
 
 MODEL_HELP = "a folder, a .gguf file, a hub id, or a hub id with a quantisation, such as owner/name:Q4_K_M"
 ONLY_READING = ("doctor", "inspect", "tree")

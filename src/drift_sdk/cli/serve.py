@@ -10,14 +10,18 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from drift_sdk.cli.engine_options import SERVE_SETTINGS, add_drafts, add_settings, config_of
-from drift_sdk.cli.terminal import hide_progress, show_progress
+from drift_sdk.cli.engine_start import (
+    SERVE_SETTINGS,
+    add_drafts,
+    add_settings,
+    config_of,
+    hide_progress,
+    show_progress,
+)
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.events import EngineFailed, Event
-
-__all__ = ["add_serve_options", "serve_command"]
 
 KEY_VARIABLE = "DRIFTSDK_API_KEY"
 MAX_PORT = 65_535

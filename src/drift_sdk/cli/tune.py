@@ -44,13 +44,11 @@ from drift_sdk._kernels.gemm.tuning import (
     write_whole,
 )
 from drift_sdk._kernels.launch.gpu_limits import gpu_limits
-from drift_sdk.cli.terminal import hide_progress, show_progress
-from drift_sdk.cli.warm import warm
+from drift_sdk.cli.engine_start import hide_progress, show_progress
+from drift_sdk.cli.readiness import warm
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import DriftError
 from drift_sdk.progress import Progress
-
-__all__ = ["read_log", "read_table", "tune_model", "tune_shapes"]
 
 SHAPES_AT_ONCE = 16
 """Shapes whose candidates are compiled together, before they are timed. The weights of each take about 0.4 GB

@@ -1,4 +1,8 @@
-"""The command `doctor`: examines the machine and reports what an engine would find there."""
+"""The commands `doctor`, `inspect` and `warm`, for use before a model is served.
+
+`doctor` examines the machine and reports what an engine would find there. `inspect` reports whether a model
+can be served on this machine, and what it takes. `warm` compiles the kernels that serving a model needs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import importlib.metadata
 import platform
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +18,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-__all__ = ["Device", "Diagnosis", "examine", "run_doctor"]
+from drift_sdk.cli.engine_start import hide_progress, show_progress
+from drift_sdk.config import EngineConfig
+from drift_sdk.engine import Engine
+from drift_sdk.inspection import inspect
+from drift_sdk.progress import Progress
 
 REQUIRED = (
     *("torch", "anyio", "msgspec", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf"),
@@ -240,3 +249,70 @@ def free_memory() -> int | None:
     file = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.exists() else None
     return int(found.group(1)) * 1024 if found is not None else None
+
+
+def run_inspect(model: str | Path, config: EngineConfig, *, as_json: bool) -> int:
+    """Print what `inspect` finds, as JSON or as text; the exit status, 1 if the model cannot be served."""
+    info = inspect(model, config)
+    if as_json:
+        found = {"is_supported": info.is_supported, **msgspec.to_builtins(info)}
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        print(info.text())
+
+    return 0 if info.is_supported else 1
+
+
+class Warmed(Struct, frozen=True, kw_only=True):
+    """An engine that was started and closed so that its kernels are compiled.
+
+    executor:      how it runs steps.
+    start_seconds: stages of the start and the seconds that each took, in order.
+    kernel_cache:  the folder that holds the compiled kernels; None if the executor has none.
+    """
+
+    executor: str
+    start_seconds: tuple[tuple[str, float], ...]
+    kernel_cache: Path | None
+
+    def text(self) -> str:
+        """A line for each stage, and where the kernels are."""
+        width = max(len(stage) for stage, _ in self.start_seconds)
+        lines = [f"{stage:<{width}}  {seconds:7.2f} s" for stage, seconds in self.start_seconds]
+        if self.kernel_cache is None:
+            lines.append(f"nothing to compile: the {self.executor} executor runs torch's own kernels")
+        else:
+            lines.append(f"kernels are in {self.kernel_cache}")
+
+        return "\n".join(lines)
+
+
+async def warm(
+    model: str | Path, config: EngineConfig, on_progress: Callable[[Progress], None] | None = None
+) -> Warmed:
+    """Start an engine, which compiles every kernel that is not in the cache, and close it. Raises what
+    starting the engine raises."""
+    async with Engine(model, config, on_progress=on_progress) as engine:
+        executor, seconds = engine.executor, engine.stats().start_seconds
+
+    return Warmed(executor=executor, start_seconds=seconds, kernel_cache=kernel_cache(executor))
+
+
+async def run_warm(model: str | Path, config: EngineConfig) -> int:
+    """Run `warm` and print its outcome; the exit status, always 0."""
+    warmed = await warm(model, config, show_progress)
+    hide_progress()
+    print(warmed.text())
+    return 0
+
+
+def kernel_cache(executor: str) -> Path | None:
+    """The folder of the kernels that an executor compiles; None if it compiles none."""
+    if executor != "graph":
+        return None
+
+    from drift_sdk._kernels.launch.kernel import (
+        cache_folder,  # imported here, for it needs Triton  # imported here, for it needs Triton
+    )
+
+    return cache_folder()

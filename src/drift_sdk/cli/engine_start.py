@@ -1,22 +1,13 @@
-"""Options of commands that stand for fields of EngineConfig."""
+"""Starting an engine from the command line: options for its config; errors and progress on stderr."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 
 from drift_sdk import Chain, ConfigError, EngineConfig, NGram, Speculation
-
-__all__ = [
-    "INSPECT_SETTINGS",
-    "SERVE_SETTINGS",
-    "WARM_SETTINGS",
-    "add_drafts",
-    "add_settings",
-    "config_of",
-    "option_name",
-    "speculation",
-]
+from drift_sdk.progress import Download, Progress
 
 Settings = Mapping[str, tuple[type[int] | type[float] | type[str], str]]
 
@@ -103,3 +94,30 @@ def config_of(options: argparse.Namespace, settings: Settings) -> EngineConfig:
     """The config that the options of these settings make. Raises ConfigError for a value out of range."""
     given = {name: getattr(options, name) for name in settings}
     return EngineConfig(**given, speculation=speculation(options) if "draft" in options else None)
+
+
+def print_error(error: Exception, text: str | None = None) -> None:
+    """Print one line on stderr: the name of the error's class and `text`, by default the error's message."""
+    print(f"{type(error).__name__}: {text if text is not None else error}", file=sys.stderr)
+
+
+def show_progress(progress: Progress) -> None:
+    """Overwrite the current line of stderr with a stage, its percentage and what has been downloaded; nothing
+    if it is no terminal."""
+    if sys.stderr.isatty():
+        line = f"{progress.stage}: {progress.fraction:.0%}"
+        if progress.download is not None:
+            line += f" ({describe_download(progress.download)})"
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def describe_download(download: Download) -> str:
+    """Files and bytes, such as "1 of 3 files, 0.40 of 4.08 GB"."""
+    done, total = (num_bytes / 1e9 for num_bytes in (download.num_bytes_done, download.num_bytes))
+    return f"{download.num_files_done} of {download.num_files} files, {done:.2f} of {total:.2f} GB"
+
+
+def hide_progress() -> None:
+    """Clear the line that `show_progress` wrote."""
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
