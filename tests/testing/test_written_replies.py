@@ -9,7 +9,7 @@ from chat_families import BOTH, FAMILIES, TOOLS
 
 from drift_sdk import ConfigError, EngineConfig, ToolCall
 from drift_sdk.testing import Reply, scripted_engine
-from drift_sdk.testing.written_replies import AT_START_ONLY, CALLS
+from drift_sdk.testing.replies import AT_START_ONLY, CALLS
 from drift_sdk.text.answers.tool_formats import TOOL_FORMATS
 
 USER = {"role": "user", "content": "hi"}

@@ -7,17 +7,16 @@
 Everything but the model is real: threads, streams, scheduling, stops, cancellation, parsing of tool calls.
 """
 
-from drift_sdk.testing.byte_tokens import EOS_TOKEN_ID, byte_alphabet, byte_tokenizer
 from drift_sdk.testing.engine import (
     CHAT_TEMPLATE,
     ScriptedEngine,
+    ScriptedExecutor,
     ScriptedModel,
     ScriptedSyncEngine,
     scripted_engine,
     scripted_sync_engine,
 )
-from drift_sdk.testing.executor import ScriptedExecutor
-from drift_sdk.testing.replies import NextToken, Reply, ReplyLike
+from drift_sdk.testing.replies import EOS_TOKEN_ID, NextToken, Reply, ReplyLike, byte_alphabet, byte_tokenizer
 
 __all__ = [
     "CHAT_TEMPLATE",
