@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drift_sdk import ConfigError
-from drift_sdk.profiling.acceptance_trace import AcceptanceTrace
+from drift_sdk.measurement import AcceptanceTrace
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.5, 2.56, 3.2, 4.0, 5.999])

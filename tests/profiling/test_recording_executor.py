@@ -10,8 +10,7 @@ from model_zoo import make_model
 from scheduled_run import sampling_of
 
 from drift_sdk import Chain, EngineConfig, NGram, SamplingParams, Speculation
-from drift_sdk.measurement import AcceptanceTrace, RecordedRounds, recorded_engine
-from drift_sdk.profiling.recording_executor import RecordingExecutor
+from drift_sdk.measurement import AcceptanceTrace, RecordedRounds, RecordingExecutor, recorded_engine
 from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotAssignment, SlotOutput, StepPlan, StepResult
 
 NUM_TOKENS = (60, 5, 70, 1)
