@@ -40,7 +40,7 @@ from drift_sdk import (
     SyncEngine,
 )
 from drift_sdk._fields import check_fields
-from drift_sdk._other_names import OTHER_NAMES
+from drift_sdk._validation import OTHER_NAMES
 from drift_sdk.ray.ray_engine import Placement
 from drift_sdk.testing import EOS_TOKEN_ID, Reply, ScriptedModel, scripted_engine
 

@@ -1,4 +1,4 @@
-"""Bounded deep copies of a caller's data as plain dicts, lists and scalars."""
+"""Bounded deep copies of a caller's data as plain dicts, lists and scalars; an immutable mapping."""
 
 from __future__ import annotations
 
@@ -18,18 +18,34 @@ from msgspec import Struct
 from drift_sdk._validation import PLAIN_TYPES, is_integer_dtype
 from drift_sdk.errors import RequestError, error_repr
 
-__all__ = [
-    "IdArray",
-    "MAX_DEPTH",
-    "MAX_ITEMS",
-    "MAX_JSON_CHARS",
-    "first_items",
-    "first_pairs",
-    "ids_of_array",
-    "reading",
-    "to_json",
-    "to_plain",
-]
+K = TypeVar("K")
+V = TypeVar("V", covariant=True)
+
+
+class FrozenMapping(Mapping[K, V]):
+    """An immutable mapping, sorted by its keys. It has a hash, so that a frozen Struct that holds one has one
+    too."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V]) -> None:
+        self._items = {key: items[key] for key in sorted(items)}  # type: ignore[type-var]  # keys can be sorted
+
+    def __getitem__(self, key: K) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
 
 MAX_DEPTH = 500
 """Most levels of nested data. Recursive functions fail on more, at a depth that depends on the version of

@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
 
 from msgspec import Meta, Struct
 
-from drift_sdk._environment import read_environment
-from drift_sdk._fields import check_field_names, check_fields, replace_fields
-from drift_sdk._keywords import ConfigFields
+from drift_sdk._fields import ConfigFields, check_field_names, check_fields, read_environment, replace_fields
 from drift_sdk._validation import check_str
 from drift_sdk.errors import ConfigError
 from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from drift_sdk._display import html_table, model_name, state_repr
-from drift_sdk._keywords import with_config
+from drift_sdk._fields import with_config
 from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig

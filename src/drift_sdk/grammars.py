@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Struct
 from typing_extensions import TypeVar
 
-from drift_sdk._fields import check_fields
-from drift_sdk._keywords import RequestFields
+from drift_sdk._fields import RequestFields, check_fields
 from drift_sdk._plain_data import MAX_JSON_CHARS, to_json
 from drift_sdk.errors import RequestError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drift_sdk._keywords import with_config
+from drift_sdk._fields import with_config
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.model_opener import opening_error
 from drift_sdk.errors import ConfigError, DriftError

@@ -10,7 +10,7 @@ import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 from msgspec import Struct
 
-from drift_sdk._keywords import RequestFields
+from drift_sdk._fields import RequestFields
 from drift_sdk._plain_data import IdArray
 from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.stream_updates import Signal

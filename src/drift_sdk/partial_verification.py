@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from drift_sdk._fields import check_fields, make_struct
-from drift_sdk._keywords import ConfigFields
+from drift_sdk._fields import ConfigFields, check_fields, make_struct
 from drift_sdk.errors import ConfigError
 
 __all__ = ["MAX_VIEW_BLOCK_SIZE", "PartialVerification", "ViewLayout"]

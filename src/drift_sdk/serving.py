@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Unpack, overload
 
-from drift_sdk._keywords import check_options, with_config
+from drift_sdk._fields import check_options, with_config
 from drift_sdk._plain_data import IdArray
 from drift_sdk._validation import check_bool, check_choice, check_int, plain_scalar
 from drift_sdk.config import EngineConfig

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Unpack, overload
 
 from drift_sdk._display import html_table, state_repr
-from drift_sdk._keywords import with_config
+from drift_sdk._fields import with_config
 from drift_sdk._plain_data import IdArray
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec

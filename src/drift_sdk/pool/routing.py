@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from drift_sdk._fields import check_fields
-from drift_sdk._keywords import ConfigFields
+from drift_sdk._fields import ConfigFields, check_fields
 from drift_sdk.driver.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from drift_sdk.errors import ConfigError
 

@@ -15,9 +15,8 @@ from msgspec.structs import force_setattr
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 import ray
-from drift_sdk._fields import check_fields
-from drift_sdk._frozen_mapping import FrozenMapping
-from drift_sdk._keywords import with_config
+from drift_sdk._fields import check_fields, with_config
+from drift_sdk._plain_data import FrozenMapping
 from drift_sdk._validation import check_float, check_int, check_str
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.model_opener import OpenModel

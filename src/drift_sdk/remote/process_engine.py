@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio
 
-from drift_sdk._keywords import with_config
+from drift_sdk._fields import with_config
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.model_opener import OpenModel

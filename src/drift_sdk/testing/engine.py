@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from drift_sdk._keywords import with_config
+from drift_sdk._fields import with_config
 from drift_sdk._validation import check_float, check_int
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.model_opener import LoadedModel, with_limits
