@@ -7,8 +7,8 @@ import pickle
 import pytest
 from msgspec.structs import replace
 
-from drift_sdk import EngineConfig, SamplingParams, __version__, engine_kind
-from drift_sdk.engine_kind import EngineKind
+from drift_sdk import EngineConfig, SamplingParams, __version__, base_engine
+from drift_sdk.base_engine import EngineKind
 
 
 def kind_of(config: EngineConfig) -> EngineKind:
@@ -49,13 +49,13 @@ def test_kind_can_be_sent_to_another_process() -> None:
 
 
 def test_tuned_table_is_found_by_the_name_of_the_gpu() -> None:
-    assert len(engine_kind.table_hash("NVIDIA H200")) == 64
-    assert engine_kind.table_hash("NVIDIA unknown") == ""
+    assert len(base_engine.table_hash("NVIDIA H200")) == 64
+    assert base_engine.table_hash("NVIDIA unknown") == ""
 
 
 def test_cpu_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
-    monkeypatch.setattr(engine_kind, "CPU_INFO", tmp_path / "cpuinfo")
-    assert engine_kind.device_name("cpu") == "Some CPU @ 2 GHz"
-    monkeypatch.setattr(engine_kind, "CPU_INFO", tmp_path / "none")
-    assert engine_kind.device_name("cpu")
+    monkeypatch.setattr(base_engine, "CPU_INFO", tmp_path / "cpuinfo")
+    assert base_engine.device_name("cpu") == "Some CPU @ 2 GHz"
+    monkeypatch.setattr(base_engine, "CPU_INFO", tmp_path / "none")
+    assert base_engine.device_name("cpu")

@@ -42,11 +42,10 @@ from drift_sdk.results import (
     ToolCall,
     Usage,
 )
-from drift_sdk.samples import Samples
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.speculation import Chain, DynamicTree, NGram, Speculation, StaticTree, load_tree
 from drift_sdk.stats import EngineStats
-from drift_sdk.stream import TokenStream
+from drift_sdk.stream import Samples, TokenStream
 from drift_sdk.sync import SyncEngine
 from drift_sdk.sync_stream import SyncStream
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from drift_sdk._display import html_table, model_name, state_repr
 from drift_sdk._fields import with_config
 from drift_sdk._validation import check_float
-from drift_sdk.base_engine import BaseEngine
+from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress
 from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
@@ -22,14 +22,13 @@ from drift_sdk.driver.model_opener import LoadedModel, OpenModel, with_limits
 from drift_sdk.driver.process_hooks import without_collection
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
 from drift_sdk.driver.requests import Request
-from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
 from drift_sdk.progress import Progress, Report
+from drift_sdk.serving import Submission
 from drift_sdk.startup.device_context import device_contexts
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.steps import ExecutorLimits
-from drift_sdk.submission import Submission
 
 __all__ = ["Engine"]
 

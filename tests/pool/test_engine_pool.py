@@ -240,7 +240,7 @@ async def test_replay_with_other_tokens_is_an_error() -> None:
 
 async def test_replay_is_refused_for_replicas_of_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(["NVIDIA H200", "NVIDIA A100"])
-    monkeypatch.setattr("drift_sdk.engine_kind.device_name", lambda device: next(names))
+    monkeypatch.setattr("drift_sdk.base_engine.device_name", lambda device: next(names))
     pool = pool_of(2, routing=REPLAY)
     with pytest.raises(ConfigError, match=r"replica 1 differs: device: 'NVIDIA H200' and 'NVIDIA A100'"):
         await pool.start()

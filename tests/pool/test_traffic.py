@@ -27,7 +27,7 @@ from drift_sdk.pool.pool_state import MAX_ATTEMPTS, Replica, Traffic
 from drift_sdk.pool.replay import Attempt
 from drift_sdk.pool.routing import Router
 from drift_sdk.results import Timing, Usage
-from drift_sdk.submission import Submission
+from drift_sdk.serving import Submission
 
 NUM_REPLICAS, NUM_SLOTS = 3, 4
 TIMING = Timing(queued_s=0.0, prefill_s=0.0, first_token_s=0.0, decode_s=0.0)

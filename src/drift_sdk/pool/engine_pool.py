@@ -14,11 +14,10 @@ from msgspec.structs import replace
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._fields import with_config
 from drift_sdk._validation import check_bool, check_float, check_int
-from drift_sdk.base_engine import BaseEngine
+from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine import Engine
-from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
 from drift_sdk.pool.pool_state import (
@@ -32,8 +31,8 @@ from drift_sdk.pool.pool_state import (
 from drift_sdk.pool.routing import Routing
 from drift_sdk.progress import Progress
 from drift_sdk.remote.process_engine import ProcessEngine
+from drift_sdk.serving import Submission
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
-from drift_sdk.submission import Submission
 
 MAX_REPLICAS = 1024
 

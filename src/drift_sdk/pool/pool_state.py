@@ -18,8 +18,8 @@ from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, ReplicaFailed, RequestError
 from drift_sdk.pool.replay import Attempt, Route, is_loss
 from drift_sdk.pool.routing import Load, PromptBlocks, Router, Routing
+from drift_sdk.serving import Submission
 from drift_sdk.stats import EngineMetrics, EngineStats, Histogram, Histograms
-from drift_sdk.submission import Submission
 
 
 class ReplicaStats(Struct, frozen=True, kw_only=True):

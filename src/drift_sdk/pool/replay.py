@@ -15,7 +15,7 @@ from drift_sdk.driver.stream_updates import Update
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError
 from drift_sdk.pool.routing import PromptBlocks
 from drift_sdk.results import Chunk, Completion, TokenLogprobs, ToolCall
-from drift_sdk.submission import Submission
+from drift_sdk.serving import Submission
 
 
 class ReplayDiverged(Exception):

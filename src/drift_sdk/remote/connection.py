@@ -38,8 +38,8 @@ from drift_sdk.remote.messages import (
     SubmitRequests,
 )
 from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.serving import Submission
 from drift_sdk.stats import EngineMetrics, EngineStats, counts_of
-from drift_sdk.submission import Submission
 
 RETRY_S = 30.0
 """Seconds for which calls of a host that cannot be reached are repeated, before it counts as lost."""

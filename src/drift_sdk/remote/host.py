@@ -11,11 +11,10 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 
-from drift_sdk.base_engine import BaseEngine
+from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.prompts import Prompt
 from drift_sdk.driver.stream_updates import StreamUpdates, Update
-from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.remote.messages import (
     Batch,
@@ -26,8 +25,8 @@ from drift_sdk.remote.messages import (
     SubmitRequests,
     TakeBackPause,
 )
+from drift_sdk.serving import Submission
 from drift_sdk.stats import EngineMetrics
-from drift_sdk.submission import Submission
 
 
 class MailboxReceiver:

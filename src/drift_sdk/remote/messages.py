@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from drift_sdk.base_engine import EngineKind
 from drift_sdk.driver.prompts import Prompt
-from drift_sdk.engine_kind import EngineKind
 from drift_sdk.results import Chunk, Completion
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.stats import EngineMetrics

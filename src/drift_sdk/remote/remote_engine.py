@@ -14,13 +14,12 @@ from typing import TypeVar
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
-from drift_sdk.base_engine import BaseEngine
+from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loops import Latch, LoopThread
 from drift_sdk.driver.process_hooks import num_forks
 from drift_sdk.driver.prompts import ModelText, Prompt
-from drift_sdk.engine_kind import EngineKind
 from drift_sdk.errors import (
     ConfigError,
     DriftError,
@@ -31,8 +30,8 @@ from drift_sdk.errors import (
 )
 from drift_sdk.remote.connection import Connection, HostLink, unsendable
 from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable, Opened, TakeBackPause
+from drift_sdk.serving import Submission
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
-from drift_sdk.submission import Submission
 
 
 class Shared:
