@@ -21,7 +21,7 @@ from drift_sdk import (
 )
 from drift_sdk.results import Timing, Usage
 from drift_sdk.stream import TokenStream
-from drift_sdk.sync_stream import SyncStream
+from drift_sdk.sync import SyncStream
 from drift_sdk.testing import Reply, ScriptedModel, scripted_engine
 
 HOSTILE = '</pre></td></table><script>alert(1)</script>&amp;"<img src=x onerror=y>'

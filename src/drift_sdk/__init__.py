@@ -10,7 +10,7 @@ from __future__ import annotations
 from drift_sdk.base_engine import BaseEngine
 from drift_sdk.config import EngineConfig, EngineOptions
 from drift_sdk.conversation import Message, ToolSpec
-from drift_sdk.engine import Engine
+from drift_sdk.engine import Engine, inspect
 from drift_sdk.errors import (
     ConfigError,
     DriftError,
@@ -23,10 +23,8 @@ from drift_sdk.errors import (
     RequestError,
 )
 from drift_sdk.grammars import JsonSchema, Lark, Regex
-from drift_sdk.inspection import inspect
 from drift_sdk.jobs import Job, JobDone, JobFailed, JobResult
 from drift_sdk.model_info import ModelInfo, RemoteFile
-from drift_sdk.partial_verification import PartialVerification
 from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.pool_state import ReplicaStats
 from drift_sdk.pool.routing import Routing
@@ -43,11 +41,18 @@ from drift_sdk.results import (
     Usage,
 )
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
-from drift_sdk.speculation import Chain, DynamicTree, NGram, Speculation, StaticTree, load_tree
+from drift_sdk.speculation import (
+    Chain,
+    DynamicTree,
+    NGram,
+    PartialVerification,
+    Speculation,
+    StaticTree,
+    load_tree,
+)
 from drift_sdk.stats import EngineStats
 from drift_sdk.stream import Samples, TokenStream
-from drift_sdk.sync import SyncEngine
-from drift_sdk.sync_stream import SyncStream
+from drift_sdk.sync import SyncEngine, SyncStream
 
 __all__ = [
     "BaseEngine",

@@ -13,8 +13,7 @@ from msgspec import Meta, Struct
 from drift_sdk._fields import ConfigFields, check_field_names, check_fields, read_environment, replace_fields
 from drift_sdk._validation import check_str
 from drift_sdk.errors import ConfigError
-from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE
-from drift_sdk.speculation import Speculation
+from drift_sdk.speculation import MAX_VIEW_BLOCK_SIZE, Speculation
 
 __all__ = ["PREFILL_TOKEN_BUDGETS", "EngineConfig", "EngineOptions", "prefill_token_budget"]
 

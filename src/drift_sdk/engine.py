@@ -1,4 +1,4 @@
-"""Engine: life cycle, pause and sleep, statistics."""
+"""Engine: life cycle, pause and sleep, statistics; and the examination of a model before it is loaded."""
 
 from __future__ import annotations
 
@@ -18,19 +18,50 @@ from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loops import Latch
-from drift_sdk.driver.model_opener import LoadedModel, OpenModel, with_limits
+from drift_sdk.driver.model_opener import LoadedModel, OpenModel, opening_error, with_limits
 from drift_sdk.driver.process_hooks import without_collection
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
 from drift_sdk.driver.requests import Request
-from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
+from drift_sdk.errors import ConfigError, DriftError, EngineClosed, RequestError, short_repr
 from drift_sdk.events import Event
+from drift_sdk.model_info import ModelInfo
 from drift_sdk.progress import Progress, Report
 from drift_sdk.serving import Submission
 from drift_sdk.startup.device_context import device_contexts
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.steps import ExecutorLimits
 
-__all__ = ["Engine"]
+
+@with_config(EngineConfig)
+def inspect(model: str | Path, config: EngineConfig | None = None) -> ModelInfo:
+    """Find out whether an engine can serve a model with a config on this machine, and what that takes,
+    without loading or downloading weights.
+
+    model:  as of `Engine`. For a hub id, the small files (settings and tokenizer) are downloaded to the hub's
+            cache, and of a .gguf file there the header.
+    config: as of `Engine`. The draft of its speculation is not examined.
+
+    Blocks for as long as files are read and the hub answers: in a coroutine, use
+    `await asyncio.to_thread(inspect, model)`. Imports torch, and initialises CUDA if the device is a GPU.
+
+    What keeps an engine from serving the model is in `ModelInfo.reasons`. Raises ModelLoadError if the model
+    cannot be found or examined, and ConfigError for a wrong argument.
+    """
+    if not isinstance(model, str | Path) or not str(model):
+        raise ConfigError.of("model", model, "a folder, a .gguf file or a hub id")
+
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ConfigError.of("config", config, "an EngineConfig")
+
+    try:
+        # Imported here, so that `import drift_sdk` loads no torch.
+        from drift_sdk.startup.model_inspection import inspect_model
+
+        return inspect_model(model, config if config is not None else EngineConfig())
+    except DriftError:
+        raise
+    except Exception as error:
+        raise opening_error(error) from error
 
 
 class Engine(BaseEngine):

@@ -23,7 +23,7 @@ from drift_sdk._kernels.views import (
     select_blocks,
     view_blocks,
 )
-from drift_sdk.partial_verification import PartialVerification, ViewLayout
+from drift_sdk.speculation import PartialVerification, ViewLayout
 
 pytestmark = pytest.mark.kernel
 

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from drift_sdk.draft_policy.policy import ViewCosts
-from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, SchedulerConfig
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
+from drift_sdk.speculation import PartialVerification, ViewLayout
 from drift_sdk.steps import StepPlan
 
 MAX_DEPTH = 3

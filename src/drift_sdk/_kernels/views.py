@@ -73,7 +73,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk.partial_verification import MAX_VIEW_BLOCK_SIZE, ViewLayout
+from drift_sdk.speculation import MAX_VIEW_BLOCK_SIZE, ViewLayout
 
 
 class Retrieval(Struct, frozen=True):

@@ -18,9 +18,8 @@ from msgspec import Struct, structs
 from drift_sdk._files import has_file
 from drift_sdk.cli.engine_start import hide_progress, show_progress
 from drift_sdk.config import EngineConfig
-from drift_sdk.engine import Engine
+from drift_sdk.engine import Engine, inspect
 from drift_sdk.errors import ConfigError, ModelLoadError
-from drift_sdk.inspection import inspect
 from drift_sdk.jobs import Job
 from drift_sdk.results import SpeculationStats
 from drift_sdk.sampling_params import SamplingParams

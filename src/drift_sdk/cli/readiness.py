@@ -20,8 +20,7 @@ from msgspec import Struct
 
 from drift_sdk.cli.engine_start import hide_progress, show_progress
 from drift_sdk.config import EngineConfig
-from drift_sdk.engine import Engine
-from drift_sdk.inspection import inspect
+from drift_sdk.engine import Engine, inspect
 from drift_sdk.progress import Progress
 
 REQUIRED = (

@@ -28,10 +28,9 @@ from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
-from drift_sdk.partial_verification import PartialVerification, ViewLayout
 from drift_sdk.progress import Report
 from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec
-from drift_sdk.speculation import Chain, Speculation
+from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout
 from drift_sdk.startup.model_parts import ModelPart, shards_of
 from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
 from drift_sdk.steps import Executor, ExecutorLimits

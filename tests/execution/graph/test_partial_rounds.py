@@ -34,7 +34,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.partial_verification import PartialVerification, ViewLayout
+from drift_sdk.speculation import PartialVerification, ViewLayout
 from drift_sdk.steps import (
     BlockUpdate,
     ExecutorLimits,

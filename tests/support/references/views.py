@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.views import Retrieval
-from drift_sdk.partial_verification import ViewLayout
+from drift_sdk.speculation import ViewLayout
 
 
 def block_shares_reference(

@@ -34,7 +34,7 @@ from drift_sdk.models.attention import (
     ViewRows,
 )
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.partial_verification import ViewLayout
+from drift_sdk.speculation import ViewLayout
 from drift_sdk.steps import DecodeRow, ExecutorLimits, SlotOutput, Violation
 from drift_sdk.trees import Draft, DraftLimit, TokenTree
 

@@ -40,8 +40,8 @@ from drift_sdk.execution.forward.products import Products
 from drift_sdk.execution.forward.rows import LayerBuffers, Rows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
-from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.spec.model import Attention
+from drift_sdk.speculation import ViewLayout
 
 SCRATCH_SHARE = 64
 """The partial sums take at most 1 / SCRATCH_SHARE of a GPU's memory: 2.2 GiB of an H200's 140 GiB, which is

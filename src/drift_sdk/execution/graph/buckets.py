@@ -16,8 +16,8 @@ from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk.execution.rounds.drafter import RoundSizes
 from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_rounds
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.spec.model import BORDER
+from drift_sdk.speculation import ViewLayout
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -28,8 +28,8 @@ from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket
 from drift_sdk.execution.graph.graph_steps import GraphSteps, Step
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.partial_verification import ViewLayout
 from drift_sdk.progress import Report, ignore_progress
+from drift_sdk.speculation import ViewLayout
 from drift_sdk.steps import ExecutorLimits
 
 FitBlocks = Callable[[int], int]
