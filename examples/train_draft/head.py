@@ -15,7 +15,7 @@ from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import required_shapes
 from drift_sdk.models.layers import rms_norm, rotary_tables, rotate
-from drift_sdk.spec.model import Channel, Experts, ModelSpec
+from drift_sdk.spec.model import Channel, ModelSpec, experts_of, mlp_of
 
 from .target import Target
 
@@ -56,11 +56,9 @@ def mlp_width(target: ModelSpec) -> int:
 
 
 def _width(channel: Channel) -> int:
-    if not isinstance(channel, Experts):
-        return channel.intermediate_size
-
-    shared = 0 if channel.shared is None else channel.shared.intermediate_size
-    return channel.num_active * channel.intermediate_size + shared
+    experts, mlp = experts_of(channel), mlp_of(channel)
+    own = 0 if experts is None else experts.num_active * experts.intermediate_size
+    return own + (0 if mlp is None else mlp.intermediate_size)
 
 
 class DraftHead:

@@ -82,8 +82,8 @@ def test_text_part_equals_transformers(model: Any, is_old: bool, tmp_path: Path)
 
 def test_unknown_tensor_beside_the_text_part(model: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | {"model.audio_tower.weight": torch.ones(3)}, file)
-    with pytest.raises(ModelLoadError, match="model.audio_tower.weight .*not part of this model"):
+    save_file(load_file(file) | {"model.touch_tower.weight": torch.ones(3)}, file)
+    with pytest.raises(ModelLoadError, match="model.touch_tower.weight .*not part of this model"):
         load_decoder(tmp_path)
 
 

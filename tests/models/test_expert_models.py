@@ -126,14 +126,14 @@ def _gate_after_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         channels,
         "gated",
-        lambda gate_up, gate: gated(gate_up.unflatten(1, (-1, 2)).flip(2).flatten(1), gate),
+        lambda gate_up, gate, _: gated(gate_up.unflatten(1, (-1, 2)).flip(2).flatten(1), gate),
     )
 
 
 def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = channels.gated
     monkeypatch.setattr(
-        channels, "gated", lambda gate_up, gate: gated(gate_up, ClampedGate(alpha=1.702, limit=1e6))
+        channels, "gated", lambda gate_up, gate, _: gated(gate_up, ClampedGate(alpha=1.702, limit=1e6))
     )
 
 

@@ -190,6 +190,62 @@ def _with(**fields: Any) -> Callable[[Decoder], Decoder]:
     return lambda decoder: _change(decoder, **fields)
 
 
+def _mixers(**fields: Any) -> Callable[[Decoder], Decoder]:
+    return lambda decoder: _change_layers(decoder, "mixer", lambda mixer: fields)
+
+
+def _keys_of_another_layer(decoder: Decoder) -> Decoder:
+    """Of the first layer with keys of the same shape."""
+    own = [index for index, layer in enumerate(decoder.spec.layers) if layer.kv is not None]
+    shapes = {index: decoder.spec.layers[index].kv for index in own}
+
+    def other(mixer: Any) -> dict[str, Any]:
+        found = [index for index in own if shapes[index] == mixer.kv and index != mixer.kv_of]
+        return {"kv_of": found[0] if mixer.kv_of is not None and found else mixer.kv_of}
+
+    return _change_layers(decoder, "mixer", other)
+
+
+def _rotation_of_first_elements(decoder: Decoder) -> Decoder:
+    """The pairs that are rotated lie side by side, as in partial rotations."""
+
+    def changed(mixer: Any) -> dict[str, Any]:
+        scaling = mixer.rope.scaling
+        if scaling is None:
+            return {}
+
+        return {"rope": structs.replace(mixer.rope, rotary_dim=2 * scaling.num_pairs, scaling=None)}
+
+    return _change_layers(decoder, "mixer", changed)
+
+
+def _without_inputs(decoder: Decoder) -> Decoder:
+    return _change(decoder, layer_inputs=None)
+
+
+def _router_without_norm(decoder: Decoder) -> Decoder:
+    def changed(channel: Any) -> dict[str, Any]:
+        router = structs.replace(channel.experts.router, input_norm=None)
+        return {"experts": structs.replace(channel.experts, router=router)}
+
+    return _change_layers(decoder, "channel", changed)
+
+
+def _experts_of_the_normed_stream(decoder: Decoder) -> Decoder:
+    """Norms of the experts' input and of the MLP's are swapped."""
+    return _change_weights(
+        decoder,
+        lambda layer: replace(
+            layer,
+            channel_norm=layer.channel.norm,
+            channel=replace(layer.channel, norm=layer.channel_norm),
+        ),
+    )
+
+
+SHARED, CAPPED = 4, 1
+"""Seeds of models of Gemma 4 with inputs of layers: in one, two layers of a shape have keys, the other has
+a low cap."""
 FAULTS: dict[str, tuple[str, int, Callable[[Decoder], Decoder]]] = {
     "wider windows": ("mistral", 0, _wider_windows),
     "narrower windows": ("gemma3", 0, _narrower_windows),
@@ -209,6 +265,14 @@ FAULTS: dict[str, tuple[str, int, Callable[[Decoder], Decoder]]] = {
     "no norm of attention's output": ("gemma3", 0, _without("mixer_post_norm")),
     "no norm of the MLP's output": ("gemma3", 0, _without("channel_post_norm")),
     "no norm of queries and keys": ("gemma3", 0, _without_head_norms),
+    "values without norm": ("gemma4", 0, _mixers(has_value_norm=False)),
+    "keys of another layer": ("gemma4", SHARED, _keys_of_another_layer),
+    "rotation of the first elements": ("gemma4", 0, _rotation_of_first_elements),
+    "cap of logits": ("gemma4", CAPPED, _with(logits_cap=None)),
+    "no inputs of layers": ("gemma4", CAPPED, _without_inputs),
+    "no factors of layers": ("gemma4", 0, _without("factor")),
+    "router without norm": ("gemma4 experts", 0, _router_without_norm),
+    "experts in sequence": ("gemma4 experts", 0, _experts_of_the_normed_stream),
 }
 
 

@@ -19,7 +19,7 @@ from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingPa
 
 VOCAB_SIZE = 500
 SHARED = [7 + (5 * i) % 300 for i in range(48)]
-QWEN2, PHI3, GEMMA3, SMOLLM3 = 26, 29, 30, 31
+QWEN2, PHI3, GEMMA3, SMOLLM3, GEMMA4 = 26, 29, 30, 31, 33
 EAGLE = "eagle"
 
 
@@ -57,7 +57,16 @@ async def _together(folder: Path, config: EngineConfig) -> tuple[list[list[Compl
 @pytest.mark.parametrize(
     "index, draft",
     slow_rows_after(
-        2, [(GEMMA3, EAGLE), (PHI3, "ngram"), (QWEN2, None), (GEMMA3, "ngram"), (SMOLLM3, "ngram")]
+        3,
+        [
+            (GEMMA3, EAGLE),
+            (PHI3, "ngram"),
+            (GEMMA4, "ngram"),
+            (GEMMA4, EAGLE),
+            (QWEN2, None),
+            (GEMMA3, "ngram"),
+            (SMOLLM3, "ngram"),
+        ],
     ),
 )
 def test_tokens_together_equal_tokens_alone(index: int, draft: str | None, tmp_path: Path) -> None:

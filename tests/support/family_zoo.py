@@ -24,7 +24,9 @@ class StateTensors:
 
     def __init__(self, model: Any) -> None:
         self.location = "a model in memory"
-        self._tensors = dict(model.named_parameters())
+        self._tensors = model.state_dict(keep_vars=True)
+        if model.config.tie_word_embeddings:
+            del self._tensors["lm_head.weight"]
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -130,6 +132,48 @@ def _granite(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma4(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Of any size's kind: keys that are values or not, layers with the keys of others or not, and inputs of
+    layers or not."""
+    fields["tie_word_embeddings"] = True
+    fields["num_hidden_layers"] = num_layers = rng.randint(4, 6)
+    num_own, kinds = rng.choice((num_layers, num_layers, 2, 3)), list(LAYER_TYPES)
+    kinds = rng.sample(kinds, 2) + [rng.choice(kinds) for _ in range(num_layers - 3)] + [kinds[0]]
+    has_inputs = num_own < num_layers or rng.random() < 0.3  # transformers has shared keys with inputs alone
+    theta = rng.choice([500.0, 10_000.0])
+    return {
+        "layer_types": kinds,
+        "global_head_dim": rng.choice([8, 16, 32]),
+        "attention_k_eq_v": rng.random() < 0.5,
+        "num_global_key_value_heads": rng.choice([None, 1, fields["num_attention_heads"]]),
+        "num_kv_shared_layers": num_layers - num_own,
+        "use_double_wide_mlp": rng.random() < 0.5,
+        "hidden_size_per_layer_input": rng.choice([4, 10]) if has_inputs else 0,
+        "vocab_size_per_layer_input": fields["vocab_size"],
+        "sliding_window": rng.randint(2, 30),
+        "final_logit_softcapping": rng.choice([None, 5.0, 30.0]),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+    }
+
+
+def _gemma4_experts(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    num_experts = rng.choice((4, 6, 8))
+    return _gemma4(rng, fields) | {
+        "enable_moe_block": True,
+        "num_experts": num_experts,
+        "top_k_experts": rng.randint(1, 3),
+        "moe_intermediate_size": rng.randint(6, 30),
+        "experts_implementation": "eager",  # others need sizes of whole 16 bytes
+    }
+
+
 FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, _mistral),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _qwen),
@@ -137,6 +181,8 @@ FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, _phi3),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _gemma3),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, _smollm3),
+    "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, _gemma4),
+    "gemma4 experts": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, _gemma4_experts),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM, _granite),
 }
 

@@ -141,6 +141,25 @@ GRANITES: tuple[dict[str, Any], ...] = (
         tie_word_embeddings=True,
     ),
 )
+LAST_TYPES = ["sliding_attention", "full_attention"]
+GEMMA4S = [
+    {
+        "hidden_size": 36,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", *LAST_TYPES],
+        "sliding_window": 13,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 500,
+        "final_logit_softcapping": 20.0,
+    },
+]
+"""With keys of other layers and inputs of layers."""
 KINDS = (
     *((transformers.LlamaConfig, transformers.LlamaForCausalLM, fields) for fields in LLAMAS),
     *((transformers.Qwen2Config, transformers.Qwen2ForCausalLM, fields) for fields in QWEN2S),
@@ -152,6 +171,7 @@ KINDS = (
     *((transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, fields) for fields in GEMMA3S),
     *((transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, fields) for fields in SMOLLM3S),
     *((transformers.GraniteConfig, transformers.GraniteForCausalLM, fields) for fields in GRANITES),
+    *((transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, fields) for fields in GEMMA4S),
 )
 NUM_MODELS = len(KINDS)
 
@@ -205,6 +225,9 @@ def random_model(model_class: Any, config: Any, *, seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
             _randomise(name, parameter, generator, config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4, generator=generator)
 
     return model
 
@@ -228,11 +251,12 @@ def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator, c
     19 and 70 tokens), and small enough that rounding is not amplified. Embeddings are small compared with the
     output of the layers, so that a tied head does not repeat its input.
     """
-    is_gemma = config.model_type == "gemma3_text"
-    scale = config.hidden_size**0.5 if is_gemma else getattr(config, "embedding_multiplier", 1.0)
-    if name.endswith("norm.weight"):
-        # Gemma's norms multiply by 1 + weight. Its head is small, as it is the embedding.
-        mean = (scale - 1.0 if name == "model.norm.weight" else 0.0) if is_gemma else 1.0
+    is_gemma, is_gemma4 = (config.model_type == f"gemma{number}_text" for number in (3, 4))
+    scale = config.hidden_size**0.5 if is_gemma or is_gemma4 else getattr(config, "embedding_multiplier", 1.0)
+    if name.endswith("norm.weight") or (is_gemma4 and parameter.dim() == 1):
+        # Gemma 3's norms multiply by 1 + weight. The head of both is small, as it is the embedding.
+        mean = scale if name == "model.norm.weight" and (is_gemma or is_gemma4) else 1.0
+        mean -= float(is_gemma)
         parameter.normal_(mean, 0.2, generator=generator)
     elif name.endswith("bias"):
         parameter.normal_(0.0, 0.3, generator=generator)
@@ -240,7 +264,7 @@ def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator, c
         parameter.normal_(0.0, 0.2 / scale, generator=generator)
     else:
         gain = 1.5 if "q_proj" in name or "k_proj" in name else 2.0
-        parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5, generator=generator)
+        parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:

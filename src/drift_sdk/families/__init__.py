@@ -27,6 +27,8 @@ GROUP = "drift_sdk.families"
 NULLABLE = ("sliding_window",)  # null is a value of its own, not the default
 OUTER_SETTINGS = ("quantization_config", "tie_word_embeddings")
 UNSUPPORTED = ("attn_logit_softcapping", "use_bidirectional_attention")
+OF_IMAGES = "vision"
+"""The value of `use_bidirectional_attention` where it concerns the rows of images alone."""
 LOGITS_CAP = "final_logit_softcapping"
 """A setting that few families read."""
 
@@ -130,7 +132,7 @@ def read_spec(config: Mapping[str, Any], *, max_model_len: int | None = None) ->
     check_rope_fields(given)
     settings = Settings({**family.defaults, **given}, max_model_len)
     for name in UNSUPPORTED:
-        if settings.get(name):
+        if settings.get(name) and settings[name] != OF_IMAGES:
             raise ModelLoadError(f"config: {name}={short_repr(settings[name])} is not implemented")
 
     check_quantisation(settings, has_mxfp4=family.has_mxfp4)

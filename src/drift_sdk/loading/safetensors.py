@@ -23,8 +23,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TEXT_PREFIXES = ("model.language_model.", "language_model.")
 OTHER_PARTS = (
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.embed_vision.",
     "model.multi_modal_projector.",
     "model.vision_adapter.",
+    "model.vision_embedder.",
     "model.vision_projection.",
     "model.vision_tower.",
     "model.visual.",

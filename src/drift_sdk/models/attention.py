@@ -79,8 +79,8 @@ class AttentionBatch:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         cache: KVCache,
         layer: int,
         *,
@@ -91,22 +91,25 @@ class AttentionBatch:
         """Write the rows' keys and values to the cache, then compute their attention in one layer.
 
         query:       [N, num_heads, head_dim].
-        key:         [N, num_kv_heads, head_dim].
-        value:       [N, num_kv_heads, value_dim].
+        key:         [N, num_kv_heads, head_dim]; None: the layer of the cache has keys and values already.
+        value:       [N, num_kv_heads, value_dim]; None with `key`.
         window:      number of keys that a row sees at most, its own included; None: all before it.
         scale:       factor of the products of queries and keys; None: 1 / sqrt(head_dim).
         sinks:       [num_heads], a logit of each head that takes part in the softmax and has no value.
 
         Returns [N, num_heads * value_dim].
         """
-        cache.store(layer, self.slot_mapping, key, value)
+        if key is not None and value is not None:
+            cache.store(layer, self.slot_mapping, key, value)
         if len(self._groups) == 1:
             return self._groups[0].attend(query, cache, layer, window, scale, sinks)
 
-        shape = (query.shape[0], query.shape[1] * value.shape[2])
-        output = torch.empty(shape, dtype=query.dtype, device=query.device)
-        for group in self._groups:
-            output[group.rows] = group.attend(query[group.rows], cache, layer, window, scale, sinks)
+        found = [
+            group.attend(query[group.rows], cache, layer, window, scale, sinks) for group in self._groups
+        ]
+        output = query.new_empty(query.shape[0], found[0].shape[1])
+        for group, rows in zip(self._groups, found, strict=True):
+            output[group.rows] = rows
 
         return output
 
@@ -342,8 +345,8 @@ class ViewAttentionBatch:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         cache: KVCache,
         layer: int,
         *,
@@ -354,7 +357,8 @@ class ViewAttentionBatch:
         """Write the rows' keys and values to the cache, then compute their attention in one layer; arguments
         and result as of `AttentionBatch.attend`. No layer has a window."""
         assert window is None, "layers with windows have no views"
-        cache.store(layer, self.slot_mapping, key, value)
+        if key is not None and value is not None:
+            cache.store(layer, self.slot_mapping, key, value)
         outputs, first = [], 0
         for sequence in self._sequences:
             rows = slice(first, first + sequence.num_rows)
@@ -416,8 +420,8 @@ class RefreshBatch(AttentionBatch):
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         cache: KVCache,
         layer: int,
         *,
@@ -530,8 +534,8 @@ class TreeAttentionBatch:
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         cache: KVCache,
         layer: int,
         *,
@@ -541,7 +545,8 @@ class TreeAttentionBatch:
     ) -> torch.Tensor:
         """Write the rows' keys and values to the cache, then compute their attention in one layer; arguments
         and result as of `AttentionBatch.attend`."""
-        cache.store(layer, self.slot_mapping, key, value)
+        if key is not None and value is not None:
+            cache.store(layer, self.slot_mapping, key, value)
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         batch, (num_heads, head_dim) = self._visible.shape[0], query.shape[1:]

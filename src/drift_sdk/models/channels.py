@@ -13,10 +13,20 @@ import torch.nn.functional as F
 
 from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, dequantise_mxfp4
 from drift_sdk.models.allocation import Allocation
-from drift_sdk.models.layers import linear
+from drift_sdk.models.layers import linear, normalise, rms_norm
 from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
-from drift_sdk.spec.model import ClampedGate, ExpertNames, Experts, Mlp, MlpNames, Router
+from drift_sdk.spec.model import (
+    Activation,
+    ClampedGate,
+    ExpertNames,
+    Experts,
+    Mlp,
+    MlpNames,
+    Names,
+    ParallelExperts,
+    Router,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +61,12 @@ def allocate_mlp(spec: Mlp, names: MlpNames, layer: str, hidden: int, allocation
 def apply_mlp(x: torch.Tensor, weights: MlpWeights, spec: Mlp) -> torch.Tensor:
     """The output [N, hidden] for x [N, hidden]."""
     gate, up = linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-    gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-    return linear(gate.mul_(up), weights.down, weights.down_bias)
+    return linear(activate(gate, spec.activation).mul_(up), weights.down, weights.down_bias)
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of x, of each number by itself."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,7 @@ class ExpertWeights:
     Biases:        [num_experts], and [num_experts, rows of their matrix].
     correction:    [num_experts] float32, of a sigmoid router.
     shared_gate:   [1, hidden].
+    input_factors, expert_factors: [hidden] and [num_experts], of a router with a norm.
     """
 
     router: torch.Tensor
@@ -92,13 +107,15 @@ class ExpertWeights:
     correction: torch.Tensor | None = None
     shared: MlpWeights | None = None
     shared_gate: torch.Tensor | None = None
+    input_factors: torch.Tensor | None = None
+    expert_factors: torch.Tensor | None = None
 
 
 def allocate_experts(
     spec: Experts, names: ExpertNames, layer: str, hidden: int, allocation: Allocation
 ) -> ExpertWeights:
     """layer: prefix of the layer's tensors."""
-    prefix, num_experts, size = f"{layer}.{names.module}", spec.num_experts, spec.intermediate_size
+    prefix, num_experts, size = names.prefix(layer), spec.num_experts, spec.intermediate_size
     experts, router = f"{prefix}.{names.experts}", f"{prefix}.{names.router}"
 
     def bias(name: str, *shape: int) -> torch.Tensor | None:
@@ -113,6 +130,11 @@ def allocate_experts(
         shared = allocate_mlp(spec.shared, names.shared, prefix, hidden, allocation)
     if spec.has_shared_gate:
         gate = allocation.tensor(f"{prefix}.{names.shared_gate}.weight", 1, hidden)
+    has_factors = spec.router.input_norm is not None
+
+    def factors(name: str, number: int) -> torch.Tensor | None:
+        return allocation.tensor(f"{prefix}.{name}", number) if has_factors else None
+
     return ExpertWeights(
         router=allocation.tensor(f"{router}.weight", num_experts, hidden),
         router_bias=bias(f"{router}.bias", num_experts),
@@ -123,6 +145,8 @@ def allocate_experts(
         correction=correction,
         shared=shared,
         shared_gate=gate,
+        input_factors=factors(names.input_factors, hidden),
+        expert_factors=factors(names.expert_factors, num_experts),
     )
 
 
@@ -182,14 +206,19 @@ def _allocate_each(
     return gate_up, down
 
 
-def apply_experts(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
-    """The output [N, hidden] of the experts that the router chooses for each row of x [N, hidden]."""
-    experts, shares = route(x, weights, spec)
+def apply_experts(
+    x: torch.Tensor, weights: ExpertWeights, spec: Experts, routed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The output [N, hidden] of the experts that the router chooses for each row of x [N, hidden].
+
+    routed: [N, hidden], the router's input; None: x.
+    """
+    experts, shares = route(x if routed is None else routed, weights, spec)
     outputs = torch.empty((*experts.shape, x.shape[1]), dtype=x.dtype, device=x.device)
     for expert in experts.unique().tolist():
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
         gate_up = _multiply(x[rows], weights.gate_up, weights.gate_up_bias, expert)
-        activated = gated(gate_up, spec.clamped_gate)
+        activated = gated(gate_up, spec.clamped_gate, spec.activation)
         outputs[rows, ranks] = _multiply(activated, weights.down, weights.down_bias, expert)
 
     weighted = outputs.to(torch.float32) * shares[:, :, None]
@@ -209,9 +238,13 @@ def route(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> tuple[torch
     """The experts of each row of x [N, hidden] and their weights, [N, num_active] int64 and float32, in the
     order of choice."""
     router = spec.router
+    if router.input_norm is not None and weights.input_factors is not None:
+        normed = rms_norm(x, weights.input_factors, router.input_norm.eps)
+        x = normed * x.shape[1] ** -0.5
     if weights.correction is None:
         logits = linear(x, weights.router, weights.router_bias)
-        return choose_experts(logits, spec.num_active, is_normalised=router.is_normalised)
+        experts, shares = choose_experts(logits, spec.num_active, is_normalised=router.is_normalised)
+        return experts, shares if weights.expert_factors is None else shares * weights.expert_factors[experts]
 
     logits = linear(x.to(torch.float32), weights.router.to(torch.float32))
     return choose_by_score(logits.sigmoid(), weights.correction, spec.num_active, router)
@@ -254,11 +287,13 @@ def choose_by_score(
     return experts, shares * router.scale
 
 
-def gated(gate_up: torch.Tensor, clamped_gate: ClampedGate | None) -> torch.Tensor:
+def gated(
+    gate_up: torch.Tensor, clamped_gate: ClampedGate | None, activation: Activation = "silu"
+) -> torch.Tensor:
     """The activation [N, intermediate] of gate and up projections [N, 2 * intermediate]."""
     if clamped_gate is None:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return activate(gate, activation).mul_(up)
 
     limit = clamped_gate.limit
     wide = gate_up.to(torch.float32)
@@ -278,3 +313,41 @@ def _multiply(
         matrix = matrices[expert]
 
     return linear(x, matrix, None if biases is None else biases[expert])
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelWeights:
+    """Norms [hidden]: of the MLP's output, and of the experts' input and output."""
+
+    mlp: MlpWeights
+    mlp_post_norm: torch.Tensor
+    experts: ExpertWeights
+    norm: torch.Tensor
+    post_norm: torch.Tensor
+
+
+def allocate_parallel(
+    spec: ParallelExperts, names: Names, layer: str, hidden: int, allocation: Allocation
+) -> ParallelWeights:
+    """layer: prefix of the layer's tensors."""
+
+    def norm(name: str) -> torch.Tensor:
+        return allocation.tensor(f"{layer}.{name}.weight", hidden)
+
+    return ParallelWeights(
+        mlp=allocate_mlp(spec.mlp, names.mlp, layer, hidden, allocation),
+        mlp_post_norm=norm(names.experts.mlp_post_norm),
+        experts=allocate_experts(spec.experts, names.experts, layer, hidden, allocation),
+        norm=norm(names.experts.norm),
+        post_norm=norm(names.experts.post_norm),
+    )
+
+
+def apply_parallel(
+    x: torch.Tensor, stream: torch.Tensor, weights: ParallelWeights, spec: ParallelExperts
+) -> torch.Tensor:
+    """The output [N, hidden] for x [N, hidden], the normalised stream, and the stream [N, hidden]."""
+    dense = normalise(apply_mlp(x, weights.mlp, spec.mlp), weights.mlp_post_norm, spec.norm)
+    normed = normalise(stream, weights.norm, spec.norm)
+    chosen = apply_experts(normed, weights.experts, spec.experts, routed=stream)
+    return dense + normalise(chosen, weights.post_norm, spec.norm)

@@ -13,14 +13,38 @@ from drift_sdk.loading.random import RandomFp8Tensors, RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.attention import StepRows
-from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices, apply_experts, apply_mlp
+from drift_sdk.models.channels import (
+    ExpertWeights,
+    ParallelWeights,
+    QuantisedMatrices,
+    apply_experts,
+    apply_mlp,
+    apply_parallel,
+)
 from drift_sdk.models.kv_cache import KVCache, KVForm, stored_shape
+from drift_sdk.models.layer_inputs import add_input, inputs_of
 from drift_sdk.models.layers import embed, linear, normalise, rms_norm, rotary_tables
 from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, apply_gated_delta
 from drift_sdk.models.states import StateRows
-from drift_sdk.models.weights import DecoderWeights, load_weights, projection_names, tensor_shapes
-from drift_sdk.spec.model import Attention, Channel, Experts, GatedDelta, LayerSpec, Mixer, ModelSpec
+from drift_sdk.models.weights import (
+    ChannelWeights,
+    DecoderWeights,
+    load_weights,
+    projection_names,
+    tensor_shapes,
+)
+from drift_sdk.spec.model import (
+    Attention,
+    Channel,
+    Experts,
+    GatedDelta,
+    LayerSpec,
+    Mixer,
+    Mlp,
+    ModelSpec,
+    ParallelExperts,
+)
 from drift_sdk.spec.rope import Rope
 
 
@@ -130,7 +154,7 @@ class Decoder:
         largest = [
             matrices.scales.amax()
             for layer in self.weights.layers
-            if isinstance(layer.channel, ExpertWeights)
+            if isinstance(layer.channel, ExpertWeights)  # none of files with MXFP4 are in parallel
             for matrices in (layer.channel.gate_up, layer.channel.down)
             if isinstance(matrices, QuantisedMatrices)
         ]
@@ -163,7 +187,9 @@ class Decoder:
 
         step = AttentionStep(batch, cache, self._rotary(batch))
         hidden = self._embed(token_ids)
-        aux_hidden = {}
+        aux_hidden, inputs, given = {}, self.spec.layer_inputs, None
+        if inputs is not None and self.weights.layer_inputs is not None:
+            given = inputs_of(token_ids, hidden, self.weights.layer_inputs, inputs)
         layers = zip(self.spec.layers, self.weights.layers, strict=True)
         for index, (layer, weights) in enumerate(layers):
             if index in aux_layers:
@@ -173,8 +199,12 @@ class Decoder:
             mixed = _mix(normed, weights.mixer, layer.mixer, step, states, index)
             hidden = _add(hidden, mixed, weights.mixer_post_norm, layer)
             normed = normalise(hidden, weights.channel_norm, layer.norm)
-            output = apply_channel(normed, weights.channel, layer.channel)
+            output = apply_channel(normed, hidden, weights.channel, layer.channel)
             hidden = _add(hidden, output, weights.channel_post_norm, layer)
+            if given is not None and inputs is not None and weights.input is not None:
+                hidden = add_input(hidden, given[:, index], weights.input, inputs)
+            if weights.factor is not None:
+                hidden = hidden * weights.factor
 
         aux_hidden[num_layers] = hidden
         return hidden, [aux_hidden[aux_layer] for aux_layer in aux_layers]
@@ -223,13 +253,20 @@ def _mix(
     return attend(x, weights, spec, step, index)
 
 
-def apply_channel(x: torch.Tensor, weights: MlpWeights | ExpertWeights, spec: Channel) -> torch.Tensor:
-    """The output [N, hidden] of a channel for its normalised input [N, hidden]."""
+def apply_channel(
+    x: torch.Tensor, stream: torch.Tensor, weights: ChannelWeights, spec: Channel
+) -> torch.Tensor:
+    """The output [N, hidden] of a channel for its normalised input [N, hidden], and the stream
+    [N, hidden]."""
+    if isinstance(weights, ParallelWeights):
+        assert isinstance(spec, ParallelExperts)
+        return apply_parallel(x, stream, weights, spec)
+
     if isinstance(weights, ExpertWeights):
         assert isinstance(spec, Experts)
         return apply_experts(x, weights, spec)
 
-    assert not isinstance(spec, Experts)
+    assert isinstance(spec, Mlp)
     return apply_mlp(x, weights, spec)
 
 
@@ -260,6 +297,8 @@ def random_tensors(
         moments[f"{prefix}.{names.decay}"] = -3.0, 1.5  # of states that last from a token to hundreds
         moments[f"{prefix}.{names.norm}.weight"] = 1.0, 0.02
         moments[f"{prefix}.{names.conv}.weight"] = 0.0, mixer.conv_width**-0.5
+    factors = spec.names.factor, spec.names.experts.input_factors, spec.names.experts.expert_factors
+    moments |= {name: (1.0, 0.02) for name in tensor_shapes(spec) if name.endswith(factors)}
     options: dict[str, Any] = {
         "device": device,
         "dtype": dtype,

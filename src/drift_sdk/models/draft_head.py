@@ -479,7 +479,8 @@ class DraftDecoder:
 
     def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """The output [N, hidden] of the MLP or the experts of layer `index`, for its normalised input."""
-        return apply_channel(normed, self.weights.layers[index].channel, self.config.layer.channel)
+        # No draft has a channel that reads the stream.
+        return apply_channel(normed, normed, self.weights.layers[index].channel, self.config.layer.channel)
 
     def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.config.is_output_normed:

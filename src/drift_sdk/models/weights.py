@@ -31,12 +31,36 @@ from drift_sdk.models.allocation import (
     quantised_bytes,
     read_tensor,
 )
-from drift_sdk.models.channels import ExpertWeights, MlpWeights, allocate_experts, allocate_mlp
+from drift_sdk.models.channels import (
+    ExpertWeights,
+    MlpWeights,
+    ParallelWeights,
+    allocate_experts,
+    allocate_mlp,
+    allocate_parallel,
+)
 from drift_sdk.models.kv_cache import KVForm, KVScales, KVScaleSource, load_kv_scales
+from drift_sdk.models.layer_inputs import (
+    InputWeights,
+    LayerInputWeights,
+    allocate_input,
+    allocate_inputs,
+)
 from drift_sdk.models.mixers.attention import AttentionWeights, allocate_attention
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, allocate_gated_delta
 from drift_sdk.quantised.weight import Matrix, dequantised, take_rows
-from drift_sdk.spec.model import ExpertLayout, ExpertNames, Experts, GatedDelta, LayerSpec, ModelSpec, Names
+from drift_sdk.spec.model import (
+    ExpertLayout,
+    ExpertNames,
+    Experts,
+    GatedDelta,
+    LayerInputs,
+    LayerSpec,
+    ModelSpec,
+    Names,
+    ParallelExperts,
+    experts_of,
+)
 
 LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
 
@@ -85,13 +109,13 @@ def later_layers(spec: ModelSpec, tensors: TensorSource, extra: Collection[str])
 
 def with_stored_layout(spec: ModelSpec, tensors: TensorSource) -> ModelSpec:
     """The spec, with the layout of experts that files have."""
-    found = [index for index, layer in enumerate(spec.layers) if isinstance(layer.channel, Experts)]
-    if not found or spec.names.experts.layout == "mxfp4":
+    found = [(index, experts_of(layer.channel)) for index, layer in enumerate(spec.layers)]
+    index, experts = next((each for each in found if each[1] is not None), (0, None))
+    if experts is None or spec.names.experts.layout == "mxfp4":
         return spec
 
-    names, experts = spec.names.experts, spec.layers[found[0]].channel
-    assert isinstance(experts, Experts)
-    names = stored_layout(names, experts, spec.names.layer.format(found[0]), spec.hidden_size, tensors)
+    layer = spec.names.layer.format(index)
+    names = stored_layout(spec.names.experts, experts, layer, spec.hidden_size, tensors)
     return replace_fields(spec, names=replace_fields(spec.names, experts=names))
 
 
@@ -103,7 +127,7 @@ def stored_layout(
 
     layer: prefix of the layer's tensors.
     """
-    prefix = f"{layer}.{names.module}.{names.experts}"
+    prefix = f"{names.prefix(layer)}.{names.experts}"
     stacked, layout = f"{prefix}.{names.gate_up}", names.layout
     if stacked in tensors.names():
         # Where inner and outer dimension are equal, the family decides.
@@ -163,18 +187,22 @@ QUANTISED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv
 
 MixerWeights = AttentionWeights | GatedDeltaWeights
 """The weights of a mixer. `matrices` are those that rows are multiplied by."""
+ChannelWeights = MlpWeights | ExpertWeights | ParallelWeights
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Norms [hidden]: of the inputs of mixer and channel, and of their outputs."""
+    """The weights of one layer. Norms [hidden]: of the inputs of mixer and channel, and of their outputs.
+    input: of its part of `ModelSpec.layer_inputs`. factor: [1], of the stream."""
 
     mixer_norm: torch.Tensor
     mixer: MixerWeights
     channel_norm: torch.Tensor
-    channel: MlpWeights | ExpertWeights
+    channel: ChannelWeights
     mixer_post_norm: torch.Tensor | None = None
     channel_post_norm: torch.Tensor | None = None
+    input: InputWeights | None = None
+    factor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +215,7 @@ class DecoderWeights:
     final_norm: torch.Tensor
     head: Matrix
     kv_scales: KVScales | None = None
+    layer_inputs: LayerInputWeights | None = None
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -407,21 +436,27 @@ def _allocate(
     weights = DecoderWeights(
         embedding=embedding,
         layers=tuple(
-            allocate_layer(layer, names, names.layer.format(index), hidden, allocation)
+            allocate_layer(layer, names, names.layer.format(index), hidden, allocation, spec.layer_inputs)
             for index, layer in enumerate(spec.layers)
         ),
         final_norm=allocation.tensor(names.final_norm, hidden),
         head=embedding
         if spec.is_head_tied
         else allocation.matrix(names.head, spec.vocab_size, hidden, is_projection=False),
+        layer_inputs=allocate_inputs(spec, allocation),
     )
     return weights, allocation
 
 
 def allocate_layer(
-    layer: LayerSpec, names: Names, prefix: str, hidden: int, allocation: Allocation
+    layer: LayerSpec,
+    names: Names,
+    prefix: str,
+    hidden: int,
+    allocation: Allocation,
+    inputs: LayerInputs | None = None,
 ) -> LayerWeights:
-    """prefix: of the layer's tensors."""
+    """prefix: of the layer's tensors. inputs: of the model's layers."""
 
     def norm(name: str) -> torch.Tensor:
         return allocation.tensor(f"{prefix}.{name}.weight", hidden)
@@ -432,13 +467,18 @@ def allocate_layer(
 
         return allocate_attention(layer.mixer, names.attention, prefix, hidden, allocation)
 
-    def channel() -> MlpWeights | ExpertWeights:
+    def channel() -> ChannelWeights:
+        if isinstance(layer.channel, ParallelExperts):
+            return allocate_parallel(layer.channel, names, prefix, hidden, allocation)
+
         if isinstance(layer.channel, Experts):
             return allocate_experts(layer.channel, names.experts, prefix, hidden, allocation)
 
         return allocate_mlp(layer.channel, names.mlp, prefix, hidden, allocation)
 
-    has_post_norms = layer.post_norm is not None
+    has_post_norms, own = layer.post_norm is not None, None
+    if inputs is not None:
+        own = allocate_input(inputs, names.layer_inputs, prefix, hidden, allocation)
     return LayerWeights(
         mixer_norm=norm(names.mixer_norm),
         mixer=mixer(),
@@ -446,4 +486,6 @@ def allocate_layer(
         channel=channel(),
         mixer_post_norm=norm(names.mixer_post_norm) if has_post_norms else None,
         channel_post_norm=norm(names.channel_post_norm) if has_post_norms else None,
+        input=own,
+        factor=allocation.tensor(f"{prefix}.{names.factor}", 1) if layer.has_factor else None,
     )

@@ -67,7 +67,9 @@ class MlpNames(Struct, frozen=True, kw_only=True):
 
 
 class ExpertNames(Struct, frozen=True, kw_only=True):
-    """Names inside `module`. correction: of a sigmoid router. gate_up: of both projections in one tensor."""
+    """Names inside `module`; "": inside the layer. correction: of a sigmoid router. gate_up: of both
+    projections in one tensor. input_factors, expert_factors: of a router with a norm. mlp_post_norm, norm,
+    post_norm: of ParallelExperts."""
 
     module: str = "mlp"
     router: str = "gate"
@@ -77,12 +79,21 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
     up: str = "up_proj"
     gate_up: str = "gate_up_proj"
     down: str = "down_proj"
+    input_factors: str = "router.scale"
+    expert_factors: str = "router.per_expert_scale"
+    mlp_post_norm: str = "post_feedforward_layernorm_1"
+    norm: str = "pre_feedforward_layernorm_2"
+    post_norm: str = "post_feedforward_layernorm_2"
     shared: MlpNames = MlpNames(module="shared_experts")
     shared_gate: str = "shared_expert_gate"
     layout: ExpertLayout = "each"
 
     def __post_init__(self) -> None:
         check_choice("layout", self.layout, ExpertLayout)
+
+    def prefix(self, layer: str) -> str:
+        """The prefix of tensors in a layer, which is given by its own prefix."""
+        return f"{layer}.{self.module}" if self.module else layer
 
 
 class MtpNames(Struct, frozen=True, kw_only=True):
@@ -94,6 +105,17 @@ class MtpNames(Struct, frozen=True, kw_only=True):
     hidden_norm: str = "mtp.pre_fc_norm_hidden.weight"
     layer: str = "mtp.layers.0"
     final_norm: str = "mtp.norm.weight"
+
+
+class LayerInputNames(Struct, frozen=True, kw_only=True):
+    """Names of `ModelSpec.layer_inputs`: of the model, and inside a layer from `gate` on."""
+
+    embedding: str = "model.embed_tokens_per_layer.weight"
+    model_projection: str = "model.per_layer_model_projection.weight"
+    model_norm: str = "model.per_layer_projection_norm.weight"
+    gate: str = "per_layer_input_gate.weight"
+    projection: str = "per_layer_projection.weight"
+    norm: str = "post_per_layer_input_norm.weight"
 
 
 class Names(Struct, frozen=True, kw_only=True):
@@ -108,11 +130,13 @@ class Names(Struct, frozen=True, kw_only=True):
     mixer_post_norm: str = ""
     channel_norm: str = "post_attention_layernorm"
     channel_post_norm: str = ""
+    factor: str = "layer_scalar"
     attention: AttentionNames = AttentionNames()
     gated_delta: GatedDeltaNames = GatedDeltaNames()
     mlp: MlpNames = MlpNames()
     experts: ExpertNames = ExpertNames()
     mtp: MtpNames = MtpNames()
+    layer_inputs: LayerInputNames = LayerInputNames()
     unread: tuple[str, ...] = ()
 
 
@@ -161,6 +185,10 @@ class Attention(Struct, frozen=True, kw_only=True):
     has_output_bias:     of the projection of the output.
     head_norm:           norm of each head's query and key before the rotation; None: they have none.
     has_head_weights:    whether this norm has weights.
+    has_value_norm:      values of a head are normalised as `head_norm` says, without weights.
+    has_values:          files have a projection of values; else the projection of keys, before norm and
+                         rotation, is the values too.
+    kv_of:               index of the earlier layer whose keys and values it attends to; None: it has its own.
     has_gate:            the output is multiplied by the sigmoid of one more projection of the input.
     is_gate_interleaved: files have the rows of query and gate of each head together.
     has_sinks:           each head has a logit that takes part in the softmax and has no value.
@@ -177,6 +205,9 @@ class Attention(Struct, frozen=True, kw_only=True):
     has_output_bias: bool = False
     head_norm: Norm | None = None
     has_head_weights: bool = True
+    has_value_norm: bool = False
+    has_values: bool = True
+    kv_of: int | None = None
     query_scaling: QueryScaling | None = None
     has_gate: bool = False
     is_gate_interleaved: bool = False
@@ -292,6 +323,9 @@ class Router(Struct, frozen=True, kw_only=True):
     kind: "softmax": the weights are a softmax of the logits, which are the scores of the choice. "sigmoid":
           they are the sigmoids of the logits in float32; the choice is by these plus a correction that the
           model has for each expert.
+    input_norm: norm of the router's input, without weights; the input has a factor for each column then, and
+                is divided by the square root of their number, and a weight is multiplied by a factor of its
+                expert. None: the input is the experts', and weights have no factors.
     is_normalised: the weights of a row's experts add up to 1, before `scale`. Otherwise a softmax is one of
           all experts, and sigmoids remain as they are.
     scale: weights are multiplied by it.
@@ -302,6 +336,7 @@ class Router(Struct, frozen=True, kw_only=True):
     """
 
     kind: RouterKind = "softmax"
+    input_norm: Norm | None = None
     is_normalised: bool = True
     scale: float = 1.0
     num_groups: int = 1
@@ -318,8 +353,9 @@ class Experts(Struct, frozen=True, kw_only=True):
 
     num_active:         experts that compute a row.
     intermediate_size:  width of an expert's MLP.
+    activation:         of gates, unless they are clamped.
     has_bias:           the router and the experts' projections have biases.
-    clamped_gate:       None: silu(gate) * up, with all rows of the gate before the rows of up.
+    clamped_gate:       None: activation(gate) * up, with all rows of the gate before the rows of up.
     shared:             an MLP whose output is added to the experts'; None: there is none.
     has_shared_gate:    this output is multiplied by the sigmoid of a projection of the input to one number.
     """
@@ -327,6 +363,7 @@ class Experts(Struct, frozen=True, kw_only=True):
     num_experts: int
     num_active: int
     intermediate_size: int
+    activation: Activation = "silu"
     router: Router = Router()
     has_bias: bool = False
     clamped_gate: ClampedGate | None = None
@@ -334,9 +371,21 @@ class Experts(Struct, frozen=True, kw_only=True):
     has_shared_gate: bool = False
 
 
+class ParallelExperts(Struct, frozen=True, kw_only=True):
+    """norm(mlp(x)) + norm(experts(norm(stream))), where x is the normalised stream and the router reads the
+    stream itself.
+
+    norm: of the outputs of both and of the experts' input, with weights of their own.
+    """
+
+    mlp: Mlp
+    experts: Experts
+    norm: Norm
+
+
 Mixer = Attention | GatedDelta
 """What mixes the rows of a sequence."""
-Channel = Mlp | Experts
+Channel = Mlp | Experts | ParallelExperts
 """What computes each row by itself."""
 
 
@@ -345,6 +394,7 @@ class LayerSpec(Struct, frozen=True, kw_only=True):
 
     norm:       of the inputs of mixer and channel.
     post_norm:  of their outputs; None: these are not normalised.
+    has_factor: at the end, the stream is multiplied by a weight.
     """
 
     mixer: Mixer
@@ -352,11 +402,25 @@ class LayerSpec(Struct, frozen=True, kw_only=True):
     norm: Norm
     post_norm: Norm | None = None
     multiplier: float = 1.0
+    has_factor: bool = False
 
     @property
     def kv(self) -> KVShape | None:
         """The shape of the keys and values that it keeps; None: it keeps none."""
-        return self.mixer.kv if isinstance(self.mixer, Attention) else None
+        return self.mixer.kv if isinstance(self.mixer, Attention) and self.mixer.kv_of is None else None
+
+
+class LayerInputs(Struct, frozen=True, kw_only=True):
+    """Inputs of each layer that depend on a row's token alone (per-layer embeddings), [size]:
+    (norm(projection(e) / sqrt(hidden)) + sqrt(size) * embedding[token]) / sqrt(2), where e is the row of the
+    stream before the first layer.
+
+    After its channel, a layer adds norm(projection(activation(gate(stream)) * input)) to the stream.
+    """
+
+    size: int
+    norm: Norm
+    activation: Activation = "gelu_tanh"
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -370,6 +434,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     embedding_norm:           norm of the embeddings, without weights; None: they are not normalised.
     logits_divisor:           logits are divided by it.
     logits_cap:               then they are cap * tanh(logits / cap); None: they are not capped.
+    layer_inputs:             of all layers; None: they have none.
     names:                    of the tensors in files.
     mtp:                      the layer that predicts one more token from the decoder's output, and drafts so;
                               None: files of the model have none. It is not one of `layers`.
@@ -387,6 +452,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     embedding_norm: Norm | None = None
     logits_divisor: float = 1.0
     logits_cap: float | None = None
+    layer_inputs: LayerInputs | None = None
     names: Names = Names()
     mtp: LayerSpec | None = None
     quantisation: Scheme | None = None
@@ -433,14 +499,29 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     @property
     def experts(self) -> Experts | None:
         """The experts of the first layer that has some."""
-        return next((each.channel for each in self.layers if isinstance(each.channel, Experts)), None)
+        return next((found for each in self.layers if (found := experts_of(each.channel)) is not None), None)
 
     @property
     def mlp_size(self) -> int:
         """The width of the widest MLP, shared ones included; 0 without MLPs."""
-        channels = [each.channel for each in self.layers]
-        mlps = [each.shared if isinstance(each, Experts) else each for each in channels]
+        mlps = [mlp_of(each.channel) for each in self.layers]
         return max((mlp.intermediate_size for mlp in mlps if mlp is not None), default=0)
+
+
+def experts_of(channel: Channel) -> Experts | None:
+    """The experts of a channel; None: it has none."""
+    if isinstance(channel, ParallelExperts):
+        return channel.experts
+
+    return channel if isinstance(channel, Experts) else None
+
+
+def mlp_of(channel: Channel) -> Mlp | None:
+    """The MLP of a channel, or the one that its experts share; None: it has none."""
+    if isinstance(channel, ParallelExperts):
+        return channel.mlp
+
+    return channel.shared if isinstance(channel, Experts) else channel
 
 
 BORDER = 32

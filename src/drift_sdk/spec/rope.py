@@ -15,6 +15,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "ProportionalScaling",
     "Rope",
     "RopeScaling",
     "YarnScaling",
@@ -107,7 +108,22 @@ class YarnScaling(Struct, frozen=True, kw_only=True):
         return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
-RopeScaling = LinearScaling | Llama3Scaling | FrequencyFactors | LongRopeScaling | YarnScaling
+class ProportionalScaling(Struct, frozen=True, kw_only=True):
+    """Frequencies of the first `num_pairs` pairs are divided by `factor`; the other pairs are not rotated."""
+
+    num_pairs: int
+    factor: float = 1.0
+
+    def frequencies(self, periods: torch.Tensor) -> torch.Tensor:
+        """Scaled frequencies [rotary_dim / 2], from the positions per radian of each pair."""
+        scaled = 1.0 / periods / self.factor
+        scaled[self.num_pairs :] = 0.0
+        return scaled
+
+
+RopeScaling = (
+    LinearScaling | Llama3Scaling | FrequencyFactors | LongRopeScaling | YarnScaling | ProportionalScaling
+)
 
 
 class Rope(Struct, frozen=True, kw_only=True):

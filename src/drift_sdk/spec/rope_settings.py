@@ -14,6 +14,7 @@ from drift_sdk.spec.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     Rope,
     RopeScaling,
     YarnScaling,
@@ -100,12 +101,18 @@ def read_rope(settings: Settings, head_dim: int, *, may_be_partial: bool = False
     range.
     """
     table = rope_table(settings)
-    rotary_dim = _rotary_dim(settings, table, head_dim, may_be_partial=may_be_partial)
+    is_proportional = _first_given(table, "rope_type", "type") == "proportional"
+    rotary_dim = _rotary_dim(settings, table, head_dim, may_be_partial=may_be_partial or is_proportional)
     theta = DEFAULT_THETA
     for source in (table, settings):
         if source.get("rope_theta") is not None:
             theta = read_number(source, "rope_theta", ge=THETAS[0], le=THETAS[1], place=IN_ROPE)
             break
+
+    if is_proportional:
+        factor = read_number(table, "factor", 1.0, ge=FACTORS[0], le=FACTORS[1], place=IN_ROPE)
+        proportional = ProportionalScaling(num_pairs=rotary_dim // 2, factor=factor)
+        return Rope(theta=theta, rotary_dim=head_dim, scaling=proportional)
 
     if _first_given(table, "rope_type", "type") == "yarn":
         scaling: RopeScaling | None = _yarn_scaling(settings, table, rotary_dim, theta)
@@ -167,7 +174,7 @@ def _scaling(
     if rope_type == "factors":
         return FrequencyFactors(factors=_factors(settings, "factors", rotary_dim // 2))
 
-    known = "default, dynamic, linear, llama3, longrope or yarn"
+    known = "default, dynamic, linear, llama3, longrope, proportional or yarn"
     raise ModelLoadError(f"config: rope_type={short_repr(rope_type)}: expected {known}")
 
 

@@ -396,6 +396,12 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     if any(mixer.has_bias and mixer.is_gate_interleaved for mixer in mixers):
         return "CUDA graphs do not support gates of attention with a bias"
 
+    if any(mixer.has_value_norm or not mixer.has_values or mixer.kv_of is not None for mixer in mixers):
+        return "CUDA graphs do not support values that are normalised or keys, nor keys of another layer"
+
+    if model.layer_inputs is not None or any(layer.has_factor for layer in model.layers):
+        return "CUDA graphs do not support inputs and factors of layers"
+
     forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
     if len(forms) > 1:
         return f"CUDA graphs support heads of one form, this model has {len(forms)}"

@@ -30,7 +30,7 @@ from drift_sdk._kernels.gemm.tuning import (
 )
 from drift_sdk._kernels.launch.kernel import is_interpreted
 from drift_sdk.config import EngineConfig
-from drift_sdk.models.channels import ExpertWeights, MlpWeights
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftWeights
 from drift_sdk.models.shard import Shard
@@ -163,6 +163,7 @@ def _layer_products(
         mixer, channel = layer.mixer, layer.channel
         for name, matrix in mixer.matrices.items():
             yield matrix, False, False, of_columns if name == "output" else of_rows
+        assert not isinstance(channel, ParallelWeights)
         mlp = channel if isinstance(channel, MlpWeights) else channel.shared
         if mlp is not None:
             yield mlp.down, False, False, of_columns

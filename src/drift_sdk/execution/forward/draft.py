@@ -26,8 +26,9 @@ from drift_sdk.models.channels import ExpertWeights, MlpWeights
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.mixers.attention import AttentionWeights
+from drift_sdk.models.weights import ChannelWeights
 from drift_sdk.quantised.weight import Matrix, dense
-from drift_sdk.spec.model import Experts
+from drift_sdk.spec.model import Experts, Mlp
 
 MAX_MULTIPLY_ROWS = 128
 """Most rows for which `fastest_multiply` is faster than cuBLAS alone; products of more rows use cuBLAS."""
@@ -181,18 +182,16 @@ class DraftForward:
             gate_attention(rows_of_heads, product[..., width:])
         return rows_of_heads
 
-    def _channel(
-        self, weights: MlpWeights | ExpertWeights, rows: Rows, normed: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _channel(self, weights: ChannelWeights, rows: Rows, normed: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output of a layer's MLP or experts for the normalised rows [R, hidden], as `add_norm` takes it,
         and the bias that remains to be added."""
         spec = self._draft.config.layer.channel
         if isinstance(weights, MlpWeights):
-            assert not isinstance(spec, Experts)
+            assert isinstance(spec, Mlp)
             activated = self._activated(weights, normed, spec.intermediate_size)
             return self.multiply(activated, weights.down), weights.down_bias
 
-        assert isinstance(spec, Experts)
+        assert isinstance(spec, Experts) and isinstance(weights, ExpertWeights)
         shape = self._draft.num_layers, spec.num_experts
         counts = self._workspace.take("draft_expert_counts", shape, torch.int32)
         experts = ExpertForward(

@@ -19,13 +19,13 @@ from drift_sdk.execution.forward.channels import ExpertForward, MlpForward
 from drift_sdk.execution.forward.gated_delta import GatedDeltaForward, RecurrentRows
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts, Products
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
-from drift_sdk.models.channels import ExpertWeights
+from drift_sdk.models.channels import ExpertWeights, MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
 from drift_sdk.models.weights import MixerWeights
 from drift_sdk.quantised.weight import dense
-from drift_sdk.spec.model import Attention, Experts, LayerSpec, Mixer, Norm
+from drift_sdk.spec.model import Attention, Experts, LayerSpec, Mixer, Mlp, Norm
 
 
 class ResidualStream:
@@ -204,7 +204,7 @@ class ForwardPass:
                 assert isinstance(layer.channel, Experts)
                 stream.add_channel(index, self._experts[layer.channel].run(weights.channel, index))
             else:
-                assert not isinstance(layer.channel, Experts)
+                assert isinstance(layer.channel, Mlp) and isinstance(weights.channel, MlpWeights)
                 stream.add_channel(index, *self._mlp.run(weights.channel, layer.channel, index))
         if self._recurrent is not None:
             self._recurrent.end()

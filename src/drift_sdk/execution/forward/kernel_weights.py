@@ -134,6 +134,7 @@ def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
     if isinstance(channel, ExpertWeights):
         return replace(layer, mixer=mixer, channel=_arrange_experts(channel, dtype))
 
+    assert isinstance(channel, MlpWeights)
     return replace(layer, mixer=mixer, channel=_arrange_mlp(channel, dtype))
 
 

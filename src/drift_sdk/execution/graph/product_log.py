@@ -20,7 +20,7 @@ from drift_sdk.execution.device.device import Replay
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs
 from drift_sdk.execution.stages import WatchedReplay
-from drift_sdk.models.channels import MlpWeights
+from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
 from drift_sdk.models.weights import LayerWeights
@@ -136,6 +136,7 @@ class ProductLog:
 
 def _layer_products(prefix: str, layers: Sequence[LayerWeights], num_rows: int) -> Iterator[LoggedProduct]:
     for layer in layers:
+        assert not isinstance(layer.channel, ParallelWeights)
         mlp = layer.channel if isinstance(layer.channel, MlpWeights) else layer.channel.shared
         for name, matrix in layer.mixer.matrices.items():
             yield from _product(f"{prefix}{name}", matrix, num_rows)

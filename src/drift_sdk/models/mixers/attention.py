@@ -10,7 +10,7 @@ from msgspec import Struct
 from drift_sdk.models.allocation import Allocation
 from drift_sdk.models.attention import StepRows
 from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.layers import linear, normalise, rotate
+from drift_sdk.models.layers import linear, normalise, rms_norm, rotate
 from drift_sdk.quantised.weight import Matrix
 from drift_sdk.spec.model import Attention, AttentionNames, QueryScaling
 from drift_sdk.spec.rope import Rope
@@ -21,7 +21,8 @@ class AttentionWeights:
     """The weights of one layer's attention. Matrices may be quantised.
 
     qkv:                    [(num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim, hidden]:
-                            queries, keys, values; with a gate num_heads * value_dim rows more.
+                            queries, keys, values; with a gate num_heads * value_dim rows more. Without keys
+                            and values of its own, or without values, it has fewer rows.
     qkv_bias:               [rows of qkv]: zeros for the gate.
     output:                 [hidden, num_heads * value_dim].
     output_bias:            [hidden].
@@ -64,7 +65,9 @@ def allocate_attention(
         spec.num_kv_heads * spec.head_dim,
         spec.num_kv_heads * spec.value_dim,
     )
-    rows = {names.query: query, names.key: key, names.value: value}
+    rows = {names.query: query}
+    if spec.kv_of is None:
+        rows |= {names.key: key, names.value: value} if spec.has_values else {names.key: key}
     if names.fused is not None:
         rows = {names.fused: query + key + value}
     gate, order = {}, None
@@ -97,7 +100,7 @@ def allocate_attention(
         ),
         qkv_bias=bias,
         query_norm=head_weights(names.query_norm),
-        key_norm=head_weights(names.key_norm),
+        key_norm=head_weights(names.key_norm) if spec.kv_of is None else None,
         output=allocation.matrix(f"{output}.weight", hidden, spec.output_size),
         output_bias=allocation.tensor(f"{output}.bias", hidden) if spec.has_output_bias else None,
         sinks=allocation.tensor(f"{prefix}.{names.sinks}", spec.num_heads) if spec.has_sinks else None,
@@ -117,18 +120,21 @@ def attend(
     x: torch.Tensor, weights: AttentionWeights, spec: Attention, step: AttentionStep, index: int
 ) -> torch.Tensor:
     """The output [N, hidden] of the attention of layer `index`, from its normalised input [N, hidden]. Keys
-    and values are written to the cache."""
-    rotated = spec.num_heads + spec.num_kv_heads
-    sizes = rotated * spec.head_dim, spec.num_kv_heads * spec.value_dim
+    and values are written to the cache, if they are the layer's own."""
+    has_own = spec.kv_of is None
+    rotated = spec.num_heads + (spec.num_kv_heads if has_own else 0)
+    sizes = rotated * spec.head_dim, spec.num_kv_heads * spec.value_dim if has_own and spec.has_values else 0
     projected = linear(x, weights.qkv, weights.qkv_bias)
     query_key, value = projected[:, : sizes[0]], projected[:, sizes[0] : sum(sizes)]
+    if not spec.has_values:
+        value = query_key[:, spec.num_heads * spec.head_dim :]
     query, key = _rotated(query_key.view(-1, rotated, spec.head_dim), weights, spec, step)
     attended = step.rows.attend(
         query,
-        key,
-        value.unflatten(1, (spec.num_kv_heads, spec.value_dim)),
+        key if has_own else None,
+        _values(value, spec) if has_own else None,
         step.cache,
-        index,
+        index if spec.kv_of is None else spec.kv_of,
         window=spec.window,
         scale=spec.scale,
         sinks=weights.sinks,
@@ -138,16 +144,26 @@ def attend(
     return linear(attended, weights.output, weights.output_bias)
 
 
+def _values(projected: torch.Tensor, spec: Attention) -> torch.Tensor:
+    """Values [N, num_kv_heads, value_dim], of these as projected [N, num_kv_heads * value_dim]."""
+    values = projected.reshape(-1, spec.num_kv_heads, spec.value_dim)
+    if not spec.has_value_norm or spec.head_norm is None:
+        return values
+
+    return rms_norm(values, torch.ones_like(values[0, 0]), spec.head_norm.eps)
+
+
 def _rotated(
     query_key: torch.Tensor, weights: AttentionWeights, spec: Attention, step: AttentionStep
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [N, num_heads, head_dim] and keys [N, num_kv_heads, head_dim], normalised, rotated and scaled,
-    of both as projected."""
+    """Queries [N, num_heads, head_dim] and keys [N, num_kv_heads or 0, head_dim], normalised, rotated and
+    scaled, of both as projected."""
     num_heads = spec.num_heads
-    if spec.head_norm is not None and weights.query_norm is not None and weights.key_norm is not None:
-        query = normalise(query_key[:, :num_heads], weights.query_norm, spec.head_norm)
-        key = normalise(query_key[:, num_heads:], weights.key_norm, spec.head_norm)
-        query_key = torch.cat((query, key), dim=1)
+    if spec.head_norm is not None and weights.query_norm is not None:
+        parts = [normalise(query_key[:, :num_heads], weights.query_norm, spec.head_norm)]
+        if weights.key_norm is not None:
+            parts.append(normalise(query_key[:, num_heads:], weights.key_norm, spec.head_norm))
+        query_key = torch.cat(parts, dim=1)
 
     if spec.rope is not None:
         query_key = rotate(query_key, *step.rotary[spec.rope])
