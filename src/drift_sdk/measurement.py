@@ -29,7 +29,13 @@ from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.progress import Report
 from drift_sdk.steps import Executor, ExecutorLimits, StepPlan, StepResult
 
-__all__ = ["AcceptanceTrace"]
+__all__ = [
+    "AcceptanceTrace",
+    "RecordedEngine",
+    "RecordedRounds",
+    "profiled_engine",
+    "recorded_engine",
+]
 
 MAX_DENOMINATOR = 1000
 """Longest trace made from a mean: means differ from it by less than a thousandth."""
@@ -99,9 +105,6 @@ class AcceptanceTrace(Struct, frozen=True):
         return trace
 
 
-__all__ = ["RecordedRounds", "RecordingExecutor"]
-
-
 class RecordedRounds:
     """Numbers of tokens that the rounds of an engine emitted, since it was started.
 
@@ -168,15 +171,6 @@ class RecordingExecutor:
     def close(self) -> None:
         self._launched.clear()
         self._executor.close()
-
-
-__all__ = [
-    "AcceptanceTrace",
-    "RecordedEngine",
-    "RecordedRounds",
-    "profiled_engine",
-    "recorded_engine",
-]
 
 
 def recorded_engine(model: str | Path, config: EngineConfig) -> RecordedEngine:

@@ -71,15 +71,7 @@ except ImportError as cause:
         'metrics need the package prometheus-client: pip install "drift-engine[metrics]"'
     ) from cause
 
-__all__ = [
-    "Collector",
-    "CollectorRegistry",
-    "Families",
-    "Measured",
-    "Metric",
-    "generate_latest",
-    "printable",
-]
+__all__ = ["collector", "metrics_text"]
 
 
 def printable(value: str) -> str:
@@ -167,8 +159,6 @@ class Families:
 
         return family
 
-
-__all__ = ["collector", "metrics_text"]
 
 DRAFTS = tuple(float(number) for number in range(MAX_DRAFT_TOKENS + 1))
 LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")

@@ -385,7 +385,6 @@ async def test_metrics_text_without_prometheus_client_names_the_extra(
         return importing(name, *args)
 
     monkeypatch.delitem(sys.modules, "drift_sdk.prometheus", raising=False)
-    monkeypatch.delitem(sys.modules, "drift_sdk.prometheus", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     async with scripted_engine("a") as engine:
         with pytest.raises(DriftError, match=r"drift-engine\[metrics\]"):

@@ -233,7 +233,6 @@ def gpus(torch: Any) -> list[Device]:
 
 def chosen_executor(device: Any) -> tuple[str, str]:
     """The executor that executor="auto" chooses for a torch.device, and why."""
-    from drift_sdk.config import EngineConfig
     from drift_sdk.startup.executor_factory import choose_executor
 
     name, fallback = choose_executor(EngineConfig(), device)
@@ -310,8 +309,6 @@ def kernel_cache(executor: str) -> Path | None:
     if executor != "graph":
         return None
 
-    from drift_sdk._kernels.launch.kernel import (
-        cache_folder,  # imported here, for it needs Triton  # imported here, for it needs Triton
-    )
+    from drift_sdk._kernels.launch.kernel import cache_folder  # imported here, for it needs Triton
 
     return cache_folder()
