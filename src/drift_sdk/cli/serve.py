@@ -111,8 +111,9 @@ def serve_command(options: argparse.Namespace) -> Callable[[], int]:
 async def run_serve(model: str, config: EngineConfig, server: Server) -> int:
     """Load the model and serve it until SIGTERM; the exit status, 1 if the engine has failed."""
     import drift_sdk.openai  # imported here, for it needs an extra
-    from drift_sdk.openai.server import serve
+    from drift_sdk.openai.server import check_port, serve
 
+    check_port(server.host, server.port)  # before the model is loaded
     is_serving = has_failed = False
 
     def end_if_failed(event: Event) -> None:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from drift_sdk import BaseEngine, DriftError
+from drift_sdk import BaseEngine, ConfigError, DriftError
 
 try:
     import uvicorn
@@ -34,15 +34,18 @@ async def serve(
     drain_s: float = 20.0,
     sockets: Sequence[socket.socket] | None = None,
 ) -> None:
-    """Serve an ASGI application by uvicorn until SIGTERM or SIGINT; returns after SIGTERM, and raises
-    KeyboardInterrupt after SIGINT. Runs on asyncio, in the main thread.
+    """Serve an ASGI application by uvicorn until SIGTERM or SIGINT, or until it is cancelled; returns after
+    SIGTERM, and raises KeyboardInterrupt after SIGINT. Runs on asyncio, in the main thread.
 
-    engines: those that the application uses, which are closed at the signal: new requests get a 503, and open
+    engines: those that the application uses, which are closed at the end: new requests get a 503, and open
              answers have time to end.
     drain_s: seconds of that time. Then streams end with an error event, and other answers with a 503.
     sockets: that are listened on; None = one of host and port.
 
-    A second SIGINT ends everything at once."""
+    A second SIGINT or cancellation ends everything at once. Raises ConfigError for a port that cannot be
+    listened on."""
+    if sockets is None:
+        check_port(host, port)
     config = uvicorn.Config(
         application,
         host=host,
@@ -59,9 +62,35 @@ async def serve(
     # uvicorn raises the signals again that it has got, by the handlers that it found.
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        await server.serve(None if sockets is None else list(sockets))
+        await _until_cancelled(server, None if sockets is None else list(sockets))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError for a port that cannot be listened on: uvicorn would end the process."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ConfigError.of("port", port, f"a free port of {host}: {error.strerror}") from error
+
+
+async def _until_cancelled(server: DrainingServer, sockets: list[socket.socket] | None) -> None:
+    """Run a server, which shuts down as at a signal when this task is cancelled."""
+    serving = asyncio.ensure_future(server.serve(sockets))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        while not serving.done():
+            try:
+                await asyncio.wait([serving])
+            except asyncio.CancelledError:
+                server.force_exit = True
+        if (error := None if serving.cancelled() else serving.exception()) is not None:
+            raise error from None
+        raise
 
 
 class DrainingServer(uvicorn.Server):
