@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +19,7 @@ from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.layers import embed, linear
 from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import take_rows
+from drift_sdk.spec.model import Attention
 from drift_sdk.startup.model_config import read_config
 from drift_sdk.startup.text_startup import load_text
 from drift_sdk.text.chat import ChatTemplate
@@ -79,7 +81,9 @@ class Target:
         """
         # The decoder reads positions and calls `attend`, and is given rows that need no cache.
         num_sequences, length = token_ids.shape
-        rows = cast(AttentionBatch, WholeSequences(num_sequences, length, token_ids.device))
+        mixers = [layer.mixer for layer in self.spec.layers]
+        shared = {mixer.kv_of for mixer in mixers if isinstance(mixer, Attention)}
+        rows = cast(AttentionBatch, WholeSequences(num_sequences, length, token_ids.device, shared))
         hidden, aux = self.decoder.forward(token_ids.reshape(-1), rows, cast(KVCache, None), aux_layers)
         with torch.inference_mode():
             final = self.decoder.final_normed(hidden)
@@ -96,19 +100,25 @@ class Target:
 
 class WholeSequences:
     """The rows of sequences of equal length, each of which sees itself and the rows of its sequence before
-    it; in the place of an AttentionBatch."""
+    it; in the place of an AttentionBatch.
 
-    def __init__(self, num_sequences: int, length: int, device: torch.device) -> None:
+    shared: layers whose keys and values later layers use.
+    """
+
+    def __init__(
+        self, num_sequences: int, length: int, device: torch.device, shared: Collection[int | None] = ()
+    ) -> None:
         self.num_rows = num_sequences * length
         self.positions = torch.arange(length, device=device).repeat(num_sequences)
         self._shape = num_sequences, length
         self._masks: dict[tuple[int | None, bool], torch.Tensor] = {}
+        self._shared, self._kept = shared, dict[int, tuple[torch.Tensor, torch.Tensor]]()
 
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         cache: object,
         layer: int,
         *,
@@ -116,7 +126,11 @@ class WholeSequences:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention [N, num_heads * value_dim] of rows, as of AttentionBatch; nothing is kept."""
+        """Attention [N, num_heads * value_dim] of rows, as of AttentionBatch."""
+        if key is None or value is None:
+            key, value = self._kept[layer]
+        elif layer in self._shared:
+            self._kept[layer] = key, value
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         query, key, value = (x.unflatten(0, self._shape).transpose(1, 2) for x in (query, key, value))
         is_causal = window is None and sinks is None
