@@ -6,7 +6,7 @@ import pytest
 import torch
 from quantised_files import e4m3_table
 
-from drift_sdk.quantised.fp8 import MAX_FP8, Fp8Weight, join_fp8, quantise_fp8
+from drift_sdk.quantised.fp8 import MAX_E4M3, Fp8Weight, join_fp8, quantise_fp8
 
 
 def random_weight(rows: int, columns: int, block: tuple[int, int], seed: int = 0) -> Fp8Weight:
@@ -110,7 +110,7 @@ def test_quantised_numbers_are_the_nearest() -> None:
     error = (matrix.double() - found.double()).abs() / scales
     assert (error <= nearest + 1e-4).all()
     assert torch.equal(found[5], torch.zeros(70)) and weight.scales[5] == 1
-    assert weight.values.float().abs().amax(dim=1)[[0, 1, 2, 3, 4]].eq(MAX_FP8).all()
+    assert weight.values.float().abs().amax(dim=1)[[0, 1, 2, 3, 4]].eq(MAX_E4M3).all()
     assert found.isfinite().all()
 
 

@@ -1,8 +1,8 @@
-"""The number of tokens to draft, from measured tokens and seconds of a round.
+"""The number of tokens to draft, from measured tokens and seconds of a round, and whether partial
+verification gains.
 
-The gain of partial verification: tokens a second by rounds over views and refreshes, and by whole rounds.
-
-A round over n keys takes its measured time and n times the seconds of a key, which are learned from whole
+Partial verification is judged by tokens a second, by rounds over views and refreshes and by whole rounds. A
+round over n keys takes its measured time and n times the seconds of a key, which are learned from whole
 rounds of long sequences. A cycle of partial verification is as many rounds over views as fill the pending
 rows, and a refresh.
 """

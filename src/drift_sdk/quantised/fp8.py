@@ -30,10 +30,6 @@ def quantise_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return quotient.nan_to_num(nan=0.0).clamp_(-MAX_E4M3, MAX_E4M3).to(E4M3)
 
 
-MAX_FP8 = 448.0
-"""The largest number of e4m3."""
-
-
 @dataclass(frozen=True, slots=True)
 class Fp8Weight(QuantisedWeight):
     """A matrix of e4m3 numbers.
@@ -122,9 +118,9 @@ def quantise_fp8(matrix: torch.Tensor, block: tuple[int, int] | None = None) -> 
         wide = torch.nn.functional.pad(wide, (0, missing[0], 0, missing[1]))
     tiles = wide.view(counts[0], height, counts[1], width)
     largest = tiles.abs().amax(dim=(1, 3), keepdim=True)
-    scales = torch.where(largest == 0, torch.ones_like(largest), largest / MAX_FP8)
+    scales = torch.where(largest == 0, torch.ones_like(largest), largest / MAX_E4M3)
     # A subnormal quotient may be 0.
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-    values = (tiles / scales).clamp_(-MAX_FP8, MAX_FP8).view(wide.shape)[:rows, :columns]
+    values = (tiles / scales).clamp_(-MAX_E4M3, MAX_E4M3).view(wide.shape)[:rows, :columns]
     values = values.to(torch.float8_e4m3fn).contiguous()
     return Fp8Weight(values, scales.view(counts), (height, width))

@@ -26,14 +26,14 @@ class Scheduler:
     A plan may be made before earlier ones are committed, to any depth; results are committed in the order of
     their plans. A plan has decode rows first, then prefill chunks of running and of newly admitted sequences,
     while slots, blocks and the token budget last, and up to MAX_CHUNKS. Sequences are in order of (priority,
-    arrival), the lowest first; prompts share the budget (planning.py). A waiting sequence that gets
+    arrival), the lowest first; prompts share the budget (`share_tokens`). A waiting sequence that gets
     tokens is admitted, if there is a slot for those before it too. If it has to wait for blocks, no other is
     admitted after it.
 
     A decode row that lacks blocks is left out while the sequence has steps in flight, because their results
     may free blocks. With none in flight, running sequences are preempted, the last in the order first, which
     may be the sequence itself. So the first sequence in the order always advances, but for steps that refresh
-    others (planning.py) or compute shorter prompts in place of its own (planning.py). A preempted
+    others (`RoundPlanner`) or compute shorter prompts in place of its own (`TokenBudget`). A preempted
     sequence computes all its tokens again once admitted; results of its steps in flight still count, and it
     is not admitted before the last of them is committed.
 

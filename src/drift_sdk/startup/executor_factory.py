@@ -24,6 +24,7 @@ from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
+from drift_sdk.execution.rounds.tree_plan import tree_plan
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
@@ -51,8 +52,6 @@ def check_attention_room(
 
 def _longest_chain(speculation: Speculation) -> int:
     """Most drafts of a round that are no tree."""
-    from drift_sdk.execution.rounds.tree_plan import tree_plan
-
     shape = speculation.shape
     if isinstance(shape, Chain):
         return shape.num_draft_tokens

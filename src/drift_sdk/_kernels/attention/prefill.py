@@ -396,7 +396,7 @@ def _prefill_attention(
     key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
     value_scale_ptr,  # as key_scale_ptr
     block_table_ptr,  # [S, max_blocks] int32; rows have a stride
-    tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see prefill.py; slot -1: unused
+    tiles_ptr,  # [num_tiles, NUM_FIELDS] int32, see `prefill_tiles`; slot -1: unused
     sinks_ptr,  # [NUM_HEADS], storage type, or None
     output_ptr,  # [R, NUM_HEADS * HEAD_DIM], storage type
     scale,  # of scores, times log2(e)
@@ -504,7 +504,7 @@ def prefill_attention(layer: LayerAttention, tiles: Tensor, config: PrefillAtten
     0 ... position + j. Rows of no tile are left as they are.
     The first key is at most 15, and at most any row's own position. Rows of query and block table may have
     any stride. Raises ValueError for another shape, type or layout.
-    Where it can, prefill.py computes the same in less time, with other bits.
+    Where it can, `cuda_prefill_attention` computes the same in less time, with other bits.
     """
     layer.check(max_first_key=MIN_DOT_SIZE - 1, has_strides=True)  # it lies in the first tile of keys
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)

@@ -78,8 +78,8 @@ if TYPE_CHECKING:
 MAX_PAIRS = 16
 """The most pairs of an expert, on average, for which the ring is used. The weight of an expert with more than
 8 pairs is converted for each 8 anew, which takes three quarters of the time of reading it from memory. Up to
-2 pairs this has been measured; from there on it follows from a count of instructions, by which the tiles of
-cuda_experts.py take longer."""
+2 pairs this has been measured; from there on it follows from a count of instructions, by which the tiles
+without a ring take longer."""
 FEW_ROWS = 4
 """Up to so many rows, three stages are faster than four: a CTA has few items."""
 
@@ -135,8 +135,8 @@ def ring_tiles(rows: ExpertRows, matrix: ExpertMatrix) -> RingTiles | None:
 
 
 def has_ring(matrix: ExpertMatrix, tiles: RingTiles) -> bool:
-    """Whether a product with a matrix, for which there is a product of cuda_experts.py, can be computed from
-    a ring: whole tiles, copies of a multiple of 16 bytes from addresses that are one, and rows that fit."""
+    """Whether a product with a matrix, for which there is a product without a ring, can be computed from a
+    ring: whole tiles, copies of a multiple of 16 bytes from addresses that are one, and rows that fit."""
     tensors = [tensor for tensor in (matrix.values, matrix.scales) if tensor is not None]
     is_whole = matrix.values.shape[1] % RING_ROW_TILE == 0 and matrix.inner <= MAX_INNER
     if not is_whole or any(tensor.data_ptr() % COPY_ALIGNMENT for tensor in tensors):

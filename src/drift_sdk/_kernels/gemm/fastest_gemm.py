@@ -183,8 +183,8 @@ WORKSPACE_VARIABLES = (
 
 
 def fastest_multiply(x: Tensor, weight: Tensor, out: Tensor, config: GemmConfig) -> bool:
-    """`multiply`, by fastest_gemm.py where it computes the product, and by the library where `config` names
-    it and its bits are the same.
+    """`multiply`, by the CUDA C++ kernel where it computes the product, and by the library where `config`
+    names it and its bits are the same.
 
     x [M, K], weight [N, K], out [config.num_partials, M, N] float32. Returns False where `config` names the
     library and its bits differ, so that the kernel ran instead, which is slower.

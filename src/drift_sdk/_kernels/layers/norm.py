@@ -174,7 +174,7 @@ def _add_norm(
     NUM_SLICES: tl.constexpr,  # 0: no delta
     DELTA_MULTIPLIER: tl.constexpr,
     NORMED_MULTIPLIER: tl.constexpr,
-    NORM_KIND: tl.constexpr,  # see norm.py
+    NORM_KIND: tl.constexpr,  # see `weigh`
     PDL: tl.constexpr,
 ):
     """Program (row): one row. Longer than other kernels by its signature."""
@@ -242,7 +242,7 @@ def add_norm(
     delta_norm [H] in the storage type, if given: delta is normalised, and weighed by it, before it is added.
     delta_eps: of the norm of delta; None: eps.
     delta_multiplier: delta is multiplied by it, after its norm.
-    normed_multiplier: applied before the first rounding of `normed`. norm_kind: see norm.py.
+    normed_multiplier: applied before the first rounding of `normed`. norm_kind: see `weigh`.
     aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
     Rows of all but weights and bias may have any stride. Raises ValueError for another shape, type or layout.
     """
@@ -306,7 +306,7 @@ def _embed_norm(
     PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
     MULTIPLIER: tl.constexpr,
     NORMED_MULTIPLIER: tl.constexpr,
-    NORM_KIND: tl.constexpr,  # see norm.py
+    NORM_KIND: tl.constexpr,  # see `weigh`
     PDL: tl.constexpr,
 ):
     """Program (row): one row."""

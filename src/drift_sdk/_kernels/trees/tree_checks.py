@@ -11,7 +11,7 @@ drafts, which are dropped before they are used, gives way to any other.
 | `_check_hidden` | rows | the forward pass | hidden states that are not finite |
 | `_report_flags` | 1 | all checks | nothing: writes the words for the host |
 
-tree_checks.py has those that follow the commit. Bytes: what the round's kernels read and write.
+Those that follow the commit are below. Bytes: what the round's kernels read and write.
 
 Programmatic dependent launch: all wait for their producers before their first read and let their dependents
 start right after that.

@@ -1,8 +1,7 @@
 """Growth of trees of drafts, depth by depth: candidates, and which of them become nodes.
 
-The rows that a draft computes at one depth of trees, and what they were made of.
-
-The best tokens after each row of a draft, with the draft's probabilities: candidates for nodes of trees.
+A draft computes the rows of a `Frontier`, those of one depth. The best tokens after each row, with the
+draft's probabilities, are the candidates for nodes of the next depth:
 
     score[t]   = logits[t] + temperature * noise[t]
     logprob[t] = log(softmax(score / temperature))[t], and with temperature 0 that of the softmax of logits
@@ -14,11 +13,6 @@ Two launches. `_rank_chunks`, grid (rows, chunks): a program owns CHUNK_TOKENS l
 best of them and the sum of their exponentials. `_merge_chunks`, grid (rows,): a program owns a row. Logits
 that come as partial sums are added slice by slice, in order. Bytes: a row of logits a row, all its slices.
 
-Programmatic dependent launch: both wait for their producers before their first read and, being short, let
-their dependents start right after that.
-
-The growth of static trees by one depth: candidates become the tokens of nodes.
-
 A static tree says of each node which parent it has and which rank among the candidates after the parent.
 `StaticTables` has that as tensors. A tree of fewer drafts than nodes has the first nodes, and one of less
 depth lacks the deeper ones: their rows keep slot -1. The tree of a slot under a constraint is the chain of
@@ -27,10 +21,7 @@ best candidates.
 Grid: (trees,). A program owns the nodes of its tree, and its rows of the next frontier. Bytes: 24 a node in,
 12 out; 20 and a path for each row of the frontier.
 
-Programmatic dependent launch: the kernel waits for its producers before its first read and, being short, lets
-its dependents start right after that.
-
-The growth of dynamic trees (EAGLE-2, arXiv 2406.16858) by one depth, and the choice of their nodes.
+Dynamic trees (EAGLE-2, arXiv 2406.16858) choose their nodes among all candidates:
 
     cost[c] = cost[parent of c] - logprob[c], the parent of candidates of depth 1 being the root, of cost 0
 
@@ -46,8 +37,8 @@ times the least of which is found. `_keep_best`, grid (trees, tiles of the pool)
 of its candidates by counting those that precede them and their parents. Bytes: 12 a candidate in, 12 out, and
 the pool once for each of its tiles from the L2 cache.
 
-Programmatic dependent launch: both wait for their producers before their first read and, being short, let
-their dependents start right after that.
+Programmatic dependent launch: all kernels wait for their producers before their first read and, being short,
+let their dependents start right after that.
 """
 
 from __future__ import annotations

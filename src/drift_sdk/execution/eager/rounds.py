@@ -1,15 +1,11 @@
 """Decode rounds of the eager executor: their rows, their checks, and partial verification.
 
-The rows of a decode round: where they and their keys and values lie, and what of them is kept.
-
 The KV row of a node on the first path of a tree, that of first children, lies where it lies in a chain: at
 its position in the sequence's blocks. The rows of the other nodes lie behind the blocks that the scheduler
 allocates, and are moved to their positions if they are accepted. So a tree takes no more of a sequence's
 blocks than a chain of its depth, and nothing is moved for a chain.
 
-Checks of every round of speculation on the eager executor.
-
-Rounds of partial verification in plain torch: those that read views, and those that refresh them.
+Rounds of partial verification read views of the cache, or refresh them.
 """
 
 from __future__ import annotations

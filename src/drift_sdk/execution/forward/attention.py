@@ -1,11 +1,10 @@
 """Attention of a forward pass: projections, rotation, keys and values in the cache, and the output.
 
-Attention of a step's rows, for rows that are decoded or verified and for rows of prompts. Both sum in the
-same order, so a row's bits do not depend on which of them it goes through.
+Rows that are decoded or verified and rows of prompts are summed in the same order, so a row's bits do not
+depend on which of them it goes through. Sequences are computed a group at a time, in scratch memory of
+bounded size. Rounds of partial verification read a part of the cache, and others choose this part.
 
-Attention of rounds that verify over a part of the KV cache, and of those that choose this part.
-
-Paged attention of a step's sequences, a group of them at a time, in scratch memory of bounded size.
+`AttentionForward`, at the end, is the mixer; the classes before it compute its kinds of rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""The part of a graph executor on one GPU: resources, steps and the graphs captured from them.
-
-The captured graphs of an executor on a GPU: one for each kind of step and each bucket of sizes.
-
-Settings of a graph executor, and what is called while it starts.
-"""
+"""The part of a graph executor on one GPU: resources, steps, and a captured graph for each kind of step and
+each bucket of sizes."""
 
 from __future__ import annotations
 

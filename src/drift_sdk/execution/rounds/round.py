@@ -1,12 +1,9 @@
-"""Decode rounds on the device: drafting, the forward pass, sampling and commit; mixed and partial rounds.
+"""Decode rounds on the device: drafting, the forward pass, sampling and commit.
 
-The end of a step: logits from the last layer, a token behind each row, and the commit of the slots.
-
-A decode round on the device: one step, or two between which the host reads the drafted tokens.
-
-A mixed step on the device: chunks of prompts and a decode round, computed in one forward pass.
-
-Rounds of partial verification on the device: those that read views, and those that refresh them.
+`SampleCommit` is the end of every step: logits from the last layer, a token behind each row, and the commit
+of the slots. A round is one step, or two between which the host reads the drafted tokens; a mixed step
+computes chunks of prompts and a round in one forward pass; rounds of partial verification read views, or
+refresh them.
 """
 
 from __future__ import annotations
