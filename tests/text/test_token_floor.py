@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
@@ -95,6 +95,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 @settings(max_examples=100)
 @given(text=texts)
+@example(text="\u6965" * 40)  # one unknown token, of bytes that tokens have
 def test_bound_does_not_exceed_the_number_of_tokens(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
