@@ -127,6 +127,10 @@ class PrefillAttentionConfig(Struct, frozen=True):
     num_stages: int = 5
 
 
+CUDA_HEAD_DIM = 256
+"""Dimensions of heads that the kernel in CUDA C++ computes by tiles of 64 rows alone."""
+
+
 def prefill_attention_config(head_dim: int, dtype: torch.dtype) -> PrefillAttentionConfig:
     """Return the configuration for a size of heads on the current GPU: what fits in registers and shared
     memory, no spilling."""
@@ -134,12 +138,16 @@ def prefill_attention_config(head_dim: int, dtype: torch.dtype) -> PrefillAttent
         return PrefillAttentionConfig(tile_rows=16, tile_keys=32, num_stages=1)
 
     tile_keys, limits = 64 if head_dim <= 128 else 32, gpu_limits()
+    narrow = PrefillAttentionConfig(tile_rows=64, tile_keys=32, num_warps=4, num_stages=3)
+    if head_dim == CUDA_HEAD_DIM and limits.capability == (9, 0):
+        return narrow
+
     wide = PrefillAttentionConfig(tile_keys=tile_keys)
     for config in (wide, PrefillAttentionConfig(tile_keys=tile_keys, num_stages=3)):
         if shared_bytes(config, head_dim, limits) <= limits.shared_bytes:
             return config
 
-    return PrefillAttentionConfig(tile_rows=64, tile_keys=32, num_warps=4, num_stages=3)
+    return narrow
 
 
 def shared_bytes(config: PrefillAttentionConfig, head_dim: int, limits: GpuLimits) -> int:
