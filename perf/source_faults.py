@@ -2,10 +2,10 @@
 
     python -m perf.source_faults --out results.json [words of names]
 
-Runs the tests of all faults on a copy without a fault, which have to pass, and then those of each fault on a
-copy with it, of which one has to fail. Prints an outcome a line: "red" if a test has failed, "green" if none
-has, and "broken" if pytest ended in another way. Only the tests of `make unit` are run. Exit status: 0 if
-every fault was found and nothing else, else 1.
+Runs the tests of all faults on a copy without a fault, which have to pass, and then the tests of each fault
+on a copy with it, of which one has to fail. Prints an outcome a line: "red" if a test has failed, "green" if
+none has, and "broken" if pytest ended in another way. Only the tests of `make unit` are run. Exit status: 0
+if every fault was found and nothing else, else 1.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ $VLLM_PATH: a folder from which vllm is imported if it is not installed with the
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,10 +26,9 @@ from perf.harness.record import DecodeRun, PrefillRun
 from perf.harness.recording import free_memory
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
-from perf.peers.nested_config import write_nested
 from perf.peers.vllm_process import ANSWERS_MARK, EXPERTS_MARK, MARK, Experts, Job, Times
 
-__all__ = ["answers", "measure", "measure_drafts", "measure_prompts"]
+__all__ = ["answers", "measure", "measure_drafts", "measure_prompts", "write_nested"]
 
 PROCESS = "perf.peers.vllm_process"
 ENVIRONMENT = {
@@ -44,6 +44,12 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 ITEMSIZE = 2
+SUFFIX = "_text"
+ARCHITECTURES = {
+    "Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration",
+}
+DECODER, NESTED_DECODER = "model.", "model.language_model."
 
 
 def measure(
@@ -254,3 +260,34 @@ def _expert_fields(model: Model, times: Times, num_experts: float | None) -> dic
         return {}
 
     return {"num_experts": num_experts, "num_distinct_tokens": times.num_distinct_tokens}
+
+
+def write_nested(source: Path, folder: Path) -> None:
+    """Write the nested config.json of the model in `source` into `folder`.
+
+    vLLM 0.33 takes the config of a model of text alone, but not for its MTP layer: it replaces the
+    outermost model_type, and then looks for the one of text. Published files have the nested config.
+
+    Raises ValueError for a model of an architecture that is not in ARCHITECTURES.
+    """
+    text: dict[str, Any] = json.loads((source / "config.json").read_text())
+    (architecture,) = text["architectures"]
+    if architecture not in ARCHITECTURES:
+        allowed = " or ".join(ARCHITECTURES)
+        raise ValueError(f"architecture {architecture}: expected {allowed} for an MTP layer in vLLM")
+
+    nested = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": text["model_type"].removesuffix(SUFFIX),
+        "torch_dtype": text["torch_dtype"],
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "vision_config": {"depth": 1, "out_hidden_size": text["hidden_size"]},  # not used
+    }
+    quantisation = text.pop("quantization_config", None)
+    if quantisation is not None:
+        modules = [
+            f"{NESTED_DECODER}{name.removeprefix(DECODER)}" if name.startswith(DECODER) else name
+            for name in quantisation["modules_to_not_convert"]
+        ]
+        nested["quantization_config"] = {**quantisation, "modules_to_not_convert": modules}
+    (folder / "config.json").write_text(json.dumps({**nested, "text_config": text}))

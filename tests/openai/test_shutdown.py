@@ -18,7 +18,7 @@ import pytest
 from loops import WAIT_S
 
 import drift_sdk.openai
-from drift_sdk import ConfigError, Engine
+from drift_sdk import ConfigError
 from drift_sdk.openai.server import serve
 from drift_sdk.testing import scripted_engine
 
@@ -113,43 +113,26 @@ def test_a_second_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
         assert process.returncode != 0
 
 
-async def serve_in_a_task(engine: Engine, port: int) -> asyncio.Task[None]:
-    """A task that serves an engine, and accepts connections."""
-    task = asyncio.create_task(serve(drift_sdk.openai.app(engine), [engine], port=port, drain_s=WAIT_S))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as client:
-        while True:
-            try:
-                assert (await client.get("/health")).status_code == 200
-            except httpx.ConnectError:
-                await asyncio.sleep(0.01)
-            else:
-                return task
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 async def test_a_cancelled_server_lets_answers_end() -> None:
-    port = free_port()
-    async with scripted_engine("la " * 40, step_s=0.01) as engine:
-        task = await serve_in_a_task(engine, port)
-        url = f"http://127.0.0.1:{port}"
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client,
-            client.stream("POST", "/v1/chat/completions", json=BODY) as response,
-        ):
-            lines = response.aiter_lines()
-            assert (await anext(lines)).startswith("data: ")
-            task.cancel()
-            events = [line async for line in lines if line]
-        assert events[-1] == "data: [DONE]" and "error" not in "".join(events)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        async with httpx.AsyncClient(base_url=url) as client:
-            with pytest.raises(httpx.ConnectError):
-                await client.get("/health")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with scripted_engine("la " * 40, step_s=0.01) as engine:
+            serving = serve(drift_sdk.openai.app(engine), [engine], drain_s=WAIT_S, sockets=[listener])
+            task = asyncio.create_task(serving)
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client,
+                client.stream("POST", "/v1/chat/completions", json=BODY) as response,
+            ):
+                lines = response.aiter_lines()
+                assert (await anext(lines)).startswith("data: ")
+                task.cancel()
+                events = [line async for line in lines if line]
+            assert events[-1] == "data: [DONE]" and "error" not in "".join(events)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            async with httpx.AsyncClient(base_url=url) as client:
+                with pytest.raises(httpx.ConnectError):
+                    await client.get("/health")
 
 
 async def test_a_taken_port_is_an_error() -> None:

@@ -18,9 +18,8 @@ from perf.harness.scenario import Scenario
 from perf.harness.shapes import MODELS, Model, prepare, prepare_draft
 from perf.peers import vllm
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
-from perf.peers.nested_config import write_nested
 from perf.peers.transformers import Decoding, load
-from perf.peers.vllm import measure_drafts, measure_prompts
+from perf.peers.vllm import measure_drafts, measure_prompts, write_nested
 from perf.peers.vllm_process import Job, settings_of
 from perf.peers.vllm_routing import copying, counted_passes, counting, distinct_tokens, mean_experts
 

@@ -127,7 +127,7 @@ def read_attentions(settings: Settings, norm: Norm, kinds: Sequence[str]) -> dic
 
 def full_heads(settings: Settings, kinds: Sequence[str]) -> dict[str, Any]:
     """Settings of heads that layers without a window have. Files that transformers has written have them for
-    each of these layers, or for none if they are those of the others."""
+    each of these layers, or for none if all layers have equal heads."""
     own = settings.get("per_layer_config")
     if own is None:
         heads = {"head_dim": settings["global_head_dim"]}

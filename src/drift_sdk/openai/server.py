@@ -97,7 +97,7 @@ class DrainingServer(uvicorn.Server):
     """A server that lets open answers end when SIGTERM or SIGINT comes.
 
     It stops listening and closes the engines: new requests on open connections get a 503. Then uvicorn closes
-    the connections, those of clients that do not read after its own `timeout_graceful_shutdown`.
+    the connections; clients that do not read have until its own `timeout_graceful_shutdown`.
     """
 
     def __init__(self, config: uvicorn.Config, engines: Iterable[BaseEngine], drain_s: float) -> None:
