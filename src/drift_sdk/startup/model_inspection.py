@@ -19,7 +19,7 @@ from drift_sdk.progress import ignore_progress
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.draft_startup import check_mtp
-from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token
+from drift_sdk.startup.executor_factory import choose_executor, kv_bytes_per_token, target_demand
 from drift_sdk.startup.model_config import check_kv_scheme, hub_settings, read_config
 from drift_sdk.startup.model_parts import (
     bytes_without_files,
@@ -105,9 +105,13 @@ class Inspection:
                 chosen = executor or "eager"
                 states = self._try(lambda: size_states(self._config, part, dtype, memory, chosen))
                 room = memory if states is None else states.left(memory)
-                size = self._try(lambda: self._kv_size(part, kv_bytes, executor or "eager", room))
+                size = self._try(lambda: self._kv_size(part, dtype, chosen, room))
 
         block_size = self._block_size(executor or "eager")
+        demand = None
+        if part is not None and dtype is not None:
+            demand = self._demand(part, dtype, executor or "eager")
+        window_bytes = 0 if demand is None or demand.windows is None else demand.windows.bytes_per_block
         return ModelInfo(
             model=str(self._model),
             reasons=tuple(self._reasons),
@@ -129,6 +133,8 @@ class Inspection:
             dtype=None if dtype is None else dtype_name(dtype),
             executor=executor,
             kv_cache_tokens=None if size is None else size.num_blocks * block_size,
+            window_bytes_per_token=None if demand is None else window_bytes // block_size,
+            window_cache_tokens=None if size is None else size.num_window_blocks * block_size,
             max_model_len=None if size is None else size.max_model_len,
             max_num_seqs=self._config.max_num_seqs if states is None else states.num_slots,
             downloads=self._downloads(),
@@ -190,14 +196,12 @@ class Inspection:
         memory.check_weights(held)
         return memory.room(to_load=held)
 
-    def _kv_size(self, shapes: ModelSpec, kv_bytes: int, executor: str, room: MemoryRoom) -> KVSize:
-        block_size = self._block_size(executor)
-        demand = KVDemand(
-            context=shapes.max_position_embeddings,
-            block_size=block_size,
-            bytes_per_block=kv_bytes * block_size,
-        )
-        return size_kv(self._config, demand, room)
+    def _kv_size(self, shapes: ModelSpec, dtype: torch.dtype, executor: str, room: MemoryRoom) -> KVSize:
+        return size_kv(self._config, self._demand(shapes, dtype, executor), room)
+
+    def _demand(self, shapes: ModelSpec, dtype: torch.dtype, executor: str) -> KVDemand:
+        block_size, form = self._block_size(executor), self._config.kv_dtype
+        return target_demand(self._config, shapes, dtype, form, block_size, executor)
 
     def _block_size(self, executor: str) -> int:
         return self._config.block_size or BLOCK_SIZES[executor]

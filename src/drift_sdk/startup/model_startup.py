@@ -145,7 +145,8 @@ def open_model(
         parts = _load_parts(weights, config, checked(report, loading_text))
         first, drafter_factory = parts[0], parts[0].drafter_factory
         text = loading_text.result()
-        demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
+        block_size = config.block_size or BLOCK_SIZES[executor_name]
+        demand = kv_demand(config, first.decoder, drafter_factory, block_size, executor_name)
         if executor_name == "graph":
             opened = open_graph_executor(config, parts, demand, report, acceptance, stages)
         else:
@@ -162,7 +163,7 @@ def open_model(
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
-        scheduling=_scheduling(config, device, opened, drafter_factory, spec),
+        scheduling=_scheduling(config, device, opened, drafter_factory, spec, demand),
         text=model_text(
             text,
             opened.executor.limits,
@@ -187,6 +188,7 @@ def _scheduling(
     opened: OpenedExecutor,
     drafter_factory: DrafterFactory,
     model: ModelSpec,
+    demand: KVDemand,
 ) -> SchedulerConfig:
     limits = opened.executor.limits
     layout = view_layout(config, limits, drafter_factory.draft_choices)
@@ -206,6 +208,8 @@ def _scheduling(
         wants_history=drafter_factory.needs_history,
         num_checkpoints=0 if opened.states is None else opened.states.num_checkpoints,
         checkpoint_tokens=0 if opened.states is None else opened.states.checkpoint_tokens(limits.block_size),
+        window=0 if demand.windows is None else demand.windows.window,
+        num_window_blocks=limits.num_window_blocks,
         target_latency_ms_p50=config.target_latency_ms_p50,
         target_latency_ms_p95=config.target_latency_ms_p95,
         prefer_high_throughput=config.prefer_high_throughput,
@@ -226,6 +230,13 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> No
         limits.max_num_seqs,
         limits.max_model_len,
     )
+    if demand.windows is not None:
+        log.info(
+            "KV cache of layers with windows: %d tokens, %s, of which a sequence takes %d",
+            limits.num_window_blocks * limits.block_size,
+            gib(limits.num_window_blocks * demand.windows.bytes_per_block),
+            demand.windows.window,
+        )
 
 
 def _log_states(states: StateSize) -> None:

@@ -45,6 +45,7 @@ from drift_sdk.execution.rounds.round import (
 )
 from drift_sdk.execution.rounds.tree_plan import TreePlan, chain_plan
 from drift_sdk.execution.rounds.tree_round import ChainTreeDrafter, TreeChecks, TreeRound, TreeTensors
+from drift_sdk.steps import ExecutorLimits
 
 Step = Callable[[], None]
 """Records the kernels of a step on the current stream."""
@@ -137,11 +138,11 @@ class GraphSteps:
         steps.append(self.first_tokens(buckets.first_tokens[-1]))
         return steps
 
-    def allocate_caches(self, num_blocks: int) -> None:
+    def allocate_caches(self, limits: ExecutorLimits) -> None:
         """Give the KV caches of target and draft their blocks; before anything is captured."""
-        self._model.cache.allocate(num_blocks)
+        self._model.cache.allocate(limits.num_blocks, limits.num_window_blocks)
         if self.drafter is not None and self.drafter.kv_cache is not None:
-            self.drafter.kv_cache.allocate(num_blocks)
+            self.drafter.kv_cache.allocate(limits.num_blocks)
 
     def update(self) -> None:
         """Apply slot table updates and nothing else."""
