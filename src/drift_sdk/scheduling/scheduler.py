@@ -99,6 +99,12 @@ class Scheduler:
         return 0 if self._blocks.windows is None else self._blocks.windows.num_available
 
     @property
+    def num_recomputed_tokens(self) -> int:
+        """Cached tokens that admitted sequences compute again for want of states or of a window."""
+        source = self.checkpoints or self._blocks.windows
+        return 0 if source is None else source.num_lost_tokens
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks in the prefix cache, referenced or not."""
         return self._blocks.trie.num_nodes

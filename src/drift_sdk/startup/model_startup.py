@@ -163,6 +163,8 @@ def open_model(
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
+        kv_bytes=opened.executor.limits.num_blocks * demand.bytes_per_block,
+        window_kv_bytes=demand.num_window_bytes(opened.executor.limits.num_window_blocks),
         scheduling=_scheduling(config, device, opened, drafter_factory, spec, demand),
         text=model_text(
             text,
@@ -234,7 +236,7 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> No
         log.info(
             "KV cache of layers with windows: %d tokens, %s, of which a sequence takes %d",
             limits.num_window_blocks * limits.block_size,
-            gib(limits.num_window_blocks * demand.windows.bytes_per_block),
+            gib(demand.num_window_bytes(limits.num_window_blocks)),
             demand.windows.window,
         )
 

@@ -87,10 +87,12 @@ class KVDemand(Struct, frozen=True, kw_only=True):
 
     def num_bytes(self, config: EngineConfig, num_blocks: int) -> int:
         """Bytes of `num_blocks` blocks, and of those of layers with windows beside them."""
-        num_bytes = num_blocks * self.bytes_per_block
-        if self.windows is not None:
-            num_bytes += self.num_window_blocks(config, num_blocks) * self.windows.bytes_per_block
-        return num_bytes
+        beside = self.num_window_bytes(self.num_window_blocks(config, num_blocks))
+        return num_blocks * self.bytes_per_block + beside
+
+    def num_window_bytes(self, num_window_blocks: int) -> int:
+        """Bytes of so many blocks of layers with windows."""
+        return 0 if self.windows is None else num_window_blocks * self.windows.bytes_per_block
 
     def num_fitting(self, config: EngineConfig, num_bytes: int) -> int:
         """The most blocks that fit into so many bytes."""
