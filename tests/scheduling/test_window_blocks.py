@@ -141,6 +141,17 @@ def test_window_blocks_are_evicted_without_their_nodes() -> None:
     assert cached == [28, 0]
 
 
+def test_a_long_prompt_does_not_evict_the_windows_of_others() -> None:
+    rig = window_rig(num_window_blocks=30, num_blocks=1000, prefill_token_budget=16)
+    conversation, prefix = other(50), other(60)
+    run(rig, conversation)
+    for _ in range(3):
+        run(rig, prefix + other(30))
+    run(rig, other(1000))
+    assert run(rig, conversation).num_cached_tokens == 48
+    assert run(rig, prefix + other(30)).num_cached_tokens == 60
+
+
 def test_an_evicted_node_frees_its_window_block() -> None:
     rig = window_rig(num_blocks=12)
     for _ in range(5):

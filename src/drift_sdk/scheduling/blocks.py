@@ -302,7 +302,9 @@ class WindowBlocks:
     first `num_recycled_blocks` lie behind the window: it owns and reads them no more. Such a block is never
     overwritten, but loses a reference, and behind committed tokens alone: no row in flight or planned later
     can see it, whatever drafts are rejected. A cached block that no window contains stays until it is needed;
-    then the least recently used one is evicted, and its node remains.
+    then the least recently used one is evicted, and its node remains. First are blocks that sequences have
+    passed, or one long prompt would evict the windows at the ends of all others. Last are those at the ends
+    of sequences, and where prompts have gone on from other ones.
 
     A sequence goes on from the deepest node of its cached prefix in front of which a window of cached blocks
     lies. It computes the tokens behind this node again, as `CheckpointPlanner` says, and gives the window
@@ -323,17 +325,19 @@ class WindowBlocks:
         # Left free by admissions beside other sequences, for their chunks.
         self._chunk_room = min(-(-config.prefill_token_budget // self._size), config.num_window_blocks // 4)
         self._num_admitted = 0
-        self._unreferenced: OrderedDict[PrefixNode, None] = OrderedDict()  # oldest first
+        # Nodes without references, oldest first: passed ones, and those of windows to go on from.
+        self._passed: OrderedDict[PrefixNode, None] = OrderedDict()
+        self._ends: OrderedDict[PrefixNode, None] = OrderedDict()
 
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated: free ones, and cached ones that no window contains."""
-        return self.pool.num_free + len(self._unreferenced)
+        return self.pool.num_free + self.num_cached
 
     @property
     def num_cached(self) -> int:
         """Cached blocks that no window contains."""
-        return len(self._unreferenced)
+        return len(self._passed) + len(self._ends)
 
     def first_block(self, position: int) -> int:
         """The index of the first block that a row at `position` sees."""
@@ -364,11 +368,12 @@ class WindowBlocks:
         first = self.first_block(len(nodes) * self._size)
         for node in nodes[first:]:
             if not node.num_window_references:
-                del self._unreferenced[node]
+                self._forget(node)
             node.num_window_references += 1
 
         sequence.window_table = [0] * first + [node.window_block for node in nodes[first:]]
         sequence.num_recycled_blocks = first
+        sequence.num_matched_blocks = len(sequence.matched_nodes)
         self._num_admitted += 1
         self.num_lost_tokens += (len(sequence.matched_nodes) - len(nodes)) * self._size
         self.extend(sequence, self._num_first(len(nodes), num_blocks))
@@ -378,7 +383,7 @@ class WindowBlocks:
         necessary. The caller has checked `num_available`."""
         count = max(num_blocks - len(sequence.window_table), 0)
         while count > self.pool.num_free:
-            self.evict(next(iter(self._unreferenced)))
+            self.evict(next(iter(self._passed or self._ends)))
 
         sequence.window_table += self.pool.allocate(count)
 
@@ -412,14 +417,18 @@ class WindowBlocks:
         """Drop the blocks that no row at or behind the first token that is not committed can see. Called
         after the sequence's blocks have been published."""
         first = self.first_block(sequence.num_computed_tokens)
+        branch = sequence.num_matched_blocks
         while sequence.num_recycled_blocks < first:
             index = sequence.num_recycled_blocks
+            is_before_branch = self.first_block(branch * self._size) <= index < branch
+            unused = self._ends if is_before_branch else self._passed
             if index < len(sequence.prefix_nodes):
-                self._release(sequence.prefix_nodes[index])
+                self._release(sequence.prefix_nodes[index], unused)
             else:
                 nodes = sequence.matched_nodes
                 self._trie.extend_match(nodes, sequence.token_ids, index + 1, sequence.cache_salt)
-                self._give(sequence.window_table[index], nodes[index] if index < len(nodes) else None)
+                node = nodes[index] if index < len(nodes) else None
+                self._give(sequence.window_table[index], node, unused)
             sequence.num_recycled_blocks = index + 1
 
     def release(self, sequence: Sequence, num_published: int) -> None:
@@ -428,9 +437,9 @@ class WindowBlocks:
         nodes, table = sequence.prefix_nodes, sequence.window_table
         for index in range(len(table) - 1, sequence.num_recycled_blocks - 1, -1):
             if index < num_published:
-                self._release(nodes[index])
+                self._release(nodes[index], self._ends)
             else:
-                self._give(table[index], nodes[index] if index < len(nodes) else None)
+                self._give(table[index], nodes[index] if index < len(nodes) else None, self._ends)
 
         self._num_admitted -= 1
         sequence.window_table = []
@@ -440,7 +449,7 @@ class WindowBlocks:
     def evict(self, node: PrefixNode) -> None:
         """Free the window block of a node without references, if it has one."""
         if node.window_block >= 0:
-            del self._unreferenced[node]
+            self._forget(node)
             self.pool.free([node.window_block])
             node.window_block = -1
 
@@ -474,7 +483,8 @@ class WindowBlocks:
                 f"window block {node.window_block}: {node.num_window_references} references, {count} held"
             )
         unreferenced = {node for node, count in references.items() if not count}
-        assert unreferenced == {*self._unreferenced}, "cached window blocks and their LRU order differ"
+        assert unreferenced == {*self._passed, *self._ends}, "cached window blocks and their LRU order differ"
+        assert len(unreferenced) == self.num_cached, "a window block is in the LRU order twice"
         assert len({*private, *cached}) == len(private) + len(cached), "a window block has two owners"
         assert not any(map(self.pool.is_free, [*private, *cached])), "an owned window block is free"
         num_owned = self.pool.num_free + len(cached) + len(private)
@@ -485,20 +495,24 @@ class WindowBlocks:
         slots = num_cached * self._size + self._window + self._max_emitted_tokens
         return min(num_blocks, -(-slots // self._size))
 
-    def _release(self, node: PrefixNode) -> None:
-        """Drop a reference from a node's window block."""
+    def _forget(self, node: PrefixNode) -> None:
+        """Take a node out of the LRU order."""
+        del (self._passed if node in self._passed else self._ends)[node]
+
+    def _release(self, node: PrefixNode, unused: OrderedDict[PrefixNode, None]) -> None:
+        """Drop a reference from a node's window block. unused: where the node goes without any."""
         assert node.num_window_references > 0, f"window block {node.window_block} is not referenced"
         node.num_window_references -= 1
         if not node.num_window_references:
-            self._unreferenced[node] = None
+            unused[node] = None
 
-    def _give(self, block_id: int, node: PrefixNode | None) -> None:
+    def _give(self, block_id: int, node: PrefixNode | None, unused: OrderedDict[PrefixNode, None]) -> None:
         """Let a node of the same tokens have a private block; free it if there is none, or it has one."""
         if node is None or node.window_block >= 0:
             self.pool.free([block_id])
         else:
             node.window_block = block_id
-            self._unreferenced[node] = None
+            unused[node] = None
 
 
 class BlockManager:

@@ -56,6 +56,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight",
+        "num_matched_blocks",
         "num_planned_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -116,6 +117,7 @@ class Sequence:
         # are no longer the sequence's.
         self.window_table: list[int] = []
         self.num_recycled_blocks: int = 0
+        self.num_matched_blocks: int = 0  # cached nodes of its tokens at its admission
         # Of a running sequence with recurrent states or windows: cached nodes of its tokens from the root on,
         # of which it references `prefix_nodes` alone, so that others may have been evicted.
         self.matched_nodes: list[PrefixNode] = []
