@@ -124,7 +124,7 @@ class Model(Struct, frozen=True, kw_only=True):
         if experts is not None and not self.has_mxfp4_experts and self.weights is not None:
             size = experts.intermediate_size
             shapes = (size, hidden), (size, hidden), (hidden, size)
-            return float(sum(self._matrix_bytes(*shape, itemsize) for shape in shapes))
+            return float(sum(self.matrix_bytes(*shape, itemsize) for shape in shapes))
 
         if experts is None or not self.has_mxfp4_experts:
             return float(itemsize * self._num_expert_parameters)
@@ -132,7 +132,7 @@ class Model(Struct, frozen=True, kw_only=True):
         weights = 3 * experts.intermediate_size * hidden
         return MXFP4_BYTES * weights + itemsize * (self._num_expert_parameters - weights)
 
-    def _matrix_bytes(self, rows: int, columns: int, itemsize: int) -> int:
+    def matrix_bytes(self, rows: int, columns: int, itemsize: int) -> int:
         """Bytes of a projection of a layer in the form of the weights."""
         if self.weights in QUANTISERS:
             return quantised_bytes(rows, columns, self.weights)
