@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-from drift_sdk import Chain, ConfigError, EngineConfig, NGram, Speculation
+from drift_sdk.config import EngineConfig
+from drift_sdk.errors import ConfigError
+from drift_sdk.speculation import Chain, NGram, Speculation
 from drift_sdk.progress import Download, Progress
 
 Settings = Mapping[str, tuple[type[int] | type[float] | type[str], str]]

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -199,7 +199,7 @@ class Driver(Startable):
         """Block until the thread has ended, `timeout_s` seconds at most (None = no limit)."""
         self._thread.join(timeout_s)
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Collection[Request]) -> None:
         """Admit requests of one prompt, all or none, and have the first prepared; the others follow when its
         prompt is in the prefix cache. QueueFull, EngineClosed, ExecutorError or RequestError if they are
         rejected."""
