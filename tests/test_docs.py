@@ -40,7 +40,7 @@ def any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(0, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setattr("drift_sdk.startup.model_startup.resolve", lambda model, **_: Source(tmp_path))
-    monkeypatch.setattr("drift_sdk.startup.model_inspection.find", lambda model, **_: found_at(tmp_path))
+    monkeypatch.setattr("drift_sdk.startup.model_startup.find", lambda model, **_: found_at(tmp_path))
 
 
 def snippets_of(file: str) -> list[str]:

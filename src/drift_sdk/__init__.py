@@ -29,7 +29,7 @@ from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.pool_state import ReplicaStats
 from drift_sdk.pool.routing import Routing
 from drift_sdk.progress import Download, Progress
-from drift_sdk.remote.process_engine import ProcessEngine
+from drift_sdk.remote.remote_engine import ProcessEngine
 from drift_sdk.results import (
     Chunk,
     Completion,

@@ -17,9 +17,8 @@ from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_o
 from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.life_cycle import LifeCycle
-from drift_sdk.driver.loops import Latch
+from drift_sdk.driver.loops import Latch, without_collection
 from drift_sdk.driver.model_opener import LoadedModel, OpenModel, opening_error, with_limits
-from drift_sdk.driver.process_hooks import without_collection
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
 from drift_sdk.driver.requests import Request
 from drift_sdk.errors import ConfigError, DriftError, EngineClosed, RequestError, short_repr
@@ -55,7 +54,7 @@ def inspect(model: str | Path, config: EngineConfig | None = None) -> ModelInfo:
 
     try:
         # Imported here, so that `import drift_sdk` loads no torch.
-        from drift_sdk.startup.model_inspection import inspect_model
+        from drift_sdk.startup.model_startup import inspect_model
 
         return inspect_model(model, config if config is not None else EngineConfig())
     except DriftError:

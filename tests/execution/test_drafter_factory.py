@@ -32,8 +32,8 @@ from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import kv_demand
+from drift_sdk.startup.model_parts import open_drafter_factory
 from drift_sdk.steps import ExecutorLimits
 
 TARGET = tiny_llama(vocab_size=160, num_hidden_layers=3)

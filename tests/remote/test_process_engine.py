@@ -40,8 +40,7 @@ from drift_sdk import (
 )
 from drift_sdk.remote import connection, remote_engine
 from drift_sdk.remote.messages import read_frame
-from drift_sdk.remote.process_engine import PROGRAM
-from drift_sdk.remote.process_host import Program
+from drift_sdk.remote.remote_engine import PROGRAM, Program
 from drift_sdk.testing import ScriptedModel
 from perf.service.children import is_alive
 
@@ -322,7 +321,7 @@ while end.recv(65536): pass
 async def test_child_that_sends_something_else_is_ended(
     send: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drift_sdk.remote.process_engine.PROGRAM", WRONG_HOST.format(send=send))
+    monkeypatch.setattr("drift_sdk.remote.remote_engine.PROGRAM", WRONG_HOST.format(send=send))
     children = set(psutil.Process().children())
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(ModelLoadError, match=message):

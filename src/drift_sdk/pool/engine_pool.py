@@ -30,7 +30,7 @@ from drift_sdk.pool.pool_state import (
 )
 from drift_sdk.pool.routing import Routing
 from drift_sdk.progress import Progress
-from drift_sdk.remote.process_engine import ProcessEngine
+from drift_sdk.remote.remote_engine import ProcessEngine
 from drift_sdk.serving import Submission
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.draft_policy.policy import ViewCosts
+from drift_sdk.draft_policy import ViewCosts
 from drift_sdk.errors import ConfigError, FieldError
 from drift_sdk.execution.acceptance import AcceptanceFactory
 from drift_sdk.execution.drafter_factory import DrafterFactory
@@ -38,6 +38,56 @@ from drift_sdk.steps import Executor, ExecutorLimits
 
 if TYPE_CHECKING:
     from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+
+
+class OpenedExecutor(Struct, frozen=True, kw_only=True):
+    """An executor, and what was found while it was made.
+
+    num_tuned:   weight shapes that run with measured configurations.
+    untuned:     those that do not.
+    round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
+    refresh_costs: seconds of a refresh of views by slots; empty likewise, and without partial verification.
+    mixed_tokens: as in SchedulerConfig.
+    states:      of a model with recurrent layers.
+    """
+
+    executor: Executor
+    num_tuned: int = 0
+    untuned: tuple[str, ...] = ()
+    round_costs: dict[tuple[int, int], float] = {}
+    refresh_costs: dict[int, float] = {}
+    mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
+    states: StateSize | None = None
+
+
+def choose_executor(
+    config: EngineConfig, device: torch.device, model: ModelSpec | None = None
+) -> tuple[str, str | None]:
+    """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
+
+    model: None before it is known: what graphs do not support of it is not found then.
+
+    Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
+    need the graph executor where it cannot run.
+    """
+    if config.executor == "eager":
+        obstacle: str | None = 'executor="eager"'
+    else:
+        obstacle = _device_obstacle(device) or _config_obstacle(config) or _model_obstacle(model)
+        if obstacle is None:
+            return "graph", None
+
+    if config.executor == "graph":
+        raise ConfigError.of("executor", config.executor, f'"eager" or "auto" here: {obstacle}')
+
+    if config.strict_performance:
+        raise ConfigError.of("strict_performance", True, f"executor graph; here {obstacle}")
+
+    if config.step_timeout_s is not None and device.type == "cuda":
+        # An eager step runs on the engine's thread until it returns, so it cannot be abandoned.
+        raise ConfigError.of("step_timeout_s", config.step_timeout_s, f"executor graph; here {obstacle}")
+
+    return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
 
 
 def check_attention_room(
@@ -144,56 +194,6 @@ buckets load kernels that larger ones do not use, and log-probabilities of promp
 graphs."""
 
 
-class OpenedExecutor(Struct, frozen=True, kw_only=True):
-    """An executor, and what was found while it was made.
-
-    num_tuned:   weight shapes that run with measured configurations.
-    untuned:     those that do not.
-    round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
-    refresh_costs: seconds of a refresh of views by slots; empty likewise, and without partial verification.
-    mixed_tokens: as in SchedulerConfig.
-    states:      of a model with recurrent layers.
-    """
-
-    executor: Executor
-    num_tuned: int = 0
-    untuned: tuple[str, ...] = ()
-    round_costs: dict[tuple[int, int], float] = {}
-    refresh_costs: dict[int, float] = {}
-    mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
-    states: StateSize | None = None
-
-
-def choose_executor(
-    config: EngineConfig, device: torch.device, model: ModelSpec | None = None
-) -> tuple[str, str | None]:
-    """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
-
-    model: None before it is known: what graphs do not support of it is not found then.
-
-    Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
-    need the graph executor where it cannot run.
-    """
-    if config.executor == "eager":
-        obstacle: str | None = 'executor="eager"'
-    else:
-        obstacle = _device_obstacle(device) or _config_obstacle(config) or _model_obstacle(model)
-        if obstacle is None:
-            return "graph", None
-
-    if config.executor == "graph":
-        raise ConfigError.of("executor", config.executor, f'"eager" or "auto" here: {obstacle}')
-
-    if config.strict_performance:
-        raise ConfigError.of("strict_performance", True, f"executor graph; here {obstacle}")
-
-    if config.step_timeout_s is not None and device.type == "cuda":
-        # An eager step runs on the engine's thread until it returns, so it cannot be abandoned.
-        raise ConfigError.of("step_timeout_s", config.step_timeout_s, f"executor graph; here {obstacle}")
-
-    return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
-
-
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
     spec = decoder.spec
@@ -255,8 +255,7 @@ def open_graph_executor(
     from drift_sdk.execution.device.streams import wait_for_preparation
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.gpu_graphs import StartupHooks
-    from drift_sdk.startup.gemm_tuning import engine_table
-    from drift_sdk.startup.graph_startup import start_graph_executor
+    from drift_sdk.startup.graph_startup import engine_table, start_graph_executor
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
     draft = drafter_factory.draft

@@ -21,9 +21,8 @@ from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.weights import LayerWeights
+from drift_sdk.quantised.formats import NVFP4_GROUP, Int4Weight, Nvfp4Weight
 from drift_sdk.quantised.fp8 import Fp8Weight
-from drift_sdk.quantised.int4 import Int4Weight
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
 from drift_sdk.quantised.weight import GroupedIntegers, Matrix, QuantisedWeight, dequantised
 
 

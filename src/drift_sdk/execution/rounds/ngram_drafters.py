@@ -17,11 +17,11 @@ from drift_sdk._kernels.draft.ngrams import (
     search_ngrams,
     take_ngrams,
 )
-from drift_sdk.draft_policy.ngrams import SCORE_SHIFT, SCORE_UNIT
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.forward.caches import DraftKVCache, PagedKVCache
 from drift_sdk.execution.forward.rows import Rows
+from drift_sdk.execution.ngram_history import SCORE_SHIFT, SCORE_UNIT
 from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundDrafter, VerifiedRows
 
 

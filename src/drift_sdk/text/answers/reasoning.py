@@ -6,9 +6,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk.text.answers.calls import CallReader
 from drift_sdk.text.answers.reader import AnswerWriter, Steps, TextReader
-from drift_sdk.text.answers.tool_formats import ToolFormat, read_call
+from drift_sdk.text.answers.tool_formats import CallReader, ToolFormat, read_call
 from drift_sdk.text.tools import ToolSet
 
 
