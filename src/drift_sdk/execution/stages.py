@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 if TYPE_CHECKING:
     from drift_sdk.execution.device.device import Device, Replay
 
@@ -47,6 +45,8 @@ class NvtxStageMarks(NoStageMarks):
     launches of prefill steps and rounds."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
+        import torch  # here, since `drift_sdk.measurement` is imported without it
+
         nvtx: Any = torch.cuda.nvtx
         return nvtx.range(name)  # type: ignore[no-any-return]  # a context manager without annotations
 
