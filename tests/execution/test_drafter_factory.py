@@ -25,9 +25,8 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
-from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+from drift_sdk.execution.rounds.drafters import NGramRoundDrafter, RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
-from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
 from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder

@@ -1,12 +1,9 @@
-"""Choice and construction of the executor that runs a model on a device.
-
-Also checks of what attention on graphs has room for in a GPU's shared memory; and partial verification of an
-opened model: its layout, its costs, and what it cannot be used with.
-"""
+"""Choice and construction of the executor that runs a model on a device, and checks of what it needs."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -19,22 +16,19 @@ from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.draft_policy import ViewCosts
-from drift_sdk.errors import ConfigError, FieldError
-from drift_sdk.execution.acceptance import AcceptanceFactory
+from drift_sdk.errors import ConfigError, ExecutorError, FieldError
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
-from drift_sdk.execution.rounds.tree_plan import tree_plan
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.execution.strict import StrictExecutor
+from drift_sdk.execution.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.progress import Report
 from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec
-from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout
+from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout, tree_plan
 from drift_sdk.startup.model_parts import ModelPart, shards_of
 from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
-from drift_sdk.steps import Executor, ExecutorLimits
+from drift_sdk.steps import Executor, ExecutorLimits, HostWork, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from drift_sdk.execution.graph.gpu_graphs import GraphOptions
@@ -88,6 +82,65 @@ def choose_executor(
         raise ConfigError.of("step_timeout_s", config.step_timeout_s, f"executor graph; here {obstacle}")
 
     return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
+
+
+class StrictExecutor:
+    """Wraps an executor and raises ExecutorError from `collect` for steps in which the host did work that the
+    device should not depend on.
+
+    That is: the host waited, took part in a round, copied results or allocated device memory. With
+    `must_draft` also: a slot that was planned to draft did not, although its sequence goes on.
+    """
+
+    def __init__(self, executor: Executor, *, must_draft: bool) -> None:
+        self._executor = executor
+        self._must_draft = must_draft
+        self._launched: deque[StepPlan] = deque()
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._executor.limits
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+        self._executor.launch(plan)
+
+    @property
+    def is_done(self) -> bool:
+        return self._executor.is_done
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        plan = self._launched.popleft()
+        check_host_work(result.host_work)
+        if self._must_draft:
+            check_drafts(plan, result)
+        return result
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def check_host_work(work: HostWork) -> None:
+    """Raise ExecutorError for any host work."""
+    for number, what in (
+        (work.num_waits, "waits for room in the ring of inputs: too much was admitted at once"),
+        (work.num_split_rounds, "rounds in which the host computed which tokens may follow the drafts"),
+        (work.num_copies, "results copied to make room in the ring"),
+        (work.num_allocations, "allocations of device memory while serving"),
+    ):
+        if number:
+            raise ExecutorError(f"strict_performance: {number} {what}")
+
+
+def check_drafts(plan: StepPlan, result: StepResult) -> None:
+    """Raise ExecutorError for a row that was planned to draft, drafted nothing, and did not finish."""
+    for row, output in zip(plan.decode, result.decode, strict=True):
+        # In its last round a slot may have room for a single token, which needs no draft.
+        goes_on = bool(output.token_ids) and output.finish is None
+        if goes_on and row.num_draft_tokens > 0 and output.num_drafted == 0:
+            planned = f"{row.num_draft_tokens} planned tokens"
+            raise ExecutorError(f"strict_performance: slot {row.slot} drafted none of {planned}")
 
 
 def check_attention_room(

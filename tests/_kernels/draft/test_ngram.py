@@ -12,8 +12,7 @@ from drift_sdk._kernels.draft.ngrams import SEARCH_TOKENS, append_history, num_s
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.execution.ngram_history import NGramHistory
-from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
-from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
+from drift_sdk.execution.rounds.drafters import ComputedChunks, NGramRoundDrafter, VerifiedRows
 
 pytestmark = pytest.mark.kernel
 

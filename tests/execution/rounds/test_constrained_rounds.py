@@ -30,7 +30,7 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
-from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.execution.rounds.drafters import RoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.scheduling.planning import SchedulerConfig
