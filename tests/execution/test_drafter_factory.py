@@ -13,10 +13,9 @@ from tiny_llama import tiny_llama
 
 from drift_sdk import EngineConfig, NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.resources import DeviceResources, PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,

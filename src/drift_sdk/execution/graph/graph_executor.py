@@ -21,6 +21,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import LoggedProduct, TunedTable, add_products
 from drift_sdk.errors import ExecutorError
+from drift_sdk.events import ignore_progress
 from drift_sdk.execution.device.device import Device, DeviceGroup, Event, Replay, ServingDevice
 from drift_sdk.execution.device.errors import is_kept, typed_errors
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
@@ -46,7 +47,6 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import LayerWeights
-from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import dense
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 

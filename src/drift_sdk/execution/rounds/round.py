@@ -39,10 +39,9 @@ from drift_sdk._kernels.trees.tree_checks import (
 )
 from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors, tree_roots, tree_rows
 from drift_sdk._kernels.views import note_round, refresh_rows
-from drift_sdk.execution.device.host_ring import Ring
 from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.resources import DeviceResources, Ring
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device_resources import DeviceResources
 from drift_sdk.execution.forward.attention import Views
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass
