@@ -25,8 +25,8 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.driver.model_opener import LoadedModel, with_limits
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
-from drift_sdk.execution.acceptance import AcceptanceFactory
-from drift_sdk.progress import Report
+from drift_sdk.events import Report
+from drift_sdk.execution.stages import AcceptanceFactory
 from drift_sdk.steps import Executor, ExecutorLimits, StepPlan, StepResult
 
 __all__ = [

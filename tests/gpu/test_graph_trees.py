@@ -29,9 +29,9 @@ from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds import round as round_module
-from drift_sdk.execution.rounds.drafter import TreeDrafter
-from drift_sdk.execution.rounds.tree_plan import TreePlan
-from drift_sdk.execution.rounds.tree_round import TreeRound
+from drift_sdk.execution.rounds.drafters import TreeDrafter
+from drift_sdk.execution.rounds.round import TreeRound
+from drift_sdk.speculation import TreePlan
 from drift_sdk.steps import StepPlan
 from drift_sdk.trees import rank_tree
 

@@ -31,7 +31,7 @@ from drift_sdk.models.mtp import load_mtp, random_mtp
 from drift_sdk.models.states import SequenceState, StateRows
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.weight import StackedWeight, dequantised
-from drift_sdk.startup.draft_startup import check_mtp, open_drafter_factory
+from drift_sdk.startup.model_parts import check_mtp, open_drafter_factory
 
 NUM_MODELS = 16
 NUM_PROMPT, NUM_DRAFTS, NUM_BLOCKS = 43, 5, 16

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.experts.packed_products import PackedExperts, stack_experts
-from drift_sdk._kernels.quantised.dequantise import dequantise
 from drift_sdk._kernels.quantised.packing import (
     INT4_ZERO,
     MIN_GROUP,
     PackedWeight,
     can_pack,
+    dequantise,
     pack_weight,
 )
 from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
+from drift_sdk.quantised.formats import NVFP4_GROUP, Int4Weight, Nvfp4Weight
 from drift_sdk.quantised.fp8 import Fp8Weight
-from drift_sdk.quantised.int4 import Int4Weight
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
 from drift_sdk.quantised.weight import GroupedIntegers, Matrix, QuantisedWeight, dequantised
 
 

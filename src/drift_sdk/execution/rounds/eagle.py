@@ -43,10 +43,10 @@ from drift_sdk.execution.forward.attention import (
 from drift_sdk.execution.forward.caches import DraftKVCache, ModelResources
 from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
-from drift_sdk.execution.rounds.tree_plan import TreePlan
+from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.speculation import TreePlan
 
 
 class EagleRoundDrafter:
