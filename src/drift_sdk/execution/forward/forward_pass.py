@@ -25,7 +25,7 @@ from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
 from drift_sdk.models.weights import MixerWeights
 from drift_sdk.quantised.weight import dense
-from drift_sdk.spec.model import Attention, Experts, LayerSpec, Mixer, Mlp, Norm
+from drift_sdk.spec.model import Attention, Experts, GatedDelta, LayerSpec, Mixer, Mlp, Norm
 
 
 class ResidualStream:
@@ -217,7 +217,8 @@ class ForwardPass:
             assert isinstance(weights, AttentionWeights)
             return self._attending.run(self.normed, weights, mixer, index)
 
-        assert isinstance(weights, GatedDeltaWeights) and self._recurrent is not None
+        assert isinstance(weights, GatedDeltaWeights) and isinstance(mixer, GatedDelta)
+        assert self._recurrent is not None
         return self._recurrent.run(self.normed, weights, mixer, index)
 
 
