@@ -143,7 +143,7 @@ def scripted_ray(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         given.append({"model": model, **options})
         return scripted_engine("Hi.", config=config)
 
-    module = importlib.import_module("drift_sdk.ray.ray_engine")
+    module = importlib.import_module("drift_sdk.ray")
     monkeypatch.setattr(module, "RayEngine", new_engine)
     for name in [name for name in sys.modules if name.startswith("drift_sdk.ray")]:
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))  # removed after the test

@@ -27,7 +27,7 @@ from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable
 from drift_sdk.driver.requests import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
-from drift_sdk.execution.device.host_ring import Ring, RingSizes
+from drift_sdk.execution.device.resources import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 from drift_sdk.execution.graph import graph_executor
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions

@@ -18,11 +18,11 @@ from drift_sdk.families import read_spec
 pytest.importorskip("cuda.core")
 
 from drift_sdk import ConfigError, EngineConfig, ModelLoadError
+from drift_sdk.events import ignore_progress
 from drift_sdk.execution.device import streams
 from drift_sdk.execution.drafter_factory import NO_DRAFTER
 from drift_sdk.execution.forward import kernel_weights
 from drift_sdk.loading.source import Source
-from drift_sdk.progress import ignore_progress
 from drift_sdk.startup import executor_factory, graph_startup, model_startup
 from drift_sdk.startup.executor_factory import open_graph_executor
 from drift_sdk.startup.model_parts import ModelPart, StoredWeights, load_part

@@ -16,8 +16,7 @@ from msgspec import Struct
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError, PromptTooLong, RequestError
-from drift_sdk.events import EngineFailed, Event
-from drift_sdk.progress import Download, Progress
+from drift_sdk.events import Download, EngineFailed, Event, Progress
 from drift_sdk.results import Completion
 from drift_sdk.sampling_params import SamplingOptions
 from drift_sdk.speculation import Chain, NGram, Speculation

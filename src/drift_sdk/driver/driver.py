@@ -41,8 +41,7 @@ from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.stream_updates import PendingUpdates, Update
 from drift_sdk.driver.text_worker import TextWorker
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, error_repr
-from drift_sdk.events import Event
-from drift_sdk.progress import Report
+from drift_sdk.events import Event, Report
 from drift_sdk.results import Chunk
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence

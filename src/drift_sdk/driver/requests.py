@@ -71,7 +71,7 @@ def limits_of(
         allowed = "None: the text of a token depends on its neighbours"
         raise RequestError.of("thinking_budget", num_tokens, allowed)
 
-    from drift_sdk.text.answers.thinking_budget import BudgetedGrammar, ThinkingBudget
+    from drift_sdk.text.answers.reasoning import BudgetedGrammar, ThinkingBudget
 
     budget = ThinkingBudget(
         answer.thinking,

@@ -23,7 +23,7 @@ from drift_sdk.speculation import DynamicTree, NGram, StaticTree, TreePlan, tree
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
-    from drift_sdk.execution.device_resources import DeviceResources
+    from drift_sdk.execution.device.resources import DeviceResources
     from drift_sdk.execution.forward.caches import ModelResources
     from drift_sdk.execution.rounds.drafters import RoundDrafter, RoundSizes, TreeDrafter
 

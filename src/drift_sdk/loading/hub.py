@@ -39,6 +39,7 @@ from msgspec import Struct
 
 from drift_sdk._files import has_file, is_inside
 from drift_sdk.errors import DriftError, ModelLoadError, short_repr
+from drift_sdk.events import Download, Report, ignore_progress
 from drift_sdk.loading.draft import TORCH_FILE
 from drift_sdk.loading.file_names import (
     SMALL_PATTERNS,
@@ -50,7 +51,6 @@ from drift_sdk.loading.file_names import (
 )
 from drift_sdk.loading.gguf_file import ROPE_FACTORS, GGUFHeader, read_header
 from drift_sdk.loading.safetensors import INDEX_FILE, SINGLE_FILE, read_index
-from drift_sdk.progress import Download, Report, ignore_progress
 
 ArgumentT = TypeVar("ArgumentT")
 ResultT = TypeVar("ResultT")

@@ -16,12 +16,12 @@ from msgspec import Struct
 from drift_sdk._files import has_file, unreadable
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
+from drift_sdk.events import Report
 from drift_sdk.families import original_files, read_spec
 from drift_sdk.loading.file_names import HubFile, split_quant, weight_names
 from drift_sdk.loading.quantised_tensors import QuantisedTensors, ScaledTensors, has_kv_scales
 from drift_sdk.loading.safetensors import RenamedTensors, SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.progress import Report
 from drift_sdk.quantised.scheme import config_scheme
 from drift_sdk.spec.model import ModelSpec
 

@@ -24,7 +24,7 @@ from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.stream_updates import Update, UpdateReceiver
 from drift_sdk.errors import EngineClosed, ExecutorError, ModelLoadError, QueueFull, RequestError, error_repr
 from drift_sdk.grammars import JsonSchema
-from drift_sdk.remote.messages import (
+from drift_sdk.remote.host import (
     Batch,
     CancelRequest,
     Channel,

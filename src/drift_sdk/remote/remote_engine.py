@@ -48,13 +48,14 @@ from drift_sdk.errors import (
     short_repr,
 )
 from drift_sdk.remote.connection import Connection, HostLink, unsendable
-from drift_sdk.remote.host import EngineHost, portable
-from drift_sdk.remote.messages import (
+from drift_sdk.remote.host import (
     Channel,
+    EngineHost,
     HostLost,
     HostUnavailable,
     Opened,
     TakeBackPause,
+    portable,
     read_frame,
     write_frame,
 )

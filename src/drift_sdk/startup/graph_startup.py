@@ -31,6 +31,7 @@ from drift_sdk._kernels.gemm.tuning import (
 )
 from drift_sdk._kernels.launch.kernel import is_interpreted
 from drift_sdk.config import EngineConfig
+from drift_sdk.events import Report
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.errors import is_kept
 from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions, StartupHooks
@@ -40,7 +41,6 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
-from drift_sdk.progress import Report
 from drift_sdk.startup.model_parts import ModelPart
 from drift_sdk.steps import ExecutorLimits
 

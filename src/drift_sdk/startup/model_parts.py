@@ -16,6 +16,7 @@ from msgspec import Struct
 from drift_sdk._files import has_file
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
+from drift_sdk.events import Report
 from drift_sdk.execution.device.memory import return_freed_memory
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
@@ -33,7 +34,6 @@ from drift_sdk.models.draft_head import DraftDecoder, is_whole_model
 from drift_sdk.models.mtp import has_mtp, load_mtp, random_mtp
 from drift_sdk.models.shard import Shard, cut_head, load_shard, shard_obstacles
 from drift_sdk.models.weights import odd_columns, weight_bytes
-from drift_sdk.progress import Report
 from drift_sdk.quantised.scheme import Scheme
 from drift_sdk.spec.model import Experts, ModelSpec
 from drift_sdk.speculation import MTP, Chain, NGram, Speculation
@@ -276,7 +276,7 @@ def with_weight_form(
 
 def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels multiply by quantised weights on a device, for a model of `dtype`."""
-    from drift_sdk._kernels.quantised.dequantise import (
+    from drift_sdk._kernels.quantised.packing import (
         programs_run,  # needs the packages of a GPU  # needs the packages of a GPU
     )
 

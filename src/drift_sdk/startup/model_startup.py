@@ -23,13 +23,13 @@ from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.events import Report, ignore_progress
+from drift_sdk.execution.device.stages import AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.stages import AcceptanceFactory, StageMarks
 from drift_sdk.loading.source import Found, Source, check_kv_scheme, find, hub_settings, read_config, resolve
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes, with_stored_head
-from drift_sdk.progress import Report, ignore_progress
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.startup.executor_factory import (

@@ -19,6 +19,7 @@ from msgspec import Struct
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
+from drift_sdk.events import Download, Report, ignore_progress
 from drift_sdk.loading.source import (
     ANSWER_ENDS,
     MESSAGE_END,
@@ -29,7 +30,6 @@ from drift_sdk.loading.source import (
     name_role,
     resolve,
 )
-from drift_sdk.progress import Download, Report, ignore_progress
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate, configured_template

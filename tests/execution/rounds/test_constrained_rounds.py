@@ -20,7 +20,7 @@ from tolerances import bound
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.device.host_ring import Ring
+from drift_sdk.execution.device.resources import Ring
 from drift_sdk.execution.drafter_factory import (
     DrafterFactory,
     HybridDrafterFactory,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.experts.packed_products import PackedExperts, stack_experts
-from drift_sdk._kernels.quantised.dequantise import dequantise
 from drift_sdk._kernels.quantised.packing import (
     INT4_ZERO,
     MIN_GROUP,
     PackedWeight,
     can_pack,
+    dequantise,
     pack_weight,
 )
 from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights

@@ -17,12 +17,13 @@ from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk._kernels.slots.step_inputs import gather_rows
+from drift_sdk.events import Report, ignore_progress
 from drift_sdk.execution.device.device import Device, GroupReplay, Replay, ServingDevice
 from drift_sdk.execution.device.exchange import Exchange
-from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.resources import DeviceResources, PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device_resources import DeviceResources
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
@@ -56,9 +57,7 @@ from drift_sdk.execution.rounds.round import (
     TreeRound,
     TreeTensors,
 )
-from drift_sdk.execution.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.progress import Report, ignore_progress
 from drift_sdk.speculation import TreePlan, ViewLayout, chain_plan
 from drift_sdk.steps import ExecutorLimits
 

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import LoggedProduct, TunedTable, add_products
 from drift_sdk.errors import ExecutorError
+from drift_sdk.events import ignore_progress
 from drift_sdk.execution.device.device import Device, DeviceGroup, Event, Replay, ServingDevice
 from drift_sdk.execution.device.errors import is_kept, typed_errors
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.graph.buckets import GraphBuckets
@@ -40,13 +42,11 @@ from drift_sdk.execution.graph.gpu_graphs import (
     open_ring,
 )
 from drift_sdk.execution.graph.step_launcher import PromptLogprobs, ResultPlaces, StepLauncher
-from drift_sdk.execution.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import LayerWeights
-from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import dense
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
 

@@ -39,17 +39,16 @@ from drift_sdk._kernels.trees.tree_checks import (
 )
 from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors, tree_roots, tree_rows
 from drift_sdk._kernels.views import note_round, refresh_rows
-from drift_sdk.execution.device.host_ring import Ring
 from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.resources import DeviceResources, Ring
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device_resources import DeviceResources
+from drift_sdk.execution.device.stages import Acceptance, forward_stage
 from drift_sdk.execution.forward.attention import Views
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass
 from drift_sdk.execution.forward.products import multiply_head
 from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundDrafter, TreeDrafter, VerifiedRows
-from drift_sdk.execution.stages import Acceptance, forward_stage
 from drift_sdk.speculation import TreePlan
 from drift_sdk.steps import Violation
 
