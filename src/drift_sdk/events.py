@@ -1,4 +1,4 @@
-"""Events of an engine, for tracing and logging, and the progress of its start.
+"""Events of an engine, with which `Engine(..., on_event=...)` is called, and the progress of its start.
 
 A request has one `RequestQueued`, then `RequestAdmitted`, `RequestFirstToken`, and at its end one of
 `RequestFinished` and `RequestFailed`. A preempted one has `RequestPreempted` and `RequestAdmitted` again. A

@@ -16,6 +16,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.resources import DeviceResources, PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -26,7 +27,6 @@ from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.rounds.drafters import NGramRoundDrafter, RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
-from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder

@@ -18,10 +18,10 @@ from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.draft_policy import ViewCosts
 from drift_sdk.errors import ConfigError, ExecutorError, FieldError
 from drift_sdk.events import Report
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
-from drift_sdk.execution.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec

@@ -24,8 +24,8 @@ from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.events import Report, ignore_progress
+from drift_sdk.execution.device.stages import AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import DrafterFactory
-from drift_sdk.execution.stages import AcceptanceFactory, StageMarks
 from drift_sdk.loading.source import Found, Source, check_kv_scheme, find, hub_settings, read_config, resolve
 from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.shard import Shard, shard_obstacles

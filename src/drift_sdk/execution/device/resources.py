@@ -13,7 +13,7 @@ from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS, advance, enter
 from drift_sdk.execution.device.device import Device, Event, Replay, ServingDevice
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import Pairs, SlotTable
-from drift_sdk.execution.stages import StageMarks
+from drift_sdk.execution.device.stages import StageMarks
 from drift_sdk.steps import HostWork
 
 Words = NDArray[np.int32]

@@ -23,6 +23,7 @@ from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.resources import DeviceResources, PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
@@ -44,19 +45,15 @@ from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, round_s
 from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundDrafter, TreeDrafter
 from drift_sdk.execution.rounds.round import (
     ChainTreeDrafter,
-    DecodeRound,
-    MixedStep,
     MixedTensors,
-    PartialRound,
     RefreshedRows,
-    RefreshRound,
+    Round,
     SampleCommit,
     TreeAcceptance,
     TreeChecks,
-    TreeRound,
+    TreeSteps,
     TreeTensors,
 )
-from drift_sdk.execution.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.speculation import TreePlan, ViewLayout, chain_plan
 from drift_sdk.steps import ExecutorLimits
@@ -203,6 +200,7 @@ class GraphSteps:
             following=words[layout.following],
             hits=words[layout.hits],
             num_chunk_rows=bucket.num_rows,
+            num_words=layout.num_words,
         )
         rows_per_slot = bucket.num_drafts + 1
         tiles = words[layout.tiles].view(-1, 4)
@@ -215,8 +213,15 @@ class GraphSteps:
         recurrent = None if runs is None else RecurrentRows(runs, bucket.num_rows, rows_per_slot)
         hidden = self.prefill_hidden.first(bucket.size)
         forward = self._exact_forward(tensors.rows, attention, hidden, recurrent)
-        sample_commit = self._sample_commit(tensors.round_rows, rows_per_slot)
-        return MixedStep(resources, tensors, layout.num_words, forward, sample_commit, self.drafter).run
+        return Round(
+            resources,
+            tensors.slots,
+            tensors.round_rows,
+            forward,
+            self._sample_commit(tensors.round_rows, rows_per_slot),
+            self.drafter,
+            chunks=tensors,
+        ).whole
 
     def draft_extend(self, num_rows: int, drafter: RoundDrafter) -> Step:
         """Update the drafter after a prefill step, once the tokens after its rows are known. Payload: token,
@@ -241,7 +246,7 @@ class GraphSteps:
 
         return step
 
-    def round(self, num_slots: int, num_drafts: int) -> DecodeRound | TreeRound:
+    def round(self, num_slots: int, num_drafts: int) -> Round:
         """A round of `num_slots` slots with `num_drafts` drafts each."""
         if self.trees is not None and num_drafts in self.trees.plans:
             return self._tree_round(num_slots, self.trees, self.trees.plans[num_drafts])
@@ -254,9 +259,9 @@ class GraphSteps:
         rows = Rows.take(resources.workspace, num_rows)
         hidden = self._round_hidden.first(num_rows)
         attention = SequenceAttention(self.attention, rows.planned(rows_per_slot))
-        return DecodeRound(
+        return Round(
             resources,
-            resources.payload.words[: 2 * num_slots].view(2, num_slots),
+            self._slots(num_slots),
             rows,
             self._exact_forward(rows, attention, hidden, RecurrentRows(rows_per_slot=rows_per_slot)),
             self._sample_commit(rows, rows_per_slot),
@@ -275,16 +280,15 @@ class GraphSteps:
             resources.table.block_table,
             resources.workspace,
         )
-        sample_commit = self._sample_commit(rows, rows_per_slot)
-        decode_round = DecodeRound(
+        return Round(
             resources,
-            resources.payload.words[: 2 * num_slots].view(2, num_slots),
+            self._slots(num_slots),
             rows,
             self._exact_forward(rows, attention, self._round_hidden.first(num_rows)),
-            sample_commit,
+            self._sample_commit(rows, rows_per_slot),
             self.drafter,
-        )
-        return PartialRound(decode_round, rows, sample_commit.emitted, views).run
+            views=views,
+        ).whole
 
     def refresh(self, num_slots: int, drafter: RoundDrafter, views: Views) -> Step:
         """A round of `num_slots` slots with the most drafts that reads all keys and values, computes those of
@@ -306,41 +310,45 @@ class GraphSteps:
         )
         hidden = HiddenStates.take(workspace, "refresh", decoder, num_rows, drafter.aux_layers)
         normed_shape = (num_round_rows, decoder.spec.hidden_size)
-        return RefreshRound(
+        return Round(
             resources,
-            resources.payload.words[: 2 * num_slots].view(2, num_slots),
-            RefreshedRows(
-                round_rows,
+            self._slots(num_slots),
+            round_rows,
+            self._exact_forward(rows, attention, hidden),
+            self._sample_commit(round_rows, rows_per_slot),
+            drafter,
+            views=views,
+            refreshed=RefreshedRows(
                 rows,
                 workspace.take("refresh_normed", normed_shape, decoder.dtype),
                 self._round_hidden.first(num_round_rows),
             ),
-            self._exact_forward(rows, attention, hidden),
-            self._sample_commit(round_rows, rows_per_slot),
-            drafter,
-            views,
-        ).run
+        ).whole
+
+    def _slots(self, num_slots: int) -> torch.Tensor:
+        """Slots and the most drafts of a round in its payload, [2, B]."""
+        return self._resources.payload.words[: 2 * num_slots].view(2, num_slots)
 
     @property
     def _group(self) -> int:
         """Query heads that share a KV head."""
         return self._model.decoder.spec.attention.group
 
-    def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> TreeRound:
+    def _tree_round(self, num_slots: int, drafter: TreeDrafter, plan: TreePlan) -> Round:
         resources, num_rows = self._resources, num_slots * plan.num_nodes
-        slots = resources.payload.words[: 2 * num_slots].view(2, num_slots)
         rows = Rows.take(resources.workspace, num_rows)
-        tensors = TreeTensors.take(resources.workspace, slots, rows, plan.num_draft_nodes)
+        tensors = TreeTensors.take(resources.workspace, rows, num_slots, plan.num_draft_nodes)
         hidden, groups = self._round_hidden.first(num_rows), self._tree_attention[plan.num_drafts]
         attention = TreeAttention(groups, tensors.rows.planned(plan.num_nodes), tensors.paths)
-        return TreeRound(
+        forward = self._exact_forward(tensors.rows, attention, hidden)
+        return Round(
             resources,
-            tensors,
-            self._exact_forward(tensors.rows, attention, hidden),
+            self._slots(num_slots),
+            tensors.rows,
+            forward,
             self._sample_commit(tensors.rows, plan.num_nodes, tensors.acceptance),
-            drafter,
-            plan,
-            self._checks(num_slots),
+            None,
+            tree=TreeSteps(resources, tensors, forward.cache, drafter, plan, self._checks(num_slots)),
         )
 
     def _checks(self, num_trees: int) -> TreeChecks | None:

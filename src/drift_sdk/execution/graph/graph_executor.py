@@ -25,6 +25,7 @@ from drift_sdk.events import ignore_progress
 from drift_sdk.execution.device.device import Device, DeviceGroup, Event, Replay, ServingDevice
 from drift_sdk.execution.device.errors import is_kept, typed_errors
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.graph.buckets import GraphBuckets
@@ -41,7 +42,6 @@ from drift_sdk.execution.graph.gpu_graphs import (
     open_ring,
 )
 from drift_sdk.execution.graph.step_launcher import PromptLogprobs, ResultPlaces, StepLauncher
-from drift_sdk.execution.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftWeights

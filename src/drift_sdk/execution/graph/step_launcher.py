@@ -29,11 +29,11 @@ from drift_sdk._kernels.trees.tree_accept import tree_record_words
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.device.resources import DeviceResources, Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
+from drift_sdk.execution.device.stages import forward_stage
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs
 from drift_sdk.execution.rounds.round import violation_of
-from drift_sdk.execution.stages import forward_stage
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.spec.model import BORDER

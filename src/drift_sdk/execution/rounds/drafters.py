@@ -30,13 +30,13 @@ from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.forward.attention import AttentionGroups, FastChunkAttention, SequenceAttention
 from drift_sdk.execution.forward.caches import DraftKVCache, ModelResources, PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass, ResidualStream, exact_pass, fast_pass
 from drift_sdk.execution.forward.products import multiply_head
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.execution.ngram_history import SCORE_SHIFT, SCORE_UNIT
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.speculation import TreePlan
 
