@@ -78,7 +78,7 @@ class SlotTable:
     block_table [S, max_blocks] int32.
     window_table [S, max_blocks] int32: of layers with windows; [S, 0] if they have no blocks of their own.
     history [S, max_model_len + 1] int32: the token at each position; [S, 0] without `has_history`.
-    ngram_score [S] int32: see `draft_policy.ngrams`; 0 of a new sequence. [0] without `has_history`.
+    ngram_score [S] int32: see `execution.ngram_history`; 0 of a new sequence. [0] without `has_history`.
     dropped, pending [S] int32: see `Retrieval`; 0 of a new sequence. [0] without `has_views`.
     """
 
