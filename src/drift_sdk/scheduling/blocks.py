@@ -304,7 +304,7 @@ class WindowBlocks:
     can see it, whatever drafts are rejected. A cached block that no window contains stays until it is needed;
     then the least recently used one is evicted, and its node remains. First are blocks that sequences have
     passed, or one long prompt would evict the windows at the ends of all others. Last are those at the ends
-    of sequences, and where prompts have gone on from other ones.
+    of prompts and sequences, and where prompts have parted.
 
     A sequence goes on from the deepest node of its cached prefix in front of which a window of cached blocks
     lies. It computes the tokens behind this node again, as `CheckpointPlanner` says, and gives the window
@@ -417,11 +417,11 @@ class WindowBlocks:
         """Drop the blocks that no row at or behind the first token that is not committed can see. Called
         after the sequence's blocks have been published."""
         first = self.first_block(sequence.num_computed_tokens)
-        branch = sequence.num_matched_blocks
+        ends = sequence.num_matched_blocks, (sequence.num_prompt_tokens - 1) // self._size
         while sequence.num_recycled_blocks < first:
             index = sequence.num_recycled_blocks
-            is_before_branch = self.first_block(branch * self._size) <= index < branch
-            unused = self._ends if is_before_branch else self._passed
+            is_before_end = any(self.first_block(end * self._size) <= index < end for end in ends)
+            unused = self._ends if is_before_end else self._passed
             if index < len(sequence.prefix_nodes):
                 self._release(sequence.prefix_nodes[index], unused)
             else:

@@ -4,10 +4,12 @@ all layers share their blocks. Memory that was never written holds NaN."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from interpreted_device import InterpretedDevice
+from lockstep_devices import Lockstep
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_rows_after
 from tolerances import bound
@@ -19,10 +21,12 @@ from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.execution.graph.gpu_graphs import GraphOptions
-from drift_sdk.execution.graph.graph_executor import GraphExecutor
+from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
 from drift_sdk.families import read_spec
-from drift_sdk.models.decoder import Decoder
+from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.models.decoder import Decoder, random_tensors
+from drift_sdk.models.shard import Shard, cut_head, load_shard
 from drift_sdk.scheduling.blocks import WindowBlocks
 from drift_sdk.scheduling.planning import least_window_blocks
 from drift_sdk.speculation import NGram
@@ -93,7 +97,10 @@ def requests_of(num_tokens: int) -> list[Request]:
 
 
 def run(
-    executor: EagerExecutor | GraphExecutor, requests: list[Request], window: int, num_drafts: int
+    executor: EagerExecutor | GraphExecutor | ParallelExecutor,
+    requests: list[Request],
+    window: int,
+    num_drafts: int,
 ) -> tuple[list[list[int]], Outputs]:
     steps: Outputs = []
     tokens = run_scheduled(
@@ -225,3 +232,25 @@ def test_a_block_recycled_too_early_is_found(decoder: Decoder, monkeypatch: pyte
     monkeypatch.setattr(WindowBlocks, "check_integrity", lambda self, running: None)
     tokens, _ = graph_run(decoder, requests, 64, WINDOW)
     assert tokens != expected
+
+
+def test_a_model_on_two_gpus_has_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    spec = read_spec(CONFIG | heads | {"hidden_size": 64, "intermediate_size": 128})
+    placement: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+
+    def tensors() -> TensorSource:
+        return random_tensors(spec, **placement)
+
+    requests = requests_of(3)[:3]
+    expected, _ = graph_run(Decoder.load(spec, tensors(), **placement), requests, 64, WINDOW)
+    group, models = Lockstep(2, monkeypatch), []
+    for device in group.devices:
+        shard = Shard(rank=device.rank, size=2)
+        part = load_shard(spec, tensors(), shard, **placement)
+        cut_head(part, shard)
+        models.append(GpuModel(device=device, decoder=part, tuned=TunedTable()))
+    executor = ParallelExecutor(models, limits_of(64, WINDOW), GraphOptions(prefill_token_budget=BUDGET))
+    tokens, steps = run(executor, requests, WINDOW, 0)
+    assert tokens == expected
+    assert sum(len(plan.window_updates) for plan, _ in steps) > len(requests)
