@@ -26,6 +26,7 @@ import triton
 from msgspec import Struct
 from triton.backends.compiler import GPUTarget
 
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
 from drift_sdk._kernels.launch.launch_order import LaunchOrderError, access_of
@@ -318,7 +319,8 @@ def configurations(
     layers = {"num_hidden_layers": NUM_META_LAYERS}
     for name in names:
         settings = LLAMA | PUBLISHED[name] | layers
-        has_trees = not read_spec(settings).recurrent_layers
+        spec = read_spec(settings)
+        has_trees = not spec.recurrent_layers and spec.max_head_dim <= WIDE_HEAD
         yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []))
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())

@@ -14,7 +14,7 @@ from family_zoo import draw_config
 from model_zoo import random_model, save_tokenizer
 from safetensors.torch import load_file, save_file
 
-from drift_sdk import ConfigError, EngineConfig, ModelLoadError
+from drift_sdk import EngineConfig, ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.spec.model import Attention, ModelSpec, ParallelExperts
@@ -162,13 +162,19 @@ def small_spec() -> ModelSpec:
     return read_spec(draw_config("gemma4", 0).to_dict() | {"architectures": ["Gemma4ForCausalLM"]})
 
 
-def test_graphs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        *((size, None) for size in ("31B", "12B")),
+        ("26B-A4B", "CUDA graphs do not support experts beside an MLP"),
+        *((size, "CUDA graphs do not support inputs of layers") for size in ("E4B", "E2B")),
+    ],
+)
+def test_sizes_that_graphs_compute(size: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
-    device, reason = torch.device("cuda"), "CUDA graphs do not support values that are normalised"
-    name, found = executor_factory.choose_executor(EngineConfig(), device, small_spec())
-    assert name == "eager" and found is not None and found.startswith(reason)
-    with pytest.raises(ConfigError, match=reason):
-        executor_factory.choose_executor(EngineConfig(executor="graph"), device, small_spec())
+    device, spec = torch.device("cuda"), read_spec(PUBLISHED[size])
+    found = executor_factory.choose_executor(EngineConfig(), device, spec)
+    assert found == (("graph", None) if reason is None else ("eager", reason))
 
 
 def test_text_part_beside_other_parts(tmp_path: Path) -> None:

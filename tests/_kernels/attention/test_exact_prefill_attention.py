@@ -97,7 +97,9 @@ def test_wide_heads_alone_have_the_kernel_of_wide_heads(device: str) -> None:
     codes, scale = torch.zeros_like(wide.kv.keys).to(E4M3), torch.ones(1, device=device)
     wide = replace(wide, kv=LayerKV(codes, codes, scale, scale))
     with pytest.raises(ValueError, match=r"torch.float8_e4m3fn: expected torch.float32 for wide heads"):
-        wide_prefill_attention(wide, torch.zeros(1, 4, dtype=torch.int32, device=device), 16, SMALL_PARTITIONS)
+        wide_prefill_attention(
+            wide, torch.zeros(1, 4, dtype=torch.int32, device=device), 16, SMALL_PARTITIONS
+        )
 
 
 @pytest.mark.parametrize("num_rows", [3, 17])

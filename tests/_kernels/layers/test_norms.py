@@ -112,6 +112,25 @@ def test_changed_deltas_are_near_the_reference(
     assert_normed(normed, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+def test_streams_with_a_factor_equal_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, device: str
+) -> None:
+    """Bit for bit: the sum is rounded, then its product with the factor. The copy has it too."""
+    hidden = random(num_rows, size, dtype=dtype, device=device, seed=1)
+    delta = random(2, num_rows, size, dtype=torch.float32, device=device, seed=3)
+    weight = random(size, dtype=dtype, device=device, seed=2)
+    factor = torch.tensor([0.37], dtype=dtype, device=device)
+    expected_hidden, expected = add_norm_reference(hidden, delta, weight, eps=EPS, factor=factor)
+    normed, aux_hidden = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
+    add_norm(hidden, delta, weight, normed, eps=EPS, factor=factor, aux_hidden=aux_hidden)
+    assert torch.equal(hidden, expected_hidden) and torch.equal(aux_hidden, expected_hidden)
+    assert_normed(normed, expected)
+    with pytest.raises(ValueError, match="factor: given without delta: expected None"):
+        add_norm(hidden, None, weight, normed, eps=EPS, factor=factor)
+
+
 def test_epsilon_of_the_delta_is_not_the_other(device: str) -> None:
     """Each value is exact in float32."""
     for delta_eps, added in ((None, 2.0), (12.0, 1.0)):

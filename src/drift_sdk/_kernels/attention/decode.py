@@ -517,7 +517,9 @@ def _attend(
             if NUM_ROW_TILES == 1:
                 first_position = tl.min(tl.where(is_live, last_position, 0x7FFFFFFF), 0)
             else:
-                first_position = tl.load(row_position_ptr + sequence * ROWS_PER_SEQUENCE, cache_modifier=".cg")
+                first_position = tl.load(
+                    row_position_ptr + sequence * ROWS_PER_SEQUENCE, cache_modifier=".cg"
+                )
             first_seen = tl.maximum(first_position - (WINDOW - 1), FIRST_KEY)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]

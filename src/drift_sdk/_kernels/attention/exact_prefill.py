@@ -69,8 +69,8 @@ WIDE_FLOAT32_SHARED_BYTES = 147_456
 
 PART_ROWS, VALUE_SHARES = 32, 2
 """Of wide heads: most rows of a program, and programs that divide the dimensions of values. So a thread of 8
-warps keeps all that it needs in 188 registers; with all dimensions, it would need more than the 255 that there
-are. Neither changes a bit."""
+warps keeps all that it needs in 188 registers; with all dimensions it would need more than there are, 255.
+Neither changes a bit."""
 WIDE_STAGES, WIDE_HEAD_WARPS = 3, 8
 
 
@@ -353,7 +353,7 @@ def _wide_prefill_attention(
     NUM_STAGES: tl.constexpr,  # of the pipeline over the tiles of a partition
     PDL: tl.constexpr,
 ):
-    """Program (head and share of the values, part of a tile of rows), in the order of summation of softmax.py.
+    """Program (head and share of the values, part of a tile of rows), in the order of softmax.py.
 
     Every tile of keys is masked. Longer than other kernels by its signature.
     """

@@ -33,9 +33,8 @@ from msgspec.structs import replace
 from drift_sdk._kernels.attention.cache import decode_pairs
 from drift_sdk._kernels.launch.kernel import device_function
 
-
 WIDE_HEAD = 256
-"""Heads of more dimensions are wide: they have smaller tiles of keys, and a kernel of their own for prompts."""
+"""Heads of more dimensions are wide: they have smaller tiles of keys, and prompts have a kernel for them."""
 
 
 class Partitions(Struct, frozen=True):

@@ -18,13 +18,15 @@ The residual stream: a layer's output is added to it, and it is normalised, in o
     total[r] = sum of slices of delta[r] + bias
     total[r] = rms_norm(total[r]) * delta_norm                                      where this norm is given
     hidden[r] = hidden[r] + total[r] * delta_multiplier
+    hidden[r] = hidden[r] * factor                                                  where this factor is given
     normed[r] = rms_norm(hidden[r]) * normed_multiplier * weight
 
 Grid: (rows). A program owns one row, in registers: made for H up to 16,384, which are 32 values for each of
 the 512 threads of 16 warps.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type and
-added to the residual stream. The norm of the delta and its product with the multiplier are each rounded too.
+added to the residual stream. The norm of the delta, its product with the multiplier and the stream's with the
+factor are each rounded too.
 
 Bytes: three rows of the storage type and NUM_SLICES rows of fp32 for each row. With a few rows the time is
 that of a launch and one trip to memory.
@@ -159,6 +161,7 @@ def _add_norm(
     delta_ptr,  # [NUM_SLICES, R, SIZE] fp32, or [R, SIZE] in the storage type, or None
     bias_ptr,  # [SIZE], storage type, or None
     delta_norm_ptr,  # [SIZE], storage type, or None
+    factor_ptr,  # [1], storage type, or None
     weight_ptr,  # [SIZE], storage type
     normed_ptr,  # [R, SIZE], storage type
     aux_hidden_ptr,  # [R, SIZE], storage type: a copy of the updated hidden; or None
@@ -208,6 +211,8 @@ def _add_norm(
             x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps if delta_eps is None else delta_eps,
             SIZE, DELTA_MULTIPLIER, NORM_KIND,
         )  # fmt: skip
+        if factor_ptr is not None:
+            x = (x.to(tl.float32) * tl.load(factor_ptr).to(tl.float32)).to(x.dtype)
         tl.store(hidden_ptrs, x, mask=column_mask)
 
     if aux_hidden_ptr is not None:
@@ -229,6 +234,7 @@ def add_norm(
     delta_norm: Tensor | None = None,
     delta_eps: float | None = None,
     delta_multiplier: float = 1.0,
+    factor: Tensor | None = None,
     normed_multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
 ) -> None:
@@ -242,6 +248,7 @@ def add_norm(
     delta_norm [H] in the storage type, if given: delta is normalised, and weighed by it, before it is added.
     delta_eps: of the norm of delta; None: eps.
     delta_multiplier: delta is multiplied by it, after its norm.
+    factor [1] in the storage type, if given: then hidden is multiplied by it.
     normed_multiplier: applied before the first rounding of `normed`. norm_kind: see `weigh`.
     aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
     Rows of all but weights and bias may have any stride. Raises ValueError for another shape, type or layout.
@@ -256,7 +263,8 @@ def add_norm(
         slices = check_partial_sums("delta", delta, num_rows, size, dtype)
 
     check_tensors((size,), dtype, bias=bias, delta_norm=delta_norm)
-    for name, tensor in (("bias", bias), ("delta_norm", delta_norm)):
+    check_tensors((1,), dtype, factor=factor)
+    for name, tensor in (("bias", bias), ("delta_norm", delta_norm), ("factor", factor)):
         if tensor is not None and delta is None:
             raise ValueError(f"{name}: given without delta: expected None")
 
@@ -268,6 +276,7 @@ def add_norm(
         delta_ptr=delta,
         bias_ptr=bias,
         delta_norm_ptr=delta_norm,
+        factor_ptr=factor,
         weight_ptr=weight,
         normed_ptr=normed,
         aux_hidden_ptr=aux_hidden,

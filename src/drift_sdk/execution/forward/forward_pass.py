@@ -6,6 +6,7 @@ The residual stream of a forward pass: the embedding, what the layers add, and t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -93,6 +94,7 @@ class ResidualStream:
             weights.final_norm if is_last else weights.layers[index + 1].mixer_norm,
             spec.final_norm if is_last else spec.layers[index + 1].norm,
             aux_hidden=self.hidden_states.by_layer.get(index + 1),
+            factor=weights.layers[index].factor,
             normed_multiplier=1.0 / spec.logits_divisor if is_last else 1.0,
         )
 
@@ -106,11 +108,15 @@ class ResidualStream:
         norm: Norm,
         *,
         aux_hidden: Tensor | None = None,
+        factor: Tensor | None = None,
         normed_multiplier: float = 1.0,
     ) -> None:
-        """weight, norm: of the rows that are read next."""
+        """weight, norm: of the rows that are read next. factor: see `add_norm`."""
         post_norm, hidden = layer.post_norm, self.hidden_states.final
-        add: Callable[..., None] = add_norm_across if isinstance(delta, PeerSums) else add_norm
+        add: Callable[..., None] = partial(add_norm, factor=factor)
+        if isinstance(delta, PeerSums):
+            assert factor is None, "a model that GPUs do not divide"
+            add = add_norm_across
         # One launch has one kind of norm.
         is_split = post_norm is not None and post_norm.kind != norm.kind
         first = post_norm if is_split and post_norm is not None else norm

@@ -4,6 +4,7 @@ of the workspace that several kinds of steps share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.spec.model import Attention
 
 
 class Rows(Struct, frozen=True):
@@ -88,25 +90,24 @@ class HiddenStates(Struct, frozen=True):
 class LayerBuffers(Struct, frozen=True):
     """Intermediate values of one layer for R rows. Each layer overwrites those of the layer before.
 
-    normed [R, hidden]; query and attended [R, num_heads, head_dim].
+    normed [R, hidden]. heads: by number and dimensions of a layer's heads, query and attended
+    [R, num_heads, head_dim].
     """
 
     normed: Tensor
-    query: Tensor
-    attended: Tensor
+    heads: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
     @classmethod
     def take(cls, workspace: Workspace, decoder: Decoder, num_rows: int) -> LayerBuffers:
-        heads = decoder.spec.attention.num_heads, decoder.spec.attention.head_dim
+        mixers = [layer.mixer for layer in decoder.spec.layers]
+        sizes = {(each.num_heads, each.head_dim) for each in mixers if isinstance(each, Attention)}
 
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), decoder.dtype)
 
-        return cls(
-            normed=take("normed", decoder.spec.hidden_size),
-            query=take("query", *heads),
-            attended=take("attended", *heads),
-        )
+        normed = take("normed", decoder.spec.hidden_size)
+        largest_first = sorted(sizes, key=math.prod, reverse=True)
+        return cls(normed, {size: (take("query", *size), take("attended", *size)) for size in largest_first})
 
 
 def take_gate_up(workspace: Workspace, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
