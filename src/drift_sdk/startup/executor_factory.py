@@ -30,7 +30,7 @@ from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.progress import Report
-from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec, ParallelExperts
+from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec
 from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout
 from drift_sdk.startup.model_parts import ModelPart, shards_of
 from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
@@ -421,9 +421,6 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
 
     if model.layer_inputs is not None:
         return "CUDA graphs do not support inputs of layers"
-
-    if any(isinstance(layer.channel, ParallelExperts) for layer in model.layers):
-        return "CUDA graphs do not support experts beside an MLP"
 
     for mixer in mixers:
         if mixer.head_dim != mixer.value_dim:

@@ -30,7 +30,7 @@ from drift_sdk._kernels.gemm.tuning import (
 )
 from drift_sdk._kernels.launch.kernel import is_interpreted
 from drift_sdk.config import EngineConfig
-from drift_sdk.models.channels import ExpertWeights, MlpWeights, ParallelWeights
+from drift_sdk.models.channels import ExpertWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftWeights
 from drift_sdk.models.shard import Shard
@@ -163,10 +163,13 @@ def _layer_products(
         mixer, channel = layer.mixer, layer.channel
         for name, matrix in mixer.matrices.items():
             yield matrix, False, False, of_columns if name == "output" else of_rows
-        assert not isinstance(channel, ParallelWeights)
-        mlp = channel if isinstance(channel, MlpWeights) else channel.shared
-        if mlp is not None:
-            yield mlp.down, False, False, of_columns
-            yield mlp.gate_up, mlp.gate_up_bias is None, False, of_rows
-        if isinstance(channel, ExpertWeights):
-            yield channel.router, False, False, num_slices
+        experts = channel.experts if isinstance(channel, ParallelWeights) else channel
+        mlps = [experts.shared if isinstance(experts, ExpertWeights) else experts]
+        if isinstance(channel, ParallelWeights):
+            mlps.append(channel.mlp)
+        for mlp in mlps:
+            if mlp is not None:
+                yield mlp.down, False, False, of_columns
+                yield mlp.gate_up, mlp.gate_up_bias is None, False, of_rows
+        if isinstance(experts, ExpertWeights):
+            yield experts.router, False, False, num_slices

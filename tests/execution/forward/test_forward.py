@@ -191,9 +191,11 @@ GEMMA4 = {
     "final_logit_softcapping": 3.0,
 }
 CONFIGS["gemma4"] = tiny("gemma4_text", **GEMMA4)
+EXPERTS4 = {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12, "enable_moe_block": True}
+CONFIGS["gemma4 experts"] = tiny("gemma4_text", **GEMMA4, **EXPERTS4)
 # Windows, scales, multipliers and biases; windows, sinks and experts.
 EXACT = ("all", "gpt_oss")
-BOTH = ("gated", "sigmoid experts", "gemma4")
+BOTH = ("gated", "sigmoid experts", "gemma4", "gemma4 experts")
 CASES = [(name, name in EXACT) for name in CONFIGS] + [(name, True) for name in BOTH]
 
 

@@ -48,6 +48,14 @@ COMMON: dict[str, Any] = {
 }
 KINDS = {
     "12B and 31B": COMMON,
+    "26B": COMMON
+    | {
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 12,
+        "num_key_value_heads": 1,
+    },
     "wide heads": COMMON | {"num_key_value_heads": 4, "global_head_dim": 264},
 }
 LIMITS = ExecutorLimits(vocab_size=120, max_num_seqs=3, max_model_len=72, num_blocks=32, block_size=8)

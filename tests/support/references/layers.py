@@ -40,6 +40,27 @@ def embed_norm_reference(
     return hidden, torch.where(is_live, normed, 0)
 
 
+def add_normed_reference(
+    first: Tensor,
+    second: Tensor,
+    first_norm: Tensor,
+    second_norm: Tensor,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    norm_kind: NormKind = "rounded",
+) -> Tensor:
+    """Return what `add_normed` writes."""
+    total, other = (each if each.dim() == 2 else _sum_in_order(each) for each in (first, second))
+    if bias is not None:
+        total = total.to(torch.float32) + bias.to(torch.float32)
+    normed = [
+        rms_norm_reference(each.to(weight.dtype), weight, eps, norm_kind=norm_kind)
+        for each, weight in ((total, first_norm), (other, second_norm))
+    ]
+    return normed[0] + normed[1]
+
+
 def glu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return activation(gate) * up, each rounded to the storage type: [R, I] for gate_up [R, 2 * I]."""
     gate, up = gate_up.chunk(2, dim=-1)

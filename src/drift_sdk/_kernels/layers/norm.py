@@ -35,6 +35,18 @@ Dependent launch: with a delta, the kernel always follows the product that made 
 dependents to start at once; before it waits, it reads the weights, which never change, and the residual
 stream, which is older than the product. Without a delta it reads the weight, waits, and then permits them.
 
+Two outputs that are each normalised, and added.
+
+    out[r] = rms_norm(sum of slices of first[r] + bias) * first_norm
+           + rms_norm(sum of slices of second[r]) * second_norm
+
+Grid: (rows). A program owns one row. Sums, norms and their sum are each rounded to the storage type.
+
+Bytes: NUM_SLICES rows of fp32 or one of the storage type of both, and one row out.
+
+Dependent launch: the kernel follows the product that made the second, so it permits its dependents to start
+at once. It reads the norms before it waits.
+
 Rows of the embedding as the residual stream, and its first norm.
 
     hidden[r] = embedding[row_token[r]] * multiplier
@@ -292,6 +304,118 @@ def add_norm(
         NUM_SLICES=slices.num_slices,
         DELTA_MULTIPLIER=delta_multiplier,
         NORMED_MULTIPLIER=normed_multiplier,
+        NORM_KIND=norm_kind,
+        PDL=uses_pdl(),
+        num_warps=norm_warps(size),
+        **launch_options(),
+    )
+
+
+@device_function
+def _normed_sum(
+    ptrs,  # [PADDED_SIZE]: of a row, NUM_SLICES times
+    slice_stride,
+    bias,  # [PADDED_SIZE], storage type, or None
+    weight,  # [PADDED_SIZE], storage type
+    column_mask,
+    eps,
+    SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    NORM_KIND: tl.constexpr,
+):
+    """Return the sum of the slices and the bias, normalised and weighed, in fp32."""
+    total = tl.load(ptrs, mask=column_mask, other=0.0).to(tl.float32)
+    for slice_index in tl.static_range(1, NUM_SLICES):
+        total += tl.load(ptrs + slice_index * slice_stride, mask=column_mask, other=0.0)
+
+    if bias is not None:
+        total += bias.to(tl.float32)
+    total = total.to(weight.dtype).to(tl.float32)
+    scale = inverse_rms(tl.sum(total * total, axis=0), SIZE, eps)
+    return weigh(total * scale, weight, NORM_KIND).to(tl.float32)
+
+
+@kernel
+def _add_normed(
+    first_ptr,  # [FIRST_SLICES, R, SIZE] fp32, or [R, SIZE] in the storage type
+    second_ptr,  # [SECOND_SLICES, R, SIZE] fp32, or likewise
+    bias_ptr,  # [SIZE], storage type, or None
+    first_norm_ptr,  # [SIZE], storage type
+    second_norm_ptr,  # [SIZE], storage type
+    out_ptr,  # [R, SIZE], storage type
+    eps,
+    first_slice_stride,
+    first_stride,
+    second_slice_stride,
+    second_stride,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
+    FIRST_SLICES: tl.constexpr,
+    SECOND_SLICES: tl.constexpr,
+    NORM_KIND: tl.constexpr,  # see `weigh`
+    PDL: tl.constexpr,
+):
+    """Program (row): one row."""
+    start_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED_SIZE)
+    column_mask = column < SIZE
+    first_norm = tl.load(first_norm_ptr + column, mask=column_mask, other=0.0)
+    second_norm = tl.load(second_norm_ptr + column, mask=column_mask, other=0.0)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
+    wait_for_producers(PDL)
+    first = _normed_sum(
+        first_ptr + (row * first_stride + column), first_slice_stride, bias, first_norm, column_mask, eps,
+        SIZE, FIRST_SLICES, NORM_KIND,
+    )  # fmt: skip
+    second = _normed_sum(
+        second_ptr + (row * second_stride + column), second_slice_stride, None, second_norm, column_mask, eps,
+        SIZE, SECOND_SLICES, NORM_KIND,
+    )  # fmt: skip
+    tl.store(out_ptr + row * SIZE + column, (first + second).to(first_norm.dtype), mask=column_mask)
+
+
+def add_normed(
+    first: Tensor,
+    second: Tensor,
+    first_norm: Tensor,
+    second_norm: Tensor,
+    out: Tensor,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    norm_kind: NormKind = "rounded",
+) -> None:
+    """out = rms_norm(first + bias) * first_norm + rms_norm(second) * second_norm.
+
+    first, second: [R, H] in the storage type, or fp32 partial sums [num_slices, R, H], added in order. Rows
+    may have any stride. bias, first_norm, second_norm: [H]; out: [R, H], all in the storage type. norm_kind:
+    of both, see `weigh`. Raises ValueError for another shape, type or layout.
+    """
+    num_rows, size = out.shape
+    dtype = out.dtype
+    check_tensor("out", out, (num_rows, size), dtype)
+    check_tensors((size,), dtype, first_norm=first_norm, second_norm=second_norm, bias=bias)
+    first_slices = check_partial_sums("first", first, num_rows, size, dtype)
+    second_slices = check_partial_sums("second", second, num_rows, size, dtype)
+    _add_normed[(num_rows,)](
+        first_ptr=first,
+        second_ptr=second,
+        bias_ptr=bias,
+        first_norm_ptr=first_norm,
+        second_norm_ptr=second_norm,
+        out_ptr=out,
+        eps=eps,
+        first_slice_stride=first_slices.slice_stride,
+        first_stride=first.stride(-2),
+        second_slice_stride=second_slices.slice_stride,
+        second_stride=second.stride(-2),
+        SIZE=size,
+        PADDED_SIZE=next_power_of_2(size),
+        FIRST_SLICES=first_slices.num_slices,
+        SECOND_SLICES=second_slices.num_slices,
         NORM_KIND=norm_kind,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),

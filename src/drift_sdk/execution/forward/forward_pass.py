@@ -16,17 +16,17 @@ from drift_sdk._kernels.layers.norm import add_norm, embed_norm
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.attention import AttentionForward, RowAttention
 from drift_sdk.execution.forward.caches import ModelResources
-from drift_sdk.execution.forward.channels import ExpertForward, MlpForward
+from drift_sdk.execution.forward.channels import ExpertForward, MlpForward, ParallelForward
 from drift_sdk.execution.forward.gated_delta import GatedDeltaForward, RecurrentRows
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts, Products
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
-from drift_sdk.models.channels import ExpertWeights, MlpWeights
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
-from drift_sdk.models.weights import MixerWeights
+from drift_sdk.models.weights import ChannelWeights, MixerWeights
 from drift_sdk.quantised.weight import dense
-from drift_sdk.spec.model import Attention, Experts, LayerSpec, Mixer, Mlp, Norm
+from drift_sdk.spec.model import Attention, Channel, Experts, LayerSpec, Mixer, Norm, ParallelExperts
 
 
 class ResidualStream:
@@ -179,10 +179,19 @@ class ForwardPass:
             assert recurrent is not None, "a step that recurrent layers do not have"
             self._recurrent = GatedDeltaForward(model.states, rows, recurrent, workspace, products)
         self._mlp = MlpForward(self.normed, workspace, products)
+        channels = tuple(dict.fromkeys(layer.channel for layer in model.decoder.spec.layers))
         self._experts = {
             spec: ExpertForward.take(model, spec, rows.slot, self.normed, workspace, is_decoding=is_decoding)
-            for spec in dict.fromkeys(layer.channel for layer in model.decoder.spec.layers)
+            for spec in channels
             if isinstance(spec, Experts)
+        }
+        stream = hidden_states.final
+        self._parallel = {
+            spec: ParallelForward(
+                model, spec, rows.slot, stream, self._mlp, workspace, is_decoding=is_decoding
+            )
+            for spec in channels
+            if isinstance(spec, ParallelExperts)
         }
 
     def share_drafts(self, parent: Tensor | None = None) -> None:
@@ -206,12 +215,7 @@ class ForwardPass:
         layers = zip(decoder.spec.layers, decoder.weights.layers, strict=True)
         for index, (layer, weights) in enumerate(layers):
             stream.add_mixer(index, *self._mix(weights.mixer, layer.mixer, index))
-            if isinstance(weights.channel, ExpertWeights):
-                assert isinstance(layer.channel, Experts)
-                stream.add_channel(index, self._experts[layer.channel].run(weights.channel, index))
-            else:
-                assert isinstance(layer.channel, Mlp) and isinstance(weights.channel, MlpWeights)
-                stream.add_channel(index, *self._mlp.run(weights.channel, layer.channel, index))
+            stream.add_channel(index, *self._channel(weights.channel, layer.channel, index))
         if self._recurrent is not None:
             self._recurrent.end()
 
@@ -225,6 +229,21 @@ class ForwardPass:
 
         assert isinstance(weights, GatedDeltaWeights) and self._recurrent is not None
         return self._recurrent.run(self.normed, weights, mixer, index)
+
+    def _channel(
+        self, weights: ChannelWeights, channel: Channel, index: int
+    ) -> tuple[Tensor | PeerSums, Tensor | None]:
+        """The output of the channel of layer `index` for the normalised stream, and its bias."""
+        if isinstance(channel, ParallelExperts):
+            assert isinstance(weights, ParallelWeights)
+            return self._parallel[channel].run(weights, index), None
+
+        if isinstance(channel, Experts):
+            assert isinstance(weights, ExpertWeights)
+            return self._experts[channel].run(weights, index), None
+
+        assert isinstance(weights, MlpWeights)
+        return self._mlp.run(weights, channel, index)
 
 
 def exact_pass(
