@@ -419,9 +419,6 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     if any(mixer.has_bias and mixer.is_gate_interleaved for mixer in mixers):
         return "CUDA graphs do not support gates of attention with a bias"
 
-    if model.layer_inputs is not None:
-        return "CUDA graphs do not support inputs of layers"
-
     for mixer in mixers:
         if mixer.head_dim != mixer.value_dim:
             sizes = f"{mixer.head_dim} and {mixer.value_dim}"

@@ -144,6 +144,8 @@ def _products(
     """Each weight, whether its product is gated, whether it is used whole, and the function of its shape that
     gives its slices."""
     yield from _layer_products(target.layers, shard)
+    if target.layer_inputs is not None:
+        yield target.layer_inputs.projection, False, False, num_slices
     yield target.head, False, True, num_slices
     if isinstance(draft, DecoderWeights):
         yield from _products(draft, None, None)
@@ -173,3 +175,6 @@ def _layer_products(
                 yield mlp.gate_up, mlp.gate_up_bias is None, False, of_rows
         if isinstance(experts, ExpertWeights):
             yield experts.router, False, False, num_slices
+        if layer.input is not None:
+            yield layer.input.gate, False, False, num_slices
+            yield layer.input.projection, False, False, num_slices

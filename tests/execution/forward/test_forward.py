@@ -193,9 +193,13 @@ GEMMA4 = {
 CONFIGS["gemma4"] = tiny("gemma4_text", **GEMMA4)
 EXPERTS4 = {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12, "enable_moe_block": True}
 CONFIGS["gemma4 experts"] = tiny("gemma4_text", **GEMMA4, **EXPERTS4)
+# The last two layers read the keys and values of others, and have wider MLPs.
+SHARED = {"attention_k_eq_v": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+SHARED |= {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 40}
+CONFIGS["gemma4 inputs"] = tiny("gemma4_text", **(GEMMA4 | SHARED))
 # Windows, scales, multipliers and biases; windows, sinks and experts.
 EXACT = ("all", "gpt_oss")
-BOTH = ("gated", "sigmoid experts", "gemma4", "gemma4 experts")
+BOTH = ("gated", "sigmoid experts", "gemma4", "gemma4 experts", "gemma4 inputs")
 CASES = [(name, name in EXACT) for name in CONFIGS] + [(name, True) for name in BOTH]
 
 

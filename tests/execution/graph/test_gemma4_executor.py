@@ -56,6 +56,16 @@ KINDS = {
         "moe_intermediate_size": 12,
         "num_key_value_heads": 1,
     },
+    "E2B and E4B": COMMON
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 120,
+    },
     "wide heads": COMMON | {"num_key_value_heads": 4, "global_head_dim": 264},
 }
 LIMITS = ExecutorLimits(vocab_size=120, max_num_seqs=3, max_model_len=72, num_blocks=32, block_size=8)

@@ -61,6 +61,35 @@ def add_normed_reference(
     return normed[0] + normed[1]
 
 
+def make_inputs_reference(
+    product: Tensor,
+    row_token: Tensor,
+    row_slot: Tensor,
+    embedding: Tensor,
+    norm: Tensor,
+    num_layers: int,
+    *,
+    eps: float,
+    embedding_factor: float,
+    product_factor: float,
+    norm_kind: NormKind = "rounded",
+) -> Tensor:
+    """Return what `make_inputs` writes: [R, num_layers, D]."""
+    total = product if product.dim() == 2 else _sum_in_order(product)
+    scaled = (total.to(norm.dtype) * product_factor).unflatten(-1, (num_layers, -1))
+    normed = rms_norm_reference(scaled, norm, eps, norm_kind=norm_kind)
+    own = embedding[row_token.clamp(min=0).long()] * embedding_factor
+    made = (normed + own.view_as(normed)) * 0.5**0.5
+    is_live = (row_token >= 0) & (row_slot >= 0)
+    return torch.where(is_live[:, None, None], made, 0)
+
+
+def gate_input_reference(gate: Tensor, given: Tensor, activation: Activation) -> Tensor:
+    """Return what `gate_input` writes: [R, D]."""
+    total = gate if gate.dim() == 2 else _sum_in_order(gate)
+    return activate_reference(total.to(given.dtype), activation) * given
+
+
 def glu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return activation(gate) * up, each rounded to the storage type: [R, I] for gate_up [R, 2 * I]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -45,8 +45,11 @@ from drift_sdk.spec.model import Experts, Mlp, ParallelExperts
 class MlpForward:
     """Kernels that compute the MLP of R rows in a layer."""
 
-    def __init__(self, normed: Tensor, workspace: Workspace, products: Products) -> None:
-        """normed [R, hidden]: the rows that `run` reads."""
+    def __init__(self, normed: Tensor, widest: int, workspace: Workspace, products: Products) -> None:
+        """normed [R, hidden]: the rows that `run` reads. widest: the most columns of an MLP; 0: there is
+        none."""
+        if widest:  # taken at its largest: narrower requests are views of this
+            workspace.take("activated", (normed.shape[0], widest), normed.dtype)
         self._normed, self._workspace, self._products = normed, workspace, products
 
     def run(self, weights: MlpWeights, spec: Mlp, index: int) -> tuple[Tensor | PeerSums, Tensor | None]:

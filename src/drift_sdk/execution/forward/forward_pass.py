@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from msgspec import structs
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
@@ -18,6 +19,7 @@ from drift_sdk.execution.forward.attention import AttentionForward, RowAttention
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.channels import ExpertForward, MlpForward, ParallelForward
 from drift_sdk.execution.forward.gated_delta import GatedDeltaForward, RecurrentRows
+from drift_sdk.execution.forward.layer_inputs import LayerInputForward
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts, Products
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.models.channels import ExpertWeights, MlpWeights, ParallelWeights
@@ -84,13 +86,35 @@ class ResidualStream:
 
     def add_channel(self, index: int, output: Tensor | PeerSums, bias: Tensor | None = None) -> None:
         """Add the output of the channel of layer `index`, as `add_norm` or `add_norm_across` takes it."""
+        layer, weights = self._spec.layers[index], self._weights.layers[index]
+        if weights.input is None:
+            self._end_layer(index, layer, output, bias, weights.channel_post_norm)
+        else:  # the layer goes on with the stream itself
+            self._add(layer, output, bias, weights.channel_post_norm, weights.channel_norm, layer.norm)
+
+    def add_input(self, index: int, output: Tensor, bias: Tensor | None = None) -> None:
+        """Add what layer `index` makes of its input, as `add_norm` takes it."""
+        inputs, own = self._spec.layer_inputs, self._weights.layers[index].input
+        assert inputs is not None and own is not None
+        layer = structs.replace(self._spec.layers[index], post_norm=inputs.norm, multiplier=1.0)
+        self._end_layer(index, layer, output, bias, own.norm)
+
+    def _end_layer(
+        self,
+        index: int,
+        layer: LayerSpec,
+        output: Tensor | PeerSums,
+        bias: Tensor | None,
+        delta_norm: Tensor | None,
+    ) -> None:
+        """Add the last output of layer `index`, of which `layer` says how."""
         spec, weights = self._spec, self._weights
         is_last = index + 1 == spec.num_layers
         self._add(
-            spec.layers[index],
+            layer,
             output,
             bias,
-            weights.layers[index].channel_post_norm,
+            delta_norm,
             weights.final_norm if is_last else weights.layers[index + 1].mixer_norm,
             spec.final_norm if is_last else spec.layers[index + 1].norm,
             aux_hidden=self.hidden_states.by_layer.get(index + 1),
@@ -178,7 +202,13 @@ class ForwardPass:
         if model.states is not None:
             assert recurrent is not None, "a step that recurrent layers do not have"
             self._recurrent = GatedDeltaForward(model.states, rows, recurrent, workspace, products)
-        self._mlp = MlpForward(self.normed, workspace, products)
+        self._mlp = MlpForward(self.normed, model.decoder.spec.mlp_size, workspace, products)
+        inputs, given = model.decoder.spec.layer_inputs, model.decoder.weights.layer_inputs
+        self._inputs: LayerInputForward | None = None
+        if inputs is not None and given is not None:
+            self._inputs = LayerInputForward(
+                inputs, given, model.decoder, rows, hidden_states.final, workspace, products
+            )
         channels = tuple(dict.fromkeys(layer.channel for layer in model.decoder.spec.layers))
         self._experts = {
             spec: ExpertForward.take(model, spec, rows.slot, self.normed, workspace, is_decoding=is_decoding)
@@ -209,6 +239,8 @@ class ForwardPass:
         if self._exchange is not None:
             self._exchange.begin()
         stream.embed(rows.token, rows.slot)
+        if self._inputs is not None:
+            self._inputs.make()
         self._attention.plan()
         if self._recurrent is not None:
             self._recurrent.begin()
@@ -216,6 +248,8 @@ class ForwardPass:
         for index, (layer, weights) in enumerate(layers):
             stream.add_mixer(index, *self._mix(weights.mixer, layer.mixer, index))
             stream.add_channel(index, *self._channel(weights.channel, layer.channel, index))
+            if self._inputs is not None and weights.input is not None:
+                stream.add_input(index, *self._inputs.run(weights.input, index))
         if self._recurrent is not None:
             self._recurrent.end()
 

@@ -105,7 +105,14 @@ def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = Non
         _arrange_draft(draft, weights.embedding, embedding)
     is_tied = weights.head is weights.embedding
     head = embedding if is_tied else arrange_matrix(weights.head, dtype, is_whole=True)
-    decoder.weights = replace(weights, embedding=embedding, head=head, layers=())
+    inputs = weights.layer_inputs
+    if inputs is not None:
+        inputs = replace(
+            inputs,
+            embedding=dequantised(inputs.embedding, dtype),
+            projection=arrange_matrix(inputs.projection, dtype),
+        )
+    decoder.weights = replace(weights, embedding=embedding, head=head, layer_inputs=inputs, layers=())
     del weights
     for index, channel in enumerate(channels):
         layers[index] = _arrange_layer(layers[index], dtype, channel)
@@ -131,7 +138,11 @@ def _arrange_layer(layer: LayerWeights, dtype: torch.dtype, spec: Channel) -> La
         name: arrange_matrix(matrix, dtype) for name, matrix in layer.mixer.matrices.items()
     }
     mixer = replace(layer.mixer, **matrices)
-    return replace(layer, mixer=mixer, channel=_arrange_channel(layer.channel, dtype, spec))
+    given = layer.input
+    if given is not None:
+        gate, projection = (arrange_matrix(matrix, dtype) for matrix in (given.gate, given.projection))
+        given = replace(given, gate=gate, projection=projection)
+    return replace(layer, mixer=mixer, channel=_arrange_channel(layer.channel, dtype, spec), input=given)
 
 
 def _arrange_channel(channel: ChannelWeights, dtype: torch.dtype, spec: Channel) -> ChannelWeights:
