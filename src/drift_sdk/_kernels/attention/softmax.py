@@ -55,14 +55,14 @@ class Partitions(Struct, frozen=True):
     tile: int = 64
 
     @classmethod
-    def of_layer(cls, head_dim: int, window: int) -> Partitions:
-        """Borders for heads of `head_dim` dimensions, and rows that see only their last `window` keys; 0: all
-        keys.
+    def of_layer(cls, head_dim: int | None, window: int) -> Partitions:
+        """Borders for heads of `head_dim` dimensions, or None of latents, and rows that see only their last
+        `window` keys; 0: all keys.
 
         Few keys need narrow partitions wherever they lie. Of wide heads, a tile of 32 keys has the bytes of
         64 keys of half the size.
         """
-        default = cls() if head_dim <= WIDE_HEAD else cls(tile=32)
+        default = cls() if head_dim is None or head_dim <= WIDE_HEAD else cls(tile=32)
         return replace(default, num_doublings=0) if 0 < window <= default.narrow_end else default
 
     def __post_init__(self) -> None:

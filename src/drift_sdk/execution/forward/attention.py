@@ -28,6 +28,7 @@ from drift_sdk._kernels.attention.exact_prefill import (
     exact_prefill_attention,
     wide_prefill_attention,
 )
+from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import PrefillAttentionConfig, has_cuda_prefill, prefill_attention
@@ -44,7 +45,7 @@ from drift_sdk.execution.forward.products import Products
 from drift_sdk.execution.forward.rows import LayerBuffers, Rows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
-from drift_sdk.spec.model import Attention
+from drift_sdk.spec.model import AnyAttention, Attention
 from drift_sdk.speculation import ViewLayout
 
 SCRATCH_SHARE = 64
@@ -57,22 +58,24 @@ CPU_SCRATCH_BYTES = 2**28
 class AttentionShape(Struct, frozen=True, kw_only=True):
     """Sizes of the attention of some layers.
 
-    num_kv_heads, head_dim: of the KV cache. group: query heads for each KV head. window: how many keys rows
-    see; 0: all before them.
+    num_kv_heads: of the KV cache. head_dim: of its values. group: query heads for each KV head. window: how
+    many keys rows see; 0: all before them. is_latent: values are parts of keys.
     """
 
     num_kv_heads: int
     group: int
     head_dim: int
     window: int = 0
+    is_latent: bool = False
 
     @classmethod
-    def of_spec(cls, spec: Attention) -> AttentionShape:
+    def of_spec(cls, spec: AnyAttention) -> AttentionShape:
         return cls(
             num_kv_heads=spec.num_kv_heads,
             group=spec.group,
-            head_dim=spec.head_dim,
+            head_dim=spec.value_dim,
             window=spec.window or 0,
+            is_latent=spec.kv.is_latent,
         )
 
     @classmethod
@@ -80,14 +83,15 @@ class AttentionShape(Struct, frozen=True, kw_only=True):
         return cls(
             num_kv_heads=layer.kv.num_heads,
             group=layer.group,
-            head_dim=layer.head_dim,
+            head_dim=layer.value_dim,
             window=layer.window,
+            is_latent=layer.kv.latent_dim > 0,
         )
 
     @property
     def partitions(self) -> Partitions:
         """Borders at which keys are cut."""
-        return Partitions.of_layer(self.head_dim, self.window)
+        return Partitions.of_layer(None if self.is_latent else self.head_dim, self.window)
 
     def num_partitions(self, max_num_keys: int, num_rows: int) -> int:
         """The most partitions of a sequence of up to `max_num_keys` keys that `num_rows` rows see."""
@@ -170,8 +174,9 @@ class AttentionGroups:
 
         block_table [S, max_blocks] int32: of slots whose shared prefixes are read once, or None.
         """
-        mixers = (layer.mixer for layer in model.decoder.spec.layers)
-        found = (AttentionShape.of_spec(mixer) for mixer in mixers if isinstance(mixer, Attention))
+        spec = model.decoder.spec
+        mixers = (layer.mixer for layer in spec.layers)
+        found = (AttentionShape.of_spec(mixer) for mixer in mixers if isinstance(mixer, AnyAttention))
         return cls(
             workspace,
             model.decoder.device,
@@ -179,7 +184,10 @@ class AttentionGroups:
             max_num_keys=model.limits.max_model_len + 1,
             num_sequences=num_sequences,
             num_rows=num_rows,
-            blocks=None if block_table is None else BlockTable(block_table, model.limits.block_size),
+            # Of latents, a tile of a product has rows of one sequence alone.
+            blocks=None
+            if block_table is None or spec.has_latents
+            else BlockTable(block_table, model.limits.block_size),
         )
 
     @property
@@ -200,6 +208,10 @@ class AttentionGroups:
         Raises ValueError for more sequences than the object was made for.
         """
         for scratch, part in self._groups(rows, AttentionShape.of_layer(layer)):
+            if layer.kv.latent_dim:
+                latent_attention(layer.of_rows(part), rows.of_rows(part), scratch)
+                continue
+
             paged_attention(
                 layer.of_rows(part),
                 rows.of_rows(part),
@@ -295,10 +307,16 @@ class ChunkAttention:
         """Nothing: the tiles come from the host."""
 
     def attend(self, layer: LayerAttention) -> None:
-        exact_prefill_attention(layer, self._tiles, self._config, layer.partitions)
+        if layer.kv.latent_dim:
+            latent_prompt_attention(layer, self._tiles, self._config.tile_rows, layer.partitions)
+        else:
+            exact_prefill_attention(layer, self._tiles, self._config, layer.partitions)
 
     def permits_early_start(self, layer: LayerAttention) -> bool:
         """Return True if the launch after `attend` may start while the kernel of `attend` still runs."""
+        if layer.kv.latent_dim:
+            return False
+
         return has_cuda_prefill(layer, self._config.tile_rows, layer.partitions)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.spec.model import Attention
+from drift_sdk.spec.model import AnyAttention
 
 
 class Rows(Struct, frozen=True):
@@ -90,8 +90,8 @@ class HiddenStates(Struct, frozen=True):
 class LayerBuffers(Struct, frozen=True):
     """Intermediate values of one layer for R rows. Each layer overwrites those of the layer before.
 
-    normed [R, hidden]. heads: by number and dimensions of a layer's heads, query and attended
-    [R, num_heads, head_dim].
+    normed [R, hidden]. heads: by number and dimensions of a layer's heads, query [R, num_heads, head_dim] and
+    attended [R, num_heads, value_dim].
     """
 
     normed: Tensor
@@ -100,14 +100,18 @@ class LayerBuffers(Struct, frozen=True):
     @classmethod
     def take(cls, workspace: Workspace, decoder: Decoder, num_rows: int) -> LayerBuffers:
         mixers = [layer.mixer for layer in decoder.spec.layers]
-        sizes = {(each.num_heads, each.head_dim) for each in mixers if isinstance(each, Attention)}
+        found = (each for each in mixers if isinstance(each, AnyAttention))
+        sizes = {(each.num_heads, each.head_dim): each.value_dim for each in found}
 
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), decoder.dtype)
 
         normed = take("normed", decoder.spec.hidden_size)
-        largest_first = sorted(sizes, key=math.prod, reverse=True)
-        return cls(normed, {size: (take("query", *size), take("attended", *size)) for size in largest_first})
+        heads = {
+            size: (take("query", *size), take("attended", size[0], sizes[size]))
+            for size in sorted(sizes, key=math.prod, reverse=True)  # smaller ones are views of the largest
+        }
+        return cls(normed, heads)
 
 
 def take_gate_up(workspace: Workspace, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
