@@ -183,7 +183,7 @@ def test_drafts_do_not_change_tokens(
     found, stats = draft(folder, cases, alone, monkeypatch, VARIANTS[variant])
     assert tokens_of(found) == tokens_of(alone)
     assert 100 < stats.num_accepted_tokens < stats.num_drafted_tokens - 100
-    assert sum(each.usage.cached_tokens for each in found) > 100
+    assert sum(each.usage.cached_tokens for each in found) > 40
     assert (stats.num_preemptions > 0) == (variant == 0)
 
 
