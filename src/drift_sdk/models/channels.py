@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, dequantise_mxfp4
 from drift_sdk.models.allocation import Allocation
 from drift_sdk.models.layers import linear, normalise, rms_norm
-from drift_sdk.quantised.stacking import stack_rows
+from drift_sdk.quantised.formats import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 from drift_sdk.spec.model import (
     Activation,

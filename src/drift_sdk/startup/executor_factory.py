@@ -1,12 +1,9 @@
-"""Choice and construction of the executor that runs a model on a device.
-
-Also checks of what attention on graphs has room for in a GPU's shared memory; and partial verification of an
-opened model: its layout, its costs, and what it cannot be used with.
-"""
+"""Choice and construction of the executor that runs a model on a device, and checks of what it needs."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,38 +15,145 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.draft_policy.policy import ViewCosts
-from drift_sdk.errors import ConfigError, FieldError
-from drift_sdk.execution.acceptance import AcceptanceFactory
+from drift_sdk.draft_policy import ViewCosts
+from drift_sdk.errors import ConfigError, ExecutorError, FieldError
+from drift_sdk.events import Report
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
-from drift_sdk.execution.rounds.tree_plan import tree_plan
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
-from drift_sdk.progress import Report
 from drift_sdk.spec.model import Attention, GatedDelta, LatentAttention, ModelSpec, experts_of
-from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout
+from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout, tree_plan
 from drift_sdk.startup.model_parts import ModelPart, shards_of
 from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
-from drift_sdk.steps import Executor, ExecutorLimits
+from drift_sdk.steps import Executor, ExecutorLimits, HostWork, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 
 
+class OpenedExecutor(Struct, frozen=True, kw_only=True):
+    """An executor, and what was found while it was made.
+
+    num_tuned:   weight shapes that run with measured configurations.
+    untuned:     those that do not.
+    round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
+    refresh_costs: seconds of a refresh of views by slots; empty likewise, and without partial verification.
+    mixed_tokens: as in SchedulerConfig.
+    states:      of a model with recurrent layers.
+    """
+
+    executor: Executor
+    num_tuned: int = 0
+    untuned: tuple[str, ...] = ()
+    round_costs: dict[tuple[int, int], float] = {}
+    refresh_costs: dict[int, float] = {}
+    mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
+    states: StateSize | None = None
+
+
+def choose_executor(
+    config: EngineConfig, device: torch.device, model: ModelSpec | None = None
+) -> tuple[str, str | None]:
+    """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
+
+    model: None before it is known: what graphs do not support of it is not found then.
+
+    Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
+    need the graph executor where it cannot run.
+    """
+    if config.executor == "eager":
+        obstacle: str | None = 'executor="eager"'
+    else:
+        obstacle = _device_obstacle(device) or _config_obstacle(config) or _model_obstacle(model)
+        if obstacle is None:
+            return "graph", None
+
+    if config.executor == "graph":
+        raise ConfigError.of("executor", config.executor, f'"eager" or "auto" here: {obstacle}')
+
+    if config.strict_performance:
+        raise ConfigError.of("strict_performance", True, f"executor graph; here {obstacle}")
+
+    if config.step_timeout_s is not None and device.type == "cuda":
+        # An eager step runs on the engine's thread until it returns, so it cannot be abandoned.
+        raise ConfigError.of("step_timeout_s", config.step_timeout_s, f"executor graph; here {obstacle}")
+
+    return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
+
+
+class StrictExecutor:
+    """Wraps an executor and raises ExecutorError from `collect` for steps in which the host did work that the
+    device should not depend on.
+
+    That is: the host waited, took part in a round, copied results or allocated device memory. With
+    `must_draft` also: a slot that was planned to draft did not, although its sequence goes on.
+    """
+
+    def __init__(self, executor: Executor, *, must_draft: bool) -> None:
+        self._executor = executor
+        self._must_draft = must_draft
+        self._launched: deque[StepPlan] = deque()
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._executor.limits
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+        self._executor.launch(plan)
+
+    @property
+    def is_done(self) -> bool:
+        return self._executor.is_done
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        plan = self._launched.popleft()
+        check_host_work(result.host_work)
+        if self._must_draft:
+            check_drafts(plan, result)
+        return result
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def check_host_work(work: HostWork) -> None:
+    """Raise ExecutorError for any host work."""
+    for number, what in (
+        (work.num_waits, "waits for room in the ring of inputs: too much was admitted at once"),
+        (work.num_split_rounds, "rounds in which the host computed which tokens may follow the drafts"),
+        (work.num_copies, "results copied to make room in the ring"),
+        (work.num_allocations, "allocations of device memory while serving"),
+    ):
+        if number:
+            raise ExecutorError(f"strict_performance: {number} {what}")
+
+
+def check_drafts(plan: StepPlan, result: StepResult) -> None:
+    """Raise ExecutorError for a row that was planned to draft, drafted nothing, and did not finish."""
+    for row, output in zip(plan.decode, result.decode, strict=True):
+        # In its last round a slot may have room for a single token, which needs no draft.
+        goes_on = bool(output.token_ids) and output.finish is None
+        if goes_on and row.num_draft_tokens > 0 and output.num_drafted == 0:
+            planned = f"{row.num_draft_tokens} planned tokens"
+            raise ExecutorError(f"strict_performance: slot {row.slot} drafted none of {planned}")
+
+
 def check_attention_room(
     config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ConfigError for heads or chains of drafts that attention has no room for on a GPU."""
+    """Raise ConfigError for heads or drafts that attention has no room for on a GPU."""
+    check_wide_heads(config, model)
     with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
         if model.has_latents:
             check_latents(config, model.attention.head_dim, dtype)
             return
 
-        check_head_size(config, model.attention.head_dim, dtype)
+        check_head_size(config, model.max_head_dim, dtype)
         if config.speculation is not None:
             check_chain(_longest_chain(config.speculation), model, dtype)
 
@@ -87,13 +191,33 @@ def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> No
         raise ConfigError.of("executor", config.executor, f'"eager" here: {error}') from error
 
 
+def check_wide_heads(config: EngineConfig, model: ModelSpec) -> None:
+    """Raise ConfigError for trees and views of a model with wide heads, for which these have no kernels."""
+    from drift_sdk._kernels.attention.softmax import WIDE_HEAD
+
+    speculation = config.speculation
+    if speculation is None or model.has_latents or model.max_head_dim <= WIDE_HEAD:
+        return
+
+    where = f'with heads of {model.max_head_dim} dimensions on CUDA graphs, or executor="eager"'
+    if not isinstance(speculation.shape, Chain):
+        raise ConfigError.of("shape", speculation.shape, f"a Chain {where}")
+
+    if speculation.checks:
+        raise ConfigError.of("checks", True, f"False {where}")
+
+    if speculation.partial_verification is not None:
+        raise ConfigError.of("partial_verification", speculation.partial_verification, f"None {where}")
+
+
 def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
     """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
     from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
+    from drift_sdk._kernels.attention.softmax import WIDE_HEAD
     from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 
-    is_wide = dtype == torch.float32 and head_dim > 128
-    if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
+    is_large = head_dim > 128 and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES
+    if dtype == torch.float32 and (is_large or head_dim > WIDE_HEAD):
         found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
         raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
 
@@ -103,11 +227,14 @@ def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
     from drift_sdk._kernels.attention.decode import most_query_rows
     from drift_sdk._kernels.attention.softmax import Partitions
 
-    group = model.attention.group
-    most = most_query_rows(model.attention.head_dim, dtype, Partitions().tile) // group - 1
-    if num_drafts > max(most, 0):
-        reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
-        raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
+    mixers = (layer.mixer for layer in model.layers)
+    sizes = {(mixer.head_dim, mixer.group) for mixer in mixers if isinstance(mixer, Attention)}
+    for head_dim, group in sorted(sizes):
+        room = most_query_rows(head_dim, dtype, Partitions().tile)
+        most = num_drafts if room is None else max(room // group - 1, 0)
+        if num_drafts > most:
+            reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
+            raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
 
 
 SCORING_READS = 0.5
@@ -160,8 +287,8 @@ log: logging.Logger = logging.getLogger("drift_sdk")
 MIN_CAPABILITY = (8, 0)
 """The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""
 
-MAX_HEAD_DIM = 256
-"""The most dimensions of a head with which attention of prompts fits the shared memory of the GPUs that
+MAX_HEAD_DIM = 512
+"""The most dimensions of a head for which attention fits the registers and the shared memory of the GPUs that
 kernels are compiled for."""
 
 MAX_KEY_DIM = 128
@@ -173,56 +300,6 @@ GRAPH_BYTES_PER_LAYER = 2**15
 of Llama-3.1-8B, which is 19 KiB a layer (graphs by kind in perf/results/nvidia-h200/memory.json). Smaller
 buckets load kernels that larger ones do not use, and log-probabilities of prompts are computed outside the
 graphs."""
-
-
-class OpenedExecutor(Struct, frozen=True, kw_only=True):
-    """An executor, and what was found while it was made.
-
-    num_tuned:   weight shapes that run with measured configurations.
-    untuned:     those that do not.
-    round_costs: seconds of a round by (slots, drafts); empty unless the number of drafts is adaptive.
-    refresh_costs: seconds of a refresh of views by slots; empty likewise, and without partial verification.
-    mixed_tokens: as in SchedulerConfig.
-    states:      of a model with recurrent layers.
-    """
-
-    executor: Executor
-    num_tuned: int = 0
-    untuned: tuple[str, ...] = ()
-    round_costs: dict[tuple[int, int], float] = {}
-    refresh_costs: dict[int, float] = {}
-    mixed_tokens: dict[int, tuple[tuple[int, tuple[int, ...]], ...]] = {}
-    states: StateSize | None = None
-
-
-def choose_executor(
-    config: EngineConfig, device: torch.device, model: ModelSpec | None = None
-) -> tuple[str, str | None]:
-    """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
-
-    model: None before it is known: what graphs do not support of it is not found then.
-
-    Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
-    need the graph executor where it cannot run.
-    """
-    if config.executor == "eager":
-        obstacle: str | None = 'executor="eager"'
-    else:
-        obstacle = _device_obstacle(device) or _config_obstacle(config) or _model_obstacle(model)
-        if obstacle is None:
-            return "graph", None
-
-    if config.executor == "graph":
-        raise ConfigError.of("executor", config.executor, f'"eager" or "auto" here: {obstacle}')
-
-    if config.strict_performance:
-        raise ConfigError.of("strict_performance", True, f"executor graph; here {obstacle}")
-
-    if config.step_timeout_s is not None and device.type == "cuda":
-        # An eager step runs on the engine's thread until it returns, so it cannot be abandoned.
-        raise ConfigError.of("step_timeout_s", config.step_timeout_s, f"executor graph; here {obstacle}")
-
-    return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
 
 
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
@@ -286,8 +363,7 @@ def open_graph_executor(
     from drift_sdk.execution.device.streams import wait_for_preparation
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.gpu_graphs import StartupHooks
-    from drift_sdk.startup.gemm_tuning import engine_table
-    from drift_sdk.startup.graph_startup import start_graph_executor
+    from drift_sdk.startup.graph_startup import engine_table, start_graph_executor
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
     draft = drafter_factory.draft
@@ -429,26 +505,16 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     if any(mixer.has_bias and mixer.is_gate_interleaved for mixer in mixers):
         return "CUDA graphs do not support gates of attention with a bias"
 
-    if any(mixer.has_value_norm or not mixer.has_values or mixer.kv_of is not None for mixer in mixers):
-        return "CUDA graphs do not support values that are normalised or keys, nor keys of another layer"
+    for mixer in mixers:
+        if mixer.head_dim != mixer.value_dim:
+            sizes = f"{mixer.head_dim} and {mixer.value_dim}"
+            return f"CUDA graphs support keys and values of one size, this model has {sizes} dimensions"
 
-    if model.layer_inputs is not None or any(layer.has_factor for layer in model.layers):
-        return "CUDA graphs do not support inputs and factors of layers"
-
-    forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
-    if len(forms) > 1:
-        return f"CUDA graphs support heads of one form, this model has {len(forms)}"
-
-    attention = model.attention
-    if attention.head_dim != attention.value_dim:
-        sizes = f"{attention.head_dim} and {attention.value_dim}"
-        return f"CUDA graphs support keys and values of one size, this model has {sizes} dimensions"
-
-    if attention.head_dim <= MAX_HEAD_DIM:
+    if model.max_head_dim <= MAX_HEAD_DIM:
         return None
 
     return (
-        f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {attention.head_dim}"
+        f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {model.max_head_dim}"
     )
 
 

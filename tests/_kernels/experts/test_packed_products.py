@@ -18,8 +18,7 @@ from drift_sdk._kernels.experts.packed_products import (
     stack_experts,
 )
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
-from drift_sdk._kernels.quantised.dequantise import has_programs
-from drift_sdk._kernels.quantised.packing import PackedWeight
+from drift_sdk._kernels.quantised.packing import PackedWeight, has_programs
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 
 BF16 = torch.bfloat16
@@ -81,7 +80,7 @@ def test_products_are_near_the_reference_with_any_tiles(
     for dtype in DTYPES:
         x = 3 * drawn(num_rows, inner, dtype=dtype, device=device)
         activated = drawn(num_rows * num_active, inner, dtype=dtype, device=device)
-        expected_gated = gated_expert_multiply_reference(x, up_numbers, None, rows.experts, None)
+        expected_gated = gated_expert_multiply_reference(x, up_numbers, None, rows.experts)
         expected = expert_multiply_reference(activated, down_numbers, None, rows.experts, rows.shares)
         first = both_products(x, activated, gate_up, down, rows, None)
         assert_rows_near(first[0], expected_gated, inner)

@@ -6,9 +6,8 @@ import ctypes
 
 import pytest
 
-from drift_sdk import EngineConfig
-from drift_sdk.startup import device_context
-from drift_sdk.startup.device_context import device_contexts
+from drift_sdk import _cuda_driver
+from drift_sdk._cuda_driver import device_contexts
 
 
 class Driver:
@@ -56,8 +55,7 @@ def test_contexts_of_the_engines_gpus_are_kept_until_the_block_ends(
     device: str, size: int, num_gpus: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(num_gpus)
-    monkeypatch.setattr(device_context.ctypes, "CDLL", lambda name: driver)
-    config = EngineConfig(device=device, tensor_parallel=size)
+    monkeypatch.setattr(_cuda_driver.ctypes, "CDLL", lambda name: driver)
     during: list[int] = []
     original = driver.cuDevicePrimaryCtxRelease_v2
 
@@ -66,7 +64,7 @@ def test_contexts_of_the_engines_gpus_are_kept_until_the_block_ends(
         return original(index)
 
     monkeypatch.setattr(driver, "cuDevicePrimaryCtxRelease_v2", release)
-    with pytest.raises(RuntimeError, match="not opened"), device_contexts(config):
+    with pytest.raises(RuntimeError, match="not opened"), device_contexts(device, size):
         raise RuntimeError("not opened")
 
     assert driver.num_kept == [0] * num_gpus
@@ -76,8 +74,8 @@ def test_contexts_of_the_engines_gpus_are_kept_until_the_block_ends(
 @pytest.mark.parametrize("status", [100, 999])
 def test_a_driver_that_finds_no_gpu_is_left_alone(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(1, status)
-    monkeypatch.setattr(device_context.ctypes, "CDLL", lambda name: driver)
-    with device_contexts(EngineConfig()):
+    monkeypatch.setattr(_cuda_driver.ctypes, "CDLL", lambda name: driver)
+    with device_contexts("auto", 1):
         pass
     assert driver.num_kept == [0]
 
@@ -86,6 +84,6 @@ def test_a_machine_without_a_driver_needs_none(monkeypatch: pytest.MonkeyPatch) 
     def no_library(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(device_context.ctypes, "CDLL", no_library)
-    with device_contexts(EngineConfig()):
+    monkeypatch.setattr(_cuda_driver.ctypes, "CDLL", no_library)
+    with device_contexts("auto", 1):
         pass

@@ -1,4 +1,4 @@
-"""Marks around the stages of a step, for measuring. With NO_STAGE_MARKS the captured graphs contain none."""
+"""Seams of a step for measurements: marks around stages, and a replacement of the acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 if TYPE_CHECKING:
-    from drift_sdk.execution.device.device import Device, Replay
+    import torch
+    from torch import Tensor
 
+    from drift_sdk._kernels.sampling.rows import SampleBuffers
+    from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+    from drift_sdk.execution.device.device import Device, Replay
 
 NO_MARK = nullcontext()
 
@@ -47,6 +49,8 @@ class NvtxStageMarks(NoStageMarks):
     launches of prefill steps and rounds."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
+        import torch  # here, since `drift_sdk.measurement` is imported without it
+
         nvtx: Any = torch.cuda.nvtx
         return nvtx.range(name)  # type: ignore[no-any-return]  # a context manager without annotations
 
@@ -63,3 +67,34 @@ class WatchedReplay:
 
     def close(self) -> None:
         self._replay.close()
+
+
+class Acceptance(Protocol):
+    """Decides how many drafts of a round are accepted, on the device. Its launches are captured."""
+
+    def commit(
+        self,
+        row_slot: Tensor,
+        row_token: Tensor,
+        buffers: SampleBuffers,
+        state: SlotState,
+        slots: SlotColumns,
+        emitted: Tensor,
+        output_ring: Tensor,
+        current_entry: Tensor,
+        next_entry: Tensor,
+        /,
+        *,
+        rows_per_slot: int,
+        is_ngram: Tensor | None = None,
+    ) -> None:
+        """Commit rows of chains; launched in place of `commit`."""
+
+    def choose(
+        self, row_slot: Tensor, row_parent: Tensor, row_token: Tensor, chosen: Tensor, *, nodes_per_tree: int
+    ) -> None:
+        """Overwrite what was chosen behind the nodes of trees; launched before `tree_accept`."""
+
+
+AcceptanceFactory = Callable[[int, "torch.device"], Acceptance]
+"""Makes the acceptance of a GPU, from the number of slots and the device."""

@@ -1,10 +1,9 @@
 """Prompt lookup: draft tokens from earlier occurrences of the last tokens of the same sequence.
 
-The measured advantage of n-grams over the drafts of a model, by which a sequence chooses between them.
-
-In every round for which both have a draft, the tokens that would have been accepted of each are counted,
-whichever was taken: as far as the round's tokens show it. The score is a moving mean of the difference, in
-integers, so that every executor computes the same. n-grams are taken while it is not negative.
+A sequence chooses between n-grams and the drafts of a model by a score. In every round for which both have a
+draft, the tokens that would have been accepted of each are counted, whichever was taken: as far as the
+round's tokens show it. The score is a moving mean of the difference, in integers, so that every executor
+computes the same. n-grams are taken while it is not negative.
 """
 
 from __future__ import annotations

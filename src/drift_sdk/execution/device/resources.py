@@ -1,4 +1,4 @@
-"""Host side of the rings through which replays receive their input and return their results."""
+"""The resources of a device that all steps of graphs share, and the host's side of the rings of steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS, advance, enter
-from drift_sdk.execution.device.device import Event, Replay, ServingDevice
-from drift_sdk.execution.device.slot_table import Pairs
+from drift_sdk.execution.device.device import Device, Event, Replay, ServingDevice
+from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.slot_table import Pairs, SlotTable
+from drift_sdk.execution.device.stages import StageMarks
 from drift_sdk.steps import HostWork
 
 Words = NDArray[np.int32]
@@ -203,3 +205,24 @@ class PayloadBuffer:
     def advance(self) -> None:
         """Record the kernel that moves on to the next entry: a step's last, unless another one does it."""
         advance(self._ring.next_index, len(self._ring.input))
+
+
+class DeviceResources(Struct, frozen=True, kw_only=True):
+    """Device resources of captured steps.
+
+    Code that needs only some of these takes them one by one.
+
+    device:    the stream, events and captures.
+    ring:      input and results of replays.
+    payload:   the running replay's input on the device.
+    table:     the slot table.
+    workspace: buffers shared by all steps.
+    stages:    marks around the stages of a step, for measuring.
+    """
+
+    device: Device
+    ring: Ring
+    payload: PayloadBuffer
+    table: SlotTable
+    workspace: Workspace
+    stages: StageMarks

@@ -1,4 +1,8 @@
-"""RayEngine: an engine in an actor of Ray, and what an actor reserves of a cluster."""
+"""Engines in actors of Ray: `RayEngine`, and `ray_pool` with several of them behind the methods of one.
+
+Needs the extra `ray`: DriftError without it. docs/deployment/scaling.md describes when to use it, and
+what Ray does to the process.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-import ray
 from drift_sdk._fields import check_fields, with_config
 from drift_sdk._plain_data import FrozenMapping
 from drift_sdk._validation import check_float, check_int, check_str
@@ -24,9 +26,17 @@ from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError, DriftError, ExecutorError, ModelLoadError
 from drift_sdk.pool.engine_pool import MAX_REPLICAS, EnginePool
 from drift_sdk.pool.routing import Routing
-from drift_sdk.remote.host import EngineHost
-from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable
+from drift_sdk.remote.host import Channel, EngineHost, HostLost, HostUnavailable
 from drift_sdk.remote.remote_engine import RemoteEngine
+
+try:
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+    import ray
+except ImportError as cause:
+    raise DriftError('drift_sdk.ray needs the package ray: pip install "drift-engine[ray]"') from cause
+
+__all__ = ["Placement", "RayEngine", "ray_pool"]
 
 MOST = 1e6
 

@@ -18,11 +18,11 @@ from tiny_llama import tiny_llama
 from drift_sdk import ConfigError, Engine, EngineConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, NvtxStageMarks, StageMarks
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, EagleDrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
-from drift_sdk.execution.stages import NO_STAGE_MARKS, NvtxStageMarks, StageMarks
 from drift_sdk.families import read_spec
 from drift_sdk.measurement import profiled_engine, recorded_engine
 from drift_sdk.models.decoder import Decoder
