@@ -74,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_checkpoints=num_checkpoints,
             checkpoint_tokens=checkpoint_tokens,
             window=window,
-            num_window_blocks=data.draw(st.integers(least, least + 12), label="num_window_blocks")
+            num_window_blocks=least + data.draw(st.sampled_from([0, 0, 1, 4, 12]), label="more blocks")
             if window
             else 0,
             target_latency_ms_p50=target_ms,
@@ -330,6 +330,8 @@ class WindowMachine(SchedulerMachine):
     and prompts have to wait for them."""
 
     max_tokens = 30
+    max_num_blocks = 80
+    prefixes = [*PREFIXES, [number % 5 for number in range(40)], [number // 7 % 5 for number in range(47)]]
 
     def draw_window(self, data: st.DataObject) -> int:
         return data.draw(st.integers(1, 9), label="window")

@@ -9,6 +9,7 @@ import pytest
 from scheduler_rig import Rig
 
 from drift_sdk.scheduling.blocks import WindowBlocks
+from drift_sdk.scheduling.planning import least_window_blocks
 from drift_sdk.scheduling.sequence import Sequence
 
 WINDOW, SIZE = 8, 4
@@ -187,6 +188,20 @@ def test_rejected_drafts_do_not_move_the_window() -> None:
     rig.drain()
     for sequence in sequences:
         assert sequence.token_ids == rig.story(sequence)
+
+
+@pytest.mark.parametrize("window", range(1, 20))
+def test_a_hit_fits_into_the_fewest_blocks(window: int) -> None:
+    """It holds the window before it already."""
+    for size in (1, 2, 4):
+        least = least_window_blocks(window, size, 1)
+        rig = window_rig(block_size=size, num_blocks=400, window=window, num_window_blocks=least)
+        prefix = other(40)
+        run(rig, prefix)
+        for _ in range(3):
+            sequence = run(rig, prefix + other(50), 30)
+            assert sequence.token_ids == rig.story(sequence)
+        assert rig.scheduler.num_preemptions == 0
 
 
 def test_a_sequence_alone_fits_into_the_fewest_blocks() -> None:

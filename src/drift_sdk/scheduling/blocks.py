@@ -310,7 +310,7 @@ class WindowBlocks:
     lies. It computes the tokens behind this node again, as `CheckpointPlanner` says, and gives the window
     blocks of nodes that have none back to these.
 
-    A prompt gets the blocks of its first window when it is admitted, and those of a chunk when this is
+    A prompt gets as many blocks as a window needs when it is admitted, and those of a chunk when this is
     planned, because a whole prompt is longer than what is kept of it.
 
     num_lost_tokens: cached tokens that admitted sequences compute again for want of a window before them.
@@ -354,8 +354,8 @@ class WindowBlocks:
         return number
 
     def can_admit(self, sequence: Sequence, num_cached: int, num_blocks: int) -> bool:
-        """Return True if there are blocks for the first window of a sequence, which has that many cached
-        nodes and whose table gets `num_blocks` entries."""
+        """Return True if there are the blocks of a window for a sequence, which has that many cached nodes
+        and whose table gets `num_blocks` entries."""
         nodes = sequence.prefix_nodes[self.first_block(num_cached * self._size) : num_cached]
         room = self.num_available - sum([not node.num_window_references for node in nodes])
         if self._num_admitted:
@@ -491,9 +491,11 @@ class WindowBlocks:
         assert num_owned == self.pool.num_blocks, f"{num_owned} owned of {self.pool.num_blocks} window blocks"
 
     def _num_first(self, num_cached: int, num_blocks: int) -> int:
-        """Entries of the table of a sequence that is admitted with so many cached nodes."""
-        slots = num_cached * self._size + self._window + self._max_emitted_tokens
-        return min(num_blocks, -(-slots // self._size))
+        """Entries of the table of a sequence that is admitted with so many cached nodes: it holds what it
+        holds later, or the window before it and a block."""
+        num_held = -(-(self._window + self._max_emitted_tokens) // self._size) + 1
+        first = self.first_block(num_cached * self._size)
+        return min(num_blocks, max(first + num_held, num_cached + 1))
 
     def _forget(self, node: PrefixNode) -> None:
         """Take a node out of the LRU order."""
