@@ -24,7 +24,7 @@ from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
-from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec
+from drift_sdk.spec.model import Attention, GatedDelta, LatentAttention, ModelSpec, experts_of
 from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout, tree_plan
 from drift_sdk.startup.model_parts import ModelPart, shards_of
 from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
@@ -147,13 +147,13 @@ def check_attention_room(
     config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ConfigError for heads or drafts that attention has no room for on a GPU."""
-    from drift_sdk._kernels.attention.softmax import WIDE_HEAD
-
     check_wide_heads(config, model)
-    # Latents have a kernel of their own.
-    head_dim = min(model.max_head_dim, WIDE_HEAD) if model.has_latents else model.max_head_dim
     with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
-        check_head_size(config, head_dim, dtype)
+        if model.has_latents:
+            check_latents(config, model.attention.head_dim, dtype)
+            return
+
+        check_head_size(config, model.max_head_dim, dtype)
         if config.speculation is not None:
             check_chain(_longest_chain(config.speculation), model, dtype)
 
@@ -165,6 +165,30 @@ def _longest_chain(speculation: Speculation) -> int:
         return shape.num_draft_tokens
 
     return max((number for number in shape.choices if tree_plan(shape, number) is None), default=0)
+
+
+def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise ConfigError for settings that latent attention on graphs does not have, and for a GPU without
+    room for its tiles."""
+    from drift_sdk._kernels.attention.latent import latent_config
+    from drift_sdk._kernels.attention.softmax import Partitions
+
+    where = 'for latent attention on CUDA graphs, or executor="eager"'
+    for name in ("kv_dtype", "fast_prompts"):
+        if getattr(config, name):
+            raise ConfigError.of(name, getattr(config, name), f"{getattr(EngineConfig(), name)} {where}")
+
+    speculation = config.speculation
+    if speculation is not None and not isinstance(speculation.shape, Chain):
+        raise ConfigError.of("shape", speculation.shape, f"a Chain {where}")
+
+    if speculation is not None and speculation.checks:
+        raise ConfigError.of("checks", True, f"False {where}")
+
+    try:
+        latent_config(1, head_dim, dtype, Partitions().tile)
+    except ValueError as error:
+        raise ConfigError.of("executor", config.executor, f'"eager" here: {error}') from error
 
 
 def check_wide_heads(config: EngineConfig, model: ModelSpec) -> None:
@@ -472,7 +496,7 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
         return None
 
     if model.has_latents:
-        return "CUDA graphs do not support latent attention"
+        return _latent_obstacle(model)
 
     if (recurrent := _recurrent_obstacle(model)) is not None:
         return recurrent
@@ -492,6 +516,20 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     return (
         f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {model.max_head_dim}"
     )
+
+
+def _latent_obstacle(model: ModelSpec) -> str | None:
+    """Why kernels cannot compute a model with latent attention; None if they can."""
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, LatentAttention)]
+    if len(mixers) < model.num_layers:
+        return "CUDA graphs do not support latent attention beside other layers"
+
+    routers = [experts.router for layer in model.layers if (experts := experts_of(layer.channel)) is not None]
+    if any(router.kind == "wide" and router.num_groups > 1 for router in routers):
+        return "CUDA graphs do not support groups of experts by a softmax"
+
+    forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
+    return None if len(forms) == 1 else f"CUDA graphs support heads of one form, this model has {len(forms)}"
 
 
 def _recurrent_obstacle(model: ModelSpec) -> str | None:

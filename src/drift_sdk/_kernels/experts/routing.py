@@ -6,6 +6,7 @@
 Scores and weights, of logits l, by the kind of router:
 
     softmax:  the score of an expert is l; weights are softmax(l), over the chosen or over all experts
+    wide:     likewise, times the router's scale; it has no groups here
     sigmoid:  the score is sigmoid(l) + correction_bias; weights are sigmoid(l), divided by
               (their sum over the chosen + 1e-20) where they are normalised, times the router's scale
 
@@ -209,6 +210,8 @@ def _choose_experts(
             else:
                 norm = tl.sum(tl.where(is_expert, tl.exp(logits - highest), 0.0), axis=0)
             ranked = exponentials / norm
+            if SCALE != 1.0:
+                ranked = ranked * SCALE
         if factors_ptr is not None:
             factors = tl.load(factors_ptr + chosen, mask=rank_range < NUM_ACTIVE, other=1.0)
             ranked = ranked * factors.to(tl.float32)

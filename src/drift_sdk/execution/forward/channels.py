@@ -211,7 +211,7 @@ class ExpertForward:
             self._row_slot,
             rows,
             router,
-            dtype=torch.float32 if router.kind == "sigmoid" else routed.dtype,
+            dtype=routed.dtype if router.kind == "softmax" else torch.float32,
             correction_bias=weights.correction,
             factors=weights.expert_factors,
         )
