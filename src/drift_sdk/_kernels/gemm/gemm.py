@@ -221,7 +221,8 @@ def _multiply(
                 slice_index * SLICE_SIZE, min(slice_index * SLICE_SIZE + SLICE_SIZE, K),
                 K, TILE_N, TILE_M, TILE_K, NUM_STAGES, IS_EVEN,
             )  # fmt: skip
-            total = slice_total if slice_index == 0 else total + slice_total
+            # Triton would make an addition the start of the next product, where a slice is one tile.
+            total = slice_total if slice_index == 0 else tl.fma(slice_total, 1.0, total)
 
     start_dependents(PDL)
     out_ptrs = out_ptr + row[None, :] * N + column[:, None]
