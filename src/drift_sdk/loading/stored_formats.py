@@ -28,12 +28,12 @@ from drift_sdk.loading.tensors import CheckedSource, InPlaceSource, TensorSource
 from drift_sdk.quantised.formats import (
     MIDDLE,
     NVFP4_GROUP,
+    Fp8Weight,
     Int4Weight,
     Nvfp4Weight,
     pack_codes,
     pairs_of_bytes,
 )
-from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.scheme import Groups, Scheme, join_groups
 
 Shape = tuple[int, int]

@@ -30,7 +30,7 @@ from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotSta
 from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.trees import TokenTree
 
 pytestmark = pytest.mark.kernel

@@ -56,7 +56,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, weigh
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 
 PROGRAM_ELEMENTS = 1_024
 """Elements of a program: 8 for each of the 128 threads of four warps. A row of an 8B model (48 heads of 128)

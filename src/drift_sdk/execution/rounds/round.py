@@ -16,7 +16,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.commit import commit
-from drift_sdk._kernels.exchange.gather import gather_logits
+from drift_sdk._kernels.exchange.exchanges import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk._kernels.sampling.logits import count_tokens
