@@ -310,7 +310,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     draft_weights:        "fp8" or "int4": the matrices of the draft are quantised when they are loaded, of a
                           head but for its embedding and what it shares with the model, of a model those of
                           its layers. They take less memory, and drafts may be accepted less often. None = in
-                          the engine's dtype.
+                          the engine's dtype, but for "mtp" with the model's `weights`="stored": as stored.
     partial_verification: LOSSY: drafts in long sequences are verified over a part of the KV cache, where
                           that is faster; see `PartialVerification`. Drafts are chains then, without
                           `checks`. A request with num_draft_tokens=0 or a grammar is verified over all of it,

@@ -198,6 +198,9 @@ def check_views(config: EngineConfig, model: ModelSpec) -> None:
     """Raise ConfigError if partial verification is configured and the model has layers with windows, which
     read few keys anyway."""
     partial = _configured(config)
+    if partial is not None and model.has_latents:
+        raise ConfigError.of("partial_verification", partial, "None for a model with latent attention")
+
     if partial is not None and any(window is not None for window in model.windows):
         allowed = "None for a model with sliding windows"
         raise ConfigError.of("partial_verification", partial, allowed)
@@ -265,7 +268,7 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype, form: KVForm | None)
     return sum(
         shape.num_kv_heads * bytes_of_head(size, dtype, form)
         for shape in shapes
-        for size in (shape.head_dim, shape.value_dim)
+        for size in shape.stored_dims
     )
 
 
@@ -439,6 +442,9 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     """Why the graph executor cannot run a model; None if it can, or if the model is not known yet."""
     if model is None:
         return None
+
+    if model.has_latents:
+        return "CUDA graphs do not support latent attention"
 
     if (recurrent := _recurrent_obstacle(model)) is not None:
         return recurrent

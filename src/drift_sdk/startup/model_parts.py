@@ -240,7 +240,7 @@ def _load_mtp(
         allowed = f"a folder, a hub id or NGram(): {where} has no tensor {target.spec.names.mtp.joint}"
         raise ConfigError.of("draft", MTP, allowed)
 
-    form = speculation.draft_weights or "expanded"
+    form = speculation.draft_weights or ("stored" if config.weights == "stored" else "expanded")
     if config.load == "random":
         return random_mtp(target, form=form)
 
