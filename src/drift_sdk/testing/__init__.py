@@ -28,7 +28,15 @@ from drift_sdk.events import Report
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.planning import SchedulerConfig
-from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult
+from drift_sdk.steps import (
+    DecodeRow,
+    ExecutorLimits,
+    PrefillChunk,
+    SlotOutput,
+    StepPlan,
+    StepResult,
+    TokenConstraint,
+)
 from drift_sdk.sync import SyncEngine
 from drift_sdk.testing.replies import (
     EOS_TOKEN_ID,
@@ -86,6 +94,7 @@ class ScriptedExecutor:
         self._tokens_per_step = tokens_per_step
         self._slots: dict[int, Slot] = {}
         self._arrivals: dict[int, int] = {}  # by slot
+        self._constraints: dict[int, TokenConstraint | None] = {}  # by slot
         self._delay_s = 0.0  # of the step that is being collected
         # The KV cache: each place holds the token computed there, so that a prefix hit finds those tokens.
         self._kv = [-1] * (limits.num_blocks * limits.block_size)
@@ -105,6 +114,7 @@ class ScriptedExecutor:
         for assignment in plan.assignments:
             self._slots[assignment.slot] = Slot(assignment.sampling)
             self._arrivals[assignment.slot] = assignment.arrival
+            self._constraints[assignment.slot] = assignment.constraint
         for update in plan.block_updates:
             self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
 
@@ -156,8 +166,13 @@ class ScriptedExecutor:
 
                 delay_s += answer.token_s if index else answer.first_token_s
                 token = answer.token_ids[index] if index < len(answer.token_ids) else EOS_TOKEN_ID
+            is_inside = token == EOS_TOKEN_ID and not may_end(self._constraints[slot_number], emitted)
             finish = slot.append(token)
             emitted.append(token)
+            if is_inside:
+                # The sequence goes on, so that its constraint gets the token, which fails the request.
+                slot.is_finished, finish = False, None
+                break
 
         self._delay_s = max(self._delay_s, delay_s)
         if slot.is_finished:
@@ -184,6 +199,15 @@ class ScriptedExecutor:
     def _kv_slot(self, slot: Slot, position: int) -> int:
         block_size = self.limits.block_size
         return slot.block_table[position // block_size] * block_size + position % block_size
+
+
+def may_end(constraint: TokenConstraint | None, token_ids: Sequence[int]) -> bool:
+    """Whether a constraint lets the text end after tokens of the current step."""
+    if constraint is None:
+        return True
+
+    mask = constraint.masks(token_ids)[len(token_ids)]
+    return bool(mask[EOS_TOKEN_ID // 32] >> EOS_TOKEN_ID % 32 & 1)
 
 
 MAX_TOKENS_PER_STEP = 1024
@@ -307,8 +331,8 @@ def scripted_engine(
 
     Tokens are the UTF-8 bytes of the text, and `EOS_TOKEN_ID`: with the default `max_tokens=256`, a reply is
     cut off after 256 bytes. A reply to a request with a grammar, or with a `tool_choice` that forces a call,
-    must follow it; otherwise the stream raises RequestError for the field `grammar`. So does, for the field
-    `thinking_budget`, a reply with more reasoning than that.
+    must follow it to its end; otherwise the stream raises RequestError for the field `grammar`. So does, for
+    the field `thinking_budget`, a reply with more reasoning than that.
 
     Every call that submits takes the next reply of a list, each sample of `samples` too; a request beyond the
     last one raises AssertionError at the call. Which reply a request gets depends on this order alone, not on
