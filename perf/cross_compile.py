@@ -26,6 +26,7 @@ import triton
 from msgspec import Struct
 from triton.backends.compiler import GPUTarget
 
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
 from drift_sdk._kernels.launch.launch_order import LaunchOrderError, access_of
@@ -235,7 +236,8 @@ def kernels_of(
             factory = NGramDrafterFactory(drafts, (1, 3))
         elif drafts is not None:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), drafts.choices, tree=drafts)
-        options = GraphOptions(prefill_token_budget=512, fast_prompts=drafts is not None)
+        is_fast = drafts is not None and not spec.has_latents
+        options = GraphOptions(prefill_token_budget=512, fast_prompts=is_fast)
         table = WatchedTable(element_bytes=dtype.itemsize)
         GraphExecutor(device, decoder, limits, table, options, drafter_factory=factory).close()
     return unique(device.kernels)
@@ -318,7 +320,9 @@ def configurations(
     layers = {"num_hidden_layers": NUM_META_LAYERS}
     for name in names:
         settings = LLAMA | PUBLISHED[name] | layers
-        has_trees = not read_spec(settings).recurrent_layers
+        spec = read_spec(settings)
+        is_wide = spec.max_head_dim > WIDE_HEAD
+        has_trees = not (spec.recurrent_layers or spec.has_latents or is_wide)
         yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []))
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())

@@ -88,6 +88,9 @@ def _check_settings(speculation: Speculation, model: ModelSpec) -> None:
     if model.recurrent_layers:
         raise ConfigError.of("draft", speculation.draft, "a model without recurrent layers")
 
+    if model.has_latents:
+        raise ConfigError.of("draft", speculation.draft, "a model without latent attention")
+
     convention, weights = speculation.aux_layer_convention, speculation.draft_weights
     if convention is not None:
         raise ConfigError.of("aux_layer_convention", convention, "None with a model as the draft")

@@ -170,13 +170,13 @@ def test_wrong_layers_are_refused(device: str) -> None:
 
 def test_tiles_follow_from_shared_memory() -> None:
     """GLM-4.7-Flash and DeepSeek-V3 on an H200, and on GPUs with less."""
-    assert latent_config(64, 20, 576, torch.bfloat16, 64).tile_rows == 32
-    config = latent_config(64, 128, 576, torch.bfloat16, 64)
-    assert (config.tile_rows, config.num_warps) == (64, 8)
-    assert latent_config(64, 20, 576, torch.float32, 64).tile_rows == 16
+    config = latent_config(20, 576, torch.bfloat16, 64)
+    assert (config.tile_rows, config.num_warps, config.num_stages) == (32, 8, 2)
+    assert latent_config(128, 576, torch.bfloat16, 64) == config
+    assert latent_config(20, 576, torch.float32, 64).tile_rows == 16
     few = replace(HOPPER, shared_bytes=99 * 1024)
     with limited_gpu(few), pytest.raises(ValueError, match="head_dim=576 in torch.float32"):
-        latent_config(64, 20, 576, torch.float32, 64)
+        latent_config(20, 576, torch.float32, 64)
 
 
 @pytest.mark.gpu

@@ -68,6 +68,25 @@ def test_chosen_experts_equal_the_reference(
     torch.testing.assert_close(rows.shares[is_row], shares[is_row], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("router", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_weights_are_multiplied_by_the_factors_of_experts(
+    router: Router, dtype: torch.dtype, device: str
+) -> None:
+    """The choice does not depend on them."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 7, 33, generator=generator).to(device)
+    factors = torch.randn(33, generator=generator).to(device, dtype)
+    slot, rows = some_slots(7, device), empty_rows(7, 33, 5, device)
+    choose_experts(logits, None, slot, rows, router, dtype=torch.float32, factors=factors)
+    options = {"dtype": torch.float32, "factors": factors}
+    experts, shares = choose_experts_reference(logits, None, slot, 5, router, **options)
+    assert torch.equal(rows.experts, experts)
+    torch.testing.assert_close(rows.shares[slot >= 0], shares[slot >= 0], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match=r"factors: \[32\] .*: expected \[33\]"):
+        choose_experts(logits, None, slot, rows, router, dtype=torch.float32, factors=factors[1:])
+
+
 def test_equal_logits_go_to_the_lowest_experts(device: str) -> None:
     logits = torch.zeros(1, 3, 100, device=device)
     logits[0, 1, [70, 5, 99, 33]] = 2.0

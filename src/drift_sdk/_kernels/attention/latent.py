@@ -8,7 +8,9 @@ A key is the latent and, behind it, the part that is rotated; values are the lat
 in spec/model.py.
 
 Order of summation: that of softmax.py, with the products of queries and latents before those of the rotated
-parts. Where `_attend_latents` leaves the sums of partitions, decode.py adds them.
+parts. Where `_attend_latents` leaves the sums of partitions, decode.py adds them. Keys stand on the M side of
+the MMA, in scores and in sums, so the instruction is the same for one row and for many, and a tile of keys is
+read from shared memory alone, in both orders.
 
 Bytes: the latents and rotated parts that some row sees, (LATENT_DIM + ROTARY_DIM) numbers each, once for all
 rows of a sequence and all heads of a tile of query rows; further tiles find them in the L2 cache. Flops:
@@ -21,8 +23,7 @@ which is a row of the step with one head, and the s-th share of the plan's tiles
 loaded once, for scores and sums.
 
 Grid of `_attend_prompts`: (heads, tiles of rows, parts of a tile). A program owns some rows of one chunk with
-one head. It keeps the sums of a partition apart from those of the partitions before, which takes the
-registers of 32 rows.
+one head. It keeps the sums of a partition apart from those of the partitions before.
 
 Dependent launch: both wait before they read queries and keys. `_attend_latents` reads the plan and the rows
 before, which are older than the kernels that make queries and keys. They permit their dependents to start at
@@ -48,13 +49,7 @@ from drift_sdk._kernels.attention.plan import (
     next_partition,
 )
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS
-from drift_sdk._kernels.attention.softmax import (
-    ONES_COLUMNS,
-    Partitions,
-    add_partition,
-    partition_of,
-    partition_start,
-)
+from drift_sdk._kernels.attention.softmax import Partitions, partition_of, partition_start
 from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
 from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from drift_sdk._kernels.launch.kernel import (
@@ -67,10 +62,15 @@ from drift_sdk._kernels.launch.kernel import (
 )
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
+ONES_ROWS = tl.constexpr(16)
+"""Rows of the matrix of ones whose product is the softmax's denominator, as `ONES_COLUMNS` of softmax.py."""
 
-MIN_TILE_ROWS, MAX_TILE_ROWS, MAX_PROMPT_ROWS, MAX_FLOAT32_ROWS = 16, 64, 32, 16
-"""Rows of a tile, least and most: of `_attend_latents`, whose sums take 128 registers of each of 256 threads;
-of `_attend_prompts`, which has two such sums; and of either in float32, for which there is shared memory."""
+MIN_TILE_ROWS, MAX_TILE_ROWS, MAX_FLOAT32_ROWS = 16, 32, 16
+"""Query rows of a program, least and most. Two sums of 32 rows and 512 dimensions, which `_attend_prompts`
+has, take 128 registers of each of 256 threads; twice as many rows leave no room for a second tile of keys."""
+MAX_PART_DIM = 128
+"""Elements of latents that are loaded and multiplied at once. The addresses of wider parts take registers
+that the sums need; so do addresses that the compiler moves out of a loop, which both kernels forbid."""
 SHARED_RESERVE = 16 * 1024
 """Bytes of shared memory beside queries and tiles of keys: probabilities, and changes of layout."""
 
@@ -86,14 +86,12 @@ class LatentConfig(Struct, frozen=True, kw_only=True):
     num_stages: int
 
 
-def latent_config(
-    most_rows: int, num_query_rows: int, head_dim: int, dtype: torch.dtype, tile_keys: int
-) -> LatentConfig:
-    """Return the configuration for tiles of at most `most_rows` query rows on the current GPU.
+def latent_config(num_query_rows: int, head_dim: int, dtype: torch.dtype, tile_keys: int) -> LatentConfig:
+    """Return the configuration for so many query rows on the current GPU.
 
     Raises ValueError if its shared memory has no room for a tile of keys beside the fewest queries.
     """
-    most = MAX_FLOAT32_ROWS if dtype == torch.float32 else most_rows
+    most = MAX_FLOAT32_ROWS if dtype == torch.float32 else MAX_TILE_ROWS
     tile_rows = min(padded_size(num_query_rows), most)
     row_bytes = head_dim * dtype.itemsize
     room = gpu_limits().shared_bytes - SHARED_RESERVE
@@ -109,81 +107,128 @@ def latent_config(
 
     return LatentConfig(
         tile_rows=tile_rows,
-        num_warps=8 if 2 * tile_rows > most_rows and tile_rows > MIN_TILE_ROWS else 4,
+        num_warps=8 if tile_rows > MIN_TILE_ROWS else 4,
         num_stages=min(num_stages, 2),
     )
 
 
 @device_function
-def _load_keys(
+def _load_parts(
+    pointers,  # [ROWS, 1]: to the first element of each row
+    mask,  # [ROWS, 1]
+    DIM: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # DIM / PART_DIM, rounded up
+):
+    """Return the parts of rows, NUM_PARTS times [ROWS, PART_DIM]; zeros where the mask is false."""
+    dim = tl.arange(0, PART_DIM)[None, :]
+    parts = (tl.load(pointers + dim, mask=mask & (dim < DIM), other=0.0),)
+    for part in tl.static_range(1, NUM_PARTS):
+        is_dim = dim < DIM - part * PART_DIM
+        loaded = tl.load(pointers + part * PART_DIM + dim, mask=mask & is_dim, other=0.0)
+        parts = parts + (loaded,)  # type: ignore[assignment]  # a longer tuple
+    return parts
+
+
+@device_function
+def _transposed(
+    parts,  # NUM_PARTS times [ROWS, PART_DIM]
+    NUM_PARTS: tl.constexpr,
+):
+    """Return parts with rows as columns."""
+    found = (parts[0].T,)
+    for part in tl.static_range(1, NUM_PARTS):
+        found = found + (parts[part].T,)  # type: ignore[assignment]  # a longer tuple
+    return found
+
+
+@device_function
+def _zeros(PART_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_PARTS: tl.constexpr):
+    """Return the sums of no values."""
+    parts = (tl.zeros((PART_DIM, TILE_ROWS), tl.float32),)
+    for _ in tl.static_range(1, NUM_PARTS):
+        parts = parts + (tl.zeros((PART_DIM, TILE_ROWS), tl.float32),)  # type: ignore[assignment]  # a longer tuple
+    return parts
+
+
+@device_function
+def _key_pointers(
     keys_ptr,  # [num_blocks, KV_BLOCK_SIZE, HEAD_DIM]
     table_ptr,  # [max_blocks] int32: the block table's row of a slot
     first_key,  # position of the tile's first key, a multiple of TILE_KEYS
     num_keys,  # keys from this position on may never have been written
     HEAD_DIM: tl.constexpr,
-    LATENT_DIM: tl.constexpr,
-    PADDED_LATENT: tl.constexpr,
-    PADDED_ROTARY: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    IS_MASKED: tl.constexpr,  # whether keys of the tile may lie beyond num_keys
 ):
-    """Return the latents [TILE_KEYS, PADDED_LATENT] and the rotated parts [TILE_KEYS, PADDED_ROTARY] of a
-    tile of keys, zeros where there is none."""
-    dim, rotary = tl.arange(0, PADDED_LATENT), tl.arange(0, PADDED_ROTARY)
+    """Return pointers to the keys of a tile [TILE_KEYS, 1]."""
     key = tl.arange(0, TILE_KEYS)
     position = first_key + key
     if KV_BLOCK_SIZE >= TILE_KEYS:  # a tile lies in one block, and is contiguous in it
         block = tl.load(table_ptr + first_key // KV_BLOCK_SIZE).to(tl.int64)
-        offset = (block * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * HEAD_DIM + key[:, None] * HEAD_DIM
+        tile_ptr = keys_ptr + (block * KV_BLOCK_SIZE + first_key % KV_BLOCK_SIZE) * HEAD_DIM
+        return tile_ptr + key[:, None] * HEAD_DIM
     else:
         block = tl.load(table_ptr + position // KV_BLOCK_SIZE, mask=position < num_keys, other=0).to(tl.int64)
-        offset = ((block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE) * HEAD_DIM)[:, None]
-    latent_ptrs = keys_ptr + (offset + dim[None, :])
-    rotary_ptrs = keys_ptr + (offset + LATENT_DIM + rotary[None, :])
-    if IS_MASKED:
-        is_key = (position < num_keys)[:, None]
-        latents = tl.load(latent_ptrs, mask=is_key & (dim < LATENT_DIM)[None, :], other=0.0)
-        rotated = tl.load(rotary_ptrs, mask=is_key & (rotary < HEAD_DIM - LATENT_DIM)[None, :], other=0.0)
-    elif LATENT_DIM < PADDED_LATENT or HEAD_DIM - LATENT_DIM < PADDED_ROTARY:
-        latents = tl.load(latent_ptrs, mask=(dim < LATENT_DIM)[None, :], other=0.0)
-        rotated = tl.load(rotary_ptrs, mask=(rotary < HEAD_DIM - LATENT_DIM)[None, :], other=0.0)
-    else:
-        latents = tl.load(latent_ptrs)
-        rotated = tl.load(rotary_ptrs)
-    return latents, rotated
+        return keys_ptr + ((block * KV_BLOCK_SIZE + position % KV_BLOCK_SIZE) * HEAD_DIM)[:, None]
 
 
 @device_function
 def _attend_tile(
     maximum,  # [TILE_ROWS] fp32: highest score so far (times log2(e)); -inf at the partition's start
-    weight,  # [TILE_ROWS, ONES_COLUMNS] fp32: sum of exp2(score - maximum), in every column
-    total,  # [TILE_ROWS, PADDED_LATENT] fp32: sum of exp2(score - maximum) * latent
-    query,  # [TILE_ROWS, PADDED_LATENT], storage type
-    rotated_query,  # [TILE_ROWS, PADDED_ROTARY]
-    latents,  # [TILE_KEYS, PADDED_LATENT]; zeros where there is no key
+    weight,  # [ONES_ROWS, TILE_ROWS] fp32: sum of exp2(score - maximum), in every row
+    total,  # parts [PART_DIM, TILE_ROWS] fp32: sum of exp2(score - maximum) * latent
+    query,  # parts [PART_DIM, TILE_ROWS], storage type
+    rotated_query,  # [PADDED_ROTARY, TILE_ROWS]
+    latents,  # parts [TILE_KEYS, PART_DIM]; zeros where there is no key
     rotated,  # [TILE_KEYS, PADDED_ROTARY]
-    is_seen,  # [TILE_ROWS, TILE_KEYS]: which keys a row sees; not read without IS_MASKED
+    is_seen,  # [TILE_KEYS, TILE_ROWS]: which keys a row sees
     scale,  # of scores, times log2(e)
-    IS_MASKED: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
 ):
     """Return maximum, weight and total with a tile of keys taken in: the steps of `attend_tile` of
     softmax.py."""
-    score = tl.dot(query, latents.T, input_precision="ieee")
-    score = tl.dot(rotated_query, rotated.T, score, input_precision="ieee")
-    if IS_MASKED:
-        score = tl.where(is_seen, score, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(score, 1) * scale)
-    reference = new_maximum
-    if IS_MASKED:
-        # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    score = tl.dot(latents[0], query[0], input_precision="ieee")
+    for part in tl.static_range(1, NUM_PARTS):
+        score = tl.dot(latents[part], query[part], score, input_precision="ieee")
+    score = tl.dot(rotated, rotated_query, score, input_precision="ieee")
+    score = tl.where(is_seen, score, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(score, 0) * scale)
+    # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - reference)[None, :]
+    probability = tl.exp2(tl.fma(score, scale, -reference[None, :])).to(rotated_query.dtype)
+    ones = tl.full((ONES_ROWS, rotated.shape[0]), 1.0, rotated_query.dtype)
+    weight = tl.dot(ones, probability, weight * rescale, input_precision="ieee")
+    sums = (tl.dot(latents[0].T, probability, total[0] * rescale, input_precision="ieee"),)
+    for part in tl.static_range(1, NUM_PARTS):
+        added = tl.dot(latents[part].T, probability, total[part] * rescale, input_precision="ieee")
+        sums = sums + (added,)  # type: ignore[assignment]  # a longer tuple
+    return new_maximum, weight, sums
+
+
+@device_function
+def _add_partition(
+    maximum,  # [TILE_ROWS] fp32: of all partitions before; -inf before the first
+    weight,  # [TILE_ROWS] fp32
+    total,  # parts [PART_DIM, TILE_ROWS] fp32
+    part_maximum,  # [TILE_ROWS] fp32: of the next partition; -inf where a row sees none of its keys
+    part_weight,  # [TILE_ROWS] fp32
+    part_total,  # parts [PART_DIM, TILE_ROWS] fp32
+    NUM_PARTS: tl.constexpr,
+):
+    """Return maximum, weight and total with the next partition in them: the steps of `add_partition` of
+    softmax.py."""
+    new_maximum = tl.maximum(maximum, part_maximum)
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - reference)
-    probability = tl.exp2(tl.fma(score, scale, -reference[:, None])).to(query.dtype)
-    ones = tl.full((latents.shape[0], ONES_COLUMNS), 1.0, query.dtype)
-    weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
-    total = tl.dot(probability, latents, total * rescale[:, None], input_precision="ieee")
-    return new_maximum, weight, total
+    share = tl.exp2(part_maximum - reference)
+    weight = tl.fma(part_weight, share, weight * rescale)
+    sums = (tl.fma(part_total[0], share[None, :], total[0] * rescale[None, :]),)
+    for part in tl.static_range(1, NUM_PARTS):
+        added = tl.fma(part_total[part], share[None, :], total[part] * rescale[None, :])
+        sums = sums + (added,)  # type: ignore[assignment]  # a longer tuple
+    return new_maximum, weight, sums
 
 
 EARLY_TILES = tl.constexpr(2)
@@ -213,8 +258,9 @@ def _attend_latents(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LATENT_DIM: tl.constexpr,
-    PADDED_LATENT: tl.constexpr,  # LATENT_DIM, rounded up to a power of two, 16 or more
-    PADDED_ROTARY: tl.constexpr,  # HEAD_DIM - LATENT_DIM, rounded up likewise
+    PART_DIM: tl.constexpr,  # elements of latents that are loaded and multiplied at once
+    NUM_PARTS: tl.constexpr,  # LATENT_DIM / PART_DIM, rounded up
+    PADDED_ROTARY: tl.constexpr,  # HEAD_DIM - LATENT_DIM, rounded up to a power of two, 16 or more
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -229,7 +275,7 @@ def _attend_latents(
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * NUM_HEADS
     query_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = query_row < NUM_QUERY_ROWS
-    dim, rotary = tl.arange(0, PADDED_LATENT), tl.arange(0, PADDED_ROTARY)
+    dim = tl.arange(0, PART_DIM)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
     tile_index = next_partition(
@@ -256,37 +302,44 @@ def _attend_latents(
         if num_tiles <= EARLY_TILES * tl.num_programs(1):
             start_dependents(PDL)
         query_ptrs = query_ptr + (row.to(tl.int64) * NUM_HEADS + query_row % NUM_HEADS)[:, None] * HEAD_DIM
-        latent_mask = is_live[:, None] & (dim < LATENT_DIM)[None, :]
-        rotary_mask = is_live[:, None] & (rotary < HEAD_DIM - LATENT_DIM)[None, :]
-        query = tl.load(query_ptrs + dim[None, :], mask=latent_mask, other=0.0)
-        rotated_query = tl.load(query_ptrs + LATENT_DIM + rotary[None, :], mask=rotary_mask, other=0.0)
+        query = _transposed(
+            _load_parts(query_ptrs, is_live[:, None], LATENT_DIM, PART_DIM, NUM_PARTS), NUM_PARTS
+        )
+        rotated_query = _load_parts(
+            query_ptrs + LATENT_DIM, is_live[:, None], HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1
+        )[0].T
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
         first_sum = sequence * num_partitions * NUM_QUERY_ROWS + query_row
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-        weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        total = tl.zeros((TILE_ROWS, PADDED_LATENT), tl.float32)
-        for tile in tl.range(0, num_own_tiles, num_stages=NUM_STAGES):
+        weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
+        total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
+        for tile in tl.range(0, num_own_tiles, num_stages=NUM_STAGES, disable_licm=True):
             first_key = sequence_key + tile * TILE_KEYS
-            latents, rotated = _load_keys(
-                keys_ptr, table_ptr, first_key, num_keys,
-                HEAD_DIM, LATENT_DIM, PADDED_LATENT, PADDED_ROTARY, KV_BLOCK_SIZE, TILE_KEYS, True,
-            )  # fmt: skip
-            is_seen = (first_key + tl.arange(0, TILE_KEYS))[None, :] <= last_position[:, None]
-            maximum, weight, total = _attend_tile(
-                maximum, weight, total, query, rotated_query, latents, rotated, is_seen, scale, True
+            position = (first_key + tl.arange(0, TILE_KEYS))[:, None]
+            key_ptrs = _key_pointers(
+                keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS
             )
+            is_key = position < num_keys
+            latents = _load_parts(key_ptrs, is_key, LATENT_DIM, PART_DIM, NUM_PARTS)
+            rotated = _load_parts(key_ptrs + LATENT_DIM, is_key, HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1)[0]
+            maximum, weight, total = _attend_tile(
+                maximum, weight, total, query, rotated_query, latents, rotated,
+                position <= last_position[None, :], scale, NUM_PARTS,
+            )  # fmt: skip
             partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
             if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
                 # The partition's last tile: store its sums, and start the next partition.
                 sum_index = first_sum + partition * NUM_QUERY_ROWS
-                sum_ptrs = sums_ptr + sum_index.to(tl.int64)[:, None] * LATENT_DIM + dim[None, :]
-                tl.store(sum_ptrs, total, mask=is_row[:, None] & (dim < LATENT_DIM)[None, :])
+                sum_ptrs = sums_ptr + sum_index.to(tl.int64)[None, :] * LATENT_DIM + dim[:, None]
+                for part in tl.static_range(NUM_PARTS):
+                    is_dim = (dim < LATENT_DIM - part * PART_DIM)[:, None]
+                    tl.store(sum_ptrs + part * PART_DIM, total[part], mask=is_row[None, :] & is_dim)
                 tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
-                tl.store(weights_ptr + sum_index, tl.max(weight, 1), mask=is_row)
+                tl.store(weights_ptr + sum_index, tl.max(weight, 0), mask=is_row)
                 maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-                weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-                total = tl.zeros((TILE_ROWS, PADDED_LATENT), tl.float32)
+                weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
+                total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
 
         tile_index += num_own_tiles
 
@@ -306,7 +359,8 @@ def _attend_prompts(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LATENT_DIM: tl.constexpr,
-    PADDED_LATENT: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     PADDED_ROTARY: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -317,8 +371,7 @@ def _attend_prompts(
     NUM_DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (head, tile of rows, part of it). Tiles of keys that all rows see come first, then those that
-    reach to the diagonal or beyond. Longer than other kernels: a loop for each kind, over sums that stay in
+    """Program (head, tile of rows, part of it). Longer than other kernels: one loop over sums that stay in
     registers."""
     wait_for_producers(PDL)
     head = tl.program_id(0)
@@ -332,57 +385,52 @@ def _attend_prompts(
     first_row = (tl.load(tiles_ptr + 1) + first).to(tl.int64)
     start = tl.load(tiles_ptr + 3) + first
     row = tl.arange(0, TILE_ROWS)
-    dim, rotary = tl.arange(0, PADDED_LATENT), tl.arange(0, PADDED_ROTARY)
-    is_row = (row < num_rows)[:, None]
+    dim = tl.arange(0, PART_DIM)
+    is_row = row < num_rows
     query_ptrs = query_ptr + ((first_row + row) * NUM_HEADS + head)[:, None] * HEAD_DIM
-    query = tl.load(query_ptrs + dim[None, :], mask=is_row & (dim < LATENT_DIM)[None, :], other=0.0)
-    rotary_mask = is_row & (rotary < HEAD_DIM - LATENT_DIM)[None, :]
-    rotated_query = tl.load(query_ptrs + LATENT_DIM + rotary[None, :], mask=rotary_mask, other=0.0)
+    query = _transposed(_load_parts(query_ptrs, is_row[:, None], LATENT_DIM, PART_DIM, NUM_PARTS), NUM_PARTS)
+    rotated_query = _load_parts(
+        query_ptrs + LATENT_DIM, is_row[:, None], HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1
+    )[0].T
     num_keys = start + tl.minimum(num_rows, TILE_ROWS)
-    # The first row's last key is the last that all rows see.
-    diagonal = (start + 1) // TILE_KEYS * TILE_KEYS
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((TILE_ROWS,), tl.float32)
-    total = tl.zeros((TILE_ROWS, PADDED_LATENT), tl.float32)
-    partition = 0
-    begin = 0
-    while begin < num_keys:
-        partition += 1
-        end = partition_start(partition, NARROW, NARROW_END, NUM_DOUBLINGS)
-        part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-        part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = tl.zeros((TILE_ROWS, PADDED_LATENT), tl.float32)
-        for first_key in tl.range(begin, tl.minimum(end, diagonal), TILE_KEYS, num_stages=NUM_STAGES):
-            latents, rotated = _load_keys(
-                keys_ptr, table_ptr, first_key, num_keys,
-                HEAD_DIM, LATENT_DIM, PADDED_LATENT, PADDED_ROTARY, KV_BLOCK_SIZE, TILE_KEYS, False,
-            )  # fmt: skip
-            part_maximum, part_weight, part_total = _attend_tile(
-                part_maximum, part_weight, part_total, query, rotated_query, latents, rotated, None, scale,
-                False,
-            )  # fmt: skip
-        masked_end = tl.minimum(end, num_keys)
-        for first_key in tl.range(tl.maximum(begin, diagonal), masked_end, TILE_KEYS, num_stages=1):
-            latents, rotated = _load_keys(
-                keys_ptr, table_ptr, first_key, num_keys,
-                HEAD_DIM, LATENT_DIM, PADDED_LATENT, PADDED_ROTARY, KV_BLOCK_SIZE, TILE_KEYS, True,
-            )  # fmt: skip
-            is_seen = (first_key + tl.arange(0, TILE_KEYS))[None, :] <= (start + row)[:, None]
-            part_maximum, part_weight, part_total = _attend_tile(
-                part_maximum, part_weight, part_total, query, rotated_query, latents, rotated, is_seen, scale,
-                True,
-            )  # fmt: skip
-        maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
-        )
-        begin = end
+    total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
+    part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+    part_weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
+    part_total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
+    num_tiles = (num_keys + TILE_KEYS - 1) // TILE_KEYS
+    for tile in tl.range(0, num_tiles, num_stages=NUM_STAGES, disable_licm=True):
+        first_key = num_tiles * 0 + tile * TILE_KEYS  # a tensor, in the interpreter too
+        position = (first_key + tl.arange(0, TILE_KEYS))[:, None]
+        key_ptrs = _key_pointers(keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS)
+        is_key = position < num_keys
+        latents = _load_parts(key_ptrs, is_key, LATENT_DIM, PART_DIM, NUM_PARTS)
+        rotated = _load_parts(key_ptrs + LATENT_DIM, is_key, HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1)[0]
+        part_maximum, part_weight, part_total = _attend_tile(
+            part_maximum, part_weight, part_total, query, rotated_query, latents, rotated,
+            position <= (start + row)[None, :], scale, NUM_PARTS,
+        )  # fmt: skip
+        partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
+        next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
+        if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
+            # The partition's last tile: add its sums, and start the next partition.
+            maximum, weight, total = _add_partition(
+                maximum, weight, total, part_maximum, tl.max(part_weight, 0), part_total, NUM_PARTS
+            )
+            part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+            part_weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
+            part_total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
 
     start_dependents(PDL)
     # Every row that exists has seen a key; what is divided by here for the others is not stored.
-    result = total / tl.where(row < num_rows, weight, 1.0)[:, None]
-    output_ptrs = output_ptr + ((first_row + row) * NUM_HEADS + head)[:, None] * LATENT_DIM + dim[None, :]
-    tl.store(output_ptrs, result.to(query.dtype), mask=is_row & (dim < LATENT_DIM)[None, :])
+    divisor = tl.where(is_row, weight, 1.0)[None, :]
+    output_ptrs = output_ptr + ((first_row + row) * NUM_HEADS + head)[None, :] * LATENT_DIM + dim[:, None]
+    for part in tl.static_range(NUM_PARTS):
+        is_dim = (dim < LATENT_DIM - part * PART_DIM)[:, None]
+        result = (total[part] / divisor).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptrs + part * PART_DIM, result, mask=is_row[None, :] & is_dim)
 
 
 def latent_attention(layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch) -> None:
@@ -395,9 +443,7 @@ def latent_attention(layer: LayerAttention, rows: PlannedRows, scratch: Attentio
     plan, num_query_rows = scratch.plan, rows.rows_per_sequence * layer.num_heads
     _check(layer)
     scratch.check(layer, rows)
-    config = latent_config(
-        MAX_TILE_ROWS, num_query_rows, layer.head_dim, layer.query.dtype, plan.partitions.tile
-    )
+    config = latent_config(num_query_rows, layer.head_dim, layer.query.dtype, plan.partitions.tile)
     num_row_tiles = cdiv(num_query_rows, config.tile_rows)
     num_shares = max(1, gpu_limits().num_multiprocessors // num_row_tiles)
     _attend_latents[(num_row_tiles, num_shares)](
@@ -428,7 +474,7 @@ def latent_prompt_attention(
     """
     _check(layer)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
-    config = latent_config(MAX_PROMPT_ROWS, tile_rows, layer.head_dim, layer.query.dtype, partitions.tile)
+    config = latent_config(tile_rows, layer.head_dim, layer.query.dtype, partitions.tile)
     _attend_prompts[(layer.num_heads, tiles.shape[0], cdiv(tile_rows, config.tile_rows))](
         query_ptr=layer.query,
         keys_ptr=layer.kv.keys,
@@ -454,11 +500,13 @@ def _check(layer: LayerAttention) -> None:
 
 def _constants(layer: LayerAttention, config: LatentConfig) -> dict[str, int | bool]:
     """The compile-time arguments of either kernel."""
+    part_dim = min(padded_size(layer.value_dim), MAX_PART_DIM)
     return {
         "NUM_HEADS": layer.num_heads,
         "HEAD_DIM": layer.head_dim,
         "LATENT_DIM": layer.value_dim,
-        "PADDED_LATENT": padded_size(layer.value_dim),
+        "PART_DIM": part_dim,
+        "NUM_PARTS": cdiv(layer.value_dim, part_dim),
         "PADDED_ROTARY": padded_size(layer.head_dim - layer.value_dim),
         "KV_BLOCK_SIZE": layer.kv.block_size,
         "TILE_ROWS": config.tile_rows,

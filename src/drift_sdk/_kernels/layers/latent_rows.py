@@ -13,7 +13,8 @@ Grids: (rows, kinds of latents) and (rows, tiles of heads). Bytes: the products'
 each result out.
 
 Dependent launch: both kernels follow the product that they read, so they permit their dependents to start at
-once; before they wait, they read what is older than it: rows, block table, rotation tables and weights.
+once; before they wait, they read the rows, which are older than it, and `split_queries` reads the rotation
+tables.
 """
 
 from __future__ import annotations
@@ -100,11 +101,13 @@ def _store_latents(
     DTYPE: tl.constexpr = latent_norm_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot_ptr + row, cache_modifier=".cg")
+    position = tl.load(row_position_ptr + row, cache_modifier=".cg")
+    position = tl.where(slot < 0, 0, position)
+    wait_for_producers(PDL)
+    sums_ptr += row * row_stride
     if tl.program_id(1) == 0:
         dim, half = tl.arange(0, PADDED_LATENT), tl.arange(0, PADDED_HALF)
         is_dim, is_half = dim < LATENT_DIM, half < HALF
-        position = tl.load(row_position_ptr + row, cache_modifier=".cg")
-        position = tl.where(slot < 0, 0, position)
         if row_kv_slot_ptr is None:
             block_ptr = block_table_ptr + slot.to(tl.int64) * table_stride + position // KV_BLOCK_SIZE
             block = tl.load(block_ptr, mask=slot >= 0, other=0, cache_modifier=".cg").to(tl.int64)
@@ -115,8 +118,6 @@ def _store_latents(
         cosines = tl.load(cos_ptr + angle, mask=is_half, other=0.0).to(tl.float32)
         sines = tl.load(sin_ptr + angle, mask=is_half, other=0.0).to(tl.float32)
         weight = tl.load(latent_norm_ptr + dim, mask=is_dim, other=0.0)
-        wait_for_producers(PDL)
-        sums_ptr += row * row_stride
         latent = _load_sums(sums_ptr, bias_ptr, FIRST + dim, slice_stride, is_dim, NUM_SLICES, DTYPE)
         rotated = FIRST + LATENT_DIM + half
         low = _load_sums(sums_ptr, bias_ptr, rotated, slice_stride, is_half, NUM_SLICES, DTYPE)
@@ -132,8 +133,6 @@ def _store_latents(
         rank = tl.arange(0, PADDED_RANK)
         is_rank = rank < QUERY_RANK
         query_weight = tl.load(query_norm_ptr + rank, mask=is_rank, other=0.0)
-        wait_for_producers(PDL)
-        sums_ptr += row * row_stride
         query = _load_sums(sums_ptr, bias_ptr, rank, slice_stride, is_rank, NUM_SLICES, DTYPE)
         scale = inverse_rms(tl.sum(query * query, axis=0), QUERY_RANK, eps)
         tl.store(query_latent_ptr + row * QUERY_RANK + rank, weigh(query * scale, query_weight), mask=is_rank)
