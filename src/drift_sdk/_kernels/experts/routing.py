@@ -6,6 +6,7 @@
 Scores and weights, of logits l, by the kind of router:
 
     softmax:  the score of an expert is l; weights are softmax(l), over the chosen or over all experts
+    wide:     likewise, times the router's scale; it has no groups here
     sigmoid:  the score is sigmoid(l) + correction_bias; weights are sigmoid(l), divided by
               (their sum over the chosen + 1e-20) where they are normalised, times the router's scale
 
