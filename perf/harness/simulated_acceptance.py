@@ -28,7 +28,6 @@ from torch import Tensor
 
 from drift_sdk._kernels.commit import (
     HEADER_SIZE,
-    PENALTIES,
     ROW_SIZE,
     CommitTensors,
     commit,
@@ -46,6 +45,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.sampling.logits import PENALTIES
 from drift_sdk._kernels.slots.step_inputs import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 

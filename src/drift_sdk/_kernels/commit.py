@@ -38,8 +38,9 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.sampling.logits import PENALTIES
 from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 from drift_sdk._kernels.slots.step_inputs import entry_after
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
@@ -53,7 +54,6 @@ STOP, LENGTH = tl.constexpr(FINISHED_STOP), tl.constexpr(FINISHED_LENGTH)
 HEADER_SIZE, ROW_SIZE = tl.constexpr(RECORD_HEADER_WORDS), tl.constexpr(ROW_RECORD_WORDS)
 TOP = tl.constexpr(MAX_TOP)
 PADDED_TOP = tl.constexpr(next_power_of_2(MAX_TOP))
-PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 
 
 def record_words(rows_per_slot: int) -> int:

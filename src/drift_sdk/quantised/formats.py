@@ -146,6 +146,9 @@ def quantise_fp8(matrix: torch.Tensor, block: tuple[int, int] | None = None) -> 
     return Fp8Weight(values, scales.view(counts), (height, width))
 
 
+MXFP4_BLOCK = 32
+"""Numbers of MXFP4 that share a scale."""
+
 MIDDLE = 8
 """The zero point of weights without zero points."""
 QUANTISED_GROUP = 128

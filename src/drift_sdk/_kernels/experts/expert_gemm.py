@@ -77,10 +77,11 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.layers.gates import Activation, activate
+from drift_sdk._kernels.layers.gates import activate
+from drift_sdk.quantised.formats import MXFP4_BLOCK
+from drift_sdk.spec.model import Activation
 
-BLOCK_SIZE = tl.constexpr(32)
-"""Numbers that share a scale."""
+BLOCK_SIZE = tl.constexpr(MXFP4_BLOCK)
 
 BLOCK_BYTES = tl.constexpr(16)
 

@@ -38,7 +38,6 @@ from torch import Tensor
 from drift_sdk._kernels.attention.cache import cache_words
 from drift_sdk._kernels.commit import (
     HEADER_SIZE,
-    PENALTIES,
     ROW_SIZE,
     CommitTensors,
     append_token,
@@ -57,6 +56,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.sampling.logits import PENALTIES
 from drift_sdk._kernels.slots.step_inputs import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
