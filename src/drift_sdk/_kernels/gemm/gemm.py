@@ -36,7 +36,8 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.layers.gates import Activation, activate
+from drift_sdk._kernels.layers.gates import activate
+from drift_sdk.spec.model import Activation
 
 BAND_TILES = tl.constexpr(8)
 """Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value
