@@ -15,7 +15,7 @@ from drift_sdk._kernels.experts.cuda_experts import CudaTiles, RingTiles
 from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.spec.model import Names
 from perf.cases import ngrams
 from perf.cases.attention import attention_cases, chunk_case, decode_case, prefill_case
@@ -62,6 +62,8 @@ def test_cases_of_latents_have_their_bytes_and_operations(tmp_path: Path) -> Non
     model = prepare("glm-4.7-flash", tmp_path)
     for suite in (attention_cases, rope_cases):
         assert not list(suite(model, (1,), table, "cpu"))
+    weights = ["1344x2048", "5120x768", "2048x5120", "64x2048", "154880x2048"]
+    assert [str(weight) for weight in weight_shapes(model)] == weights
     cases = {
         (case.kernel, case.shape, case.num_rows): case for case in latent_cases(model, (1,), table, "cpu")
     }

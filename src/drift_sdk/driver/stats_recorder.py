@@ -280,7 +280,8 @@ class StatsRecorder:
         self.publish(scheduler)
 
     def publish(self, scheduler: Scheduler) -> None:
-        """Replace the snapshot. Called once a step, and when requests come or go between steps."""
+        """Replace the snapshot. Called once a step, and when requests come or go between steps. Longer than
+        others: a line for each field."""
         self._close_gap()
         self._add_mark()
         config, num_running, ended = scheduler.config, scheduler.num_running, self._num_ended

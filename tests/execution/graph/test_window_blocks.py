@@ -17,7 +17,6 @@ from tolerances import bound
 from drift_sdk._kernels.attention.exact_prefill import exact_prefill_attention, exact_prefill_config
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.prefill import prefill_tiles
-from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
@@ -213,7 +212,7 @@ def test_a_tile_before_the_window_is_read() -> None:
             sinks=None,
             index=0,
         )
-        exact_prefill_attention(layer, tiles, config, Partitions.of_window(WINDOW))
+        exact_prefill_attention(layer, tiles, config, layer.partitions)
         return out
 
     blocks_before = (start - (WINDOW + ATTENTION_TILE - 1) + 1) // size
