@@ -167,9 +167,7 @@ def open_model(
         else:
             opened = open_eager_executor(config, first, demand)
     kv_dtype = first.decoder.kv_form or dtype_name(first.decoder.dtype)
-    _log_kv_cache(opened.executor.limits, demand, kv_dtype)
-    if opened.states is not None:
-        _log_states(opened.states)
+    _log_sizes(opened, demand, kv_dtype)
     report("ready", 1.0)
     return LoadedModel(
         executor=opened.executor,
@@ -236,6 +234,12 @@ def _scheduling(
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as configurations name it."""
     return str(dtype).removeprefix("torch.")
+
+
+def _log_sizes(opened: OpenedExecutor, demand: KVDemand, kv_dtype: str) -> None:
+    _log_kv_cache(opened.executor.limits, demand, kv_dtype)
+    if opened.states is not None:
+        _log_states(opened.states)
 
 
 def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> None:
