@@ -10,6 +10,7 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice
 from lockstep_devices import Lockstep
+from msgspec.structs import replace
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_rows_after
 from tolerances import bound
@@ -223,14 +224,22 @@ def test_a_tile_before_the_window_is_read() -> None:
 
 
 def test_a_block_recycled_too_early_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so few blocks that it is written at once: the same tokens without the fault."""
     requests = requests_of(8)
+    few = replace(limits_of(64, WINDOW), num_window_blocks=4)
     expected, _ = run(EagerExecutor(decoder, limits_of(64, 0)), requests, 0, 0)
+    options = GraphOptions(prefill_token_budget=BUDGET)
+
+    def tokens() -> list[list[int]]:
+        executor = GraphExecutor(InterpretedDevice(), decoder, few, TunedTable(), options)
+        return run(executor, requests, WINDOW, 0)[0]
+
+    assert tokens() == expected
     first_block = WindowBlocks.first_block
     monkeypatch.setattr(WindowBlocks, "first_block", lambda self, at: first_block(self, at + 64))
     monkeypatch.setattr(WindowBlocks, "num_resumable", lambda self, nodes: 0)
     monkeypatch.setattr(WindowBlocks, "check_integrity", lambda self, running: None)
-    tokens, _ = graph_run(decoder, requests, 64, WINDOW)
-    assert tokens != expected
+    assert tokens() != expected
 
 
 def test_a_model_on_two_gpus_has_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
