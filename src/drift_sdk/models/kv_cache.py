@@ -14,8 +14,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.quantised.formats import NVFP4_GROUP, nvfp4_numbers, quantise_groups
-from drift_sdk.quantised.fp8 import E4M3, quantise_e4m3
+from drift_sdk.quantised.formats import E4M3, NVFP4_GROUP, nvfp4_numbers, quantise_e4m3, quantise_groups
 from drift_sdk.spec.model import KVShape, ModelSpec
 
 KVForm = Literal["fp8", "nvfp4"]

@@ -30,6 +30,7 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.device.resources import DeviceResources, Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
 from drift_sdk.execution.device.stages import forward_stage
+from drift_sdk.execution.eager.eager_executor import LOGITS_ROWS
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs
@@ -281,9 +282,6 @@ def _logprobs(row: Words, num_top: int) -> TokenLogprobs:
     top = zip(ids, values[2 + MAX_TOP : 2 + MAX_TOP + num_top].tolist(), strict=True)
     return TokenLogprobs(token_id=int(row[0]), logprob=float(values[1]), top=tuple(top))
 
-
-LOGITS_ROWS = 256
-"""Most prompt positions whose logits are in memory at once."""
 
 ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
 """For each part: token ids, their log-probabilities [N], the most likely ids and their log-probabilities
