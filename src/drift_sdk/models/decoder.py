@@ -202,7 +202,7 @@ class Decoder:
                 aux_hidden[index] = hidden
 
             normed = normalise(hidden, weights.mixer_norm, layer.norm)
-            mixed = _mix(normed, weights.mixer, layer.mixer, step, states, index)
+            mixed = apply_mixer(normed, weights.mixer, layer.mixer, step, index, states)
             hidden = _add(hidden, mixed, weights.mixer_post_norm, layer)
             normed = normalise(hidden, weights.channel_norm, layer.norm)
             output = apply_channel(normed, hidden, weights.channel, layer.channel)
@@ -242,15 +242,16 @@ class Decoder:
         return embedded if norm is None else rms_norm(embedded, torch.ones_like(embedded[0]), norm.eps)
 
 
-def _mix(
+def apply_mixer(
     x: torch.Tensor,
     weights: MixerWeights,
     spec: Mixer,
     step: AttentionStep,
-    states: Sequence[StateRows],
     index: int,
+    states: Sequence[StateRows] = (),
 ) -> torch.Tensor:
-    """The output [N, hidden] of the mixer of layer `index` for its normalised input [N, hidden]."""
+    """The output [N, hidden] of the mixer of layer `index` for its normalised input [N, hidden]. states: as
+    `Decoder.forward` takes them."""
     if isinstance(weights, GatedDeltaWeights):
         assert isinstance(spec, GatedDelta)
         return apply_gated_delta(x, weights, spec, states, index)

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families import families, read_spec
-from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec, Norm
+from drift_sdk.spec.model import AnyAttention, LayerSpec, Mlp, ModelSpec, Norm
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -95,8 +95,8 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     has_joint: bool = False
 
     @property
-    def attention(self) -> Attention:
-        assert isinstance(self.layer.mixer, Attention)
+    def attention(self) -> AnyAttention:
+        assert isinstance(self.layer.mixer, AnyAttention)
         return self.layer.mixer
 
     @property

@@ -25,11 +25,11 @@ from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
 from drift_sdk.models.allocation import PAIRED, QUANTISERS, WeightForm
 from drift_sdk.models.attention import StepRows
 from drift_sdk.models.channels import MlpWeights
-from drift_sdk.models.decoder import Decoder, apply_channel
+from drift_sdk.models.decoder import Decoder, apply_channel, apply_mixer
 from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.layers import embed, linear, normalise, rotary_tables
-from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
+from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
 from drift_sdk.quantised.weight import Matrix, take_rows
 from drift_sdk.spec.model import Mlp
@@ -473,9 +473,7 @@ class DraftDecoder:
 
     def _attention(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """The output [N, hidden] of the attention of layer `index`, for its normalised input."""
-        weights = self.weights.layers[index].mixer
-        assert isinstance(weights, AttentionWeights)
-        return attend(inputs, weights, self.config.attention, step, index)
+        return apply_mixer(inputs, self.weights.layers[index].mixer, self.config.attention, step, index)
 
     def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """The output [N, hidden] of the MLP or the experts of layer `index`, for its normalised input."""

@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.attention.latent import latent_prompt_attention
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import BlockTable
 from drift_sdk._kernels.attention.prefill import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
@@ -97,7 +99,10 @@ class EagleRoundDrafter:
             max_num_keys=self.kv_cache.num_places,
             num_sequences=sizes.max_num_slots,
             num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
-            blocks=BlockTable(table.block_table, limits.block_size),
+            # Of latents, as for the target: see `AttentionGroups.of_model`.
+            blocks=None
+            if self.attention_shape.is_latent
+            else BlockTable(table.block_table, limits.block_size),
         )
         self._prefill = prefill_attention_config(attention.head_dim, draft.dtype)
 
@@ -242,7 +247,13 @@ class EagleRoundDrafter:
         num_tiles = num_draft_tiles(rows.slot.shape[0] - num_hits, num_hits, tile_rows)
         tiles = self._workspace.take("draft_tiles", (num_tiles, 4), torch.int32)
         draft_tiles(rows.slot, rows.position, tiles, num_single=num_hits, tile_rows=tile_rows)
-        return partial(prefill_attention, tiles=tiles, config=self._prefill)
+        if not self.attention_shape.is_latent:
+            return partial(prefill_attention, tiles=tiles, config=self._prefill)
+
+        def attend(layer: LayerAttention) -> None:
+            latent_prompt_attention(layer, tiles, tile_rows, layer.partitions)
+
+        return attend
 
 
 class EagleTreeDrafter:
