@@ -157,8 +157,10 @@ def _check(spec: ModelSpec, tensors: TensorSource, form: WeightForm) -> None:
         found = f"tensor {missing[0]} of shape {list(places[missing[0]].shape)} is missing"
         raise ModelLoadError(f"{tensors.location}: {found}{others(missing)}")
 
-    prefix = spec.names.mtp.layer.partition(".")[0]
-    extra = sorted(name for name in names - places.keys() if name.startswith(f"{prefix}."))
+    own = spec.names.mtp
+    copies = {own.embedding: spec.names.embedding, own.head: spec.names.head}
+    unread = {name for name in names if name in copies or name.endswith("rotary_emb.inv_freq")}
+    extra = sorted(name for name in names - places.keys() - unread if name.startswith(own.prefix))
     if extra and spec.quantisation is None:
         found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this draft"
         raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{others(extra)}")
@@ -166,6 +168,12 @@ def _check(spec: ModelSpec, tensors: TensorSource, form: WeightForm) -> None:
     for name, place in places.items():
         if (shape := tensors.shape(name)) != tuple(place.shape):
             found = f"tensor {name} has shape {list(shape)}, expected {list(place.shape)}"
+            raise ModelLoadError(f"{tensors.file(name)}: {found}")
+
+    expected = [spec.vocab_size, spec.hidden_size]
+    for name in sorted(copies.keys() & names):
+        if (copy := list(tensors.shape(name))) != expected:
+            found = f"tensor {name} has shape {copy}, expected {expected}, as {copies[name]}"
             raise ModelLoadError(f"{tensors.file(name)}: {found}")
 
     for name in projections if form in PAIRED else ():

@@ -66,6 +66,35 @@ EXPERTS = DENSE | {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+LATENTS = {
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_attention_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 256,
+    "num_nextn_predict_layers": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+GROUPS = LATENTS | {
+    "model_type": "deepseek_v3",
+    "mlp_layer_types": None,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "attention_bias": True,
+    "n_group": 3,
+    "topk_group": 2,
+}
 LIMITS = ExecutorLimits(vocab_size=40, max_num_seqs=3, max_model_len=128, num_blocks=24, block_size=16)
 BUDGET, NUM_CHECKPOINTS, NUM_DRAFTS = 48, 4, 2
 
@@ -146,7 +175,11 @@ def note_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafts, Drafts]:
     return of_eager, of_graph
 
 
-@pytest.mark.parametrize("settings", slow_after(1, [DENSE, EXPERTS]), ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "settings",
+    slow_after(1, [LATENTS, DENSE, EXPERTS, GROUPS]),
+    ids=["latents", "dense", "experts", "groups"],
+)
 def test_rounds_equal_those_of_the_eager_executor(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
