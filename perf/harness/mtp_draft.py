@@ -43,7 +43,7 @@ class MtpDraft(Struct, frozen=True, kw_only=True):
         spec = self.model.spec
         shapes = mtp_shapes(spec)
         weights = sum(
-            self._tensor_bytes(shape, itemsize) for name, shape in shapes.items() if EXPERTS not in name
+            self._tensor_bytes(name, shape, itemsize) for name, shape in shapes.items() if EXPERTS not in name
         )
         channel = self._layer.channel
         if isinstance(channel, Experts):
@@ -60,9 +60,11 @@ class MtpDraft(Struct, frozen=True, kw_only=True):
         assert layer is not None
         return layer
 
-    def _tensor_bytes(self, shape: tuple[int, ...], itemsize: int) -> float:
-        """Bytes of a tensor, of which matrices are quantised if the weights of draft or model say so."""
-        if len(shape) != 2:
+    def _tensor_bytes(self, name: str, shape: tuple[int, ...], itemsize: int) -> float:
+        """Bytes of a tensor, of which matrices are quantised if the weights of draft or model say so, but for
+        those of the heads of latent attention."""
+        latent = self.model.spec.names.latent
+        if len(shape) != 2 or name.endswith(f"{latent.module}.{latent.up}.weight"):
             return itemsize * math.prod(shape)
 
         if self.weights is None:

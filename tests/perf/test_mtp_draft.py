@@ -34,6 +34,23 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+LATENTS: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_nextn_predict_layers": 1,
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
 @pytest.fixture(autouse=True)
 def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
@@ -55,6 +72,11 @@ def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pyte
     assert (plain["num_draft_tokens"], drafted["num_draft_tokens"]) == (0, 2)
     assert drafted["draft"] == "mtp"
     assert 1.0 <= drafted["measured_acceptance_length"] <= 3.0 and 0 < drafted["mean_drafts"] <= 2.0
+
+
+def test_a_layer_with_latents_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | LATENTS)
+    test_the_layer_drafts(None, tmp_path, monkeypatch)
 
 
 def test_acceptance_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +135,28 @@ def test_bytes_of_a_round_with_experts(tmp_path: Path, monkeypatch: pytest.Monke
     shared = bytes_of_layer(model, None) - 6 * expert
     found = MtpDraft(model=model).round_bytes(1, 1, 0, 2)
     assert found == pytest.approx(shared + 2 * expert + head)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bytes_of_a_round_with_latents(batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the cache is a latent and a rotated part."""
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | LATENTS)
+    model = prepare("tiny-hybrid", tmp_path)
+    expert, head, kv = 3 * 2 * 16 * 128, 2 * 320 * 128, 2 * (32 + 8)
+    corrections = 6 * 2  # in float32 in memory: not in the bytes
+    shared = bytes_of_layer(model, None) - 6 * expert - corrections
+    read = 6 * (1 - (1 - 2 / 6) ** batch)
+    found = MtpDraft(model=model).round_bytes(3, batch, 50, 2)
+    assert found == pytest.approx(3 * (shared + read * expert + head + batch * 50 * kv))
+
+
+def test_the_layer_of_a_published_model(tmp_path: Path) -> None:
+    """0.64 billion numbers, of which an expert has 9.4 million, and 1,152 bytes of a token."""
+    draft = MtpDraft(model=prepare("glm-4.7-flash", tmp_path))
+    head, expert = 2 * 154_880 * 2048, 2 * 3 * 1536 * 2048
+    first = draft.round_bytes(1, 1, 0, 2)
+    assert (first - head + 60 * expert) / 2 == pytest.approx(0.64e9, rel=0.02)
+    assert draft.round_bytes(1, 1, 100, 2) - first == 100 * 1152
 
 
 def bytes_of_layer(model: Model, form: Any) -> int:
