@@ -19,7 +19,7 @@ from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
-from drift_sdk.execution.forward import gated_delta
+from drift_sdk.execution.forward import gated_delta, latent_attention
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
@@ -215,6 +215,39 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         )
     else:
         monkeypatch.setattr(draft_forward, "_residual", lambda config: "feature")
+    run(graph_executor(target, draft, WatchedTable()))
+    assert of_graph != of_eager
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["first key", "place", "output", "head norm"])
+def test_planted_faults_of_latents_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models(LATENTS)
+    of_eager, of_graph = note_drafts(monkeypatch)
+    run(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))
+    heads = draft_forward.LatentHeads
+    if fault == "first key":  # the place before the first row, which is never written, is seen
+        monkeypatch.setattr(torch, "empty", torch.zeros)
+        monkeypatch.setattr(draft_forward, "DRAFT_KV_OFFSET", 0)
+    elif fault == "place":  # keys are rotated by their places, queries by theirs less one
+
+        def split(product: Any, slot: Any, position: torch.Tensor, *rest: Any) -> None:
+            split_queries(product, slot, (position - 1).clamp(min=0), *rest)
+
+        split_queries = latent_attention.split_queries
+        monkeypatch.setattr(latent_attention, "split_queries", split)
+    elif fault == "output":  # the residual stream is the next feature
+        monkeypatch.setattr(
+            draft_forward.DraftForward, "output", lambda self, num_rows: self.hidden(num_rows)
+        )
+    else:
+        run_heads = heads.run
+
+        def without_norm(self: Any, x: Any, weights: Any, *rest: Any) -> torch.Tensor:
+            ones = torch.ones_like(weights.latent_norm)
+            return run_heads(self, x, dataclasses.replace(weights, latent_norm=2 * ones), *rest)
+
+        monkeypatch.setattr(heads, "run", without_norm)
     run(graph_executor(target, draft, WatchedTable()))
     assert of_graph != of_eager
 
