@@ -64,6 +64,8 @@ GROUPS = {
         "JobFailed",
         "Chunk",
         "Completion",
+        "PromptStates",
+        "Embedding",
         "TokenLogprobs",
         "ToolCall",
         "Usage",

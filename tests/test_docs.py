@@ -73,7 +73,9 @@ def test_the_readme_is_short() -> None:
 
 
 DEPLOYMENT = tuple(f"deployment/{name}" for name in ("operations", "scaling", "server", "sizing"))
-GUIDE = tuple(f"guide/{name}" for name in ("batch", "streaming", "structured", "sync", "testing", "tools"))
+GUIDE = tuple(
+    f"guide/{name}" for name in ("batch", "embeddings", "streaming", "structured", "sync", "testing", "tools")
+)
 NAMES = (*DEPLOYMENT, *GUIDE, "migration", "models", "speculation", "troubleshooting")
 PAGES = tuple(f"docs/{name}.md" for name in NAMES)
 

@@ -106,6 +106,7 @@ PARAMS = {
     "include_stop": flag(),
     "logprobs": integer(0, 20, optional=True),
     "prompt_logprobs": integer(0, 20, optional=True),
+    "prompt_states": Case(("last", "mean", "all", None), ("", "Last", "first", 1, True, ("last",), b"last")),
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),
     "repetition_penalty": number(0.01, 2.0),

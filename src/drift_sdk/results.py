@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from msgspec import Struct
 
@@ -12,11 +12,18 @@ from drift_sdk._display import html_table, struct_repr
 from drift_sdk.errors import short_repr
 from drift_sdk.grammars import JsonSchema, ParsedT_co
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 __all__ = [
     "Chunk",
     "Completion",
+    "Embedding",
     "FinishReason",
+    "PromptStates",
     "SpeculationStats",
+    "StateKind",
     "Timing",
     "TokenLogprobs",
     "ToolCall",
@@ -24,6 +31,8 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "cancelled"]
+StateKind = Literal["last", "mean", "all"]
+"""Hidden states of a prompt: of its last token, the mean of all tokens, or those of all tokens."""
 
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True):
@@ -44,6 +53,48 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     top: tuple[tuple[int, float], ...] = ()
     text: str = ""
     top_texts: tuple[str, ...] = ()
+
+
+class PromptStates(Struct, frozen=True, kw_only=True):
+    """Hidden states of a prompt, after the last layer and the final norm.
+
+    num_rows: 1, or the number of the prompt's tokens with `prompt_states="all"`.
+    size:     numbers in a row, the model's hidden size.
+    data:     the rows, one after the other, as float32 in the machine's order of bytes.
+    """
+
+    num_rows: int
+    size: int
+    data: bytes
+
+    def numpy(self) -> NDArray[np.float32]:
+        """The states as an array [num_rows, size], which cannot be written to."""
+        import numpy as np
+
+        return np.frombuffer(self.data, dtype=np.float32).reshape(self.num_rows, self.size)
+
+    def __repr__(self) -> str:
+        return f"PromptStates(num_rows={self.num_rows}, size={self.size})"
+
+
+class Embedding(Struct, frozen=True, kw_only=True):
+    """The embedding of a text.
+
+    states:        what `embed` has made of the prompt's hidden states: one row, or with pooling "all" a row
+                   for each token.
+    num_tokens:    tokens of the prompt.
+    cached_tokens: of them, those that were found in the prefix cache.
+    """
+
+    states: PromptStates
+    num_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def vector(self) -> NDArray[np.float32]:
+        """The first row, [size]: the embedding, unless pooling is "all"."""
+        row: NDArray[np.float32] = self.states.numpy()[0]
+        return row
 
 
 class Chunk(Struct, frozen=True, kw_only=True, gc=False):
@@ -188,6 +239,8 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
     logprobs:        an entry for each generated token if the request asks for them, else None.
     prompt_logprobs: an entry for each token of the prompt, None for the first, if the request asks for them;
                      else None. Also None for a request cancelled before its first token.
+    prompt_states:   hidden states of the prompt if the request asks for them, else None. Also None for a
+                     request cancelled before its first token.
     tool_calls:      those found in the answer; empty if `chat` was given no tools.
     reasoning:       what the model thought before it answered, without its markers; empty if it did not, and
                      for `generate`.
@@ -208,6 +261,7 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
     speculation: SpeculationStats | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_states: PromptStates | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     raw_text: str = ""

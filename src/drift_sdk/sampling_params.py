@@ -14,6 +14,7 @@ from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs
 from drift_sdk._validation import check_int, check_str_tuple, plain_scalar
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
+from drift_sdk.results import StateKind
 from drift_sdk.trees import MAX_TREE_DRAFTS
 
 __all__ = ["MAX_SEED", "SamplingOptions", "SamplingParams", "check_needs_no_host"]
@@ -47,6 +48,7 @@ class SamplingOptions(TypedDict, Generic[ParsedT], total=False):
     include_stop: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    prompt_states: StateKind | None
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
@@ -89,6 +91,9 @@ class SamplingParams(
     logprobs:           log-probabilities of each generated token and of this many most likely ones, 0 to 20;
                         None = none.
     prompt_logprobs:    the same for each token of the prompt but the first, 0 to 20; None = none.
+    prompt_states:      hidden states of the prompt after the final norm: of its "last" token, the "mean" of
+                        all tokens, or those of "all"; None = none. The last two use no cached prefix, since
+                        every token has to be computed.
     presence_penalty:   subtracted from the logits of tokens that are in the output, -2 to 2.
     frequency_penalty:  subtracted for each time that a token is in the output, -2 to 2.
     repetition_penalty: divides positive logits of tokens in prompt or output and multiplies negative ones,
@@ -127,6 +132,7 @@ class SamplingParams(
     include_stop: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_states: StateKind | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=2.0)] = 1.0
@@ -192,11 +198,13 @@ class SamplingParams(
 
 def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None:
     """RequestError for parameters that need the host in the middle of a step (strict_performance)."""
-    if params.prompt_logprobs is not None:
-        raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with strict_performance")
+    for field in ("prompt_logprobs", "prompt_states"):
+        value: object = getattr(params, field)
+        if value is not None:
+            raise RequestError.of(field, value, "None with strict_performance")
 
     for field in ("grammar", "thinking_budget"):
-        value: object = getattr(params, field)
+        value = getattr(params, field)
         if value is not None and is_speculating and params.num_draft_tokens != 0:
             allowed = "None, or num_draft_tokens=0, with strict_performance and speculation"
             raise RequestError.of(field, value, allowed)

@@ -8,9 +8,10 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias, Unpack, overload
+from typing import Any, Literal, NoReturn, TypeAlias, Unpack, get_args, overload
 
 from msgspec import Struct
 
@@ -30,7 +31,7 @@ from drift_sdk.driver.prompts import (
     check_forced_calls,
 )
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
-from drift_sdk.errors import EngineClosed, RequestError, RequestKeywordError
+from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (
     Job,
@@ -42,7 +43,7 @@ from drift_sdk.jobs import (
     completions_of,
     results_of,
 )
-from drift_sdk.results import Completion
+from drift_sdk.results import Completion, Embedding, PromptStates, StateKind
 from drift_sdk.sampling_params import MAX_SEED, SamplingOptions, SamplingParams, check_needs_no_host
 from drift_sdk.stream import Samples, TokenStream
 
@@ -144,6 +145,29 @@ def check_request_id(request_id: object, *, is_new: bool) -> None:
         raise RequestError.of(
             "request_id", request_id, f'{allowed}, not one that the engine makes, like "req-1" or "req-1-0"'
         )
+
+
+def embedding_of(completion: Completion, dimensions: int | None, *, normalize: bool) -> Embedding:
+    """The embedding that `embed` makes of a prompt's hidden states. RequestError for more dimensions than
+    there are."""
+    import numpy as np  # here, as `import drift_sdk` does without
+
+    states = completion.prompt_states
+    if states is None:
+        raise DriftError(f"{completion.request_id} was cancelled before its prompt was computed")
+
+    if dimensions is not None and dimensions > states.size:
+        raise RequestError.of("dimensions", dimensions, f"1 to {states.size}, or None")
+
+    rows = states.numpy()[:, :dimensions].astype(np.float64)
+    if normalize:
+        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    data = rows.astype(np.float32).tobytes()
+    return Embedding(
+        states=PromptStates(num_rows=states.num_rows, size=rows.shape[1], data=data),
+        num_tokens=completion.usage.prompt_tokens,
+        cached_tokens=completion.usage.cached_tokens,
+    )
 
 
 MAX_SAMPLES = 128
@@ -315,6 +339,53 @@ class Serving(ABC):
             )
         )
 
+    @with_config(EngineConfig, RequestKeywordError)
+    async def embed(
+        self,
+        prompts: Sequence[str | Sequence[int] | IdArray],
+        *,
+        pooling: StateKind = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Embedding]:
+        """The embedding of each prompt: hidden states after the final norm, in float32.
+
+        prompts:    each as of `generate`: a text, with the special tokens that the model has around one, or
+                    token ids. Any number; 64 are submitted at a time.
+        pooling:    "last": the state of the last token. "mean": the mean over all tokens. "all": the states
+                    of all tokens, [tokens, dimensions] in `Embedding.states`.
+        normalize:  divide each row by its Euclidean norm, after `dimensions`.
+        dimensions: keep the first numbers of each row, at least 1; None = all, the model's hidden size.
+        priority, cache_salt: as in SamplingParams.
+
+        Each prompt is a request like others, which generates a token that is thrown away: it is batched with
+        those that generate, and limited to `max_model_len - 1` tokens. With "last" a cached prefix is used,
+        with "mean" and "all" the whole prompt is computed.
+
+        RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong,
+        EngineClosed, ExecutorError."""
+        check_bool(RequestError, "normalize", normalize)
+        if dimensions is not None:
+            dimensions = plain_scalar(dimensions)
+            check_int(RequestError, "dimensions", dimensions, ge=1)
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise RequestError.of("prompts", prompts, "a sequence of prompts, each a text or token ids")
+
+        check_choice(RequestError, "pooling", pooling, get_args(StateKind))
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_states=pooling,
+            num_draft_tokens=0,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        async with aclosing(self.map(prompts, params)) as completions:
+            return [
+                embedding_of(completion, dimensions, normalize=normalize) async for completion in completions
+            ]
+
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
         such; False also if the engine is closed. RequestError for a value that cannot be an id."""
@@ -415,8 +486,10 @@ class Serving(ABC):
         is_strict, is_speculating = self.config.strict_performance, self.config.speculation is not None
         if is_strict:
             check_needs_no_host(params, is_speculating=is_speculating)
-        if self.config.tensor_parallel > 1 and params.prompt_logprobs is not None:
-            raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with tensor_parallel")
+        for field in ("prompt_logprobs", "prompt_states"):
+            value: object = getattr(params, field)
+            if self.config.tensor_parallel > 1 and value is not None:
+                raise RequestError.of(field, value, "None with tensor_parallel")
 
         check_forced_calls(prompt, params, needs_no_host=is_strict and is_speculating)
         if request_id is not None:

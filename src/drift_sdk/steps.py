@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
-from drift_sdk.results import TokenLogprobs
+from drift_sdk.results import PromptStates, StateKind, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,6 +71,7 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     allowed_token_ids:     the only ids that may be sampled; None = all.
     num_logprobs:          number of most likely tokens to report at each output position; None = no report.
     num_prompt_logprobs:   the same at each prompt position.
+    prompt_states:         hidden states of the prompt to report; None = no report.
     """
 
     temperature: float
@@ -89,6 +90,7 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    prompt_states: StateKind | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -239,6 +241,7 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     logprobs:         an entry for each token; None if not requested.
     prompt_logprobs:  an entry for each prompt token from the second on, with the first output token alone;
                       None if not requested.
+    prompt_states:    hidden states of the prompt, with the first output token alone; None if not requested.
     num_drafted:      tokens that were drafted for the row.
     num_accepted:     how many of them, one after another, were accepted.
     accepted_nodes:   of a tree of drafts, the numbers of those that were accepted, the first draft being 1;
@@ -251,6 +254,7 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     finish: Literal["stop", "length"] | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_states: PromptStates | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_nodes: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from drift_sdk.driver.prompts import ModelText, Prompt, message_ends
 from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError, error_repr
 from drift_sdk.grammars import AnyGrammar, JsonSchema
-from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
+from drift_sdk.results import Chunk, Completion, FinishReason, PromptStates, Timing, TokenLogprobs, Usage
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
@@ -122,6 +122,7 @@ def slot_sampling(
         allowed_token_ids=params.allowed_token_ids,
         num_logprobs=params.logprobs,
         num_prompt_logprobs=params.prompt_logprobs,
+        prompt_states=params.prompt_states,
     )
 
 
@@ -160,6 +161,7 @@ class Request:
         "_num_chars",
         "_prompt",
         "_prompt_logprobs",
+        "_prompt_states",
         "_stop_reason",
         "_splitter",
         "_text",
@@ -215,6 +217,7 @@ class Request:
         self._completion_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._prompt_states: PromptStates | None = None
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
         self._drafts: DraftCount | None = None
@@ -315,6 +318,8 @@ class Request:
             self._first_token_at = time.monotonic()
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = (None, *with_texts(output.prompt_logprobs, self._token_texts))
+        if output.prompt_states is not None:
+            self._prompt_states = output.prompt_states
 
         shown_ids = token_ids
         if finish == "stop":
@@ -379,6 +384,7 @@ class Request:
             speculation=self._drafts.stats() if self._drafts is not None else None,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs,
+            prompt_states=self._prompt_states,
             tool_calls=tool_calls,
             reasoning="".join(part.reasoning for part in self._answer),
             raw_text=raw_text,

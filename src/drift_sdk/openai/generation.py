@@ -186,6 +186,31 @@ async def while_connected(
         raise
 
 
+async def unless_disconnected(receive: Receive, wait: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Wait for a result. If the client disconnects, waiting is cancelled and Cancelled raised."""
+    results: list[ResultT] = []
+    error: DriftError | None = None
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            await disconnected(receive)
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        try:
+            results.append(await wait())
+        except DriftError as caught:  # raised outside of the group, which would wrap it
+            error = caught
+        tasks.cancel_scope.cancel()
+    if error is not None:
+        raise error
+
+    if not results:
+        raise Cancelled("the client has left")
+
+    return results[0]
+
+
 async def disconnected(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":

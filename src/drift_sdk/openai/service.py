@@ -141,13 +141,18 @@ class Service:
 
     def salted(self, request: Request, params: SamplingParams) -> SamplingParams:
         """The parameters with the salt of the request's key."""
+        salt = self.salt(request, params.cache_salt)
+        return params if salt == params.cache_salt else params.replace(cache_salt=salt)
+
+    def salt(self, request: Request, own: str | None) -> str | None:
+        """The salt of a request, which has `own`, with the salt of its key."""
         key = request.state.key
         if key is None or not self._salts_keys:
-            return params
+            return own
 
         # The salt of the request may be as long as salts can be.
-        own = hashlib.sha256((params.cache_salt or "").encode(errors="replace")).hexdigest()
-        return params.replace(cache_salt=f"{key}-{own[:DIGEST_CHARS]}")
+        digest = hashlib.sha256((own or "").encode(errors="replace")).hexdigest()
+        return f"{key}-{digest[:DIGEST_CHARS]}"
 
 
 def new_id(prefix: str, given: str | None = None) -> str:

@@ -167,18 +167,21 @@ class Sequence:
 
     @property
     def can_share_prefix(self) -> bool:
-        """Whether the sequence may use cached blocks: not if its prompt's log-probabilities are still to be
-        computed, which need every position."""
-        return self.remaining_sampling.num_prompt_logprobs is None
+        """Whether the sequence may use cached blocks: not if its prompt's log-probabilities, or the hidden
+        states of all its tokens, are still to be computed, which need every position."""
+        remaining = self.remaining_sampling
+        return remaining.num_prompt_logprobs is None and remaining.prompt_states in (None, "last")
 
     @property
     def remaining_sampling(self) -> SlotSampling:
-        """The parameters for what is still to be computed: the prompt's log-probabilities are reported with
-        the first token, and not again after a preemption."""
-        if self.sampling.num_prompt_logprobs is None or self.num_output_tokens == 0:
-            return self.sampling
+        """The parameters for what is still to be computed: the prompt's log-probabilities and hidden states
+        are reported with the first token, and not again after a preemption."""
+        sampling = self.sampling
+        is_reported = sampling.num_prompt_logprobs is not None or sampling.prompt_states is not None
+        if not is_reported or self.num_output_tokens == 0:
+            return sampling
 
-        return replace(self.sampling, num_prompt_logprobs=None)
+        return replace(sampling, num_prompt_logprobs=None, prompt_states=None)
 
     @property
     def awaits_host(self) -> bool:

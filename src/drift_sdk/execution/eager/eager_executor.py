@@ -36,6 +36,7 @@ from drift_sdk.execution.eager.rounds import (
 )
 from drift_sdk.execution.eager.sampling import LogitsProcessors, apply_processors, choose, token_logprobs
 from drift_sdk.execution.eager.slot import Slot
+from drift_sdk.execution.prompt_states import StateGatherer
 from drift_sdk.models.attention import AttentionBatch, RefreshBatch, SequenceRows, StepRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
@@ -187,6 +188,8 @@ class EagerExecutor:
         for assignment in plan.assignments:
             rules = LogitsProcessors.of(assignment, self.limits.vocab_size, self._device)
             slot = self._slots[assignment.slot] = Slot(assignment.sampling, rules)
+            if assignment.sampling.prompt_states is not None:
+                slot.states = StateGatherer(assignment.sampling.prompt_states)
             if self._drafter is not None:
                 self._drafter.enter(slot, assignment.cached_token_ids)
             if self._partial is not None:
@@ -221,6 +224,10 @@ class EagerExecutor:
                 slot.rules.count(chunk.token_ids, chunk.start)
             if slot.sampling.num_prompt_logprobs is not None:
                 self._score_prompt(hidden[first_row : first_row + len(chunk.token_ids)], chunk, slot)
+            if slot.states is not None:
+                assert self._decoder is not None
+                chunk_hidden = hidden[first_row : first_row + len(chunk.token_ids)]
+                slot.states.add(chunk_hidden, self._decoder.final_normed, is_last=chunk.is_last)
             first_row += len(chunk.token_ids)
             if chunk.is_last:
                 last_rows.append(first_row - 1)
@@ -427,15 +434,19 @@ class EagerExecutor:
         ruled = apply_processors(logits, [slot.rules for slot in slots], lengths)
         tokens = choose(ruled, [slot.sampling for slot in slots], lengths)
         logprobs = token_logprobs(logits, tokens, [slot.sampling.num_logprobs for slot in slots])
-        prompts = [slot.whole_prompt_logprobs for slot in slots]  # before a token is appended
+        # Before a token is appended:
+        prompts = [(slot.whole_prompt_logprobs, slot.whole_states) for slot in slots]
         return [
             SlotOutput(
                 token_ids=(token,),
                 finish=slot.append(token),
                 logprobs=(entry,) if entry is not None else None,
-                prompt_logprobs=prompt,
+                prompt_logprobs=prompt_logprobs,
+                prompt_states=prompt_states,
             )
-            for slot, token, entry, prompt in zip(slots, tokens.tolist(), logprobs, prompts, strict=True)
+            for slot, token, entry, (prompt_logprobs, prompt_states) in zip(
+                slots, tokens.tolist(), logprobs, prompts, strict=True
+            )
         ]
 
 

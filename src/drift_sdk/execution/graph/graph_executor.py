@@ -35,7 +35,7 @@ from drift_sdk.execution.graph.gpu_graphs import (
     open_ring,
 )
 from drift_sdk.execution.graph.product_log import ProductLog
-from drift_sdk.execution.graph.step_launcher import PromptLogprobs, ResultPlaces, StepLauncher
+from drift_sdk.execution.graph.step_launcher import PromptOutputs, ResultPlaces, StepLauncher
 from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
@@ -116,13 +116,13 @@ class GraphExecutor:
         if options.shape_log is not None:
             self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)
             self._product_log.watch(self._graphs, is_exact=not options.fast_prompts)
-        prompt_logprobs = PromptLogprobs(model.decoder, first.steps.prefill_hidden.final)
+        prompt_outputs = PromptOutputs(first.steps.prompt_head, first.steps.prefill_hidden.final)
         mirrors = [gpu.resources for gpu in others]
         self._launcher = StepLauncher(
             self._resources,
             self._graphs,
             buckets,
-            prompt_logprobs,
+            prompt_outputs,
             mirrors,
             first.states,
             needs_first_token=model.drafter_factory.needs_first_token,

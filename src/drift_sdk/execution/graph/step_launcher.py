@@ -1,6 +1,6 @@
 """Launching of steps: the replays of a plan, their inputs, and their results once the step has ended.
 
-Log-probabilities of prompt tokens, computed by torch outside the graphs for requests that want them.
+Log-probabilities and hidden states of prompts, computed outside the graphs for requests that want them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from drift_sdk.execution.graph.payloads import (
     tree_outputs,
     without_last_tokens,
 )
+from drift_sdk.execution.prompt_states import StateGatherer
+from drift_sdk.execution.rounds.round import PromptHead
 from drift_sdk.execution.stages import forward_stage
-from drift_sdk.models.decoder import Decoder
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import (
     DecodeRow,
@@ -45,46 +46,69 @@ from drift_sdk.steps import (
     TokenConstraint,
 )
 
-LOGITS_ROWS = 256
-"""Most prompt positions whose logits are in memory at once."""
-
 ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
 """For each part: token ids, their log-probabilities [N], the most likely ids and their log-probabilities
 [N, num_top]. The tensors are in pinned memory and being copied to."""
 
 
-class PromptLogprobs:
-    """Scores the token after each prompt position, from `hidden` [N, H] of the prefill step launched last.
+class PromptOutputs:
+    """Computes what requests report of their prompts from `hidden` [N, H] of the prefill step launched last:
+    log-probabilities of the token after each position, and hidden states.
 
-    The results are valid on the host once that step has ended.
+    The results are valid on the host once that step has ended. head: None = no request reports any.
     """
 
-    def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
-        self._decoder = decoder
+    def __init__(self, head: PromptHead | None, hidden: Tensor) -> None:
+        self._head = head
         self._hidden = hidden
         self._parts: dict[int, ScoredParts] = {}
+        self._states: dict[int, StateGatherer] = {}
+
+    def enter(self, slot: int, sampling: SlotSampling) -> None:
+        """Prepare for the prompt of a sequence that is placed in a slot."""
+        self._parts.pop(slot, None)
+        self._states.pop(slot, None)
+        if sampling.prompt_states is not None:
+            self._states[slot] = StateGatherer(sampling.prompt_states)
 
     def score(self, chunk: PrefillChunk, first_row: int, num_top: int) -> None:
         """Start to score the known tokens after a chunk's rows, the first of which is `first_row`.
 
         num_top: how many of the most likely tokens to report at each position.
         """
-        if chunk.start == 0:
-            self._parts[chunk.slot] = []
+        head = self._open_head
         following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
-        for first in range(0, len(following), LOGITS_ROWS):
-            token_ids = following[first : first + LOGITS_ROWS]
+        for first in range(0, len(following), head.num_rows):
+            token_ids = following[first : first + head.num_rows]
             tokens = torch.tensor(token_ids, dtype=torch.int64).to(self._hidden.device, non_blocking=True)
             rows = self._hidden[first_row + first : first_row + first + len(token_ids)]
-            parts = top_logprobs(self._decoder.logits(rows), tokens, num_top)
+            parts = top_logprobs(head.logits(rows), tokens, num_top)
             host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts]
             for target, part in zip(host, parts, strict=True):
                 target.copy_(part, non_blocking=True)
             self._parts.setdefault(chunk.slot, []).append((token_ids, host[0], host[1], host[2]))
 
-    def take(self, slot: int) -> ScoredParts:
+    def gather(self, chunk: PrefillChunk, rows: Sequence[range]) -> None:
+        """Start to gather the hidden states of a chunk's rows, which lie in runs, one after the other."""
+        head, states = self._open_head, self._states[chunk.slot]
+        for run in rows:
+            for first in range(run.start, run.stop, head.num_rows):
+                end = min(first + head.num_rows, run.stop)
+                is_last = chunk.is_last and end == run.stop and run is rows[-1]
+                states.add(self._hidden[first:end], head.normed, is_last=is_last)
+
+    def take_logprobs(self, slot: int) -> ScoredParts:
         """Remove and return all parts of a slot, so that the slot's next sequence does not find them."""
         return self._parts.pop(slot, [])
+
+    def take_states(self, slot: int) -> StateGatherer:
+        """Remove and return the hidden states of a slot, likewise."""
+        return self._states.pop(slot)
+
+    @property
+    def _open_head(self) -> PromptHead:
+        assert self._head is not None, "requests that report anything of their prompts are refused"
+        return self._head
 
     @staticmethod
     def entries(parts: ScoredParts) -> tuple[TokenLogprobs, ...]:
@@ -104,7 +128,7 @@ class ResultPlaces(Struct):
     first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot,
     or with trees of which the results are those of `num_trees` slots. is_mixed: the step has one pass, and
     the results of `decode` are those of the round and then of the prompts that end.
-    prompt_logprobs: by slot, of prompts that end in the step and report log-probabilities.
+    prompt_logprobs, prompt_states: by slot, of prompts that end in the step and report them.
     num_logprobs: by slot, how many log-probabilities of a token its sequence reports. A later step may give
     the slot to another one before this step is read.
     """
@@ -115,6 +139,7 @@ class ResultPlaces(Struct):
     num_trees: int = 0
     is_mixed: bool = False
     prompt_logprobs: dict[int, ScoredParts] = {}
+    prompt_states: dict[int, StateGatherer] = {}
     num_logprobs: Mapping[int, int] = {}
 
 
@@ -131,7 +156,7 @@ class StepLauncher:
         resources: DeviceResources,
         graphs: CapturedGraphs,
         buckets: GraphBuckets,
-        prompt_logprobs: PromptLogprobs,
+        prompt_outputs: PromptOutputs,
         mirrors: Sequence[DeviceResources] = (),
         states: RecurrentStates | None = None,
         *,
@@ -140,7 +165,7 @@ class StepLauncher:
         """mirrors: resources of the further GPUs on which the graphs run. states: of recurrent layers.
         needs_first_token: see `DrafterFactory.needs_first_token`."""
         self._resources, self._graphs, self._buckets = resources, graphs, buckets
-        self._prompt_logprobs, self._mirrors, self._states = prompt_logprobs, mirrors, states
+        self._prompt_outputs, self._mirrors, self._states = prompt_outputs, mirrors, states
         self._sampling: dict[int, SlotSampling] = {}
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
@@ -158,13 +183,13 @@ class StepLauncher:
         if bucket is not None:
             with self._resources.stages("mixed"):
                 self._launch_mixed(plan, bucket, updates, found)
-            found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
+            self._take_prompt_outputs(plan.prefill, found)
             return found
 
         if plan.prefill:
             with self._resources.stages("prefill"):
                 found.first_tokens = self._launch_prefill(plan.prefill, updates)
-            found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
+            self._take_prompt_outputs(plan.prefill, found)
             updates = NO_UPDATES
         if plan.decode:
             if plan.verification == "whole":
@@ -187,9 +212,7 @@ class StepLauncher:
         else:
             decode, sampled = self._decoded(found, slots), _outputs(found, found.first_tokens, 1, last)
         prefill = tuple(
-            _with_prompt_logprobs(next(sampled), found.prompt_logprobs.get(chunk.slot))
-            if chunk.is_last
-            else SlotOutput()
+            _with_prompt_outputs(next(sampled), found, chunk.slot) if chunk.is_last else SlotOutput()
             for chunk in plan.prefill
         )
         return prefill, decode
@@ -225,6 +248,7 @@ class StepLauncher:
         self._sampling[slot] = sampling
         self._fresh.add(slot)
         self._constraints.pop(slot, None)
+        self._prompt_outputs.enter(slot, sampling)
         # A copy: `read` takes those of the steps in flight.
         self._num_logprobs = {other: number for other, number in self._num_logprobs.items() if other != slot}
         if assignment.constraint is not None:
@@ -257,6 +281,8 @@ class StepLauncher:
         ring.start(entry, self._graphs.prefill[bucket])
         firsts = first_rows(chunks)
         self._score_prompts(chunks, firsts)
+        for chunk, first in zip(chunks, firsts, strict=False):
+            self._gather_states(chunk, [range(first, first + len(chunk.token_ids))])
         results = self._launch_first_tokens(chunks, firsts)
         if self._graphs.draft_extend:
             self._launch_draft_extend(chunks)
@@ -294,7 +320,16 @@ class StepLauncher:
         fill_masks(self._constraints, slots, ring.mask(entry))
         ring.start(entry, self._graphs.mixed[bucket])
         found.decode, found.rows_per_slot, found.is_mixed = ring.results(entry), bucket.num_drafts + 1, True
-        self._score_prompts(plan.prefill, first_rows(without_last_tokens(plan.prefill)))
+        firsts = first_rows(without_last_tokens(plan.prefill))
+        self._score_prompts(plan.prefill, firsts)
+        place = len(plan.decode)
+        for chunk, first, end in zip(plan.prefill, firsts, firsts[1:], strict=False):
+            rows = [range(first, end)]
+            if chunk.is_last:  # its last token is a row of the round
+                last = bucket.num_rows + place * (bucket.num_drafts + 1)
+                rows.append(range(last, last + 1))
+                place += 1
+            self._gather_states(chunk, rows)
 
     def _slots_with_lead_row(self, chunks: Sequence[PrefillChunk]) -> set[int]:
         """Slots whose chunk is led by a row of the draft for the token before it: the first chunk after a
@@ -311,7 +346,13 @@ class StepLauncher:
             num_top = self._sampling[chunk.slot].num_prompt_logprobs
             if num_top is not None:
                 with self._resources.device.work():
-                    self._prompt_logprobs.score(chunk, first, num_top)
+                    self._prompt_outputs.score(chunk, first, num_top)
+
+    def _gather_states(self, chunk: PrefillChunk, rows: Sequence[range]) -> None:
+        """rows: of the chunk in the step, see `PromptOutputs.gather`."""
+        if self._sampling[chunk.slot].prompt_states is not None:
+            with self._resources.device.work():
+                self._prompt_outputs.gather(chunk, rows)
 
     def _launch_first_tokens(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> Results | None:
         """firsts: the first row of each chunk, see `first_rows`."""
@@ -386,18 +427,20 @@ class StepLauncher:
             row.num_draft_tokens > 0 and row.slot in constraints for row in (rows if constraints else ())
         )
 
-    def _take_prompt_logprobs(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
-        """By slot, of prompts that end in this step. They are taken now because the slot may have another
-        sequence when the step is collected. A preempted sequence that recomputes generated tokens too does
-        not report them again."""
-        found = {}
+    def _take_prompt_outputs(self, chunks: tuple[PrefillChunk, ...], found: ResultPlaces) -> None:
+        """Note what the prompts that end in this step report. It is taken now because the slot may have
+        another sequence when the step is collected. A preempted sequence that recomputes generated tokens too
+        does not report it again."""
+        logprobs: dict[int, ScoredParts] = {}
+        states: dict[int, StateGatherer] = {}
         for chunk in chunks:
             sampling = self._sampling[chunk.slot]
             is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
             if chunk.is_last and is_whole and sampling.num_prompt_logprobs is not None:
-                found[chunk.slot] = self._prompt_logprobs.take(chunk.slot)
-
-        return found
+                logprobs[chunk.slot] = self._prompt_outputs.take_logprobs(chunk.slot)
+            if chunk.is_last and is_whole and sampling.prompt_states is not None:
+                states[chunk.slot] = self._prompt_outputs.take_states(chunk.slot)
+        found.prompt_logprobs, found.prompt_states = logprobs, states
 
 
 def _outputs(
@@ -411,9 +454,11 @@ def _outputs(
     return outputs(results.words, rows_per_slot, slots, found.num_logprobs)
 
 
-def _with_prompt_logprobs(output: SlotOutput, parts: ScoredParts | None) -> SlotOutput:
-    """The output of a prompt's last chunk, with the prompt's log-probabilities if it reports them."""
-    if parts is None:
-        return output
-
-    return msgspec.structs.replace(output, prompt_logprobs=PromptLogprobs.entries(parts))
+def _with_prompt_outputs(output: SlotOutput, found: ResultPlaces, slot: int) -> SlotOutput:
+    """The output of a prompt's last chunk, with what the prompt reports."""
+    parts, states = found.prompt_logprobs.get(slot), found.prompt_states.get(slot)
+    if parts is not None:
+        output = msgspec.structs.replace(output, prompt_logprobs=PromptOutputs.entries(parts))
+    if states is not None:
+        output = msgspec.structs.replace(output, prompt_states=states.result())
+    return output
