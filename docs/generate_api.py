@@ -66,6 +66,7 @@ GROUPS = {
         "Completion",
         "PromptStates",
         "Embedding",
+        "Decision",
         "TokenLogprobs",
         "ToolCall",
         "Usage",

@@ -106,6 +106,11 @@ PARAMS = {
     "include_stop": flag(),
     "logprobs": integer(0, 20, optional=True),
     "prompt_logprobs": integer(0, 20, optional=True),
+    "logprob_token_ids": Case(
+        ((), (0,), (EOS_TOKEN_ID, 5, 5), tuple(range(128))),
+        (None, 7, "7", {7: 7}, tuple(range(129)), *((7, wrong) for wrong in WRONG_IDS)),
+        {"logprobs": 0},
+    ),
     "prompt_states": Case(("last", "mean", "all", None), ("", "Last", "first", 1, True, ("last",), b"last")),
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),

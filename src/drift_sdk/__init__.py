@@ -33,6 +33,7 @@ from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.results import (
     Chunk,
     Completion,
+    Decision,
     Embedding,
     FinishReason,
     PromptStates,
@@ -62,6 +63,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConfigError",
+    "Decision",
     "Download",
     "DriftError",
     "DynamicTree",

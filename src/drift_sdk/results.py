@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chunk",
     "Completion",
+    "Decision",
     "Embedding",
     "FinishReason",
     "PromptStates",
@@ -46,6 +47,8 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     text:      text of the token by itself. Bytes that are no whole character become U+FFFD:
                `engine.tokenizer.token_bytes` has them. Special tokens are spelled out.
     top_texts: texts of the tokens of `top`, in the same order.
+    given:     (token id, log-probability) of the request's `logprob_token_ids`, in their order; empty for
+               tokens of the prompt.
     """
 
     token_id: int
@@ -53,6 +56,7 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     top: tuple[tuple[int, float], ...] = ()
     text: str = ""
     top_texts: tuple[str, ...] = ()
+    given: tuple[tuple[int, float], ...] = ()
 
 
 class PromptStates(Struct, frozen=True, kw_only=True):
@@ -75,6 +79,31 @@ class PromptStates(Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"PromptStates(num_rows={self.num_rows}, size={self.size})"
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """The probabilities of given answers to a prompt.
+
+    choices:       the answers, texts or token ids, as they were given.
+    logprobs:      of each answer, the sum of the log-probabilities of its tokens after the prompt.
+    probabilities: the softmax of these sums: they add up to 1 over the given answers.
+    num_tokens:    tokens of the prompt, without an answer.
+    """
+
+    choices: tuple[str | tuple[int, ...], ...]
+    logprobs: tuple[float, ...]
+    probabilities: tuple[float, ...]
+    num_tokens: int
+
+    @property
+    def best(self) -> int:
+        """The index of the most likely answer, the first of equal ones."""
+        return self.logprobs.index(max(self.logprobs))
+
+    @property
+    def choice(self) -> str | tuple[int, ...]:
+        """The most likely answer."""
+        return self.choices[self.best]
 
 
 class Embedding(Struct, frozen=True, kw_only=True):

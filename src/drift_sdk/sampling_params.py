@@ -17,12 +17,20 @@ from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, R
 from drift_sdk.results import StateKind
 from drift_sdk.trees import MAX_TREE_DRAFTS
 
-__all__ = ["MAX_SEED", "SamplingOptions", "SamplingParams", "check_needs_no_host"]
+__all__ = [
+    "MAX_SEED",
+    "NOTHING",
+    "SamplingOptions",
+    "SamplingParams",
+    "beside_graphs",
+    "check_needs_no_host",
+]
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 1024
@@ -47,6 +55,7 @@ class SamplingOptions(TypedDict, Generic[ParsedT], total=False):
     ignore_eos: bool
     include_stop: bool
     logprobs: int | None
+    logprob_token_ids: tuple[int, ...] | list[int] | IdArray
     prompt_logprobs: int | None
     prompt_states: StateKind | None
     presence_penalty: float
@@ -90,7 +99,9 @@ class SamplingParams(
     include_stop:       keep the stop string or stop token that ended the text.
     logprobs:           log-probabilities of each generated token and of this many most likely ones, 0 to 20;
                         None = none.
-    prompt_logprobs:    the same for each token of the prompt but the first, 0 to 20; None = none.
+    logprob_token_ids:  ids whose log-probabilities are reported with those of each generated token, at most
+                        128; needs `logprobs`.
+    prompt_logprobs:    `logprobs` for each token of the prompt but the first, 0 to 20; None = none.
     prompt_states:      hidden states of the prompt after the final norm: of its "last" token, the "mean" of
                         all tokens, or those of "all"; None = none. The last two use no cached prefix, since
                         every token has to be computed.
@@ -131,6 +142,7 @@ class SamplingParams(
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_states: StateKind | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
@@ -152,6 +164,7 @@ class SamplingParams(
         self._make_tuple("stop", MAX_STOPS)
         self._make_tuple("stop_token_ids", MAX_STOPS)
         self._make_tuple("allowed_token_ids", MAX_ALLOWED_IDS)
+        self._make_tuple("logprob_token_ids", MAX_LOGPROB_IDS)
         check_fields(RequestError, self)
         if self.max_tokens is not None:
             check_int(RequestError, "min_tokens", self.min_tokens, ge=0, le=self.max_tokens)
@@ -159,6 +172,10 @@ class SamplingParams(
         _check_token_ids("stop_token_ids", self.stop_token_ids, least=0, most=MAX_STOPS)
         if self.allowed_token_ids is not None:
             _check_token_ids("allowed_token_ids", self.allowed_token_ids, least=1, most=MAX_ALLOWED_IDS)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids, least=0, most=MAX_LOGPROB_IDS)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise RequestError.of("logprob_token_ids", self.logprob_token_ids, "() without logprobs")
+
         if self.logit_bias is not NO_BIAS:
             msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
         if not isinstance(self.grammar, Grammar | None):
@@ -196,12 +213,19 @@ class SamplingParams(
         return replace_fields(RequestError, self, changes)
 
 
+NOTHING: dict[str, object] = {"prompt_logprobs": None, "prompt_states": None, "logprob_token_ids": ()}
+
+
+def beside_graphs(params: SamplingParams) -> dict[str, object]:
+    """The parameters that ask for what is computed beside the graphs, by name."""
+    given = {field: getattr(params, field) for field in NOTHING}
+    return {field: value for field, value in given.items() if value != NOTHING[field]}
+
+
 def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None:
     """RequestError for parameters that need the host in the middle of a step (strict_performance)."""
-    for field in ("prompt_logprobs", "prompt_states"):
-        value: object = getattr(params, field)
-        if value is not None:
-            raise RequestError.of(field, value, "None with strict_performance")
+    for field, value in beside_graphs(params).items():
+        raise RequestError.of(field, value, f"{NOTHING[field]!r} with strict_performance")
 
     for field in ("grammar", "thinking_budget"):
         value = getattr(params, field)

@@ -39,6 +39,7 @@ __all__ = [
     "VIOLATIONS",
     "Verification",
     "Violation",
+    "scored_tokens",
 ]
 
 
@@ -70,7 +71,9 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     logit_bias:            (token id, addend to its logit) pairs.
     allowed_token_ids:     the only ids that may be sampled; None = all.
     num_logprobs:          number of most likely tokens to report at each output position; None = no report.
-    num_prompt_logprobs:   the same at each prompt position.
+    logprob_token_ids:     further ids whose log-probabilities are reported at each output position.
+    num_prompt_logprobs:   number of most likely tokens to report at each prompt position.
+    first_prompt_logprob:  the first prompt token that gets one, at least 1. Those before may be cached.
     prompt_states:         hidden states of the prompt to report; None = no report.
     """
 
@@ -89,7 +92,9 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     num_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
+    first_prompt_logprob: int = 1
     prompt_states: StateKind | None = None
 
     @property
@@ -118,6 +123,14 @@ class TokenConstraint(Protocol):
         Shape [len(draft_token_ids) + 1, ceil(vocab_size / 32)]. Bit i % 32 of word i // 32 is set if token i
         is allowed.
         """
+
+
+def scored_tokens(chunk: PrefillChunk, sampling: SlotSampling) -> tuple[int, tuple[int, ...]]:
+    """The prompt tokens whose log-probabilities follow from a chunk's rows: the row of the chunk that the
+    first of them follows, and the tokens."""
+    following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
+    first = min(max(0, sampling.first_prompt_logprob - chunk.start - 1), len(following))
+    return first, following[first:]
 
 
 class SlotAssignment(Struct, frozen=True, kw_only=True):
@@ -239,8 +252,8 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
 
     finish:           how the slot finished; None if it has not.
     logprobs:         an entry for each token; None if not requested.
-    prompt_logprobs:  an entry for each prompt token from the second on, with the first output token alone;
-                      None if not requested.
+    prompt_logprobs:  an entry for each prompt token from `first_prompt_logprob` on, with the first output
+                      token alone; None if not requested.
     prompt_states:    hidden states of the prompt, with the first output token alone; None if not requested.
     num_drafted:      tokens that were drafted for the row.
     num_accepted:     how many of them, one after another, were accepted.

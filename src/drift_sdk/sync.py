@@ -27,7 +27,7 @@ from drift_sdk.events import Event
 from drift_sdk.grammars import ParsedT, ParsedT_co
 from drift_sdk.jobs import JobDone, JobFailed, JobMap, JobResult, PromptLike, check_prompts
 from drift_sdk.progress import Progress
-from drift_sdk.results import Chunk, Completion, Embedding, StateKind
+from drift_sdk.results import Chunk, Completion, Decision, Embedding, StateKind
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.stats import EngineMetrics, EngineStats
 from drift_sdk.stream import TokenStream, completion_within, description_of_stream, updates_of
@@ -428,6 +428,20 @@ class SyncEngine:
         )
         found: list[Embedding] = self._call(embed, prompts)
         return found
+
+    @with_config(EngineConfig, RequestKeywordError)
+    def decide(
+        self,
+        prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
+        choices: Sequence[str | Sequence[int]],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Decision:
+        """How probable each of several answers to a prompt is; see `Engine.decide`."""
+        decide = partial(self._engine.decide, priority=priority, cache_salt=cache_salt)
+        decision: Decision = self._call(decide, prompt, choices)
+        return decision
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; see `Engine.cancel`."""

@@ -113,6 +113,7 @@ def test_options_name_the_fields_of_sampling_params() -> None:
         "stop": list[str],
         "stop_token_ids": list[int] | IdArray,
         "allowed_token_ids": list[int] | IdArray,
+        "logprob_token_ids": list[int] | IdArray,
     }
     for hints in (options, fields):
         hints["grammar"] = hints["grammar"][Any]  # each has a type variable of its own

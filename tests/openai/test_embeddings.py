@@ -134,3 +134,24 @@ async def test_keys_share_no_prefixes(folder: Path) -> None:
             reply = await call(app, PATH, {"input": [[5] * 40]}, headers={"authorization": f"Bearer {key}"})
             cached.append(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert cached == [0, 0, 32]
+
+
+def test_scores_are_cosines_of_embeddings(url: str, expected: list[np.ndarray]) -> None:
+    def scores(**texts: Any) -> list[float]:
+        reply = httpx.post(f"{url}/v1/score", json=texts, timeout=60)
+        assert reply.status_code == 200, reply.text
+        data = reply.json()["data"]
+        assert [each["index"] for each in data] == list(range(len(data)))
+        return [each["score"] for each in data]
+
+    cosine = float(expected[0] @ expected[1])
+    assert abs(cosine) < 0.99
+    assert scores(text_1=INPUTS[0], text_2=INPUTS) == pytest.approx([1.0, cosine, 1.0], abs=1e-5)
+    assert scores(text_1=INPUTS[:2], text_2=INPUTS[1::-1]) == pytest.approx([cosine, cosine], abs=1e-5)
+    for body, param in (
+        ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2"),
+        ({"text_1": [], "text_2": "a"}, "text_1"),
+        ({"text_1": "a", "text_2": ["a", ""]}, "text_2"),
+    ):
+        reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param

@@ -90,15 +90,17 @@ def slot_sampling(
     *,
     seed: int,
     num_prompt_tokens: int,
+    first_scored: int = 1,
     eos_token_ids: tuple[int, ...],
 ) -> SlotSampling:
     """The parameters in the executor's terms: lengths count the prompt.
 
+    first_scored:  of the prompt, see `PreparedPrompt`.
     eos_token_ids: end the text, in addition to the request's own stop ids.
 
     Raises RequestError naming the first token id that is outside the vocabulary.
     """
-    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         _check_vocabulary(field, getattr(params, field) or (), model.vocab_size)
 
     max_length = model.max_model_len
@@ -121,7 +123,9 @@ def slot_sampling(
         logit_bias=tuple(params.logit_bias.items()),
         allowed_token_ids=params.allowed_token_ids,
         num_logprobs=params.logprobs,
+        logprob_token_ids=params.logprob_token_ids,
         num_prompt_logprobs=params.prompt_logprobs,
+        first_prompt_logprob=first_scored,
         prompt_states=params.prompt_states,
     )
 
@@ -259,6 +263,7 @@ class Request:
                 model,
                 seed=self.seed,
                 num_prompt_tokens=len(prompt.token_ids),
+                first_scored=prompt.first_scored,
                 eos_token_ids=eos_token_ids,
             ),
         )
@@ -317,7 +322,9 @@ class Request:
         if self._first_token_at is None and token_ids:
             self._first_token_at = time.monotonic()
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs = (None, *with_texts(output.prompt_logprobs, self._token_texts))
+            assert self.sequence is not None
+            unscored = (None,) * self.sequence.sampling.first_prompt_logprob
+            self._prompt_logprobs = (*unscored, *with_texts(output.prompt_logprobs, self._token_texts))
         if output.prompt_states is not None:
             self._prompt_states = output.prompt_states
 
@@ -497,6 +504,7 @@ def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tu
                 top=entry.top,
                 text=text_of(entry.token_id),
                 top_texts=tuple([text_of(token_id) for token_id, _ in entry.top]),
+                given=entry.given,
             )
             for entry in entries
         ]

@@ -166,11 +166,18 @@ class Sequence:
         return self.num_prefill_tokens - self.num_planned_tokens
 
     @property
-    def can_share_prefix(self) -> bool:
-        """Whether the sequence may use cached blocks: not if its prompt's log-probabilities, or the hidden
-        states of all its tokens, are still to be computed, which need every position."""
-        remaining = self.remaining_sampling
-        return remaining.num_prompt_logprobs is None and remaining.prompt_states in (None, "last")
+    def num_sharable_tokens(self) -> int:
+        """The most tokens that the sequence may take from the cache. Log-probabilities of its prompt that are
+        still to be computed need all positions before the tokens that get one, from the first of these on;
+        the hidden states of all tokens need every position. The last token is always computed, because the
+        next token follows from its logits."""
+        remaining, last = self.remaining_sampling, len(self.token_ids) - 1
+        if remaining.prompt_states in ("mean", "all"):
+            return 0
+
+        return (
+            last if remaining.num_prompt_logprobs is None else min(last, remaining.first_prompt_logprob - 1)
+        )
 
     @property
     def remaining_sampling(self) -> SlotSampling:

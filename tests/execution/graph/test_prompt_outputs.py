@@ -79,10 +79,13 @@ def requests_of() -> list[Request]:
         request([*shared, 11], 1, prompt_states="last"),
         request([*shared, 11, 12, 13], 2, prompt_states="all"),
         request([7], 1, prompt_states="last"),
+        request([*shared, 21, 22, 23], 1, num_prompt_logprobs=1, first_prompt_logprob=9),
+        request([*shared, 21, 24], 1, num_prompt_logprobs=0, first_prompt_logprob=10),
+        request([*shared, 21, 22, 24, *shared, 30], 1, num_prompt_logprobs=0),
     ]
 
 
-def test_states_are_the_same_alone_and_in_a_crowd(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_the_same_alone_and_in_a_crowd(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     num_mixed = 0
     launch = StepLauncher._launch_mixed
 
@@ -100,16 +103,23 @@ def test_states_are_the_same_alone_and_in_a_crowd(decoder: Decoder, monkeypatch:
     alone = [outputs_of(single_executor, [request])[0][0] for request in requests]
     single_executor.close()
     eager, _ = outputs_of(EagerExecutor(decoder, LIMITS), requests)
-    num_compared = 0
+    num_compared = num_scored = 0
     for (prompt, sampling), output, single, other in zip(requests, found, alone, eager, strict=True):
         assert output.prompt_states == single.prompt_states
+        assert output.prompt_logprobs == single.prompt_logprobs
+        if output.prompt_logprobs is not None and other.prompt_logprobs is not None:
+            tokens = [entry.token_id for entry in output.prompt_logprobs]
+            assert tokens == prompt[sampling.first_prompt_logprob :] != []
+            logprobs = [[entry.logprob for entry in each.prompt_logprobs or ()] for each in (output, other)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
+            num_scored += 1
         assert (output.prompt_states is None) == (sampling.prompt_states is None)
         if output.prompt_states is not None and other.prompt_states is not None:
             num_rows = len(prompt) if sampling.prompt_states == "all" else 1
             assert output.prompt_states.numpy().shape == (num_rows, decoder.spec.hidden_size)
             assert np.abs(output.prompt_states.numpy() - other.prompt_states.numpy()).max() < 1e-5
             num_compared += 1
-    assert num_compared == 6 and num_mixed > 0 and num_hits > 0
+    assert num_compared == 6 and num_scored == 3 and num_mixed > 0 and num_hits > 0
 
 
 def test_the_mean_does_not_depend_on_chunks() -> None:

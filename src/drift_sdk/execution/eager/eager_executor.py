@@ -34,7 +34,13 @@ from drift_sdk.execution.eager.rounds import (
     place_rows,
     rewind,
 )
-from drift_sdk.execution.eager.sampling import LogitsProcessors, apply_processors, choose, token_logprobs
+from drift_sdk.execution.eager.sampling import (
+    LogitsProcessors,
+    apply_processors,
+    choose,
+    token_logprobs,
+    with_given,
+)
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.prompt_states import StateGatherer
 from drift_sdk.models.attention import AttentionBatch, RefreshBatch, SequenceRows, StepRows
@@ -49,6 +55,7 @@ from drift_sdk.steps import (
     StepPlan,
     StepResult,
     Verification,
+    scored_tokens,
 )
 from drift_sdk.trees import Draft
 
@@ -267,11 +274,12 @@ class EagerExecutor:
     def _score_prompt(self, hidden: Tensor, chunk: PrefillChunk, slot: Slot) -> None:
         """Add the log-probabilities of the prompt tokens that follow a chunk's rows, hidden [N, H], to the
         slot."""
-        following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
+        row, scored = scored_tokens(chunk, slot.sampling)
+        hidden = hidden[row:]
         num_top = slot.sampling.num_prompt_logprobs
         assert num_top is not None and self._decoder is not None
-        for first in range(0, len(following), LOGITS_ROWS):
-            token_ids = following[first : first + LOGITS_ROWS]
+        for first in range(0, len(scored), LOGITS_ROWS):
+            token_ids = scored[first : first + LOGITS_ROWS]
             tokens = torch.tensor(token_ids, dtype=torch.int64, device=hidden.device)
             logits = self._decoder.logits(hidden[first : first + len(tokens)])
             entries = token_logprobs(logits, tokens, [num_top] * len(tokens))
@@ -434,6 +442,7 @@ class EagerExecutor:
         ruled = apply_processors(logits, [slot.rules for slot in slots], lengths)
         tokens = choose(ruled, [slot.sampling for slot in slots], lengths)
         logprobs = token_logprobs(logits, tokens, [slot.sampling.num_logprobs for slot in slots])
+        logprobs = with_given(logprobs, logits, [slot.sampling.logprob_token_ids for slot in slots])
         # Before a token is appended:
         prompts = [(slot.whole_prompt_logprobs, slot.whole_states) for slot in slots]
         return [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -288,3 +289,17 @@ def token_logprobs(
         entries[row] = TokenLogprobs(token_id=token, logprob=logprob, top=top)
 
     return entries
+
+
+def with_given(
+    entries: Sequence[TokenLogprobs | None], logits: Tensor, wanted: Sequence[tuple[int, ...]]
+) -> list[TokenLogprobs | None]:
+    """The entries of rows of logits [M, V] with the log-probabilities of given tokens. wanted: of each row,
+    the ids."""
+    found = list(entries)
+    for row, (entry, token_ids) in enumerate(zip(entries, wanted, strict=True)):
+        if entry is not None and token_ids:
+            values = logits[row].log_softmax(dim=-1)[list(token_ids)].tolist()
+            found[row] = replace(entry, given=tuple(zip(token_ids, values, strict=True)))
+
+    return found

@@ -44,6 +44,7 @@ from drift_sdk.steps import (
     SlotSampling,
     StepPlan,
     TokenConstraint,
+    scored_tokens,
 )
 
 ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
@@ -71,15 +72,14 @@ class PromptOutputs:
         if sampling.prompt_states is not None:
             self._states[slot] = StateGatherer(sampling.prompt_states)
 
-    def score(self, chunk: PrefillChunk, first_row: int, num_top: int) -> None:
-        """Start to score the known tokens after a chunk's rows, the first of which is `first_row`.
-
-        num_top: how many of the most likely tokens to report at each position.
-        """
-        head = self._open_head
-        following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
-        for first in range(0, len(following), head.num_rows):
-            token_ids = following[first : first + head.num_rows]
+    def score(self, chunk: PrefillChunk, first_row: int, sampling: SlotSampling) -> None:
+        """Start to score the known tokens after a chunk's rows, the first of which is `first_row`."""
+        head, num_top = self._open_head, sampling.num_prompt_logprobs
+        assert num_top is not None
+        row, scored = scored_tokens(chunk, sampling)
+        first_row += row
+        for first in range(0, len(scored), head.num_rows):
+            token_ids = scored[first : first + head.num_rows]
             tokens = torch.tensor(token_ids, dtype=torch.int64).to(self._hidden.device, non_blocking=True)
             rows = self._hidden[first_row + first : first_row + first + len(token_ids)]
             parts = top_logprobs(head.logits(rows), tokens, num_top)
@@ -105,6 +105,10 @@ class PromptOutputs:
         """Remove and return the hidden states of a slot, likewise."""
         return self._states.pop(slot)
 
+    def stored_logits(self, num_rows: int) -> Tensor:
+        """See `PromptHead.stored_logits`."""
+        return self._open_head.stored_logits(num_rows)
+
     @property
     def _open_head(self) -> PromptHead:
         assert self._head is not None, "requests that report anything of their prompts are refused"
@@ -129,6 +133,8 @@ class ResultPlaces(Struct):
     or with trees of which the results are those of `num_trees` slots. is_mixed: the step has one pass, and
     the results of `decode` are those of the round and then of the prompts that end.
     prompt_logprobs, prompt_states: by slot, of prompts that end in the step and report them.
+    given_logprobs: by slot that reports the log-probabilities of given tokens, these ids and [rows, ids] in
+    pinned memory: behind each row of the slot.
     num_logprobs: by slot, how many log-probabilities of a token its sequence reports. A later step may give
     the slot to another one before this step is read.
     """
@@ -140,6 +146,7 @@ class ResultPlaces(Struct):
     is_mixed: bool = False
     prompt_logprobs: dict[int, ScoredParts] = {}
     prompt_states: dict[int, StateGatherer] = {}
+    given_logprobs: dict[int, tuple[tuple[int, ...], Tensor]] = {}
     num_logprobs: Mapping[int, int] = {}
 
 
@@ -176,7 +183,7 @@ class StepLauncher:
     def launch(self, plan: StepPlan) -> ResultPlaces:
         """Start all replays of a plan, in order: updates, prefill, decode."""
         updates = self._launch_early_updates(self._updates(plan))
-        found = ResultPlaces(num_logprobs=self._num_logprobs)
+        found = ResultPlaces(num_logprobs=self._num_logprobs, given_logprobs={})
         if self._states is not None:  # assignments have been carried out
             self._states.note(plan.prefill)
         bucket = self._mixed_bucket(plan)
@@ -188,7 +195,7 @@ class StepLauncher:
 
         if plan.prefill:
             with self._resources.stages("prefill"):
-                found.first_tokens = self._launch_prefill(plan.prefill, updates)
+                found.first_tokens = self._launch_prefill(plan.prefill, updates, found)
             self._take_prompt_outputs(plan.prefill, found)
             updates = NO_UPDATES
         if plan.decode:
@@ -198,6 +205,7 @@ class StepLauncher:
                 (num_slots, num_drafts), found.decode = self._launch_partial(plan, updates)
             is_tree = num_drafts in self._buckets.trees
             found.rows_per_slot, found.num_trees = num_drafts + 1, num_slots if is_tree else 0
+            self._report_given([row.slot for row in plan.decode], num_drafts + 1, num_slots, found)
         return found
 
     def read(
@@ -227,7 +235,9 @@ class StepLauncher:
         outputs_of_trees = tree_outputs(
             found.decode.words, found.num_trees, slots, found.num_logprobs, has_checks=has_checks
         )
-        return tuple(outputs_of_trees)
+        return tuple(
+            _with_given(output, found, slot) for output, slot in zip(outputs_of_trees, slots, strict=True)
+        )
 
     def _updates(self, plan: StepPlan) -> Updates:
         """The slot table updates of a plan's assignments, block updates and finished prompts."""
@@ -272,7 +282,9 @@ class StepLauncher:
             ring.start(ring.acquire(pairs), self._graphs.update)
         return rest
 
-    def _launch_prefill(self, chunks: tuple[PrefillChunk, ...], updates: Pairs) -> Results | None:
+    def _launch_prefill(
+        self, chunks: tuple[PrefillChunk, ...], updates: Pairs, found: ResultPlaces
+    ) -> Results | None:
         """Compute chunks, sample the first token of prompts that end, and update the drafter. Return the
         results of the first tokens; None if no prompt ends."""
         ring = self._resources.ring
@@ -284,6 +296,8 @@ class StepLauncher:
         for chunk, first in zip(chunks, firsts, strict=False):
             self._gather_states(chunk, [range(first, first + len(chunk.token_ids))])
         results = self._launch_first_tokens(chunks, firsts)
+        ends = [chunk.slot for chunk in chunk_ends(chunks)]
+        self._report_given(ends, 1, bucket_of(self._buckets.decode, len(ends)) if ends else 0, found)
         if self._graphs.draft_extend:
             self._launch_draft_extend(chunks)
         return results
@@ -320,6 +334,7 @@ class StepLauncher:
         fill_masks(self._constraints, slots, ring.mask(entry))
         ring.start(entry, self._graphs.mixed[bucket])
         found.decode, found.rows_per_slot, found.is_mixed = ring.results(entry), bucket.num_drafts + 1, True
+        self._report_given(slots, bucket.num_drafts + 1, bucket.num_slots, found)
         firsts = first_rows(without_last_tokens(plan.prefill))
         self._score_prompts(plan.prefill, firsts)
         place = len(plan.decode)
@@ -343,16 +358,37 @@ class StepLauncher:
     def _score_prompts(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> None:
         """firsts: the first row of each chunk, see `first_rows`."""
         for chunk, first in zip(chunks, firsts, strict=False):
-            num_top = self._sampling[chunk.slot].num_prompt_logprobs
-            if num_top is not None:
+            sampling = self._sampling[chunk.slot]
+            if sampling.num_prompt_logprobs is not None:
                 with self._resources.device.work():
-                    self._prompt_outputs.score(chunk, first, num_top)
+                    self._prompt_outputs.score(chunk, first, sampling)
 
     def _gather_states(self, chunk: PrefillChunk, rows: Sequence[range]) -> None:
         """rows: of the chunk in the step, see `PromptOutputs.gather`."""
         if self._sampling[chunk.slot].prompt_states is not None:
             with self._resources.device.work():
                 self._prompt_outputs.gather(chunk, rows)
+
+    def _report_given(
+        self, slots: Sequence[int], rows_per_slot: int, num_slots: int, found: ResultPlaces
+    ) -> None:
+        """Start to copy the log-probabilities of given tokens behind each row of the slots that report them,
+        from the logits of the step launched last, which has room for `num_slots` slots."""
+        if not any(self._sampling[slot].logprob_token_ids for slot in slots):
+            return
+
+        with self._resources.device.work():
+            logits = self._prompt_outputs.stored_logits(num_slots * rows_per_slot)
+            for place, slot in enumerate(slots):
+                token_ids = self._sampling[slot].logprob_token_ids
+                if not token_ids:
+                    continue
+
+                rows = logits[place * rows_per_slot : (place + 1) * rows_per_slot].log_softmax(dim=-1)
+                columns = torch.tensor(token_ids, dtype=torch.int64).to(rows.device, non_blocking=True)
+                values = rows.index_select(1, columns)
+                host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                found.given_logprobs[slot] = token_ids, host.copy_(values, non_blocking=True)
 
     def _launch_first_tokens(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> Results | None:
         """firsts: the first row of each chunk, see `first_rows`."""
@@ -451,7 +487,27 @@ def _outputs(
         return iter(())
 
     results.is_pending = False
-    return outputs(results.words, rows_per_slot, slots, found.num_logprobs)
+    found_outputs = outputs(results.words, rows_per_slot, slots, found.num_logprobs)
+    if not found.given_logprobs:
+        return found_outputs
+
+    return (_with_given(output, found, slot) for output, slot in zip(found_outputs, slots, strict=True))
+
+
+def _with_given(output: SlotOutput, found: ResultPlaces, slot: int) -> SlotOutput:
+    """The output of a slot with the log-probabilities of given tokens."""
+    given = found.given_logprobs.get(slot)
+    if given is None or output.logprobs is None:
+        return output
+
+    token_ids, values = given
+    rows = values.tolist()
+    path = (0, *output.accepted_nodes) if output.accepted_nodes else range(len(output.token_ids))
+    entries = [
+        msgspec.structs.replace(entry, given=tuple(zip(token_ids, rows[row], strict=True)))
+        for entry, row in zip(output.logprobs, path, strict=False)
+    ]
+    return msgspec.structs.replace(output, logprobs=tuple(entries))
 
 
 def _with_prompt_outputs(output: SlotOutput, found: ResultPlaces, slot: int) -> SlotOutput:

@@ -203,6 +203,11 @@ class PromptHead:
         multiply_head(normed, self._decoder.weights.head, logits, self._tuned, self._decoder.spec.logits_cap)
         return logits[: hidden.shape[0]]
 
+    def stored_logits(self, num_rows: int) -> Tensor:
+        """The logits [num_rows, V] fp32 of the step that was launched last, before its rules: those behind
+        each row of its round, or of its first tokens. num_rows: as many as the graph has."""
+        return self._workspace.take("logits", (num_rows, self._logits_shape[1]), torch.float32)
+
     def _normalise(self, hidden: Tensor, multiplier: float) -> Tensor:
         norm, num_rows = self._decoder.spec.final_norm, hidden.shape[0]
         normed = self._workspace.take("head_normed", (self.num_rows, hidden.shape[1]), hidden.dtype)
