@@ -55,6 +55,9 @@ GROUPS = {
         "JsonSchema",
         "Regex",
         "Lark",
+        "TokenMachine",
+        "TokenState",
+        "TokenBias",
     ],
     "Answers": [
         "TokenStream",

@@ -38,6 +38,9 @@ from drift_sdk import (
     Speculation,
     StaticTree,
     SyncEngine,
+    TokenBias,
+    TokenMachine,
+    TokenState,
 )
 from drift_sdk._fields import check_fields
 from drift_sdk._validation import OTHER_NAMES
@@ -83,6 +86,14 @@ def choice(*names: str, **given: Any) -> Case:
 
 def text(*valid: Any, rejected: tuple[Any, ...] = ()) -> Case:
     return Case((*valid, None), ("", 7, True, 1.0, (), ("a",), b"a", *rejected))
+
+
+def never(token_ids: object, text: object) -> bool:
+    return False
+
+
+async def awaited(*arguments: object) -> None:
+    """No function that an engine calls."""
 
 
 WRONG_IDS = (True, -1, MOST + 1, "5", 5.0, None, b"5")
@@ -137,6 +148,11 @@ PARAMS = {
         ("777", b"7", {"type": "integer"}, 7, True, (), Regex, (Regex("777"),)),
     ),
     "thinking_budget": integer(0, 2**31 - 1, optional=True),
+    "logits_processors": Case(
+        ((), (TokenBias({5: 1.0}),), (TokenMachine((TokenState(),)),), (TokenBias({5: 1.0}),) * 16),
+        (None, 7, "7", print, (7,), (None,), (TokenBias,), (TokenState(),), (print,) * 17, (awaited,)),
+    ),
+    "stop_when": Case((None, never), (7, "7", True, (), (print,), int, awaited)),
     "priority": integer(-(2**31), 2**31 - 1),
     "cache_salt": text("tenant 1", "\N{SNOWMAN}", "a" * 1024, rejected=("a" * 1025, "\ud800")),
     "num_draft_tokens": integer(0, 63, optional=True),

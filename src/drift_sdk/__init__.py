@@ -28,6 +28,7 @@ from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.pool_state import ReplicaStats
 from drift_sdk.pool.routing import Routing
+from drift_sdk.processors import TokenBias, TokenMachine, TokenState
 from drift_sdk.progress import Download, Progress
 from drift_sdk.remote.process_engine import ProcessEngine
 from drift_sdk.results import (
@@ -107,7 +108,10 @@ __all__ = [
     "SyncEngine",
     "SyncStream",
     "Timing",
+    "TokenBias",
     "TokenLogprobs",
+    "TokenMachine",
+    "TokenState",
     "TokenStream",
     "ToolCall",
     "ToolSpec",

@@ -260,7 +260,8 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
     text:            the text generated; of `chat`, the answer without reasoning and tool calls.
     token_ids:       all tokens generated, including those of a stop string that was cut from the text.
     finish_reason:   "stop" (end of sequence, stop token or stop string), "length" or "cancelled".
-    stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop";
+    stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop", or
+                     "stop_when" if the request's function did;
                      "context" if finish_reason is "length" and the context was full before max_tokens.
     usage, timing:   numbers of tokens, and times.
     seed:            gives the same tokens again, with the same model and parameters.

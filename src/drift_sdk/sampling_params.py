@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from inspect import iscoroutinefunction
 from typing import Annotated, Any, Generic, TypedDict, Unpack, cast
 
 import msgspec
@@ -14,6 +15,7 @@ from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs
 from drift_sdk._validation import check_int, check_str_tuple, plain_scalar
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
+from drift_sdk.processors import LogitsProcessor, StopFunction, TokenBias, TokenMachine, machines_of
 from drift_sdk.results import StateKind
 from drift_sdk.trees import MAX_TREE_DRAFTS
 
@@ -31,6 +33,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
+MAX_PROCESSORS = 16
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 1024
@@ -65,6 +68,8 @@ class SamplingOptions(TypedDict, Generic[ParsedT], total=False):
     allowed_token_ids: tuple[int, ...] | list[int] | IdArray | None
     grammar: JsonSchema[ParsedT] | Regex | Lark | None
     thinking_budget: int | None
+    logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor]
+    stop_when: StopFunction | None
     priority: int
     cache_salt: str | None
     num_draft_tokens: int | None
@@ -116,14 +121,21 @@ class SamplingParams(
                         allows nothing more.
     thinking_budget:    most tokens of reasoning in the answer of `chat`, 0 to 2,147,483,647. When they are
                         used up, the marker that ends reasoning follows, and then the answer; None = no limit.
+    logits_processors:  at most 16, each a `TokenMachine` or a `TokenBias`, which every executor runs, or a
+                        Python function of the token ids generated so far and the logits (`LogitsFunction`),
+                        which the eager executor alone runs, on the engine's thread.
+    stop_when:          a function of the token ids generated so far and their text (`StopFunction`), called
+                        on the engine's thread after each token from `min_tokens` on: the text ends with the
+                        first token for which it returns True. None = none.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
                         tenant: 1 to 1,024 characters; None = with requests that have none.
     num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 63; 0 = none, None = as the
                         engine.
 
-    The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
-    grammar, thinking_budget, temperature, top_k, top_p, min_p. Where min_tokens leaves none of
+    The order is logit_bias and biases of processors, repetition, frequency and presence penalty, min_tokens,
+    allowed_token_ids, grammar, machines and thinking_budget, functions of processors, temperature, top_k,
+    top_p, min_p. Where min_tokens leaves none of
     allowed_token_ids, min_tokens is ignored. Where both leave no token that the grammar or the budget
     permits, both are ignored: a text that the grammar ends may have fewer tokens than min_tokens. Numbers may
     have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a library like
@@ -152,6 +164,8 @@ class SamplingParams(
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: JsonSchema[ParsedT_co] | Regex | Lark | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    stop_when: StopFunction | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
     num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_DRAFTS)] | None = None
@@ -180,6 +194,24 @@ class SamplingParams(
             msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError.of("grammar", self.grammar, "a JsonSchema, a Regex, a Lark or None")
+
+        self._check_functions()
+
+    def _check_functions(self) -> None:
+        processors = self.logits_processors
+        if isinstance(processors, list):
+            processors = tuple(processors)
+            msgspec.structs.force_setattr(self, "logits_processors", processors)
+        allowed = f"at most {MAX_PROCESSORS} TokenMachines, TokenBiases and functions"
+        if not isinstance(processors, tuple) or len(processors) > MAX_PROCESSORS:
+            raise RequestError.of("logits_processors", processors, allowed)
+
+        wrong = [each for each in processors if not is_processor(each)]
+        if wrong:
+            raise RequestError.of("logits_processors", wrong[0], allowed)
+
+        if self.stop_when is not None and not is_function(self.stop_when):
+            raise RequestError.of("stop_when", self.stop_when, "a function of token ids and text, or None")
 
     def _make_tuple(self, name: str, most: int) -> None:
         """Make a tuple of a list or an array of ids. RequestError for one of more than `most` items."""
@@ -227,11 +259,21 @@ def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None
     for field, value in beside_graphs(params).items():
         raise RequestError.of(field, value, f"{NOTHING[field]!r} with strict_performance")
 
-    for field in ("grammar", "thinking_budget"):
+    for field in ("grammar", "thinking_budget", "logits_processors"):
         value = getattr(params, field)
-        if value is not None and is_speculating and params.num_draft_tokens != 0:
+        is_given = bool(machines_of(value)) if field == "logits_processors" else value is not None
+        if is_given and is_speculating and params.num_draft_tokens != 0:
             allowed = "None, or num_draft_tokens=0, with strict_performance and speculation"
             raise RequestError.of(field, value, allowed)
+
+
+def is_processor(value: object) -> bool:
+    return isinstance(value, TokenMachine | TokenBias) or is_function(value)
+
+
+def is_function(value: object) -> bool:
+    """Whether a value can be called where no event loop runs. A class is none: one was meant to be made."""
+    return callable(value) and not isinstance(value, type) and not iscoroutinefunction(value)
 
 
 def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -47,6 +47,7 @@ from drift_sdk.jobs import (
     completions_of,
     results_of,
 )
+from drift_sdk.processors import functions_of
 from drift_sdk.results import Completion, Decision, Embedding, PromptStates, StateKind
 from drift_sdk.sampling_params import (
     MAX_SEED,
@@ -258,6 +259,16 @@ class Serving(ABC):
     @abstractmethod
     async def _count_tokens(self, prompt: Prompt) -> int:
         """The number of tokens of a prompt."""
+
+    @property
+    @abstractmethod
+    def executor(self) -> str:
+        """See `BaseEngine.executor`."""
+
+    @property
+    def _calls_functions(self) -> bool:
+        """Whether functions of requests can be called: they cannot be sent to another process."""
+        return True
 
     @property
     @abstractmethod
@@ -593,9 +604,32 @@ class Serving(ABC):
             for field, value in beside_graphs(params).items():
                 raise RequestError.of(field, value, f"{NOTHING[field]!r} with tensor_parallel")
 
+        self._check_functions(params)
         check_forced_calls(prompt, params, needs_no_host=is_strict and is_speculating)
         if request_id is not None:
             check_request_id(request_id, is_new=True)
+
+    def _check_functions(self, params: SamplingParams) -> None:
+        """RequestError for functions that this engine does not call. A warning, once, if it does."""
+        functions = functions_of(params.logits_processors)
+        if not functions and params.stop_when is None:
+            return
+
+        if not self._calls_functions:
+            field, value = ("logits_processors", functions) if functions else ("stop_when", params.stop_when)
+            allowed = "no Python function: the engine runs in another process"
+            raise RequestError.of(field, value, allowed)
+
+        if functions and (executor := self.executor) != "eager":
+            allowed = f"TokenMachines and TokenBiases: the executor {executor!r} calls no Python functions"
+            raise RequestError.of("logits_processors", functions, allowed)
+
+        if functions and "functions" not in self._warnings:
+            self._warnings.add("functions")
+            log.warning(
+                "logits_processors: Python functions run on the engine's thread for every token, while all "
+                "other requests wait; a TokenMachine or a TokenBias does not"
+            )
 
     def _job_map(
         self,

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
+from drift_sdk.errors import RequestError
+from drift_sdk.processors import LogitsFunction
 from drift_sdk.results import PromptStates, StateKind, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -136,8 +138,9 @@ def scored_tokens(chunk: PrefillChunk, sampling: SlotSampling) -> tuple[int, tup
 class SlotAssignment(Struct, frozen=True, kw_only=True):
     """A sequence is placed in a slot, whose row of the slot tables is initialised.
 
+    functions:        change the logits before a token is sampled; for the eager executor alone.
     cached_token_ids: the tokens found in the prefix cache, which no chunk contains. Given only for sampling
-                      with penalties, which count them, and to executors that want the history
+                      with penalties, which count them, with functions, and to executors that want the history
                       (`SchedulerConfig.wants_history`); else empty.
     arrival:          number of requests that were submitted to the engine before the sequence's. It names the
                       sequence: it is the same when a preempted sequence is placed again.
@@ -148,6 +151,7 @@ class SlotAssignment(Struct, frozen=True, kw_only=True):
     slot: int
     sampling: SlotSampling
     constraint: TokenConstraint | None = None
+    functions: tuple[LogitsFunction, ...] = ()
     cached_token_ids: tuple[int, ...] = ()
     arrival: int = 0
     checkpoint: int | None = None
@@ -260,6 +264,7 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     accepted_nodes:   of a tree of drafts, the numbers of those that were accepted, the first draft being 1;
                       empty for a chain.
     is_ngram:         the drafts were n-grams in place of those of a draft model.
+    error:            of one of the slot's functions: its sequence ends.
     violation:        what the checks of speculation found wrong; None if nothing was, or without checks.
     """
 
@@ -273,6 +278,7 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     accepted_nodes: tuple[int, ...] = ()
     is_ngram: bool = False
     violation: Violation | None = None
+    error: RequestError | None = None
 
 
 class HostWork(Struct, frozen=True, kw_only=True):

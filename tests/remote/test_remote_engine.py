@@ -35,6 +35,8 @@ from drift_sdk import (
     RequestError,
     Routing,
     SamplingParams,
+    TokenMachine,
+    TokenState,
 )
 from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.remote import connection
@@ -480,6 +482,11 @@ def test_embeddings_and_decisions_are_those_of_the_engine(tmp_path: Path) -> Non
                 )
             found = await remote.decide(prompts[1], choices)
             assert found == await engine.decide(prompts[1], choices) and found.logprobs[0] < 0
+            machine = TokenMachine((TokenState(allowed=(7,)),))
+            assert (await remote.generate([5], max_tokens=2, logits_processors=[machine])).token_ids == (7, 7)
+            for options in ({"stop_when": max}, {"logits_processors": [max]}):
+                with pytest.raises(RequestError, match="the engine runs in another process"):
+                    remote.generate([5], **options)
             check_nothing_is_left(remote)
 
     anyio.run(main)

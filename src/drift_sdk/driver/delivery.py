@@ -10,7 +10,7 @@ from drift_sdk.driver.requests import Request, RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.stream_updates import PendingUpdates, Update
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.errors import DriftError, EngineClosed, ExecutorError
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, RequestError
 from drift_sdk.results import Chunk
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
@@ -72,7 +72,15 @@ class Delivery:
 
         if request.followers:
             self._prepare_followers(request)
-        chunk = request.extend(delta.output, delta.verification)
+        try:
+            if delta.output.error is not None:
+                raise delta.output.error
+
+            chunk = request.extend(delta.output, delta.verification)
+        except RequestError as error:  # of a function of the request
+            self._fail(request, error)
+            return
+
         self._stats_recorder.extended(request, delta, chunk)
         if request.is_done:
             self._finish(request, chunk)

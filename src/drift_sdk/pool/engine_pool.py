@@ -287,6 +287,10 @@ class EnginePool(BaseEngine):
         return await self._open_engines()[0]._count_tokens(prompt)
 
     @property
+    def _calls_functions(self) -> bool:
+        return all(engine._calls_functions for engine in self.engines)
+
+    @property
     def _has_room(self) -> bool:
         return any(engine._has_room for engine in self._open_engines())
 

@@ -184,6 +184,10 @@ class RemoteEngine(BaseEngine):
             raise unsendable(error) from error
 
     @property
+    def _calls_functions(self) -> bool:
+        return False
+
+    @property
     def _has_room(self) -> bool:
         connection = self._connection
         return not connection.is_open or connection.has_room()

@@ -9,6 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from drift_sdk.processors import LogitsFunction
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
@@ -39,6 +40,7 @@ class Sequence:
         "block_table",
         "constraint",
         "finish",
+        "functions",
         "awaits_mask",
         "borders",
         "cache_salt",
@@ -81,6 +83,7 @@ class Sequence:
         priority: int,
         arrival: int,
         constraint: TokenConstraint | None = None,
+        functions: tuple[LogitsFunction, ...] = (),
         max_draft_tokens: int | None = None,
         cache_salt: str | None = None,
         borders: tuple[int, ...] = (),
@@ -92,6 +95,7 @@ class Sequence:
         self.order: tuple[int, int] = (priority, arrival)
         self.max_length: int = sampling.max_length
         self.constraint: TokenConstraint | None = constraint
+        self.functions: tuple[LogitsFunction, ...] = functions  # that change its logits
         self.max_draft_tokens: int | None = max_draft_tokens  # None = as many as the batch drafts
         self.cache_salt: str | None = cache_salt  # cached blocks are shared with sequences of an equal one
         self.borders: tuple[int, ...] = borders  # where other prompts may branch off: for checkpoints

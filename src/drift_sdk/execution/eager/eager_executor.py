@@ -36,6 +36,7 @@ from drift_sdk.execution.eager.rounds import (
 )
 from drift_sdk.execution.eager.sampling import (
     LogitsProcessors,
+    apply_functions,
     apply_processors,
     choose,
     token_logprobs,
@@ -440,6 +441,7 @@ class EagerExecutor:
         logits = decoder.logits(hidden)
         lengths = [slot.length for slot in slots]
         ruled = apply_processors(logits, [slot.rules for slot in slots], lengths)
+        ruled, errors = apply_functions(ruled, [slot.rules for slot in slots])
         tokens = choose(ruled, [slot.sampling for slot in slots], lengths)
         logprobs = token_logprobs(logits, tokens, [slot.sampling.num_logprobs for slot in slots])
         logprobs = with_given(logprobs, logits, [slot.sampling.logprob_token_ids for slot in slots])
@@ -452,9 +454,10 @@ class EagerExecutor:
                 logprobs=(entry,) if entry is not None else None,
                 prompt_logprobs=prompt_logprobs,
                 prompt_states=prompt_states,
+                error=errors.get(row),
             )
-            for slot, token, entry, (prompt_logprobs, prompt_states) in zip(
-                slots, tokens.tolist(), logprobs, prompts, strict=True
+            for row, (slot, token, entry, (prompt_logprobs, prompt_states)) in enumerate(
+                zip(slots, tokens.tolist(), logprobs, prompts, strict=True)
             )
         ]
 
@@ -473,4 +476,5 @@ def _join_outputs(outputs: list[SlotOutput], draft: Draft, accepted: list[int]) 
         num_accepted=len(accepted),
         accepted_nodes=() if draft.tree.is_chain else tuple(accepted),
         is_ngram=draft.is_ngram,
+        error=next((output.error for output in outputs if output.error is not None), None),
     )

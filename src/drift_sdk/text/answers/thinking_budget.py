@@ -15,7 +15,6 @@ from drift_sdk.errors import RequestError
 from drift_sdk.text.answers.reasoning import Thinking
 
 if TYPE_CHECKING:  # llguidance may not be installed
-    from drift_sdk.text.grammar import GrammarConstraint
     from drift_sdk.text.tokenizer import Tokenizer
 
 
@@ -166,25 +165,3 @@ class ThinkingBudget:
 
     def _text_of(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self._bytes_of.__getitem__, ids))
-
-
-class BudgetedGrammar:
-    """A grammar whose part that is reasoning has a budget. Implements `TokenConstraint`."""
-
-    def __init__(self, grammar: GrammarConstraint, budget: ThinkingBudget) -> None:
-        self._grammar = grammar
-        self._budget = budget
-
-    @property
-    def is_slow(self) -> bool:
-        return self._grammar.is_slow
-
-    def masks(self, draft_token_ids: Sequence[int]) -> Masks:
-        """See `TokenConstraint`."""
-        masks: Masks = self._grammar.masks(draft_token_ids) & self._budget.masks(draft_token_ids)
-        return masks
-
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """See `GrammarConstraint`."""
-        self._grammar.advance(token_ids)
-        self._budget.advance(token_ids)
