@@ -11,8 +11,8 @@ launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -37,6 +37,7 @@ __all__ = [
     "SlotSampling",
     "StepPlan",
     "StepResult",
+    "TakesWeights",
     "TokenConstraint",
     "VIOLATIONS",
     "Verification",
@@ -346,3 +347,13 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release memory and handles. Launched steps are abandoned. Idempotent."""
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An executor whose weights can be replaced while no step is in flight."""
+
+    def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        """Replace weights by tensors of torch with the names of the model's files, in the memory that they
+        have. Keys and values that were computed are those of the weights before. RequestError for a wrong
+        tensor, before anything has changed."""

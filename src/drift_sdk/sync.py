@@ -443,6 +443,10 @@ class SyncEngine:
         decision: Decision = self._call(decide, prompt, choices)
         return decision
 
+    def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        """Replace weights between two steps; see `Engine.update_weights`."""
+        self._call(self._engine.update_weights, tensors)
+
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; see `Engine.cancel`."""
         return self._engine.cancel(request_id)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -62,13 +63,25 @@ class Sleep(Struct, frozen=True):
     done: Latch
 
 
+class UpdateWeights(Struct, frozen=True):
+    """Replace weights once no step is in flight; `done` is set with the error if that fails.
+
+    tensors: of torch, by the names of the model's files.
+    """
+
+    done: Latch
+    tensors: Mapping[str, Any]
+
+
 class Wake(Struct, frozen=True):
     """Open the model again; `done` is set with the error if that fails."""
 
     done: Latch
 
 
-Command = Prepared | MaskComputed | Cancel | Close | Pause | Unpause | Resume | Sleep | Wake
+Deferred = Pause | Sleep | Wake | UpdateWeights
+"""Commands that are carried out when no step is in flight."""
+Command = Prepared | MaskComputed | Cancel | Close | Unpause | Resume | Deferred
 
 
 class CommandQueue:
@@ -109,5 +122,5 @@ class CommandQueue:
 
     def _reject_all(self, rejection: Callable[[], DriftError]) -> None:
         while (command := self.get_nowait()) is not None:
-            if isinstance(command, Pause | Resume | Sleep | Wake):
+            if isinstance(command, Resume | Deferred):
                 command.done.set(rejection())

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
@@ -22,12 +23,14 @@ from drift_sdk.driver.commands import (
     Close,
     Command,
     CommandQueue,
+    Deferred,
     MaskComputed,
     Pause,
     Prepared,
     Resume,
     Sleep,
     Unpause,
+    UpdateWeights,
     Wake,
 )
 from drift_sdk.driver.delivery import Delivery
@@ -38,11 +41,11 @@ from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.requests import Request, RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.errors import EngineClosed, error_repr
+from drift_sdk.errors import EngineClosed, RequestError, error_repr
 from drift_sdk.events import Event
 from drift_sdk.progress import Report
 from drift_sdk.scheduling.scheduler import Scheduler
-from drift_sdk.steps import Executor, StepPlan, StepResult
+from drift_sdk.steps import Executor, StepPlan, StepResult, TakesWeights
 
 POLL_S = 0.005
 """Most seconds to wait before asking whether the step that runs has ended, earlier than predicted."""
@@ -182,7 +185,7 @@ class Driver(Startable):
         self._timer = PlanTimer()
         self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
         self._pauses: set[Pause] = set()
-        self._deferred: list[Pause | Sleep | Wake] = []  # carried out when no step is in flight
+        self._deferred: list[Deferred] = []  # carried out when no step is in flight
 
     def start(self) -> None:
         """Start the engine's thread, which opens the model first. Called once."""
@@ -423,7 +426,7 @@ class Driver(Startable):
                 self._pauses.clear()
                 self._note_state()
                 done.set()
-            case Sleep() | Wake():
+            case Sleep() | Wake() | UpdateWeights():
                 self._deferred.append(command)
 
     def _carry_out_deferred(self) -> bool:
@@ -435,6 +438,8 @@ class Driver(Startable):
                 if isinstance(command, Sleep):
                     self._fall_asleep()
                 error = self._wake() if isinstance(command, Wake) else None
+                if isinstance(command, UpdateWeights):
+                    error = self._update_weights(command.tensors)
                 self._note_state()
             except BaseException:
                 self._deferred = commands[number:]  # `_shut_down` ends them
@@ -471,6 +476,24 @@ class Driver(Startable):
 
         self._executor, self.model_text = model.executor, model.text
         log.info("awake in %.2f s", time.monotonic() - started_at)
+        return None
+
+    def _update_weights(self, tensors: Mapping[str, Any]) -> Exception | None:
+        """Replace weights, and have all requests compute their context again. Returns the error of a wrong
+        tensor, which changes nothing."""
+        if self._executor is None or not isinstance(self._executor, TakesWeights):
+            state = "asleep" if self._executor is None else f"one of the executor {self.executor_name!r}"
+            allowed = f"an engine that computes a model and is awake: this one is {state}"
+            return RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
+
+        started_at = time.monotonic()
+        try:
+            self._executor.update_weights(tensors)
+        except RequestError as error:
+            return error
+
+        self._scheduler.forget_kv()
+        log.info("%d tensors of weights replaced in %.2f s", len(tensors), time.monotonic() - started_at)
         return None
 
     def _has_ended(self) -> bool:

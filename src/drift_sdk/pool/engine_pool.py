@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 from msgspec.structs import replace
@@ -197,6 +198,16 @@ class EnginePool(BaseEngine):
         engines = self._open_engines()
         self._state.is_asleep = False
         await for_each(engines, lambda engine: engine.wake())
+
+    async def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        """See `BaseEngine.update_weights`. The replicas get the weights one after the other, and serve
+        meanwhile; a wrong tensor is found by the first. One that is restarted loads its files."""
+        if not self._calls_functions:
+            allowed = "replicas of this process: tensors are not sent to another one"
+            raise RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
+
+        for engine in self._open_engines():
+            await engine.update_weights(tensors)
 
     @property
     def is_open(self) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from drift_sdk._display import html_table, state_repr
 from drift_sdk._validation import check_float
@@ -109,6 +109,10 @@ class RemoteEngine(BaseEngine):
 
     async def wake(self) -> None:
         await self._ask("wake")
+
+    async def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        allowed = "an engine of this process: tensors are not sent to another one"
+        raise RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
 
     @property
     def is_open(self) -> bool:

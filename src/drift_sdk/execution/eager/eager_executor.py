@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic, process_time
 
@@ -48,6 +49,7 @@ from drift_sdk.models.attention import AttentionBatch, RefreshBatch, SequenceRow
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.states import Checkpoint, SequenceState, StateRows
+from drift_sdk.models.weight_update import update_weights
 from drift_sdk.steps import (
     DecodeRow,
     ExecutorLimits,
@@ -183,6 +185,13 @@ class EagerExecutor:
         duration_s = time.perf_counter() - started_at
         self._busy_cores.look()
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
+
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `TakesWeights`."""
+        if self._decoder is None:
+            raise ExecutorError("the executor is closed")
+
+        update_weights(self._decoder, tensors)
 
     def close(self) -> None:
         self._launched.clear()

@@ -107,7 +107,7 @@ def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = Non
     decoder.weights = replace(weights, embedding=embedding, head=head, layers=())
     del weights
     for index in range(len(layers)):
-        layers[index] = _arrange_layer(layers[index], dtype)
+        layers[index] = arrange_layer(layers[index], dtype)
     decoder.weights = replace(decoder.weights, layers=tuple(layers))
 
 
@@ -121,11 +121,12 @@ def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> No
         head=arrange_matrix(weights.head, dtype),
         fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
         joint=None if weights.joint is None else arrange_matrix(weights.joint, dtype),
-        layers=tuple(_arrange_layer(layer, dtype) for layer in weights.layers),
+        layers=tuple(arrange_layer(layer, dtype) for layer in weights.layers),
     )
 
 
-def _arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
+def arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
+    """The weights of a layer with arranged matrices."""
     channel = layer.channel
     matrices: dict[str, Any] = {
         name: arrange_matrix(matrix, dtype) for name, matrix in layer.mixer.matrices.items()

@@ -14,13 +14,15 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.errors import ExecutorError
+from drift_sdk.errors import ExecutorError, RequestError
 from drift_sdk.execution.device.device import Device, DeviceGroup, Event, Replay, ServingDevice
 from drift_sdk.execution.device.errors import is_kept, typed_errors
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
+from drift_sdk.execution.forward.kernel_weights import arrange_layer
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.gpu_graphs import (
     NO_HOOKS,
@@ -40,6 +42,7 @@ from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.shard import Shard
+from drift_sdk.models.weight_update import update_weights
 from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import dense
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
@@ -107,7 +110,7 @@ class GraphExecutor:
         """
         first, *others = gpus
         first.graphs.join([gpu.graphs for gpu in others])
-        self._device, self._gpus = device, gpus
+        self._device, self._gpus, self._decoder = device, gpus, model.decoder
         self._resources = first.resources
         self._graphs: CapturedGraphs | None = first.graphs
         self._step_timeout_s = options.step_timeout_s
@@ -203,6 +206,19 @@ class GraphExecutor:
             host_work=self._resources.ring.take_work(self._allocations.step()),
         )
 
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `TakesWeights`. The graphs read the weights where they were."""
+        if self._graphs is None:
+            raise ExecutorError("the executor is closed")
+
+        if len(self._gpus) > 1:
+            raise RequestError.of("tensors", f"{len(tensors)} tensors", "an engine without tensor_parallel")
+
+        with typed_errors(self), self._device.work():
+            update_weights(self._decoder, tensors, arrange_layer)
+            (event := self._event()).record()
+            event.wait(self._step_timeout_s)
+
     def close(self) -> None:
         if self._graphs is None or is_kept(self):
             return
@@ -219,7 +235,7 @@ class GraphExecutor:
         self._launched.clear()
         self._graphs.close()
         self._graphs = None
-        del self._resources, self._launcher, self._gpus
+        del self._resources, self._launcher, self._gpus, self._decoder
         self._device.close()
 
     def _finish(self) -> None:
