@@ -235,7 +235,8 @@ def kernels_of(
             factory = NGramDrafterFactory(drafts, (1, 3))
         elif drafts is not None:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), drafts.choices, tree=drafts)
-        options = GraphOptions(prefill_token_budget=512, fast_prompts=drafts is not None)
+        is_fast = drafts is not None and not spec.has_latents
+        options = GraphOptions(prefill_token_budget=512, fast_prompts=is_fast)
         table = WatchedTable(element_bytes=dtype.itemsize)
         GraphExecutor(device, decoder, limits, table, options, drafter_factory=factory).close()
     return unique(device.kernels)
@@ -318,7 +319,8 @@ def configurations(
     layers = {"num_hidden_layers": NUM_META_LAYERS}
     for name in names:
         settings = LLAMA | PUBLISHED[name] | layers
-        has_trees = not read_spec(settings).recurrent_layers
+        spec = read_spec(settings)
+        has_trees = not spec.recurrent_layers and not spec.has_latents
         yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []))
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())

@@ -16,10 +16,10 @@ from msgspec import Struct
 
 from drift_sdk._kernels.gemm.tuning import gpu_key, table_for
 from drift_sdk.execution.device.device import Device, GpuDevice, Replay
+from drift_sdk.execution.device.stages import NoStageMarks, StageMarks
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory, EagleDrafterFactory
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
-from drift_sdk.execution.stages import NoStageMarks, StageMarks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import ExecutorLimits

@@ -24,7 +24,7 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from drift_sdk.config import prefill_token_budget
-from drift_sdk.progress import ignore_progress
+from drift_sdk.events import ignore_progress
 from perf.cases.gemm import weight_roles
 from perf.harness.decoding import DecodeOptions, engine_config
 from perf.harness.drafting import Drafting

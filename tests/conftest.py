@@ -67,9 +67,9 @@ def pytest_sessionfinish() -> None:
 def no_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """On a GPU, engines measure no launch configurations when they start, and find none of this machine."""
     if torch.cuda.is_available():
-        from drift_sdk.startup import gemm_tuning
+        from drift_sdk.startup import graph_startup
 
-        monkeypatch.setattr(gemm_tuning, "EFFORTS", gemm_tuning.EFFORTS | {"short": None})
+        monkeypatch.setattr(graph_startup, "EFFORTS", graph_startup.EFFORTS | {"short": None})
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
 
 

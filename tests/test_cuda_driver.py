@@ -63,7 +63,7 @@ def test_machine_without_a_driver_needs_none(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_graphs_are_instantiated_on_such_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    instantiation = pytest.importorskip("drift_sdk.execution.device.capture")
+    instantiation = pytest.importorskip("drift_sdk.execution.device.device")
 
     class Stream:
         def close(self) -> None: ...

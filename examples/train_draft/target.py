@@ -12,15 +12,14 @@ from msgspec import Struct
 
 from drift_sdk import EngineConfig
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.source import resolve
+from drift_sdk.events import ignore_progress
+from drift_sdk.loading.source import read_config, resolve
 from drift_sdk.models.attention import AttentionBatch, with_sinks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.layers import embed, linear
-from drift_sdk.progress import ignore_progress
 from drift_sdk.quantised.weight import take_rows
 from drift_sdk.spec.model import Attention
-from drift_sdk.startup.model_config import read_config
 from drift_sdk.startup.text_startup import load_text
 from drift_sdk.text.chat import ChatTemplate
 from drift_sdk.text.tokenizer import Tokenizer

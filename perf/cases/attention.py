@@ -59,19 +59,21 @@ def attention_cases(
 
     row_counts and table have no influence on attention.
     """
+    spec = model.spec.attention
+    assert isinstance(spec, Attention)
     for dtype in KV_NAMES:
         for context in CONTEXTS:
             for batch in BATCHES:
                 for rows in ROWS_PER_SEQUENCE:
-                    yield decode_case(model.spec.attention, (context,) * batch, rows, device, dtype)
+                    yield decode_case(spec, (context,) * batch, rows, device, dtype)
         for repeats in (1, 8):
-            yield decode_case(model.spec.attention, UNEVEN_CONTEXTS * repeats, 1, device, dtype)
+            yield decode_case(spec, UNEVEN_CONTEXTS * repeats, 1, device, dtype)
         for shared in (0, SHARED_KEYS):
             contexts = (SHARING_CONTEXT,) * SHARING_BATCH
-            yield decode_case(model.spec.attention, contexts, 1, device, dtype, shared)
+            yield decode_case(spec, contexts, 1, device, dtype, shared)
         for num_before, num_rows in CHUNKS:
-            yield chunk_case(model.spec.attention, num_before, num_rows, device, dtype)
-        yield prefill_case(model.spec.attention, PROMPT, device, dtype)
+            yield chunk_case(spec, num_before, num_rows, device, dtype)
+        yield prefill_case(spec, PROMPT, device, dtype)
 
 
 def decode_case(

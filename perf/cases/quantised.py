@@ -15,7 +15,7 @@ from drift_sdk._kernels.quantised.packing import PackedWeight, can_pack
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
 from drift_sdk.models.allocation import QUANTISERS, WeightForm, quantised_bytes
-from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.formats import BLOCK_FORMATS, BlockFormat, BlockWeight
 from drift_sdk.quantised.weight import QuantisedWeight
 from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import WeightShape, weight_shapes

@@ -51,6 +51,7 @@ def norm_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, dev
 def rope_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
     """Yield cases of `rotate_and_store`, of a product's partial sums."""
     spec = model.spec.attention
+    assert isinstance(spec, Attention)
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     gemm = table.gemm(width, model.spec.hidden_size)
     for num_rows in row_counts:
@@ -111,7 +112,8 @@ def prepare_rope(spec: Attention, num_partials: int, num_rows: int, device: str)
     blocks_each = CONTEXT // BLOCK_SIZE + 1
     table = torch.arange(num_rows * blocks_each, dtype=torch.int32, device=device).view(num_rows, -1)
     shape = (num_rows * blocks_each, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-    kv = LayerKV(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
+    keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    kv = LayerKV(keys, values)
     angles = torch.randn(CONTEXT + 1, spec.head_dim // 2, device=device)
     cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
     slot = torch.arange(num_rows, dtype=torch.int32, device=device)

@@ -66,9 +66,11 @@ class PlacedTrees:
 
 def tree_cases(model: Model, row_counts: tuple[int, ...], table: TunedTable, device: str) -> Iterator[Case]:
     """Yield the cases of SHAPES; row_counts and table have no influence."""
+    spec = model.spec.attention
+    assert isinstance(spec, Attention)
     for num_trees, num_nodes in SHAPES:
         for context in CONTEXTS:
-            yield attention_case(model.spec.attention, num_trees, num_nodes, context, device)
+            yield attention_case(spec, num_trees, num_nodes, context, device)
         yield accept_case(model.spec.vocab_size, num_trees, num_nodes, device)
         yield rewind_case(model.spec, num_trees, num_nodes, device)
     for num_rows in (1, 4, 16, 64):

@@ -18,7 +18,9 @@ MTP = "mtp"
 
 
 class MtpDraft(Struct, frozen=True, kw_only=True):
-    """The MTP layer of a model. weights: `Speculation.draft_weights` for it.
+    """The MTP layer of a model.
+
+    weights: `Speculation.draft_weights` for it; None: the layer is stored as the model's weights are.
 
     Raises ValueError for a model without such a layer.
     """
@@ -59,8 +61,11 @@ class MtpDraft(Struct, frozen=True, kw_only=True):
         return layer
 
     def _tensor_bytes(self, shape: tuple[int, ...], itemsize: int) -> float:
-        """Bytes of a tensor, of which matrices are quantised if `weights` says so."""
-        if self.weights is None or len(shape) != 2:
+        """Bytes of a tensor, of which matrices are quantised if the weights of draft or model say so."""
+        if len(shape) != 2:
             return itemsize * math.prod(shape)
+
+        if self.weights is None:
+            return self.model.matrix_bytes(shape[0], shape[1], itemsize)
 
         return quantised_bytes(shape[0], shape[1], self.weights)

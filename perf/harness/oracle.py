@@ -26,7 +26,7 @@ from drift_sdk._kernels.launch.kernel import (
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.forward.caches import DraftKVCache
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
+from drift_sdk.execution.rounds.drafters import ComputedChunks, VerifiedRows
 
 __all__ = ["KnownAnswers", "OracleRoundDrafter", "oracle_drafts"]
 

@@ -22,7 +22,7 @@ from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
-from drift_sdk.spec.model import Attention, Experts, KVShape, ModelSpec
+from drift_sdk.spec.model import AnyAttention, Experts, KVShape, ModelSpec
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED, in_fp8_blocks
@@ -124,7 +124,7 @@ class Model(Struct, frozen=True, kw_only=True):
         if experts is not None and not self.has_mxfp4_experts and self.weights is not None:
             size = experts.intermediate_size
             shapes = (size, hidden), (size, hidden), (hidden, size)
-            return float(sum(self._matrix_bytes(*shape, itemsize) for shape in shapes))
+            return float(sum(self.matrix_bytes(*shape, itemsize) for shape in shapes))
 
         if experts is None or not self.has_mxfp4_experts:
             return float(itemsize * self._num_expert_parameters)
@@ -132,7 +132,7 @@ class Model(Struct, frozen=True, kw_only=True):
         weights = 3 * experts.intermediate_size * hidden
         return MXFP4_BYTES * weights + itemsize * (self._num_expert_parameters - weights)
 
-    def _matrix_bytes(self, rows: int, columns: int, itemsize: int) -> int:
+    def matrix_bytes(self, rows: int, columns: int, itemsize: int) -> int:
         """Bytes of a projection of a layer in the form of the weights."""
         if self.weights in QUANTISERS:
             return quantised_bytes(rows, columns, self.weights)
@@ -162,14 +162,14 @@ class Model(Struct, frozen=True, kw_only=True):
         states of recurrent layers."""
         return sum(
             min(mean_context, mixer.window or mean_context) * self._token_bytes(mixer.kv, itemsize)
-            if isinstance(mixer, Attention)
+            if isinstance(mixer, AnyAttention)
             else 4 * mixer.state_size
             for mixer in (layer.mixer for layer in self.spec.layers)
         )
 
     def _token_bytes(self, kv: KVShape, itemsize: int) -> int:
         """Bytes of the keys and values of a token in a layer."""
-        dims, dtype = (kv.head_dim, kv.value_dim), DTYPES[itemsize]
+        dims, dtype = kv.stored_dims, DTYPES[itemsize]
         return kv.num_kv_heads * sum(bytes_of_head(dim, dtype, self.kv_dtype) for dim in dims)
 
     def decode_bytes(
@@ -253,7 +253,7 @@ class Draft(Struct, frozen=True, kw_only=True):
 
 def attention_flops(spec: ModelSpec) -> int:
     """Operations of the attention of all layers for a row and a key that it sees."""
-    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AnyAttention)]
     return sum(2 * mixer.num_heads * (mixer.head_dim + mixer.value_dim) for mixer in mixers)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drift_sdk import Chain, ConfigError, EngineConfig
-from drift_sdk.execution.acceptance import Acceptance, AcceptanceFactory
+from drift_sdk.execution.device.stages import Acceptance, AcceptanceFactory
 from drift_sdk.measurement import AcceptanceTrace, RecordedEngine, check_graphs
 
 if TYPE_CHECKING:

@@ -65,11 +65,8 @@ def arguments_of(arguments: Sequence[str] | None, description: str | None) -> ar
     if given.peer and (given.weights not in (None, FP8_BLOCKS) or given.kv_dtype):
         made.error(f"--peer: expected no --kv-dtype, and --weights {FP8_BLOCKS} or none: as peers have them")
 
-    is_peer_draft = given.draft_weights == "fp8" and given.weights == FP8_BLOCKS and given.draft == MTP
-    if given.peer and given.draft_weights and not is_peer_draft:
-        made.error(
-            f"--peer: expected no --draft-weights, or fp8 with --draft {MTP} and --weights {FP8_BLOCKS}"
-        )
+    if given.peer and given.draft_weights:
+        made.error("--peer: expected no --draft-weights: peers have drafts as files store them")
 
     if given.text is not None and not (given.text.is_file() and given.text.stat().st_size):
         made.error(f"--text {given.text}: expected a file that is not empty")

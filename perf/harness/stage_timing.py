@@ -18,10 +18,9 @@ import torch
 from msgspec import Struct
 
 from drift_sdk import EngineConfig
-from drift_sdk.execution.acceptance import AcceptanceFactory
+from drift_sdk.events import ignore_progress
 from drift_sdk.execution.device.device import Device, Replay
-from drift_sdk.execution.stages import WatchedReplay
-from drift_sdk.progress import ignore_progress
+from drift_sdk.execution.device.stages import AcceptanceFactory, WatchedReplay
 from drift_sdk.startup.model_startup import open_model
 from drift_sdk.steps import Executor, SlotOutput
 from perf.harness.manual_driver import ManualDriver

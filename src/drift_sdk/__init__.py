@@ -22,6 +22,7 @@ from drift_sdk.errors import (
     ReplicaFailed,
     RequestError,
 )
+from drift_sdk.events import Download, Progress
 from drift_sdk.grammars import JsonSchema, Lark, Regex
 from drift_sdk.jobs import Job, JobDone, JobFailed, JobResult
 from drift_sdk.model_info import ModelInfo, RemoteFile
@@ -29,8 +30,7 @@ from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.pool_state import ReplicaStats
 from drift_sdk.pool.routing import Routing
 from drift_sdk.processors import TokenBias, TokenMachine, TokenState
-from drift_sdk.progress import Download, Progress
-from drift_sdk.remote.process_engine import ProcessEngine
+from drift_sdk.remote.remote_engine import ProcessEngine
 from drift_sdk.results import (
     Chunk,
     Completion,

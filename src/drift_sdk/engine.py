@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from drift_sdk._cuda_driver import device_contexts
 from drift_sdk._display import html_table, model_name, state_repr
 from drift_sdk._fields import with_config
 from drift_sdk._validation import check_float
@@ -19,17 +20,14 @@ from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_o
 from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, UpdateWeights, Wake
 from drift_sdk.driver.driver import Driver
 from drift_sdk.driver.life_cycle import LifeCycle
-from drift_sdk.driver.loops import Latch
+from drift_sdk.driver.loops import Latch, without_collection
 from drift_sdk.driver.model_opener import LoadedModel, OpenModel, opening_error, with_limits
-from drift_sdk.driver.process_hooks import without_collection
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
 from drift_sdk.driver.requests import Request
 from drift_sdk.errors import ConfigError, DriftError, EngineClosed, RequestError, short_repr
-from drift_sdk.events import Event
+from drift_sdk.events import Event, Progress, Report
 from drift_sdk.model_info import ModelInfo
-from drift_sdk.progress import Progress, Report
 from drift_sdk.serving import Submission
-from drift_sdk.startup.device_context import device_contexts
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 from drift_sdk.steps import ExecutorLimits
 
@@ -57,7 +55,7 @@ def inspect(model: str | Path, config: EngineConfig | None = None) -> ModelInfo:
 
     try:
         # Imported here, so that `import drift_sdk` loads no torch.
-        from drift_sdk.startup.model_inspection import inspect_model
+        from drift_sdk.startup.model_startup import inspect_model
 
         return inspect_model(model, config if config is not None else EngineConfig())
     except DriftError:
@@ -323,7 +321,7 @@ def open_files(
     model: str | Path, config: EngineConfig, report: Report, limits: ExecutorLimits | None = None
 ) -> LoadedModel:
     """Open the model's files; the default of `open_model`. Runs on the engine's thread."""
-    with device_contexts(config):
+    with device_contexts(config.device, config.tensor_parallel):
         with without_collection():
             # Imported here, so that `import drift_sdk` loads no torch.
             from drift_sdk.startup.model_startup import open_model

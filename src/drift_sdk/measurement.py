@@ -25,8 +25,8 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.driver.model_opener import LoadedModel, with_limits
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
-from drift_sdk.execution.acceptance import AcceptanceFactory
-from drift_sdk.progress import Report
+from drift_sdk.events import Report
+from drift_sdk.execution.device.stages import AcceptanceFactory
 from drift_sdk.steps import Executor, ExecutorLimits, StepPlan, StepResult
 
 __all__ = [
@@ -226,7 +226,7 @@ def open_recorded(
     limits: ExecutorLimits | None = None,
 ) -> LoadedModel:
     # Imported here, on the engine's thread, because it loads torch.
-    from drift_sdk.execution.stages import NvtxStageMarks
+    from drift_sdk.execution.device.stages import NvtxStageMarks
     from drift_sdk.startup.model_startup import open_model
 
     stages = NvtxStageMarks() if is_profiled else None

@@ -1,8 +1,8 @@
-"""Settings of speculative decoding, with partial verification and its layout of views."""
+"""Settings of speculative decoding: kinds and shapes of drafts, partial verification and its views."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,9 @@ from drift_sdk.trees import (
     MAX_DRAFT_ROWS,
     MAX_PATH_LENGTH,
     MAX_TREE_DRAFTS,
+    RankedTree,
     check_paths,
+    max_batch_drafts,
     rank_tree,
     read_tree_file,
 )
@@ -308,7 +310,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     draft_weights:        "fp8" or "int4": the matrices of the draft are quantised when they are loaded, of a
                           head but for its embedding and what it shares with the model, of a model those of
                           its layers. They take less memory, and drafts may be accepted less often. None = in
-                          the engine's dtype.
+                          the engine's dtype, but for "mtp" with the model's `weights`="stored": as stored.
     partial_verification: LOSSY: drafts in long sequences are verified over a part of the KV cache, where
                           that is faster; see `PartialVerification`. Drafts are chains then, without
                           `checks`. A request with num_draft_tokens=0 or a grammar is verified over all of it,
@@ -410,3 +412,85 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
         elif isinstance(shape, int):
             given["shape"] = Chain(shape)
         return cls(**given)
+
+
+class TreePlan(Struct, frozen=True, kw_only=True):
+    """The growth of trees of T = num_drafts + 1 nodes.
+
+    depth:           most drafts on a path.
+    num_candidates:  candidates after each row.
+    widths:          rows that the draft computes at depths 1 to `depth - 1`, of each tree.
+    ranked:          the first T nodes of a static tree; None: the tree is dynamic.
+    """
+
+    num_drafts: int
+    depth: int
+    num_candidates: int
+    widths: tuple[int, ...]
+    ranked: RankedTree | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """T, the root included."""
+        return self.num_drafts + 1
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Nodes that the draft computes, and the root."""
+        return 1 + sum(self.widths)
+
+    @property
+    def pool_size(self) -> int:
+        """Candidates of a dynamic tree."""
+        return self.num_candidates * (1 + sum(self.widths))
+
+    def frontier(self, depth: int) -> list[int]:
+        """Nodes of a static tree that the draft computes at a depth, and -1 for rows without one."""
+        assert self.ranked is not None
+        tree = self.ranked.tree.prefix(self.num_nodes)
+        nodes = [node for node in range(1, self.num_nodes) if tree.depths[node] == depth]
+        found = [node for node in nodes if not tree.is_leaf(node)]
+        return found + [-1] * (self.widths[depth - 1] - len(found))
+
+
+def chain_plan(num_drafts: int) -> TreePlan:
+    """The plan of trees without branches."""
+    return TreePlan(num_drafts=num_drafts, depth=num_drafts, num_candidates=1, widths=())
+
+
+def tree_plan(shape: StaticTree | DynamicTree, num_drafts: int) -> TreePlan | None:
+    """The plan of trees with so many drafts; None if they are chains."""
+    if isinstance(shape, DynamicTree):
+        num_candidates, depth = min(shape.top_k, num_drafts), min(shape.depth, num_drafts)
+        if num_candidates < 2:
+            return None
+
+        widths = (num_candidates,) * (depth - 1)
+        return TreePlan(num_drafts=num_drafts, depth=depth, num_candidates=num_candidates, widths=widths)
+
+    ranked = rank_tree(shape.paths)
+    tree = ranked.tree.prefix(num_drafts + 1)
+    if tree.is_chain:
+        return None
+
+    # Powers of two: kernels are compiled for each width.
+    return TreePlan(
+        num_drafts=num_drafts,
+        depth=tree.max_depth,
+        num_candidates=max(ranked.ranks[: num_drafts + 1]) + 1,
+        widths=tuple(1 << (number - 1).bit_length() for number in tree.num_non_leaves[1:-1]),
+        ranked=ranked,
+    )
+
+
+def tree_rounds(buckets: Sequence[int], choices: Sequence[int]) -> list[tuple[int, int]]:
+    """The rounds (slots, drafts) that batches can have whose trees share the rows of a round: for each of the
+    ascending buckets, the choices that fit the smallest batch in it."""
+    rounds = []
+    least = 1
+    for num_slots in buckets:
+        most = max_batch_drafts(least)
+        rounds += [(num_slots, choice) for choice in choices if choice <= most]
+        least = num_slots + 1
+
+    return rounds

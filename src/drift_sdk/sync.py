@@ -23,10 +23,9 @@ from drift_sdk.driver.model_opener import OpenModel
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.engine import Engine, description
 from drift_sdk.errors import EngineClosed, RequestError, RequestKeywordError
-from drift_sdk.events import Event
+from drift_sdk.events import Event, Progress
 from drift_sdk.grammars import ParsedT, ParsedT_co
 from drift_sdk.jobs import JobDone, JobFailed, JobMap, JobResult, PromptLike, check_prompts
-from drift_sdk.progress import Progress
 from drift_sdk.results import Chunk, Completion, Decision, Embedding, StateKind
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.stats import EngineMetrics, EngineStats

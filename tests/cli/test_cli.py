@@ -44,10 +44,10 @@ COMMAND = [sys.executable, "-m", "drift_sdk"]
 SCRIPTED = """
 import json, sys
 from drift_sdk.cli import command_line
-from drift_sdk.cli import chat
+from drift_sdk.cli import engine_start
 from drift_sdk.testing import scripted_engine
 reply = json.loads(sys.argv.pop(1))
-chat.Engine = lambda *arguments, **options: scripted_engine(reply)
+engine_start.Engine = lambda *arguments, **options: scripted_engine(reply)
 sys.exit(command_line.main())
 """
 """The command line with a scripted engine, whose reply is the first argument, as JSON."""
@@ -229,7 +229,7 @@ def test_chat_samples_as_the_model_recommends(
         return submit(engine, prompt, params, *given)
 
     questions = iter(["hello"])
-    monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine("fine"))
+    monkeypatch.setattr("drift_sdk.cli.engine_start.Engine", lambda *_, **__: scripted_engine("fine"))
     monkeypatch.setattr(ScriptedEngine, "default_params", defaults)
     monkeypatch.setattr(ScriptedEngine, "_submit", noting)
     monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
@@ -257,7 +257,9 @@ def test_chat_drops_messages_that_no_longer_fit(
     """Otherwise every question after the first that does not fit would be rejected too."""
     config = EngineConfig(max_model_len=160, kv_cache_tokens=320)
     questions = iter([*(f"question {number}" for number in range(6)), "long " * 40, "the last"])
-    monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine("fine", config=config))
+    monkeypatch.setattr(
+        "drift_sdk.cli.engine_start.Engine", lambda *_, **__: scripted_engine("fine", config=config)
+    )
     monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
     assert main(["chat", "any", "--system", "be brief"]) == 0
     said = capsys.readouterr()
@@ -279,7 +281,9 @@ def test_chat_shows_reasoning_before_the_answer_and_remembers_it(
 
     config = EngineConfig(max_model_len=512, chat_template=template)
     questions = iter(["one", "two"])
-    monkeypatch.setattr("drift_sdk.cli.chat.Engine", lambda *_, **__: scripted_engine(answer, config=config))
+    monkeypatch.setattr(
+        "drift_sdk.cli.engine_start.Engine", lambda *_, **__: scripted_engine(answer, config=config)
+    )
     monkeypatch.setattr("builtins.input", lambda _: next_line(questions))
     assert main(["chat", "any"]) == 0
     assert capsys.readouterr().out == 2 * "Hm.\n\nYes.\n" + "\n"
@@ -343,7 +347,7 @@ def test_ctrl_c_ends_chat_while_the_model_is_loaded(
 
         return Engine("scripted", model.config, open_model=open_model)
 
-    monkeypatch.setattr("drift_sdk.cli.chat.Engine", interrupted)
+    monkeypatch.setattr("drift_sdk.cli.engine_start.Engine", interrupted)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked for a question"))
     assert main(["chat", "any"]) == 130
     assert capsys.readouterr() == ("", "")

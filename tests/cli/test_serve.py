@@ -18,14 +18,14 @@ from drift_sdk.cli.command_line import main
 
 SCRIPTED = """
 import sys
-from drift_sdk.cli import command_line, serve
+from drift_sdk.cli import command_line, engine_start
 from drift_sdk.testing import Reply, ScriptedModel
 reply = Reply("la", raises=MemoryError) if sys.argv.pop(1) == "failing" else "la " * 20
-class Engine(serve.Engine):
+class Engine(engine_start.Engine):
     def __init__(self, model, config, **options):
         script = ScriptedModel(reply, config=config.replace(max_model_len=4096), step_s=0.002)
         super().__init__(model, script.config, open_model=script, **options)
-serve.Engine = Engine
+engine_start.Engine = Engine
 sys.exit(command_line.main())
 """
 """The command line with a scripted engine, whose kind is the first argument."""
@@ -97,7 +97,7 @@ def test_key_comes_from_the_environment_and_options_reach_the_engine(
         given.extend(arguments)
         return 0
 
-    monkeypatch.setattr("drift_sdk.cli.serve.run_serve", run_serve)
+    monkeypatch.setattr("drift_sdk.cli.engine_start.run_serve", run_serve)
     monkeypatch.setenv("DRIFTSDK_API_KEY", "secret")
     options = ["--max-num-seqs", "3", "--drain", "1.5", "--draft", "ngram", "--gpu-memory-fraction", "0.5"]
     assert main(["serve", "some/model", *options]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from drift_sdk import SpeculationStats
-from drift_sdk.draft_policy.policy import DraftCount
+from drift_sdk.draft_policy import DraftCount
 
 
 def test_stats_equal_a_count_of_single_rounds() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drift_sdk.draft_policy.ngrams import FIRST_ROOM, NGramHistory
+from drift_sdk.execution.ngram_history import FIRST_ROOM, NGramHistory
 
 
 def naive(tokens: list[int], min_length: int, max_length: int, num_tokens: int) -> list[int]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import Struct
 from slow_cases import slow_after
 
-from drift_sdk.draft_policy.policy import DraftPolicy, RoundCosts
+from drift_sdk.draft_policy import DraftPolicy, RoundCosts
 from drift_sdk.steps import DecodeRow, PrefillChunk, SlotOutput, StepPlan, StepResult
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drift_sdk.draft_policy.policy import DraftPolicy, ViewCosts, ViewGain
+from drift_sdk.draft_policy import DraftPolicy, ViewCosts, ViewGain
 from drift_sdk.steps import DecodeRow, SlotOutput, StepPlan, StepResult, Verification
 
 COSTS = ViewCosts(refresh_tokens=28, view_tokens=4416, refresh_reads=2.5, refresh_costs={1: 0.006, 4: 0.007})

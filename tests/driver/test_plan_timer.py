@@ -20,7 +20,7 @@ from drift_sdk.driver.driver import (
     kind_of,
 )
 from drift_sdk.driver.model_opener import LoadedModel
-from drift_sdk.progress import Report
+from drift_sdk.events import Report
 from drift_sdk.steps import DecodeRow, Executor, ExecutorLimits, PrefillChunk, StepPlan, StepResult
 from drift_sdk.testing import ScriptedModel
 

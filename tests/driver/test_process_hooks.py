@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from drift_sdk.driver.process_hooks import MIN_MOVED, without_collection
+from drift_sdk.driver.loops import MIN_MOVED, without_collection
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_forked_child_collects() -> None:
     """A child has no thread that would end the pause."""
     program = """
 import gc, os
-from drift_sdk.driver.process_hooks import MIN_MOVED, without_collection
+from drift_sdk.driver.loops import MIN_MOVED, without_collection
 with without_collection():
     child = os.fork()
     if child == 0:

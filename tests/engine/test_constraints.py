@@ -32,7 +32,7 @@ from drift_sdk import (
     SamplingParams,
 )
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
-from drift_sdk.text import grammar_compiler
+from drift_sdk.text import grammar as grammar_module
 from drift_sdk.text.grammar import GrammarConstraint
 
 VOCAB_SIZE = 500
@@ -392,7 +392,7 @@ def test_compiling_a_large_grammar_blocks_neither_loop_nor_steps(
     num_turns_meanwhile: list[int] = []
     is_answered = threading.Event()
     deadline = time.monotonic() + WAIT_S
-    matcher = grammar_compiler.LLMatcher
+    matcher = grammar_module.LLMatcher
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         while True:  # once, if this thread and the loop's get as much time as they want
@@ -421,7 +421,7 @@ def test_compiling_a_large_grammar_blocks_neither_loop_nor_steps(
         async with small(folder) as engine:
             # The first grammar of an engine reads the vocabulary.
             await engine.generate([5], SamplingParams(grammar=Regex("a")))
-            monkeypatch.setattr(grammar_compiler, "LLMatcher", watched)
+            monkeypatch.setattr(grammar_module, "LLMatcher", watched)
             params = [SamplingParams(grammar=heavy(index), max_tokens=3) for index in range(4)]
 
             async def turn() -> None:

@@ -33,9 +33,9 @@ from drift_sdk import (
     SamplingParams,
     SyncEngine,
 )
-from drift_sdk.driver.delivery import Delivery
+from drift_sdk.driver.driver import Delivery
 from drift_sdk.driver.model_opener import LoadedModel
-from drift_sdk.progress import Report
+from drift_sdk.events import Report
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine
 

@@ -32,7 +32,7 @@ from drift_sdk import (
 )
 from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.model_opener import LoadedModel
-from drift_sdk.progress import Progress
+from drift_sdk.events import Progress
 from drift_sdk.sync import SyncStream
 from drift_sdk.testing import NextToken, ScriptedModel
 

@@ -13,10 +13,10 @@ from tiny_llama import tiny_llama
 
 from drift_sdk import EngineConfig, NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.execution.device.host_ring import PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.resources import DeviceResources, PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.slot_table import SlotTable
-from drift_sdk.execution.device_resources import DeviceResources
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -25,15 +25,13 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
-from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes
+from drift_sdk.execution.rounds.drafters import NGramRoundDrafter, RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
-from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
-from drift_sdk.execution.stages import NO_STAGE_MARKS
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import kv_demand
+from drift_sdk.startup.model_parts import open_drafter_factory
 from drift_sdk.steps import ExecutorLimits
 
 TARGET = tiny_llama(vocab_size=160, num_hidden_layers=3)

@@ -27,18 +27,17 @@ from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable
 from drift_sdk.driver.requests import RequestRegistry
 from drift_sdk.driver.stats_recorder import StatsRecorder
-from drift_sdk.execution.device.host_ring import Ring, RingSizes
+from drift_sdk.execution.device.resources import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 from drift_sdk.execution.graph import graph_executor
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import AllocationCount, GraphExecutor
-from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.prometheus import metrics_text
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.scheduling.scheduler import Scheduler
-from drift_sdk.startup.executor_factory import choose_executor, untuned_error
+from drift_sdk.startup.executor_factory import StrictExecutor, choose_executor, untuned_error
 from drift_sdk.steps import DecodeRow, ExecutorLimits, HostWork, SlotOutput, StepPlan, StepResult
 from drift_sdk.testing import scripted_engine
 

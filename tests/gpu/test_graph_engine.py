@@ -30,8 +30,7 @@ from drift_sdk import (
     Regex,
     SamplingParams,
 )
-from drift_sdk.execution.device.capture import Instantiation
-from drift_sdk.execution.device.device import GpuDevice, Replay
+from drift_sdk.execution.device.device import GpuDevice, Instantiation, Replay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -10,10 +10,13 @@ from statistics import mean
 
 import anyio
 import pytest
+from hybrid_parity import stacked_and_each
 from hybrid_zoo import make_hybrid_model
 from kept_rows import keep_rejected_inputs
 from model_zoo import save_tokenizer
 from mtp_zoo import add_mtp, make_often_right
+from quantised_files import write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
 from drift_sdk.stats import EngineStats
@@ -26,6 +29,16 @@ FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 MTP_FAMILIES = FAMILIES[:2]
 PREFIX = [3 + (7 * i) % 150 for i in range(256)]
 NUM_TOKENS = 40
+UNQUANTISED = (
+    "lm_head",
+    "embed_tokens",
+    "in_proj_a",
+    "in_proj_b",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "mtp.fc",
+)
+"""Parts of the names of matrices that published files in FP8 have in bfloat16."""
 
 
 def saved(family: str, folder: Path) -> Path:
@@ -172,6 +185,24 @@ def test_drafts_of_the_mtp_layer_change_no_bit(family: str, tmp_path: Path) -> N
     assert_same_in_crowds(folder, prompts, expected, modes)
     found, _ = answers(folder, prompts, is_alone=True, speculation=chain_of(3, "mtp"))
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+def test_drafts_of_files_in_fp8_change_no_bit(family: str, tmp_path: Path) -> None:
+    """Weights of the model and of its MTP layer in blocks of FP8, as published."""
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "head_dim": 32, "hidden_size": 160}
+    plain, folder, prompts = tmp_path / "plain", tmp_path / "quantised", prompts_of(6)
+    make_hybrid_model(family, 1, plain, **sizes, attention_bias=False)
+    save_tokenizer(plain, VOCAB_SIZE)
+    add_mtp(plain)
+    make_often_right(plain)
+    if family == "qwen3_5_moe":
+        file = plain / "model.safetensors"
+        save_file(stacked_and_each(load_file(file))[1], file)
+    write_checkpoint(plain, "fp8, blocks of 128", folder, tmp_path / "twin", ignored=UNQUANTISED)
+    expected, _ = answers(folder, prompts, is_alone=True)
+    modes: list[dict[str, object]] = [{"max_num_seqs": 16, "speculation": chain_of(3, "mtp")}]
+    assert_same_in_crowds(folder, prompts, expected, modes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from random_folder import make_random_draft_folder, make_random_folder
 from drift_sdk import Chain, Completion, Engine, EngineConfig, JsonSchema, NGram, SamplingParams, Speculation
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
-from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.execution.rounds.drafters import RoundDrafter
 from drift_sdk.steps import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -29,9 +29,9 @@ from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds import round as round_module
-from drift_sdk.execution.rounds.drafter import TreeDrafter
-from drift_sdk.execution.rounds.tree_plan import TreePlan
-from drift_sdk.execution.rounds.tree_round import TreeRound
+from drift_sdk.execution.rounds.drafters import TreeDrafter
+from drift_sdk.execution.rounds.round import TreeSteps
+from drift_sdk.speculation import TreePlan
 from drift_sdk.steps import StepPlan
 from drift_sdk.trees import rank_tree
 
@@ -325,28 +325,28 @@ def test_tree_without_branches_runs_as_the_chain(folders: tuple[Path, Path]) -> 
         assert [each.speculation for each in found] == [each.speculation for each in chain]
 
 
-place, rewind = TreeRound._place, TreeRound._rewind
+place, rewind = TreeSteps._place, TreeSteps._rewind
 
 
-def mask_one_off(tree_round: Any) -> None:
+def mask_one_off(tree_steps: Any) -> None:
     """Fault: each node sees the ancestors of the node before it."""
-    place(tree_round)
-    tree_round._tensors.path[1:].copy_(tree_round._tensors.path[:-1].clone())
+    place(tree_steps)
+    tree_steps._tensors.path[1:].copy_(tree_steps._tensors.path[:-1].clone())
 
 
-def wrong_ancestor(tree_round: Any) -> None:
+def wrong_ancestor(tree_steps: Any) -> None:
     """Fault: nodes of depth 2 or more see the sibling after their parent."""
-    place(tree_round)
-    path = tree_round._tensors.path
+    place(tree_steps)
+    path = tree_steps._tensors.path
     path[:, 1].copy_(torch.where(path[:, 2] >= 0, path[:, 1] % 3 + 1, path[:, 1]))
 
 
-def rewind_one_short(tree_round: Any) -> None:
+def rewind_one_short(tree_steps: Any) -> None:
     """Fault: the last accepted row is not moved."""
-    accepted = tree_round._tensors.accepted
+    accepted = tree_steps._tensors.accepted
     kept = accepted.clone()
     accepted[:, :-1].copy_(torch.where(accepted[:, 1:] < 0, -1, accepted[:, :-1]))
-    rewind(tree_round)
+    rewind(tree_steps)
     accepted.copy_(kept)
 
 
@@ -360,9 +360,9 @@ def accept_next_sibling(
 
 tree_accept = round_module.tree_accept
 FAULTS = {
-    "mask": (TreeRound, "_place", mask_one_off, "mask"),
-    "ancestor": (TreeRound, "_place", wrong_ancestor, "mask"),
-    "rewind": (TreeRound, "_rewind", rewind_one_short, "kv"),
+    "mask": (TreeSteps, "_place", mask_one_off, "mask"),
+    "ancestor": (TreeSteps, "_place", wrong_ancestor, "mask"),
+    "rewind": (TreeSteps, "_rewind", rewind_one_short, "kv"),
     "sibling": (round_module, "tree_accept", accept_next_sibling, "acceptance"),
 }
 

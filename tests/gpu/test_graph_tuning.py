@@ -11,14 +11,14 @@ from random_folder import make_random_folder
 
 from drift_sdk import Engine, EngineConfig, EngineStats, SamplingParams
 from drift_sdk._kernels.gemm.tuner import SHORT
-from drift_sdk.startup import gemm_tuning
+from drift_sdk.startup import graph_startup
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gemm_tuning, "EFFORTS", gemm_tuning.EFFORTS | {"short": SHORT})
+    monkeypatch.setattr(graph_startup, "EFFORTS", graph_startup.EFFORTS | {"short": SHORT})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return make_random_folder(tmp_path / "model", "llama", num_hidden_layers=2)
 

@@ -9,8 +9,7 @@ import gguf
 import pytest
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.gguf_ends import gguf_eos_token_ids
-from drift_sdk.loading.source import Source, eos_token_ids
+from drift_sdk.loading.source import Source, eos_token_ids, gguf_eos_token_ids
 
 GEMMA3 = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 PHI3 = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|end|>"]

@@ -18,10 +18,10 @@ from hub_server import HubServer, hub_server
 from model_zoo import make_model
 
 from drift_sdk import ConfigError, Engine, EngineClosed, EngineConfig, ModelLoadError, Progress
+from drift_sdk.events import Download
 from drift_sdk.loading import hub as hub_module
 from drift_sdk.loading.file_names import choose_gguf, split_quant
 from drift_sdk.loading.source import find, resolve
-from drift_sdk.progress import Download
 
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 

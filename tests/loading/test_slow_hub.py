@@ -20,7 +20,7 @@ from model_zoo import make_model
 from slow_cases import slow_rows_after
 
 from drift_sdk import Engine, EngineClosed, EngineConfig, ModelLoadError, Speculation, inspect
-from drift_sdk.loading.hub_download import call_each
+from drift_sdk.loading.hub import call_each
 
 LONG_S = 600
 """Seconds that the hub's library waits for each answer."""

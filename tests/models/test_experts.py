@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from drift_sdk.models.channels import (
     ExpertWeights,
     QuantisedMatrices,
     apply_experts,
+    choose_by_score,
     choose_experts,
     gated,
 )
@@ -168,3 +170,17 @@ def test_quantised_experts_equal_their_dequantised_twins(dtype: torch.dtype) -> 
     found = apply_experts(x, weights, spec)
     assert found.dtype == dtype
     assert torch.equal(found, apply_experts(x, dense, spec))
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "wide"])
+def test_experts_of_other_groups_are_never_chosen(kind: Literal["sigmoid", "wide"]) -> None:
+    """Also where a correction makes all scores of the active groups negative."""
+    router = Router(kind=kind, is_normalised=False, scale=3.0, num_groups=4, num_active_groups=2)
+    scores = torch.tensor([[0.1, 0.4, 0.3, 0.3, 0.2, 0.2, 0.6, 0.0]])
+    correction = torch.full((8,), -1.0)
+    experts, shares = choose_by_score(scores, correction, 4, router)
+    # Sums of two are 0.5, 0.6, 0.4 and 0.6; the largest are 0.4, 0.3, 0.2 and 0.6.
+    expected = [6, 2, 3, 7] if kind == "sigmoid" else [6, 1, 0, 7]
+    assert experts.tolist() == [expected]
+    assert torch.equal(shares, 3.0 * scores[:, expected])
+    assert torch.equal(choose_by_score(scores, None, 4, router)[0], experts)

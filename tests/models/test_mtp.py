@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from decoder_parity import BLOCK_SIZE, poisoned_cache, shuffled_blocks
 from hybrid_zoo import make_hybrid_model
 from mtp_zoo import add_mtp
+from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_after
 from tolerances import assert_near
@@ -28,7 +29,9 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder, DraftForm
 from drift_sdk.models.mtp import load_mtp, random_mtp
 from drift_sdk.models.states import SequenceState, StateRows
-from drift_sdk.startup.draft_startup import check_mtp, open_drafter_factory
+from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.weight import StackedWeight, dequantised
+from drift_sdk.startup.model_parts import check_mtp, open_drafter_factory
 
 NUM_MODELS = 16
 NUM_PROMPT, NUM_DRAFTS, NUM_BLOCKS = 43, 5, 16
@@ -260,6 +263,37 @@ def test_quantised_layers_are_near(form: DraftForm, tmp_path: Path) -> None:
     error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert 0.0 < error < 0.2
     assert quantised.weights.embedding is target.weights.embedding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_kept_as_files_store_them(family: str, tmp_path: Path) -> None:
+    """In a model that is kept as stored: FP8 in blocks, of the same numbers as the expanded layer."""
+    make_hybrid_model(family, 0, tmp_path / "plain", hidden_size=160, intermediate_size=144)
+    add_mtp(tmp_path / "plain")
+    ignored = (
+        "lm_head",
+        "embed_tokens",
+        "in_proj_a",
+        "in_proj_b",
+        "mlp.gate.",
+        "shared_expert_gate",
+        "mtp.fc",
+    )
+    write_checkpoint(
+        tmp_path / "plain", "fp8, blocks of 128", tmp_path / "fp8", tmp_path / "twin", ignored=ignored
+    )
+    _, expected = load(tmp_path / "twin")
+    draft = factory_of(tmp_path / "fp8", weights="stored").draft
+    layer, twin = draft.weights.layers[0], expected.weights.layers[0]
+    for name, matrix in layer.mixer.matrices.items():
+        assert isinstance(matrix, Fp8Weight | StackedWeight), name
+        assert torch.equal(matrix.dequantise(torch.float32), twin.mixer.matrices[name])
+    assert isinstance(draft.weights.joint, torch.Tensor)
+    if family == "qwen3_5":
+        assert torch.equal(dequantised(layer.channel.gate_up, torch.float32), twin.channel.gate_up)
+        assert isinstance(layer.channel.down, Fp8Weight)
+    else:
+        assert all(isinstance(expert, Fp8Weight) for expert in layer.channel.down)
 
 
 def test_odd_columns_are_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from drift_sdk.loading.source import Source
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache, KVScales, bytes_of_head, decode, encode, stored_shape
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, nvfp4_numbers, quantise_groups
+from drift_sdk.quantised.formats import NVFP4_GROUP, nvfp4_numbers, quantise_groups
 from drift_sdk.spec.model import KVShape
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
 from drift_sdk import JsonSchema, Lark, Regex, RequestError, SamplingParams
-from drift_sdk.openai import sampling
+from drift_sdk.openai import conversation
 from drift_sdk.openai.chat import ChatBody, CompletionBody
 from drift_sdk.openai.wire import read
 
@@ -103,7 +103,7 @@ def test_every_field_of_the_clients_is_supported_ignored_or_refused(endpoint: st
 
 def test_parameters_that_no_field_sets() -> None:
     set_elsewhere = {"max_tokens", "logprobs", "grammar", "include_stop"}
-    missing = set(SamplingParams.__struct_fields__) - set(sampling.SAMPLING) - set_elsewhere
+    missing = set(SamplingParams.__struct_fields__) - set(conversation.SAMPLING) - set_elsewhere
     assert missing == {
         *("prompt_logprobs", "prompt_states", "logprob_token_ids", "num_draft_tokens"),
         *("logits_processors", "stop_when"),
@@ -140,7 +140,7 @@ def test_a_thinking_token_budget_of_minus_one_is_no_limit() -> None:
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_ignored_fields_change_nothing(endpoint: str) -> None:
     for value in (1, "a", True, {"a": 1}):
-        assert params_of(endpoint, **dict.fromkeys(sampling.IGNORED, value)) == params_of(endpoint)
+        assert params_of(endpoint, **dict.fromkeys(conversation.IGNORED, value)) == params_of(endpoint)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

@@ -17,7 +17,7 @@ from tolerances import assert_near, tie_gap
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import LayerWeights
-from drift_sdk.spec.model import Norm
+from drift_sdk.spec.model import Experts, Norm
 
 NUM_MODELS = dict.fromkeys(FAMILIES, 16) | {"qwen2": 5, "qwen3": 5}  # others of these are in the zoo
 NUM_TOKENS = 64
@@ -243,9 +243,44 @@ def _experts_of_the_normed_stream(decoder: Decoder) -> Decoder:
     )
 
 
+def _rotated_queries_as_in_files(decoder: Decoder) -> Decoder:
+    """Elements 2 i and 2 i + 1 of rotated parts are pairs in queries, and not in keys."""
+    mixer = decoder.spec.attention
+
+    def layer(weights: LayerWeights) -> LayerWeights:
+        rows = weights.mixer.query_up.unflatten(0, (mixer.num_heads, -1))
+        plain, rotated = rows.split((mixer.plain_dim, mixer.rotary_dim), dim=1)
+        stored = rotated.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        query_up = torch.cat((plain, stored), dim=1).flatten(0, 1)
+        return replace(weights, mixer=replace(weights.mixer, query_up=query_up))
+
+    return _change_weights(decoder, layer)
+
+
+def _scale_without_mscale(decoder: Decoder) -> Decoder:
+    return _change_layers(decoder, "mixer", lambda mixer: {"scale": mixer.query_dim**-0.5})
+
+
+def _norm_of_latents(decoder: Decoder) -> Decoder:
+    return _mixers(norm=Norm(1e-3))(decoder)
+
+
+def _all_groups(decoder: Decoder) -> Decoder:
+    def layer(each: Any) -> Any:
+        if not isinstance(each.channel, Experts):
+            return each
+
+        router = structs.replace(each.channel.router, num_groups=1, num_active_groups=1)
+        return structs.replace(each, channel=structs.replace(each.channel, router=router))
+
+    return _change(decoder, layers=tuple(map(layer, decoder.spec.layers)))
+
+
 SHARED, CAPPED = 4, 1
 """Seeds of models of Gemma 4 with inputs of layers: in one, two layers of a shape have keys, the other has
 a low cap."""
+RANKED, SCALED, GROUPED = 7, 0, 1
+"""Seeds of models with latents of queries, with a magnitude of scores, and with groups of experts."""
 FAULTS: dict[str, tuple[str, int, Callable[[Decoder], Decoder]]] = {
     "wider windows": ("mistral", 0, _wider_windows),
     "narrower windows": ("gemma3", 0, _narrower_windows),
@@ -273,6 +308,10 @@ FAULTS: dict[str, tuple[str, int, Callable[[Decoder], Decoder]]] = {
     "no factors of layers": ("gemma4", 0, _without("factor")),
     "router without norm": ("gemma4 experts", 0, _router_without_norm),
     "experts in sequence": ("gemma4 experts", 0, _experts_of_the_normed_stream),
+    "other pairs in queries": ("glm4_moe_lite", RANKED, _rotated_queries_as_in_files),
+    "scale without mscale": ("deepseek_v3", SCALED, _scale_without_mscale),
+    "eps of latents": ("deepseek_v3", 0, _norm_of_latents),
+    "experts of all groups": ("deepseek_v2", GROUPED, _all_groups),
 }
 
 

@@ -43,7 +43,7 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "DecodeOptions", partial(DecodeOptions, lengths=(8, 40)))
     out = tmp_path / "speculative.json"
-    form = [] if weights is None else ["--weights", weights, "--draft-weights", "fp8"]
+    form = [] if weights is None else ["--weights", weights]
     speculative.main(
         [
             *("--model", "tiny-hybrid", "--device", "cpu", "--draft", "mtp", "--repeats", "1", *form),
@@ -53,7 +53,7 @@ def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pyte
     plain, drafted = json.loads(out.read_text())["runs"]
     assert plain["dtype"] == drafted["dtype"] == (weights or "float32")
     assert (plain["num_draft_tokens"], drafted["num_draft_tokens"]) == (0, 2)
-    assert drafted["draft"] == ("mtp" if weights is None else "mtp fp8")
+    assert drafted["draft"] == "mtp"
     assert 1.0 <= drafted["measured_acceptance_length"] <= 3.0 and 0 < drafted["mean_drafts"] <= 2.0
 
 
@@ -61,7 +61,7 @@ def test_acceptance_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     given = arguments_of(
         [
             *("--model", "tiny-hybrid", "--draft", "mtp", "--acceptance-length", "3", "--device", "cuda"),
-            *("--weights", "fp8-blocks", "--draft-weights", "fp8", "--peer", "vllm"),
+            *("--weights", "fp8-blocks", "--peer", "vllm"),
         ],
         None,
     )
@@ -75,7 +75,7 @@ def test_acceptance_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     drafting.engine(model, EngineConfig(executor="graph", load=model.load, weights=model.weights))
     (config,) = simulated
     assert (config.load, config.weights) == ("random", "stored")
-    assert config.speculation == Speculation(draft="mtp", shape=Chain(3), adaptive=False, draft_weights="fp8")
+    assert config.speculation == Speculation(draft="mtp", shape=Chain(3), adaptive=False)
 
 
 def with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
@@ -97,6 +97,14 @@ def test_bytes_of_a_round(weights: Any, tmp_path: Path) -> None:
     drafting = Drafting(draft=draft, num_draft_tokens=3)
     context = scenario.mean_context(options.lengths)
     assert drafting.round_bytes(2.5, scenario, options) == draft.round_bytes(2.5, 4, context, 2)
+
+
+def test_bytes_of_a_stored_layer(tmp_path: Path) -> None:
+    """Rows of queries and of gates, which files interleave, have a scale each in memory: not in the bytes."""
+    model = prepare("tiny-hybrid", tmp_path, "fp8-blocks")
+    scales = 4 * 2 * 4 * 32 - 4 * 2
+    found = MtpDraft(model=model).round_bytes(1, 0, 0, 2)
+    assert found == bytes_of_layer(model, "stored") - scales + 2 * 320 * 128
 
 
 def test_bytes_of_a_round_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +141,7 @@ def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--draft-weights", "fp8"], "expected no --draft-weights, or fp8 with --draft mtp and"),
+        (["--draft-weights", "fp8"], "expected no --draft-weights: peers have drafts as files store them"),
         (["--weights", "fp8"], "expected no --kv-dtype, and --weights fp8-blocks or none"),
     ],
 )

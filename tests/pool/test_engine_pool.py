@@ -37,7 +37,7 @@ from drift_sdk import (
     Speculation,
     TokenStream,
 )
-from drift_sdk.driver.process_hooks import num_forks
+from drift_sdk.driver.loops import num_forks
 from drift_sdk.events import EngineStarted, RequestFinished
 from drift_sdk.pool import pool_state
 from drift_sdk.testing import Reply, ScriptedModel, scripted_engine

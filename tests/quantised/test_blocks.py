@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from quantised_files import random_blocks
 
-from drift_sdk.quantised.blocks import BLOCK_FORMATS, CHUNK_NUMBERS, BlockFormat, BlockWeight
+from drift_sdk.quantised.formats import BLOCK_FORMATS, CHUNK_NUMBERS, BlockFormat, BlockWeight
 
 ROWS, COLUMNS = 24, 512
 

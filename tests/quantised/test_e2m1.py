@@ -7,7 +7,7 @@ import math
 import torch
 from quantised_files import e2m1_table
 
-from drift_sdk.quantised.nvfp4 import quantise_e2m1
+from drift_sdk.quantised.formats import quantise_e2m1
 
 
 def test_numbers_become_the_nearest_and_of_two_the_even_code() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drift_sdk.quantised.int4 import QUANTISED_GROUP, Int4Weight, join_int4, pack_codes, quantise_int4
+from drift_sdk.quantised.formats import QUANTISED_GROUP, Int4Weight, join_int4, pack_codes, quantise_int4
 
 
 def random_weight(

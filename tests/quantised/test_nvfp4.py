@@ -7,15 +7,15 @@ import pytest
 import torch
 from quantised_files import e2m1_table, e4m3_table
 
-from drift_sdk.quantised import nvfp4
-from drift_sdk.quantised.nvfp4 import (
+from drift_sdk.quantised import formats
+from drift_sdk.quantised.formats import (
     NVFP4_GROUP,
     Nvfp4Weight,
     join_nvfp4,
     quantise_groups,
     quantise_nvfp4,
+    stack_rows,
 )
-from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import StackedWeight
 
 
@@ -166,7 +166,7 @@ def test_quantised_matrices_are_near(columns: int, monkeypatch: pytest.MonkeyPat
     largest = torch.stack([matrix[:, group == i].abs().amax(dim=1) for i in group.unique()], dim=1)[:, group]
     # Half a step between 4 and 6, and the rounding of the scale.
     assert ((found - matrix).abs() <= largest * (1 / 6 + 1 / 16) + 1e-38).all()
-    monkeypatch.setattr(nvfp4, "CHUNK_NUMBERS", 3 * columns)
+    monkeypatch.setattr(formats, "QUANTISED_NUMBERS", 3 * columns)
     in_parts = quantise_nvfp4(matrix)
     for one, other in zip(in_parts.tensors(), weight.tensors(), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -6,10 +6,8 @@ import pytest
 import torch
 from quantised_files import random_blocks
 
-from drift_sdk.quantised.blocks import BlockWeight
+from drift_sdk.quantised.formats import BlockWeight, Int4Weight, quantise_int4, stack_rows
 from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
-from drift_sdk.quantised.int4 import Int4Weight, quantise_int4
-from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, StackedWeight, dense, dequantised, take_rows
 
 MATRIX = torch.randn((24, 512), generator=torch.Generator().manual_seed(0))

@@ -37,8 +37,11 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from drift_sdk.ray import Placement, RayEngine  # noqa: E402
-from drift_sdk.ray.ray_engine import RayChannel  # noqa: E402
+from drift_sdk.ray import (  # noqa: E402
+    Placement,
+    RayChannel,
+    RayEngine,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")
 GPU = Placement(num_cpus=0, timeout_s=WAIT_S)

@@ -10,8 +10,12 @@ from drift_sdk import ConfigError, ModelLoadError
 
 ray = pytest.importorskip("ray")
 
-from drift_sdk.ray import Placement, RayEngine, ray_pool  # noqa: E402
-from drift_sdk.ray.ray_engine import connect  # noqa: E402
+from drift_sdk.ray import (  # noqa: E402
+    Placement,
+    RayEngine,
+    connect,
+    ray_pool,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -23,8 +23,8 @@ from loops import WAIT_S, run, until
 from slow_cases import slow_after
 
 from drift_sdk import ConfigError, EngineClosed, EnginePool, ProcessEngine
-from drift_sdk.remote import connection, process_engine
-from drift_sdk.remote.process_engine import PROGRAM, ProcessChannel
+from drift_sdk.remote import connection, remote_engine
+from drift_sdk.remote.remote_engine import PROGRAM, ProcessChannel
 from drift_sdk.testing import ScriptedModel
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -83,7 +83,7 @@ def earlier() -> Iterator[set[psutil.Process]]:
 
 def hang_at_start(patch: pytest.MonkeyPatch, hang: str) -> None:
     """Have all children that start hang in this way."""
-    patch.setattr("drift_sdk.remote.process_engine.PROGRAM", HANGING.format(then=HANGS[hang]))
+    patch.setattr("drift_sdk.remote.remote_engine.PROGRAM", HANGING.format(then=HANGS[hang]))
 
 
 async def hung(before: set[psutil.Process], hang: str) -> None:
@@ -208,15 +208,15 @@ class HangsAt:
 
     def __init__(self, patch: pytest.MonkeyPatch, numbers: set[int], hang: str) -> None:
         self.number = 0
-        start_child = process_engine.start_child
+        start_child = remote_engine.start_child
 
         def start(end: Any) -> Any:
             hangs, self.number = self.number in numbers, self.number + 1
             program = HANGING.format(then=HANGS[hang]) if hangs else PROGRAM
-            patch.setattr(process_engine, "PROGRAM", program)
+            patch.setattr(remote_engine, "PROGRAM", program)
             return start_child(end)
 
-        patch.setattr(process_engine, "start_child", start)
+        patch.setattr(remote_engine, "start_child", start)
 
 
 @pytest.mark.parametrize("loop", slow_after(1, ["asyncio", "trio"]))
@@ -400,7 +400,7 @@ async def test_child_that_does_not_die_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its process hangs in the system, in a driver, say."""
-    monkeypatch.setattr("drift_sdk.remote.process_engine.DIE_S", 0.05)
+    monkeypatch.setattr("drift_sdk.remote.remote_engine.DIE_S", 0.05)
     engine = engine_of()
     await engine.start()
     assert engine._link is not None and isinstance(engine._link.channel, ProcessChannel)
@@ -418,7 +418,7 @@ def test_kill_does_not_need_the_end_of_the_socket(earlier: set[psutil.Process]) 
 
     async def main() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("drift_sdk.remote.process_engine.PROGRAM", program.replace("WAIT", str(WAIT_S)))
+            patch.setattr("drift_sdk.remote.remote_engine.PROGRAM", program.replace("WAIT", str(WAIT_S)))
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(engine_of().start)

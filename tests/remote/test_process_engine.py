@@ -39,9 +39,8 @@ from drift_sdk import (
     TokenStream,
 )
 from drift_sdk.remote import connection, remote_engine
-from drift_sdk.remote.messages import read_frame
-from drift_sdk.remote.process_engine import PROGRAM
-from drift_sdk.remote.process_host import Program
+from drift_sdk.remote.host import read_frame
+from drift_sdk.remote.remote_engine import PROGRAM, Program
 from drift_sdk.testing import ScriptedModel
 from perf.service.children import is_alive
 
@@ -322,7 +321,7 @@ while end.recv(65536): pass
 async def test_child_that_sends_something_else_is_ended(
     send: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drift_sdk.remote.process_engine.PROGRAM", WRONG_HOST.format(send=send))
+    monkeypatch.setattr("drift_sdk.remote.remote_engine.PROGRAM", WRONG_HOST.format(send=send))
     children = set(psutil.Process().children())
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(ModelLoadError, match=message):
@@ -332,7 +331,7 @@ async def test_child_that_sends_something_else_is_ended(
 
 async def test_message_that_is_too_large_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_of() as engine:
-        monkeypatch.setattr("drift_sdk.remote.messages.MAX_FRAME_BYTES", 20_000)
+        monkeypatch.setattr("drift_sdk.remote.host.MAX_FRAME_BYTES", 20_000)
         prompt = list(range(256)) * 50
         with pytest.raises(DriftError, match="bytes: expected at most 20000"):
             await engine.count_tokens("a" * 20_000)
@@ -346,7 +345,7 @@ async def test_answer_that_is_too_large_becomes_an_error(monkeypatch: pytest.Mon
         async def kind(self) -> str:
             return "a" * 5000
 
-    monkeypatch.setattr("drift_sdk.remote.messages.MAX_FRAME_BYTES", 2000)
+    monkeypatch.setattr("drift_sdk.remote.host.MAX_FRAME_BYTES", 2000)
     ours, theirs = socket.socketpair()
     reader, parent = await asyncio.open_connection(sock=ours)
     _, writer = await asyncio.open_connection(sock=theirs)

@@ -9,7 +9,7 @@ from fake_device import ALPHABET, FakeDevice, logprob_of
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from drift_sdk.draft_policy.policy import ViewCosts
+from drift_sdk.draft_policy import ViewCosts
 from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, SchedulerConfig
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.scheduling.scheduler import Scheduler

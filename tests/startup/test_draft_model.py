@@ -23,9 +23,9 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.startup.draft_startup import open_drafter_factory
 from drift_sdk.startup.executor_factory import kv_demand
-from drift_sdk.startup.gemm_tuning import weights_to_tune
+from drift_sdk.startup.graph_startup import weights_to_tune
+from drift_sdk.startup.model_parts import open_drafter_factory
 
 VOCAB_SIZE = 320
 TARGET = tiny_llama(vocab_size=VOCAB_SIZE, num_hidden_layers=2)

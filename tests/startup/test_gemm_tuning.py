@@ -20,8 +20,8 @@ from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import meta_weights
-from drift_sdk.startup import gemm_tuning
-from drift_sdk.startup.gemm_tuning import engine_table, weights_to_tune
+from drift_sdk.startup import graph_startup
+from drift_sdk.startup.graph_startup import engine_table, weights_to_tune
 
 SHIPPED, KEPT, FOUND = (TunedTiles(((rows, GemmTiles()),)) for rows in (1, 2, 3))
 KEYS = {"64x32", "32x32", "48x32 gated", "32x24"}
@@ -32,7 +32,7 @@ KEYS = {"64x32", "32x32", "48x32 gated", "32x24"}
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One weight is in the shipped table, one in the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(gemm_tuning, "EFFORTS", {"off": None, "short": SHORT, "full": FULL})
+    monkeypatch.setattr(graph_startup, "EFFORTS", {"off": None, "short": SHORT, "full": FULL})
     monkeypatch.setattr(tuning, "table_for", lambda gpu: TunedTable(gemms={"64x32": SHIPPED}))
     add_to_user_table(measured_on("none"), TunedTable(gemms={"32x32": KEPT}))
 
@@ -42,8 +42,8 @@ class Tuner:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Effort, set[str]]] = []
-        monkeypatch.setattr(gemm_tuning, "is_interpreted", lambda: False)
-        monkeypatch.setattr(gemm_tuning, "tune", self._tune)
+        monkeypatch.setattr(graph_startup, "is_interpreted", lambda: False)
+        monkeypatch.setattr(graph_startup, "tune", self._tune)
 
     def _tune(self, weights: Sequence[WeightToTune], effort: Effort, *, on_progress: Any) -> TunedTable:
         on_progress(0.5)

@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from drift_sdk import ConfigError, EngineConfig
-from drift_sdk.startup.device_memory import DeviceMemory, _available_to_group, available_bytes
-from drift_sdk.startup.sizing import KVDemand, KVSize, MemoryRoom, size_kv
+from drift_sdk.startup.sizing import (
+    DeviceMemory,
+    KVDemand,
+    KVSize,
+    MemoryRoom,
+    _available_to_group,
+    available_bytes,
+    size_kv,
+)
 
 GIB = 2**30
 LLAMA_8B = KVDemand(context=131_072, block_size=64, bytes_per_block=64 * 131_072)  # 128 KiB a token

@@ -270,11 +270,11 @@ def test_broken_files_of_weights_are_reasons(folder: Path) -> None:
 
 
 def test_model_without_room_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drift_sdk.startup.device_memory.available_bytes", lambda device: 100_000)
+    monkeypatch.setattr("drift_sdk.startup.sizing.available_bytes", lambda device: 100_000)
     info = inspect(folder, EngineConfig(device="cpu"))
     assert [reason.partition(",")[0] for reason in info.reasons] == ["dtype='auto': expected a smaller one"]
     held = info.weight_bytes
-    monkeypatch.setattr("drift_sdk.startup.device_memory.available_bytes", lambda device: held + 8_000_000)
+    monkeypatch.setattr("drift_sdk.startup.sizing.available_bytes", lambda device: held + 8_000_000)
     info = inspect(folder, EngineConfig(device="cpu"))
     assert info.reasons == ()
     assert info.kv_cache_tokens == 1_000_000 // (16 * info.kv_bytes_per_token) * 16

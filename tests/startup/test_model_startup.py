@@ -12,11 +12,11 @@ from model_zoo import make_model
 
 from drift_sdk import ConfigError, Engine, EngineConfig
 from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.events import Report
 from drift_sdk.loading.source import Source
-from drift_sdk.progress import Report
 from drift_sdk.startup import model_parts, model_startup, text_startup
-from drift_sdk.startup.device_memory import DeviceMemory
 from drift_sdk.startup.model_startup import choose_device
+from drift_sdk.startup.sizing import DeviceMemory
 
 
 @pytest.fixture

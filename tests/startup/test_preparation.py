@@ -18,9 +18,9 @@ pytest.importorskip("cuda.core")
 from drift_sdk import EngineConfig
 from drift_sdk._kernels.launch import kernel
 from drift_sdk.execution.device import streams
-from drift_sdk.startup import device_memory
-from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup import sizing
 from drift_sdk.startup.model_startup import prepared_graphs
+from drift_sdk.startup.sizing import DeviceMemory
 
 MODEL = read_spec(tiny_llama())
 FREE = 1000
@@ -52,7 +52,7 @@ def test_each_gpu_gets_the_products_of_its_prefill_steps(
 
     monkeypatch.setattr(kernel, "prepare_cache_keys", lambda: events.append("hash"))
     monkeypatch.setattr(streams, "prepared_stream", prepare)
-    monkeypatch.setattr(device_memory, "available_bytes", lambda device: FREE)
+    monkeypatch.setattr(sizing, "available_bytes", lambda device: FREE)
     config = EngineConfig(gpu_memory_fraction=0.75, **options)
     memories = [DeviceMemory(torch.device("cuda", index), config) for index in indices]
     with prepared_graphs(config, MODEL, torch.bfloat16, memories):

@@ -18,17 +18,16 @@ from drift_sdk.families import read_spec
 pytest.importorskip("cuda.core")
 
 from drift_sdk import ConfigError, EngineConfig, ModelLoadError
+from drift_sdk.events import ignore_progress
 from drift_sdk.execution.device import streams
 from drift_sdk.execution.drafter_factory import NO_DRAFTER
 from drift_sdk.execution.forward import kernel_weights
 from drift_sdk.loading.source import Source
-from drift_sdk.progress import ignore_progress
-from drift_sdk.startup import executor_factory, gemm_tuning, graph_startup, model_startup
-from drift_sdk.startup.device_memory import DeviceMemory
+from drift_sdk.startup import executor_factory, graph_startup, model_startup
 from drift_sdk.startup.executor_factory import open_graph_executor
 from drift_sdk.startup.model_parts import ModelPart, StoredWeights, load_part
 from drift_sdk.startup.model_startup import open_model
-from drift_sdk.startup.sizing import KVDemand, MemoryRoom
+from drift_sdk.startup.sizing import DeviceMemory, KVDemand, MemoryRoom
 
 
 class Stopped(Exception):
@@ -115,7 +114,7 @@ def test_memory_and_products_are_measured_when_the_threads_have_ended(
 
     monkeypatch.setattr(streams, "wait_for_preparation", lambda index: events.append(f"wait {index}"))
     monkeypatch.setattr(kernel_weights, "arrange_decoder", note("arrange"))
-    monkeypatch.setattr(gemm_tuning, "engine_table", note("tune"))
+    monkeypatch.setattr(graph_startup, "engine_table", note("tune"))
     monkeypatch.setattr(graph_startup, "start_graph_executor", start)
     monkeypatch.setattr(executor_factory, "view_layout", note("views"))
     demand = KVDemand(context=1024, block_size=64, bytes_per_block=2**16)
@@ -142,7 +141,7 @@ def test_executor_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch,
     memory: Any = NotedMemory([], device)
     monkeypatch.setattr(streams, "wait_for_preparation", lambda index: None)
     monkeypatch.setattr(kernel_weights, "arrange_decoder", lambda *arguments: None)
-    monkeypatch.setattr(gemm_tuning, "engine_table", lambda *arguments: table)
+    monkeypatch.setattr(graph_startup, "engine_table", lambda *arguments: table)
     monkeypatch.setattr(graph_startup, "start_graph_executor", lambda *arguments: executor)
     monkeypatch.setattr(executor_factory, "view_layout", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

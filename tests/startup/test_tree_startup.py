@@ -14,7 +14,7 @@ from drift_sdk import ConfigError, DynamicTree, EngineConfig, Speculation, Stati
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.startup import executor_factory
-from drift_sdk.startup.draft_startup import open_drafter_factory
+from drift_sdk.startup.model_parts import open_drafter_factory
 
 TREE = StaticTree(((0,), (1,)))
 

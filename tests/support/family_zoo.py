@@ -174,6 +174,57 @@ def _gemma4_experts(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any
     }
 
 
+def _latent(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """Latent attention with experts: rotations with and without YaRN, queries with and without a latent."""
+    fields["num_key_value_heads"] = fields["num_attention_heads"]
+    fields["hidden_size"] = fields["num_attention_heads"] * rng.choice([8, 12, 16])
+    del fields["head_dim"]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rng.choice([500.0, 10_000.0])}
+    if rng.random() < 0.6:
+        rope |= {"rope_type": "yarn", "factor": rng.choice([4.0, 40.0])}
+        rope |= {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+        rope |= {"mscale": rng.choice([0.707, 1.0]), "mscale_all_dim": rng.choice([0.0, 0.707, 1.0])}
+    return {
+        "rope_parameters": rope,
+        "q_lora_rank": rng.choice([None, 20, 28]),
+        "kv_lora_rank": rng.choice([12, 16, 24]),
+        "qk_nope_head_dim": rng.choice([6, 8, 16]),
+        "qk_rope_head_dim": rng.choice([4, 8]),
+        "v_head_dim": rng.choice([6, 12, 16]),
+        "attention_bias": rng.random() < 0.3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": rng.choice([1, 2]),
+        "moe_intermediate_size": rng.randint(6, 30),
+        "routed_scaling_factor": rng.choice([1.0, 1.8]),
+        "experts_implementation": "eager",  # others need sizes of whole 16 bytes
+    }
+
+
+def _sigmoid_groups(rng: random.Random) -> dict[str, Any]:
+    num_groups, num_active_groups = rng.choice(((1, 1), (2, 1), (4, 2)))
+    return {"n_group": num_groups, "topk_group": num_active_groups, "norm_topk_prob": rng.random() < 0.7}
+
+
+def _glm4_moe_lite(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    options = _latent(rng, fields) | _sigmoid_groups(rng)
+    kinds = [rng.choice(["dense", "sparse"]) for _ in range(fields["num_hidden_layers"] - 1)]
+    return options | {"mlp_layer_types": [*kinds, "sparse"], "rope_interleave": rng.random() < 0.7}
+
+
+def _deepseek_v3(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    options = _latent(rng, fields) | _sigmoid_groups(rng)
+    return options | {"first_k_dense_replace": rng.randint(0, 1), "rope_interleave": rng.random() < 0.7}
+
+
+def _deepseek_v2(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    options = _latent(rng, fields) | {"first_k_dense_replace": rng.randint(0, 1)}
+    if rng.random() < 0.5:
+        return options | {"topk_method": "greedy"}
+
+    return options | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": rng.choice([1, 2])}
+
+
 FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, _mistral),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _qwen),
@@ -184,6 +235,9 @@ FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, _gemma4),
     "gemma4 experts": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, _gemma4_experts),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM, _granite),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, _glm4_moe_lite),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, _deepseek_v3),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM, _deepseek_v2),
 }
 
 

@@ -103,12 +103,12 @@ def draw_cases() -> list[Case]:
     return [Case(rng, seed) for seed in range(NUM_REQUESTS)]
 
 
-def run_alone(folder: Path, cases: list[Case]) -> list[Completion]:
+def run_alone(folder: Path, cases: list[Case], near_tie: float = NEAR_TIE) -> list[Completion]:
     """Each request alone, without prefix hits. Their tokens are no near ties."""
     salted = [Case(random.Random(0), 0) for _ in cases]
     for index, (each, case) in enumerate(zip(salted, cases, strict=True)):
         each.prompt, each.params = case.prompt, replace(case.params, cache_salt=str(index))
-    with no_near_ties(NEAR_TIE):
+    with no_near_ties(near_tie):
         found = anyio.run(lambda: run_all(folder, config_of(max_num_seqs=1), salted))
     assert not any(each.usage.cached_tokens for each in found)
     assert len({token for each in found for token in each.token_ids}) > 40

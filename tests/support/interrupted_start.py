@@ -14,10 +14,10 @@ import anyio
 import psutil
 
 from drift_sdk import ProcessEngine
-from drift_sdk.remote import process_engine
+from drift_sdk.remote import remote_engine
 from drift_sdk.testing import ScriptedModel
 
-loop, process_engine.PROGRAM = sys.argv[1:]
+loop, remote_engine.PROGRAM = sys.argv[1:]
 
 
 def report() -> None:
@@ -25,7 +25,7 @@ def report() -> None:
     while not (children := psutil.Process().children()):
         time.sleep(0.001)
     (child,) = children
-    while "SIGSTOP" in process_engine.PROGRAM and child.status() != psutil.STATUS_STOPPED:
+    while "SIGSTOP" in remote_engine.PROGRAM and child.status() != psutil.STATUS_STOPPED:
         time.sleep(0.001)
     sys.stdout.write(f"{child.pid}\n")
     sys.stdout.flush()

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from drift_sdk import BaseEngine, Engine, EngineConfig, ProcessEngine, Regex, SamplingParams
-from drift_sdk.driver import process_hooks, text_worker
+from drift_sdk.driver import loops, text_worker
 from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.testing import ScriptedModel, scripted_engine
 
@@ -55,7 +55,7 @@ async def begin(work: str) -> None:
         engine = ProcessEngine("scripted", model.config, open_model=model)
     elif work.startswith("hanging"):
         text_worker.CLOSE_TIMEOUT_S = 0.2
-        process_hooks.EXIT_TIMEOUT_S = 0.2 if work == "hanging_step" else 20.0
+        loops.EXIT_TIMEOUT_S = 0.2 if work == "hanging_step" else 20.0
         engine = scripted_engine(endless, step_s=3600.0 if work == "hanging_step" else 0.0)
     else:
         engine = scripted_engine(endless, config=LARGE, step_s=0.02)

@@ -11,10 +11,10 @@ import sys
 import psutil
 
 from drift_sdk import ProcessEngine
-from drift_sdk.remote import process_engine
+from drift_sdk.remote import remote_engine
 from drift_sdk.testing import ScriptedModel
 
-process_engine.PROGRAM = sys.argv[1]
+remote_engine.PROGRAM = sys.argv[1]
 engine = ProcessEngine("scripted", open_model=ScriptedModel("a"))
 
 

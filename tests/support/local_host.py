@@ -10,8 +10,7 @@ from typing import Any
 
 from drift_sdk import BaseEngine, DriftError, EngineConfig
 from drift_sdk.driver.loops import LoopThread
-from drift_sdk.remote.host import EngineHost
-from drift_sdk.remote.messages import Channel, HostLost, HostUnavailable
+from drift_sdk.remote.host import Channel, EngineHost, HostLost, HostUnavailable
 from drift_sdk.remote.remote_engine import RemoteEngine
 
 __all__ = ["LocalChannel", "LocalHostEngine"]

@@ -228,6 +228,9 @@ def random_model(model_class: Any, config: Any, *, seed: int) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.4, generator=generator)
+            elif name.endswith("e_score_correction_bias"):
+                # Mostly beyond the scores, so that masked ones are not the least.
+                buffer.normal_(-0.8, 0.4, generator=generator)
 
     return model
 
@@ -264,6 +267,8 @@ def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator, c
         parameter.normal_(0.0, 0.2 / scale, generator=generator)
     else:
         gain = 1.5 if "q_proj" in name or "k_proj" in name else 2.0
+        if "_b_proj" in name:  # of latents, which have unit length
+            gain = 1.0
         parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
 
 

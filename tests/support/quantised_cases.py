@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 
 from drift_sdk._kernels.quantised.packing import CodeType, PackedWeight, pack_weight
-from drift_sdk.quantised.nvfp4 import MAGNITUDES
+from drift_sdk.quantised.formats import MAGNITUDES
 
 __all__ = ["FORMATS", "QuantisedFormat", "draw"]
 

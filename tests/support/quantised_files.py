@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
-from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.formats import BLOCK_FORMATS, BlockFormat, BlockWeight
 
 __all__ = [
     "FORMATS",

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from drift_sdk.errors import DriftError, ModelLoadError
-from drift_sdk.text.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes
-from drift_sdk.text.tokenizer import Tokenizer
+from drift_sdk.text.tokenizer import BytesDetokenizer, Detokenizer, TokenBytes, Tokenizer
 
 REPLACEMENT = "\ufffd"
 SAMPLES = [

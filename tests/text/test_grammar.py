@@ -30,7 +30,6 @@ from drift_sdk.grammars import AnyOf
 from drift_sdk.testing import byte_tokenizer
 from drift_sdk.text import grammar as grammar_module
 from drift_sdk.text import grammar as grammars
-from drift_sdk.text import grammar_compiler
 from drift_sdk.text.grammar import GrammarConstraint, constrain
 from drift_sdk.text.grammar_limits import check_schema
 from drift_sdk.text.tokenizer import Tokenizer
@@ -373,7 +372,7 @@ def optional(count: int, **more: Any) -> dict[str, Any]:
 def test_grammar_out_of_bounds_is_rejected_before_compiling(
     model: Model, grammar: Any, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_compiler, "LLMatcher", None)
+    monkeypatch.setattr(grammar_module, "LLMatcher", None)
     with pytest.raises(
         RequestError, match=rf"^grammar: {type(grammar).__name__} cannot be compiled: .*{bound}"
     ):
@@ -575,7 +574,7 @@ def test_panic_of_llguidance_raises_request_error(model: Model, monkeypatch: pyt
     def panic(*args: object, **options: object) -> None:
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr(grammar_compiler, "LLMatcher", panic)
+    monkeypatch.setattr(grammar_module, "LLMatcher", panic)
     with pytest.raises(RequestError, match="llguidance failed: index out of bounds"):
         model.constrain(Regex("panic"))
 
@@ -584,15 +583,15 @@ def test_endless_compilation_is_rejected_after_the_timeout(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(grammar_compiler, "LLMatcher", lambda *args, **options: release.wait())
-    monkeypatch.setattr(grammar_compiler, "COMPILE_TIMEOUT_S", 0.05)
-    for number in range(grammar_compiler.MAX_OVERDUE):
+    monkeypatch.setattr(grammar_module, "LLMatcher", lambda *args, **options: release.wait())
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
+    for number in range(grammar_module.MAX_OVERDUE):
         with pytest.raises(RequestError, match="it takes longer than"):
             model.constrain(Regex(f"endless{number}"))
     with pytest.raises(RequestError, match="4 others take longer"):
         model.constrain(Regex("one too many"))
     release.set()
-    grammar_compiler.wait_for_compilations()
+    grammar_module.wait_for_compilations()
     monkeypatch.undo()
     model.constrain(Regex("again"))
 
@@ -612,13 +611,13 @@ def test_model_without_eos_id_is_rejected(model: Model) -> None:
 
 def test_grammars_are_compiled_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    real = grammar_compiler.LLMatcher
+    real = grammar_module.LLMatcher
 
     def counting(tokenizer: Any, lark: str, **options: Any) -> Any:
         compiled.append(lark)
         return real(tokenizer, lark, **options)
 
-    monkeypatch.setattr(grammar_compiler, "LLMatcher", counting)
+    monkeypatch.setattr(grammar_module, "LLMatcher", counting)
     schema = {"enum": ["compiled", "once"]}
     first = model.constrain(JsonSchema(schema))
     first.advance(model.tokenizer.encode('"c'))
@@ -837,11 +836,11 @@ def test_locks_are_free_in_a_forked_child() -> None:
     """At the fork, a thread that does not exist in the child was holding them."""
     script = """
 import os
-from drift_sdk.text import grammar, grammar_compiler
-with grammar._vocabularies_lock, grammar_compiler._stack_size_lock:
+from drift_sdk.text import grammar
+with grammar._vocabularies_lock, grammar._stack_size_lock:
     child = os.fork()
     if child == 0:
-        locks = (grammar._vocabularies_lock, grammar_compiler._stack_size_lock)
+        locks = (grammar._vocabularies_lock, grammar._stack_size_lock)
         os._exit(0 if all(lock.acquire(timeout=120) for lock in locks) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drift_sdk.text.stops import StopMatcher
+from drift_sdk.text.answers.reader import StopMatcher
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4).map(tuple)
 TEXT = st.text("abcd", max_size=30)

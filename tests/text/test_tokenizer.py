@@ -489,7 +489,8 @@ def test_import_does_not_load_torch_or_change_the_environment(path: Path) -> Non
     program = (
         "import json, os, sys; before = dict(os.environ)\n"
         "from pathlib import Path; from drift_sdk.text.chat import ChatTemplate\n"
-        "from drift_sdk.text.stops import StopMatcher; from drift_sdk.text.tokenizer import Tokenizer\n"
+        "from drift_sdk.text.answers.reader import StopMatcher\n"
+        "from drift_sdk.text.tokenizer import Tokenizer\n"
         "tokenizer = Tokenizer.from_file(Path(sys.argv[1])); tokenizer.decode(tokenizer.encode('text'))\n"
         "print(json.dumps([before == dict(os.environ), 'torch' in sys.modules]))"
     )

@@ -25,20 +25,21 @@ from drift_sdk import (
     SamplingParams,
     __version__,
 )
-from drift_sdk.cli.chat import chat
 from drift_sdk.cli.drafts import read_prompts, run_acceptance, run_tree
 from drift_sdk.cli.engine_start import (
     INSPECT_SETTINGS,
     WARM_SETTINGS,
     add_drafts,
+    add_serve_options,
     add_settings,
+    chat,
     config_of,
     option_name,
     print_error,
+    serve_command,
     speculation,
 )
 from drift_sdk.cli.readiness import run_doctor, run_inspect, run_warm
-from drift_sdk.cli.serve import add_serve_options, serve_command
 from drift_sdk.errors import FieldError, short_repr
 from drift_sdk.speculation import MTP
 

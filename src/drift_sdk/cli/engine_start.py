@@ -1,13 +1,26 @@
-"""Starting an engine from the command line: options for its config; errors and progress on stderr."""
+"""Engines of the command line: their settings, progress and errors, and the commands `serve` and `chat`."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
-from drift_sdk import Chain, ConfigError, EngineConfig, NGram, Speculation
-from drift_sdk.progress import Download, Progress
+from msgspec import Struct
+
+from drift_sdk.config import EngineConfig
+from drift_sdk.engine import Engine
+from drift_sdk.errors import ConfigError, PromptTooLong, RequestError
+from drift_sdk.events import Download, EngineFailed, Event, Progress
+from drift_sdk.results import Completion
+from drift_sdk.sampling_params import SamplingOptions
+from drift_sdk.speculation import Chain, NGram, Speculation
+from drift_sdk.stream import TokenStream
 
 Settings = Mapping[str, tuple[type[int] | type[float] | type[str], str]]
 
@@ -121,3 +134,220 @@ def hide_progress() -> None:
     """Clear the line that `show_progress` wrote."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
+
+
+PROMPT = "> "
+
+
+async def chat(model: str, config: EngineConfig, options: SamplingOptions, system: str | None) -> int:
+    """Answer each line of stdin until its end; the exit status, always 0.
+
+    options: replace fields of the model's own parameters. system: the system message; None = none.
+
+    Ctrl-C stops an answer (not on Windows). Raises what starting the engine raises, RequestError if the model
+    has no chat template, and OSError if stdout cannot be written.
+    """
+    async with Engine(model, config, on_progress=show_progress) as engine:
+        hide_progress()
+        conversation = Conversation(engine, options, system)
+        await conversation.check()
+        # Ctrl-C ends the program while the model is loaded, and stops an answer from here on.
+        if sys.platform != "win32":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, conversation.stop)
+        while (question := await read_question()) is not None:
+            if question.strip():
+                await conversation.ask(question)
+    return 0
+
+
+class Conversation:
+    """Questions and answers so far, sent again with each question after the system message."""
+
+    def __init__(self, engine: Engine, options: SamplingOptions, system: str | None) -> None:
+        self._engine = engine
+        self._options = options
+        self._system = [{"role": "system", "content": system}] if system is not None else []
+        self._history: list[dict[str, Any]] = []
+        self._stream: TokenStream | None = None
+
+    async def check(self) -> None:
+        """Raise RequestError for a model that no messages can be sent to."""
+        await self._engine.count_tokens([*self._system, {"role": "user", "content": "Hello"}])
+
+    def stop(self) -> None:
+        """End the answer in progress; without one, say how to leave and ask again."""
+        if self._stream is not None:
+            self._stream.cancel()
+        else:
+            print(f"\n[Ctrl-D leaves]\n{PROMPT}", end="", file=sys.stderr, flush=True)
+
+    async def ask(self, question: str) -> None:
+        """Print the answer and why it ended, unless that is its own end. A prompt that is too long is sent
+        again without the older half of the history; any other RequestError is printed."""
+        asked = {"role": "user", "content": question}
+        completion: Completion | None = None
+        while completion is None:
+            try:
+                completion = await self._print_answer(asked)
+            except RequestError as error:
+                self._stream = None
+                if not (isinstance(error, PromptTooLong) and self._history):
+                    print_error(error)
+                    return
+
+                num_dropped = drop_older_half(self._history)
+                print(f"[{num_dropped} earlier messages no longer fit]", file=sys.stderr)
+
+        self._history += [asked, completion.message()]
+        print("" if completion.finish_reason == "stop" else f" [{completion.finish_reason}]")
+
+    async def _print_answer(self, asked: dict[str, str]) -> Completion:
+        self._stream = self._engine.chat([*self._system, *self._history, asked], **self._options)
+        is_thinking = False
+        async for chunk in self._stream:
+            print(chunk.reasoning, end="", flush=True)
+            is_thinking |= bool(chunk.reasoning)
+            if chunk.text and is_thinking:
+                print("\n\n", end="")  # between reasoning and answer
+                is_thinking = False
+            print(chunk.text, end="", flush=True)
+        completion, self._stream = await self._stream, None
+        return completion
+
+
+async def read_question() -> str | None:
+    """The next line of stdin, read on a thread; None at its end.
+
+    In a terminal the line can be edited, and the arrow keys recall earlier ones.
+    """
+    with suppress(ImportError):  # Windows has no readline
+        import readline  # noqa: F401  # makes input() edit lines
+
+    try:
+        return await asyncio.to_thread(input, PROMPT)
+    except EOFError:
+        print()
+        return None
+
+
+def drop_older_half(history: list[dict[str, Any]]) -> int:
+    """Remove the older half of the exchanges, rounded up, each a question and its answer; returns the number
+    of messages removed."""
+    num_exchanges = len(history) // 2
+    num_messages = 2 * ((num_exchanges + 1) // 2)
+    del history[:num_messages]
+    return num_messages
+
+
+KEY_VARIABLE = "DRIFTSDK_API_KEY"
+MAX_PORT = 65_535
+MAX_DRAIN_S = 1e6
+
+
+class Server(Struct, frozen=True, kw_only=True):
+    """Where and how to serve.
+
+    names: by which clients know the model; empty = the name of its folder or file, or its hub id.
+    drain: seconds that open answers have to end after SIGTERM.
+    """
+
+    host: str
+    port: int
+    drain: float
+    names: tuple[str, ...]
+    api_keys: tuple[str, ...]
+    salt_keys: bool
+    hide_cached_tokens: bool
+
+
+def add_serve_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    command.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"a key that requests need; repeat it for several (default: {KEY_VARIABLE}, if it is set)",
+    )
+    command.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of the model for clients; repeat it for several (default: its hub id or file name)",
+    )
+    command.add_argument(
+        "--salt-keys", action="store_true", help="requests of different keys share no cached prefixes"
+    )
+    command.add_argument(
+        "--hide-cached-tokens",
+        action="store_true",
+        help="do not tell clients how many tokens of a prompt were cached",
+    )
+    command.add_argument(
+        "--drain",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="time that open answers have to end after SIGTERM (default: %(default)s)",
+    )
+    command.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=256,
+        help="most requests that wait to start; further ones get a 429 (default: %(default)s)",
+    )
+    add_settings(command, SERVE_SETTINGS)
+    add_drafts(command)
+
+
+def serve_command(options: argparse.Namespace) -> Callable[[], int]:
+    """The command. Raises ConfigError for a number out of range."""
+    if not 0 <= options.port <= MAX_PORT:
+        raise ConfigError.of("port", options.port, f"0 to {MAX_PORT}")
+
+    if not 0.0 <= options.drain <= MAX_DRAIN_S:
+        raise ConfigError.of("drain", options.drain, f"0 to {MAX_DRAIN_S:g} seconds")
+
+    config = config_of(options, SERVE_SETTINGS).replace(max_queued_requests=options.max_queued_requests)
+    variable = os.environ.get(KEY_VARIABLE)
+    server = Server(
+        host=options.host,
+        port=options.port,
+        drain=options.drain,
+        names=tuple(options.served_model_name),
+        api_keys=tuple(options.api_key or filter(None, [variable])),
+        salt_keys=options.salt_keys,
+        hide_cached_tokens=options.hide_cached_tokens,
+    )
+    return lambda: asyncio.run(run_serve(options.model, config, server))
+
+
+async def run_serve(model: str, config: EngineConfig, server: Server) -> int:
+    """Load the model and serve it until SIGTERM; the exit status, 1 if the engine has failed."""
+    import drift_sdk.openai  # imported here, for it needs an extra
+    from drift_sdk.openai.server import check_port, serve
+
+    check_port(server.host, server.port)  # before the model is loaded
+    is_serving = has_failed = False
+
+    def end_if_failed(event: Event) -> None:
+        nonlocal has_failed
+        if isinstance(event, EngineFailed) and is_serving:
+            has_failed = True
+            os.kill(os.getpid(), signal.SIGTERM)  # the server shuts down as at any other SIGTERM
+
+    engine = Engine(model, config, on_progress=show_progress, on_event=end_if_failed)
+    application = drift_sdk.openai.app(
+        dict.fromkeys(server.names, engine) or engine,
+        api_keys=server.api_keys,
+        salts_keys=server.salt_keys,
+        shows_cached_tokens=not server.hide_cached_tokens,
+    )
+    async with engine:
+        hide_progress()
+        is_serving = True
+        await serve(application, [engine], host=server.host, port=server.port, drain_s=server.drain)
+
+    return 1 if has_failed else 0

@@ -21,7 +21,7 @@ from msgspec import Struct
 from drift_sdk.cli.engine_start import hide_progress, show_progress
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine, inspect
-from drift_sdk.progress import Progress
+from drift_sdk.events import Progress
 
 REQUIRED = (
     *("torch", "anyio", "msgspec", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf"),

@@ -48,7 +48,7 @@ from drift_sdk.cli.engine_start import hide_progress, show_progress
 from drift_sdk.cli.readiness import warm
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import DriftError
-from drift_sdk.progress import Progress
+from drift_sdk.events import Progress
 
 SHAPES_AT_ONCE = 16
 """Shapes whose candidates are compiled together, before they are timed. The weights of each take about 0.4 GB

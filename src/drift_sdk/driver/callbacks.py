@@ -17,10 +17,13 @@ from itertools import pairwise
 from drift_sdk.driver.loops import LoopClosed, LoopPoster
 from drift_sdk.errors import ConfigError
 from drift_sdk.events import (
+    Download,
     EngineFailed,
     EngineStarted,
     EngineStopped,
     Event,
+    Progress,
+    Report,
     RequestAdmitted,
     RequestFailed,
     RequestFinished,
@@ -29,7 +32,6 @@ from drift_sdk.events import (
     RequestQueued,
     RequestRejected,
 )
-from drift_sdk.progress import Download, Progress, Report
 from drift_sdk.results import Completion
 from drift_sdk.scheduling.sequence import Sequence
 

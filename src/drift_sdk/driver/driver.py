@@ -1,16 +1,18 @@
 """The engine's thread: it schedules, launches, collects, commits and delivers, round after round.
 
-`PlanTimer` says when the next step is planned: as late as possible, so that requests that come meanwhile
-are in it.
+`Delivery` turns results of steps into text in streams. `PlanTimer` says when the next step is planned: as
+late as possible, so that requests that come meanwhile are in it.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -33,127 +35,20 @@ from drift_sdk.driver.commands import (
     UpdateWeights,
     Wake,
 )
-from drift_sdk.driver.delivery import Delivery
 from drift_sdk.driver.life_cycle import Startable
+from drift_sdk.driver.loops import LoopPoster, close_at_exit
 from drift_sdk.driver.model_opener import LoadedModel, ModelOpener, OpenModel, clear_frames
-from drift_sdk.driver.process_hooks import close_at_exit
 from drift_sdk.driver.prompts import ModelText, Prompt
-from drift_sdk.driver.requests import Request, RequestRegistry
+from drift_sdk.driver.requests import Request, RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder
+from drift_sdk.driver.stream_updates import PendingUpdates, Update
 from drift_sdk.driver.text_worker import TextWorker
-from drift_sdk.errors import EngineClosed, RequestError, error_repr
-from drift_sdk.events import Event
-from drift_sdk.progress import Report
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, RequestError, error_repr
+from drift_sdk.events import Event, Report
+from drift_sdk.results import Chunk
 from drift_sdk.scheduling.scheduler import Scheduler
-from drift_sdk.steps import Executor, StepPlan, StepResult, TakesWeights
-
-POLL_S = 0.005
-"""Most seconds to wait before asking whether the step that runs has ended, earlier than predicted."""
-
-START_MARGIN_S, LEAST_MARGIN_S, MOST_MARGIN_S = 0.004, 0.0015, 0.05
-"""Seconds before the end of a step at which the next one is planned: at first, at least and at most. Planning
-and launching take about 1 ms for 64 sequences."""
-WIDENING, NARROWING = 2.0, 0.995
-"""Factors of the margin after a step that was planned too late, and after one that was not."""
-IDLE_S = 0.0001
-"""Most seconds between two steps of a device that has not waited for the host."""
-LEAST_DURATIONS, MOST_DURATIONS = 2, 4
-"""Latest steps of a kind, the shortest of which tells how long the next one takes at least. The first one may
-take longer than all others."""
-TOKENS_OF_KIND = 64
-"""Steps are of a kind if their prompt tokens are as many, rounded up to a multiple of this."""
-
-Kind = tuple[int, int, int, str]
-
-
-class _StepInFlight(Struct):
-    """A launched step. has_waited: whether its plan was delayed while the step before it ran."""
-
-    kind: Kind
-    launched_at: float
-    has_waited: bool
-
-
-class PlanTimer:
-    """Predicts when the step that runs on the device ends, and when the next one has to be planned.
-
-    A step is launched while the one before it runs. One that is planned at once when that one starts lacks
-    the requests that come while it runs, and they wait for two steps. So the plan is made `margin_s` seconds
-    before the end. The margin grows if the device has been idle, for example because other threads kept the
-    interpreter's lock; then steps are planned at once, as long as they are shorter than the margin.
-
-    All times are those of one clock, in seconds.
-    """
-
-    def __init__(self) -> None:
-        self.margin_s: float = START_MARGIN_S
-        self._durations: dict[Kind, deque[float]] = {}
-        self._in_flight: deque[_StepInFlight] = deque()
-        self._free_at = 0.0  # when the device ended the latest step that was collected
-        self._has_waited = False
-
-    def launched(self, plan: StepPlan, now: float) -> None:
-        """Note that a step has been launched."""
-        has_waited = self._has_waited and bool(self._in_flight)
-        self._in_flight.append(_StepInFlight(kind_of(plan), now, has_waited))
-        self._has_waited = False
-
-    def wait_s(self, now: float) -> float:
-        """The seconds that planning the next step can wait; 0 unless one step is in flight, whose kind has
-        been measured twice."""
-        if len(self._in_flight) != 1:
-            return 0.0
-
-        running = self._in_flight[0]
-        durations = self._durations.get(running.kind)
-        if durations is None or len(durations) < LEAST_DURATIONS:
-            return 0.0
-
-        ends_at = max(running.launched_at, self._free_at) + min(durations)
-        wait_s = max(0.0, ends_at - self.margin_s - now)
-        self._has_waited |= wait_s > 0.0
-        return wait_s
-
-    def collected(self, result: StepResult, now: float) -> None:
-        """Note the result of the oldest step in flight."""
-        step = self._in_flight.popleft()
-        self._durations.setdefault(step.kind, deque(maxlen=MOST_DURATIONS)).append(result.duration_s)
-        self._free_at = now
-        self._has_waited = False
-        if step.has_waited:
-            was_late = result.idle_s > IDLE_S
-            margin_s = self.margin_s * (WIDENING if was_late else NARROWING)
-            self.margin_s = min(max(margin_s, LEAST_MARGIN_S), MOST_MARGIN_S)
-
-
-def kind_of(plan: StepPlan) -> Kind:
-    """The kind of a step: steps of the same kind take about as long."""
-    num_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
-    most_drafts = max([row.num_draft_tokens for row in plan.decode], default=0)
-    rows = len(plan.decode).bit_length()
-    return rows, -(-num_tokens // TOKENS_OF_KIND), most_drafts, plan.verification
-
-
-log: logging.Logger = logging.getLogger("drift_sdk")
-
-
-def run_all(steps: Mapping[str, Callable[[], object]]) -> None:
-    """Run steps in order. Errors are logged with the step's name."""
-    for name, step in steps.items():
-        try:
-            step()
-        except BaseException as error:
-            log_error(f"{name} failed", error)
-
-
-def log_error(what: str, error: BaseException) -> None:
-    """Log an error, also if a filter or handler of the program raises then."""
-    with suppress(Exception):
-        log.error("%s: %s", what, error_repr(error))
-
-
-LAUNCH_DEPTH = 2
-"""Most steps in flight: one runs while the next is planned and queued behind it."""
+from drift_sdk.scheduling.sequence import Delta, Sequence
+from drift_sdk.steps import VIOLATIONS, Executor, StepPlan, StepResult, TakesWeights
 
 
 class Driver(Startable):
@@ -202,7 +97,7 @@ class Driver(Startable):
         """Block until the thread has ended, `timeout_s` seconds at most (None = no limit)."""
         self._thread.join(timeout_s)
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Items[Request]) -> None:
         """Admit requests of one prompt, all or none, and have the first prepared; the others follow when its
         prompt is in the prefix cache. QueueFull, EngineClosed, ExecutorError or RequestError if they are
         rejected."""
@@ -526,3 +421,298 @@ class Driver(Startable):
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
+
+
+class Delivery:
+    """The requests that the scheduler knows, and the updates of their streams until they are posted.
+
+    Of several samples of one prompt, the first is scheduled, and the others, its followers, are held until
+    the prompt's KV is in the prefix cache: until the first token. If the first ends before that, the next
+    takes its place.
+
+    prepare: has a request prepared that was held.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        registry: RequestRegistry,
+        stats_recorder: StatsRecorder,
+        text_worker: TextWorker,
+        prepare: Callable[[Request], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._registry = registry
+        self._stats_recorder = stats_recorder
+        self._text_worker = text_worker
+        self._prepare = prepare
+        self._requests: dict[Sequence, Request] = {}  # those that the scheduler knows
+        self._updates = PendingUpdates()
+
+    def enter(self, request: Request, error: DriftError | None) -> None:
+        """Hand a prepared request to the scheduler, or end it with the error that preparing it has raised. A
+        request that has been cancelled meanwhile is dropped."""
+        if error is None and not request.is_done:
+            assert request.sequence is not None
+            self._requests[request.sequence] = request
+            self._scheduler.add(request.sequence)
+            self._stats_recorder.entered(request)
+            self._accept(request)
+        self.publish_stats()
+        if error is not None and not request.is_done:
+            followers, request.followers = request.followers, ()
+            self._fail(request, error)
+            for follower in followers:  # their prompt is the same
+                if not follower.is_done:
+                    self._fail(follower, copy_of(error))
+
+    def extend(self, delta: Delta) -> None:
+        """Turn a sequence's new tokens into text, and end its request if they end it."""
+        request = self._requests[delta.sequence]
+        violation = delta.output.violation
+        if violation is not None and violation.is_fatal:
+            meaning = f"{VIOLATIONS[violation.reason]} ({violation.details})"
+            message = f"a check of speculation has failed: {meaning}"
+            self._fail(request, ExecutorError(message, ends_engine=False))
+            return
+
+        if request.followers:
+            self._prepare_followers(request)
+        try:
+            if delta.output.error is not None:
+                raise delta.output.error
+
+            chunk = request.extend(delta.output, delta.verification)
+        except RequestError as error:  # of a function of the request
+            self._fail(request, error)
+            return
+
+        self._stats_recorder.extended(request, delta, chunk)
+        if request.is_done:
+            self._finish(request, chunk)
+            return
+
+        if delta.sequence.constraint is not None:
+            delta.sequence.awaits_mask = True
+            self._text_worker.advance(request, delta.output.token_ids)
+        self._updates.add(Update(stream_updates=request.stream_updates, chunk=chunk))
+
+    def mask_computed(self, request: Request, error: DriftError | None) -> None:
+        """Let a constrained request be scheduled again now that its next mask is computed, or end it with the
+        error of computing it."""
+        if not request.is_done and request.sequence is not None:
+            request.sequence.awaits_mask = False
+            if error is not None:
+                self._fail(request, error)
+
+    def cancel(self, request: Request) -> None:
+        """End a request with finish reason "cancelled", unless it has ended already."""
+        if not request.is_done:
+            self._finish(request, request.end("cancelled"))
+            self._text_worker.abandon(request)
+
+    def close(self, failure: BaseException | None) -> None:
+        """End every request, with an ExecutorError that names the failure or with EngineClosed if there is
+        none."""
+        for request in self._registry.live_requests():
+            cause = failure_of(failure) if failure is not None else EngineClosed("the engine was closed")
+            request.is_done = True
+            self._registry.remove(request)
+            self._stats_recorder.failed(request, cause)
+            self._updates.add(Update(stream_updates=request.stream_updates, error=cause))
+        self.publish_stats()
+        self._stats_recorder.ended()
+        self._updates.post()
+        self._requests.clear()
+
+    @property
+    def has_updates(self) -> bool:
+        return self._updates.has_any
+
+    def post(self) -> None:
+        """Publish the newest statistics and send all updates. The requests of an event loop that has ended
+        are dropped."""
+        self.publish_stats()
+        for loop_poster in self._updates.post():
+            self._drop_requests_of(loop_poster)
+
+    def publish_stats(self) -> None:
+        self._stats_recorder.publish(self._scheduler)
+
+    def _drop_requests_of(self, loop_poster: LoopPoster) -> None:
+        for request in self._registry.live_requests(loop_poster):
+            self._remove(request)
+            self._text_worker.abandon(request)
+            self._stats_recorder.deserted(request)
+            request.stream_updates.desert()
+        self.publish_stats()
+
+    def _accept(self, request: Request) -> None:
+        """Mark a request as accepted that the scheduler has queued, and its followers with it."""
+        sequence = request.sequence
+        assert sequence is not None
+        for accepted in (request, *request.followers):
+            updates = accepted.stream_updates
+            if accepted.is_done or updates.num_prompt_tokens is not None:
+                continue
+
+            updates.num_prompt_tokens = sequence.num_prompt_tokens
+            if updates.awaits_acceptance:
+                self._updates.add(Update(stream_updates=updates))
+        # The last token of a prompt is always computed, so a prompt of one block shares nothing.
+        if sequence.num_prompt_tokens <= self._scheduler.config.block_size:
+            self._prepare_followers(request)
+
+    def _prepare_followers(self, request: Request) -> None:
+        followers, request.followers = request.followers, ()
+        for follower in followers:
+            if not follower.is_done:
+                self._prepare_held(follower)
+
+    def _prepare_held(self, request: Request) -> None:
+        """Queue a held request for preparation."""
+        try:
+            self._prepare(request)
+        except DriftError as error:
+            self._fail(request, error)
+
+    def _finish(self, request: Request, chunk: Chunk) -> None:
+        self._remove(request)
+        completion = request.completion()
+        self._stats_recorder.finished(request, completion)
+        self._updates.add(Update(stream_updates=request.stream_updates, chunk=chunk, completion=completion))
+
+    def _fail(self, request: Request, error: DriftError) -> None:
+        self._remove(request)
+        self._stats_recorder.failed(request, error)
+        self._updates.add(Update(stream_updates=request.stream_updates, error=error))
+
+    def _remove(self, request: Request) -> None:
+        """Remove a request from the registry, and from the scheduler if the device has not ended it
+        already."""
+        request.is_done = True
+        self._registry.remove(request)
+        if request.sequence is not None and self._requests.pop(request.sequence, None) is not None:
+            self._scheduler.remove(request.sequence)
+        followers = [follower for follower in request.followers if not follower.is_done]
+        request.followers = ()
+        if followers:
+            next_one = followers[0]
+            next_one.followers = tuple(followers[1:])
+            self._prepare_held(next_one)
+
+
+def copy_of(error: DriftError) -> DriftError:
+    """An equal error, for another stream: each raises its own."""
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied
+
+
+POLL_S = 0.005
+"""Most seconds to wait before asking whether the step that runs has ended, earlier than predicted."""
+
+START_MARGIN_S, LEAST_MARGIN_S, MOST_MARGIN_S = 0.004, 0.0015, 0.05
+"""Seconds before the end of a step at which the next one is planned: at first, at least and at most. Planning
+and launching take about 1 ms for 64 sequences."""
+WIDENING, NARROWING = 2.0, 0.995
+"""Factors of the margin after a step that was planned too late, and after one that was not."""
+IDLE_S = 0.0001
+"""Most seconds between two steps of a device that has not waited for the host."""
+LEAST_DURATIONS, MOST_DURATIONS = 2, 4
+"""Latest steps of a kind, the shortest of which tells how long the next one takes at least. The first one may
+take longer than all others."""
+TOKENS_OF_KIND = 64
+"""Steps are of a kind if their prompt tokens are as many, rounded up to a multiple of this."""
+
+Kind = tuple[int, int, int, str]
+
+
+class _StepInFlight(Struct):
+    """A launched step. has_waited: whether its plan was delayed while the step before it ran."""
+
+    kind: Kind
+    launched_at: float
+    has_waited: bool
+
+
+class PlanTimer:
+    """Predicts when the step that runs on the device ends, and when the next one has to be planned.
+
+    A step is launched while the one before it runs. One that is planned at once when that one starts lacks
+    the requests that come while it runs, and they wait for two steps. So the plan is made `margin_s` seconds
+    before the end. The margin grows if the device has been idle, for example because other threads kept the
+    interpreter's lock; then steps are planned at once, as long as they are shorter than the margin.
+
+    All times are those of one clock, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.margin_s: float = START_MARGIN_S
+        self._durations: dict[Kind, deque[float]] = {}
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._free_at = 0.0  # when the device ended the latest step that was collected
+        self._has_waited = False
+
+    def launched(self, plan: StepPlan, now: float) -> None:
+        """Note that a step has been launched."""
+        has_waited = self._has_waited and bool(self._in_flight)
+        self._in_flight.append(_StepInFlight(kind_of(plan), now, has_waited))
+        self._has_waited = False
+
+    def wait_s(self, now: float) -> float:
+        """The seconds that planning the next step can wait; 0 unless one step is in flight, whose kind has
+        been measured twice."""
+        if len(self._in_flight) != 1:
+            return 0.0
+
+        running = self._in_flight[0]
+        durations = self._durations.get(running.kind)
+        if durations is None or len(durations) < LEAST_DURATIONS:
+            return 0.0
+
+        ends_at = max(running.launched_at, self._free_at) + min(durations)
+        wait_s = max(0.0, ends_at - self.margin_s - now)
+        self._has_waited |= wait_s > 0.0
+        return wait_s
+
+    def collected(self, result: StepResult, now: float) -> None:
+        """Note the result of the oldest step in flight."""
+        step = self._in_flight.popleft()
+        self._durations.setdefault(step.kind, deque(maxlen=MOST_DURATIONS)).append(result.duration_s)
+        self._free_at = now
+        self._has_waited = False
+        if step.has_waited:
+            was_late = result.idle_s > IDLE_S
+            margin_s = self.margin_s * (WIDENING if was_late else NARROWING)
+            self.margin_s = min(max(margin_s, LEAST_MARGIN_S), MOST_MARGIN_S)
+
+
+def kind_of(plan: StepPlan) -> Kind:
+    """The kind of a step: steps of the same kind take about as long."""
+    num_tokens = sum([len(chunk.token_ids) for chunk in plan.prefill])
+    most_drafts = max([row.num_draft_tokens for row in plan.decode], default=0)
+    rows = len(plan.decode).bit_length()
+    return rows, -(-num_tokens // TOKENS_OF_KIND), most_drafts, plan.verification
+
+
+log: logging.Logger = logging.getLogger("drift_sdk")
+
+
+def run_all(steps: Mapping[str, Callable[[], object]]) -> None:
+    """Run steps in order. Errors are logged with the step's name."""
+    for name, step in steps.items():
+        try:
+            step()
+        except BaseException as error:
+            log_error(f"{name} failed", error)
+
+
+def log_error(what: str, error: BaseException) -> None:
+    """Log an error, also if a filter or handler of the program raises then."""
+    with suppress(Exception):
+        log.error("%s: %s", what, error_repr(error))
+
+
+LAUNCH_DEPTH = 2
+"""Most steps in flight: one runs while the next is planned and queued behind it."""

@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from drift_sdk.driver.loops import Latch
-from drift_sdk.driver.process_hooks import life_cycle_lock, num_forks
+from drift_sdk.driver.loops import Latch, life_cycle_lock, num_forks
 from drift_sdk.errors import EngineClosed, ModelLoadError
 
 

@@ -16,7 +16,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import StageClock
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import ConfigError, DriftError, ModelLoadError, error_repr, is_out_of_memory
-from drift_sdk.progress import Download, Report
+from drift_sdk.events import Download, Report
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.steps import Executor, ExecutorLimits
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from drift_sdk.draft_policy.policy import DraftCount
+from drift_sdk.draft_policy import DraftCount
 from drift_sdk.driver.callbacks import NO_EVENTS, EventSender
 from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.prompts import ModelText, Prompt, message_ends
@@ -23,13 +23,12 @@ from drift_sdk.results import Chunk, Completion, FinishReason, PromptStates, Tim
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.steps import SlotOutput, SlotSampling, Verification
-from drift_sdk.text.answers.reader import Split
-from drift_sdk.text.stops import StopMatcher
+from drift_sdk.text.answers.reader import Split, StopMatcher
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
     from drift_sdk.text.answers.answer import Answer
     from drift_sdk.text.answers.formats import AnswerSplitter
-    from drift_sdk.text.answers.thinking_budget import ThinkingBudget
+    from drift_sdk.text.answers.reasoning import ThinkingBudget
     from drift_sdk.text.grammar import GrammarConstraint
     from drift_sdk.text.token_machine import Limits
 
@@ -92,7 +91,7 @@ def budget_of(params: SamplingParams, answer: Answer | None, model: ModelText) -
         allowed = "None: the text of a token depends on its neighbours"
         raise RequestError.of("thinking_budget", num_tokens, allowed)
 
-    from drift_sdk.text.answers.thinking_budget import ThinkingBudget
+    from drift_sdk.text.answers.reasoning import ThinkingBudget
 
     return ThinkingBudget(
         answer.thinking,

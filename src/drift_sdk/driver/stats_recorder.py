@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from drift_sdk.draft_policy.policy import DraftCount
+from drift_sdk.draft_policy import DraftCount
 from drift_sdk.driver.callbacks import NO_EVENTS, EventSender
 from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.driver.requests import Request, RequestRegistry

@@ -9,8 +9,7 @@ from typing import Protocol
 import anyio
 from msgspec import Struct
 
-from drift_sdk.driver.loops import LoopClosed, LoopPoster
-from drift_sdk.driver.process_hooks import num_forks
+from drift_sdk.driver.loops import LoopClosed, LoopPoster, num_forks
 from drift_sdk.errors import EngineClosed
 from drift_sdk.results import Chunk, Completion
 

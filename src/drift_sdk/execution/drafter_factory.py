@@ -17,16 +17,15 @@ from drift_sdk.execution.eager.drafters import (
     ModelDrafter,
     NGramDrafter,
 )
-from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.speculation import DynamicTree, NGram, StaticTree
+from drift_sdk.speculation import DynamicTree, NGram, StaticTree, TreePlan, tree_plan
 from drift_sdk.steps import ExecutorLimits
 
 if TYPE_CHECKING:
-    from drift_sdk.execution.device_resources import DeviceResources
+    from drift_sdk.execution.device.resources import DeviceResources
     from drift_sdk.execution.forward.caches import ModelResources
-    from drift_sdk.execution.rounds.drafter import RoundDrafter, RoundSizes, TreeDrafter
+    from drift_sdk.execution.rounds.drafters import RoundDrafter, RoundSizes, TreeDrafter
 
 
 class DrafterFactory(ABC):
@@ -121,7 +120,7 @@ class NGramDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
+        from drift_sdk.execution.rounds.drafters import NGramRoundDrafter
 
         return NGramRoundDrafter(
             resources.table.history,
@@ -213,7 +212,7 @@ class ModelDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
+        from drift_sdk.execution.rounds.drafters import ModelRoundDrafter
 
         return ModelRoundDrafter(
             self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
@@ -244,7 +243,7 @@ class HybridDrafterFactory(DrafterFactory):
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
     ) -> RoundDrafter:
-        from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter
+        from drift_sdk.execution.rounds.drafters import HybridRoundDrafter
 
         drafter = self._model.round_drafter(resources, model, sizes)
         assert drafter is not None

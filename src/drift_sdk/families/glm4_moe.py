@@ -35,37 +35,44 @@ def read_spec(settings: Settings) -> ModelSpec:
     return read_decoder(settings, [attention] * num_layers, [*mlp, *experts])
 
 
-def read_glm_experts(settings: Settings) -> Channel:
+def read_groups(settings: Settings) -> tuple[int, int]:
+    """The number of groups of experts, and of those that take part in a choice."""
     num_experts = read_int(settings, "n_routed_experts")
     num_groups = read_int(settings, "n_group")
     if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
         expected = f"a divisor of {num_experts} experts that leaves two or more in a group"
         raise ModelLoadError(f"config: n_group={num_groups}: expected {expected}")
 
+    num_active_groups = read_int(settings, "topk_group", le=num_groups)
+    most = num_experts // num_groups * num_active_groups
+    num_active = read_int(settings, "num_experts_per_tok")
+    if num_active > most:
+        raise ModelLoadError(
+            f"config: num_experts_per_tok={num_active}: expected at most {most}, the experts of "
+            f"topk_group={num_active_groups} groups"
+        )
+
+    return num_groups, num_active_groups
+
+
+def read_glm_experts(settings: Settings) -> Channel:
+    num_groups, num_active_groups = read_groups(settings)
     router = Router(
         kind="sigmoid",
         is_normalised=read_bool(settings, "norm_topk_prob"),
         scale=read_multiplier(settings, "routed_scaling_factor"),
         num_groups=num_groups,
-        num_active_groups=read_int(settings, "topk_group", le=num_groups),
+        num_active_groups=num_active_groups,
     )
     num_shared = read_int(settings, "n_shared_experts", ge=0)
     size = read_int(settings, "moe_intermediate_size")
-    experts = read_experts(
+    return read_experts(
         settings,
         ("n_routed_experts",),
         "moe_intermediate_size",
         router,
         shared=Mlp(intermediate_size=num_shared * size) if num_shared else None,
     )
-    most = num_experts // num_groups * router.num_active_groups
-    if experts.num_active > most:
-        raise ModelLoadError(
-            f"config: num_experts_per_tok={experts.num_active}: expected at most {most}, the experts of "
-            f"topk_group={router.num_active_groups} groups"
-        )
-
-    return experts
 
 
 def gguf_settings(file: GGUFSettings) -> dict[str, Any]:

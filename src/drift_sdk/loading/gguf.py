@@ -23,12 +23,11 @@ from msgspec import structs
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import gguf_architecture
-from drift_sdk.loading.gguf_config import ROPE_FACTORS, read_gguf_config
-from drift_sdk.loading.gguf_file import GGUFParts, GGUFTensor, is_block_matrix
+from drift_sdk.loading.gguf_file import ROPE_FACTORS, GGUFParts, GGUFTensor, is_block_matrix, read_gguf_config
 from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
-from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.formats import BLOCK_FORMATS, BlockFormat, BlockWeight
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight
 from drift_sdk.spec.family import GGUFChange, Tiles
 

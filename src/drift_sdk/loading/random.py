@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from drift_sdk.loading.stored_formats import BLOCK_SIZE, SCALE_BIAS
+from drift_sdk.quantised.formats import MAGNITUDES
 from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
-from drift_sdk.quantised.nvfp4 import MAGNITUDES
 
 
 class RandomTensors:

@@ -1,4 +1,4 @@
-"""Finding the files of a model, a draft or a tokenizer: a folder, a .gguf file or the Hugging Face hub."""
+"""Files of a model, a draft or a tokenizer, in a folder, a .gguf file or on the hub, and their settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk._files import has_file, unreadable
-from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.families import original_files
+from drift_sdk.config import EngineConfig
+from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
+from drift_sdk.events import Report
+from drift_sdk.families import original_files, read_spec
 from drift_sdk.loading.file_names import HubFile, split_quant, weight_names
 from drift_sdk.loading.quantised_tensors import QuantisedTensors, ScaledTensors, has_kv_scales
 from drift_sdk.loading.safetensors import RenamedTensors, SafetensorsFolder
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.progress import Report
 from drift_sdk.quantised.scheme import config_scheme
+from drift_sdk.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from drift_sdk.loading.gguf import GGUFFile
@@ -409,3 +411,83 @@ def _ids(place: str, settings: Mapping[str, Any]) -> tuple[int, ...]:
         raise ModelLoadError(f"{place}: eos_token_id={short_repr(value)}: expected token ids")
 
     return ids
+
+
+END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+"""Metadata that names the end of text, of turn and of message."""
+ENDS_KEY = "tokenizer.ggml.eos_token_ids"
+"""Metadata that lists several ends."""
+TOKENS_KEY = "tokenizer.ggml.tokens"
+MESSAGE_END = "<|end|>"
+ANSWER_ENDS = ("<|return|>", "<|call|>")
+"""The ends of gpt-oss, where MESSAGE_END ends a message of several in an answer."""
+END_TEXTS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", MESSAGE_END, "<end_of_turn>", "<|endoftext|>"),
+    *ANSWER_ENDS,
+)
+"""Texts of tokens that end an answer. llama.cpp's converter writes one end of those that a model has."""
+
+
+def gguf_eos_token_ids(metadata: Mapping[str, Any], location: str) -> list[int]:
+    """The ids that metadata names, and those of tokens with known texts, whatever the type of the token.
+
+    location: the file, for messages. Raises ModelLoadError naming it for metadata that is no token id.
+    """
+    ids = {_token_id(metadata[key], key, location): None for key in END_KEYS if key in metadata}
+    listed = metadata.get(ENDS_KEY, [])
+    for token_id in listed if isinstance(listed, list) else [listed]:
+        ids[_token_id(token_id, ENDS_KEY, location)] = None
+
+    tokens = metadata.get(TOKENS_KEY)
+    if not isinstance(tokens, list):
+        return list(ids)
+
+    by_id = {index: text for index, text in enumerate(tokens) if text in END_TEXTS}
+    ids |= dict.fromkeys(by_id)
+    if any(text in ANSWER_ENDS for text in by_id.values()):
+        return [token_id for token_id in ids if by_id.get(token_id) != MESSAGE_END]
+
+    return list(ids)
+
+
+def _token_id(value: object, key: str, location: str) -> int:
+    if type(value) is not int:
+        raise ModelLoadError(f"{location}: {key}={short_repr(value)}: expected a token id")
+
+    return value
+
+
+def read_config(source: Source, config: EngineConfig) -> ModelSpec:
+    """The decoder's configuration; ModelLoadError naming the file, the setting and its value."""
+    settings = source.config  # its errors name the file
+    file = _settings_file(source)
+    try:
+        return read_spec(settings, max_model_len=config.max_model_len)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    except Exception as error:  # settings of a wrong type may raise anything
+        raise ModelLoadError(f"{file}: not the config of a model: {error!r}") from error
+
+
+def check_kv_scheme(source: Source, config: EngineConfig, model: ModelSpec) -> None:
+    """Raise ModelLoadError naming file and setting if the files' scales of the KV cache are not those of
+    `EngineConfig.kv_dtype`, and ConfigError for keys and values of several shapes, whose scales are none."""
+    if config.kv_dtype is not None and len(model.kv_groups) > 1:
+        allowed = "None for a model whose layers keep keys and values of different shapes"
+        raise ConfigError.of("kv_dtype", config.kv_dtype, allowed)
+
+    scheme = model.quantisation
+    if config.load == "auto" and config.kv_dtype == "fp8" and scheme is not None and scheme.kv_obstacle:
+        raise ModelLoadError(
+            f"{_settings_file(source)}: config: quantization_config with {scheme.kv_obstacle} is not "
+            'implemented for kv_dtype="fp8": expected static scales of e4m3'
+        )
+
+
+def _settings_file(source: Source) -> Path:
+    return source.path if source.path.is_file() else source.path / "config.json"
+
+
+def hub_settings(config: EngineConfig) -> dict[str, Any]:
+    """Arguments of `find` and `resolve` for any role."""
+    return {"cache_dir": config.cache_dir, "local_files_only": config.local_files_only}

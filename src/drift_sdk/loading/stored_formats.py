@@ -25,9 +25,15 @@ from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import CheckedSource, InPlaceSource, TensorSource
+from drift_sdk.quantised.formats import (
+    MIDDLE,
+    NVFP4_GROUP,
+    Int4Weight,
+    Nvfp4Weight,
+    pack_codes,
+    pairs_of_bytes,
+)
 from drift_sdk.quantised.fp8 import Fp8Weight
-from drift_sdk.quantised.int4 import MIDDLE, Int4Weight, pack_codes
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight, pairs_of_bytes
 from drift_sdk.quantised.scheme import Groups, Scheme, join_groups
 
 Shape = tuple[int, int]

@@ -17,10 +17,14 @@ from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.errors import ModelLoadError, is_out_of_memory
 from drift_sdk.loading.quantised_tensors import QuantisedSource
 from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, check_dtype
+from drift_sdk.quantised.formats import (
+    NVFP4_GROUP,
+    QUANTISED_GROUP,
+    quantise_int4,
+    quantise_nvfp4,
+    stack_rows,
+)
 from drift_sdk.quantised.fp8 import quantise_fp8
-from drift_sdk.quantised.int4 import QUANTISED_GROUP, quantise_int4
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, quantise_nvfp4
-from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
 ReadMatrix = Callable[[str, bool], QuantisedWeight | None]

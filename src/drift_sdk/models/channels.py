@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, dequantise_mxfp4
 from drift_sdk.models.allocation import Allocation
 from drift_sdk.models.layers import linear, normalise, rms_norm
-from drift_sdk.quantised.stacking import stack_rows
+from drift_sdk.quantised.formats import stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 from drift_sdk.spec.model import (
     Activation,
@@ -241,13 +241,14 @@ def route(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> tuple[torch
     if router.input_norm is not None and weights.input_factors is not None:
         normed = rms_norm(x, weights.input_factors, router.input_norm.eps)
         x = normed * x.shape[1] ** -0.5
-    if weights.correction is None:
+    if router.kind == "softmax":
         logits = linear(x, weights.router, weights.router_bias)
         experts, shares = choose_experts(logits, spec.num_active, is_normalised=router.is_normalised)
         return experts, shares if weights.expert_factors is None else shares * weights.expert_factors[experts]
 
     logits = linear(x.to(torch.float32), weights.router.to(torch.float32))
-    return choose_by_score(logits.sigmoid(), weights.correction, spec.num_active, router)
+    scores = logits.softmax(-1) if router.kind == "wide" else logits.sigmoid()
+    return choose_by_score(scores, weights.correction, spec.num_active, router)
 
 
 def choose_experts(
@@ -269,14 +270,15 @@ def choose_experts(
 
 
 def choose_by_score(
-    scores: torch.Tensor, correction: torch.Tensor, num_active: int, router: Router
+    scores: torch.Tensor, correction: torch.Tensor | None, num_active: int, router: Router
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts with the largest scores plus correction [num_experts], and their weights, as `route`
-    returns them. scores: [N, num_experts] float32."""
-    keys = scores + correction
+    returns them. scores: [N, num_experts] float32. correction: None: of zeros."""
+    keys = scores if correction is None else scores + correction
     if router.num_groups > 1:
         groups = keys.unflatten(1, (router.num_groups, -1))
-        sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(dim=-1)
+        num_summed = 1 if router.kind == "wide" else min(2, groups.shape[2])
+        sums = groups.topk(num_summed, dim=-1).values.sum(dim=-1)
         best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_active_groups]
         is_active = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
         keys = groups.masked_fill(~is_active[:, :, None], float("-inf")).flatten(1)

@@ -24,12 +24,14 @@ from drift_sdk.models.channels import (
 from drift_sdk.models.kv_cache import KVCache, KVForm, stored_shape
 from drift_sdk.models.layer_inputs import add_input, inputs_of
 from drift_sdk.models.layers import embed, linear, normalise, rms_norm, rotary_tables
-from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
+from drift_sdk.models.mixers.attention import AttentionStep, attend
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, apply_gated_delta
+from drift_sdk.models.mixers.latent_attention import LatentWeights, attend_latent
 from drift_sdk.models.states import StateRows
 from drift_sdk.models.weights import (
     ChannelWeights,
     DecoderWeights,
+    MixerWeights,
     load_weights,
     projection_names,
     tensor_shapes,
@@ -39,6 +41,7 @@ from drift_sdk.spec.model import (
     Channel,
     Experts,
     GatedDelta,
+    LatentAttention,
     LayerSpec,
     Mixer,
     Mlp,
@@ -240,7 +243,7 @@ class Decoder:
 
 def _mix(
     x: torch.Tensor,
-    weights: AttentionWeights | GatedDeltaWeights,
+    weights: MixerWeights,
     spec: Mixer,
     step: AttentionStep,
     states: Sequence[StateRows],
@@ -250,6 +253,10 @@ def _mix(
     if isinstance(weights, GatedDeltaWeights):
         assert isinstance(spec, GatedDelta)
         return apply_gated_delta(x, weights, spec, states, index)
+
+    if isinstance(weights, LatentWeights):
+        assert isinstance(spec, LatentAttention)
+        return attend_latent(x, weights, spec, step, index)
 
     assert isinstance(spec, Attention)
     return attend(x, weights, spec, step, index)

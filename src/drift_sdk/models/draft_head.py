@@ -17,6 +17,7 @@ from typing import Literal, Self
 import torch
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.events import Report
 from drift_sdk.loading.draft import OFFSETS, PROPOSABLE, DraftTensors, read_target_ids
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import Source, name_role, resolve
@@ -30,7 +31,6 @@ from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.layers import embed, linear, normalise, rotary_tables
 from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
-from drift_sdk.progress import Report
 from drift_sdk.quantised.weight import Matrix, take_rows
 from drift_sdk.spec.model import Mlp
 

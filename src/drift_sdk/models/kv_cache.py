@@ -14,8 +14,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk.loading.tensors import TensorSource
+from drift_sdk.quantised.formats import NVFP4_GROUP, nvfp4_numbers, quantise_groups
 from drift_sdk.quantised.fp8 import E4M3, quantise_e4m3
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, nvfp4_numbers, quantise_groups
 from drift_sdk.spec.model import KVShape, ModelSpec
 
 KVForm = Literal["fp8", "nvfp4"]
@@ -109,9 +109,9 @@ class KVCache:
 
     dtype: of the keys and values that are stored and read.
     tensors: keys, then values, of the layers of each shape: [layers, num_blocks * block_size, num_kv_heads,
-    head_dim or value_dim], not initialised: a slot must be written before it is read. They are of `dtype`, or
-    with scales e4m3: what is read was rounded then. In NVFP4 they are uint8, and the last dimension has the
-    bytes of a head.
+    head_dim or value_dim], not initialised: a slot must be written before it is read. Of latents, there are
+    no values. They are of `dtype`, or with scales e4m3: what is read was rounded then. In NVFP4 they are
+    uint8, and the last dimension has the bytes of a head.
     """
 
     def __init__(
@@ -132,46 +132,45 @@ class KVCache:
         by_layer: dict[int, list[torch.Tensor]] = {index: [] for index in self._shapes}
         for shape in dict.fromkeys(self._shapes.values()):
             layers = [index for index, each in self._shapes.items() if each == shape]
-            for size in (shape.head_dim, shape.value_dim):
+            for size in shape.stored_dims:
                 stored, length = stored_shape(size, dtype, form)
                 sizes = len(layers), num_blocks * block_size, shape.num_kv_heads, length
                 self.tensors.append(torch.empty(sizes, dtype=stored, device=device))
                 for index, tensor in zip(layers, self.tensors[-1].unbind(0), strict=True):
                     by_layer[index].append(tensor)
-        self._layers = {index: (keys, values) for index, (keys, values) in by_layer.items()}
+        self._layers = {index: tuple(tensors) for index, tensors in by_layer.items()}
 
     @property
     def device(self) -> torch.device:
         return self.tensors[0].device
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer as stored, [num_blocks * block_size, num_kv_heads, dim] each."""
+    def layer(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Keys and values of one layer as stored, [num_blocks * block_size, num_kv_heads, dim] each; of
+        latents, keys alone."""
         return self._layers[index]
 
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values [N, num_kv_heads, dim] of one layer to slots [N] int64."""
-        pairs = zip(self._layers[layer], (key, value), strict=True)
+        """Write keys and values [N, num_kv_heads, dim] of one layer to slots [N] int64. Of latents, values
+        are the beginnings of keys, and not written again."""
+        given = (key,) if self._shapes[layer].is_latent else (key, value)
+        pairs = zip(self._layers[layer], given, strict=True)
         if self._scales is None:
             for cache, x in pairs:
                 cache.index_copy_(0, slots, x)
             return
 
-        for (cache, x), scale in zip(pairs, self._scales_of(layer, self._scales), strict=True):
+        for (cache, x), scale in zip(pairs, self._scales_of(layer, self._scales), strict=False):
             cache.view(torch.uint8).index_copy_(0, slots, encode(x, scale, self._scales.form))
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [N, num_kv_heads, dim] of one layer in slots [N] int64, in `dtype`."""
-        keys, values = (cache.index_select(0, slots) for cache in self._layers[layer])
-        if self._scales is None:
-            return keys, values
-
-        of_keys, of_values = self._scales_of(layer, self._scales)
-        form, shape = self._scales.form, self._shapes[layer]
-        numbers = (
-            decode(keys, of_keys, form, shape.head_dim),
-            decode(values, of_values, form, shape.value_dim),
-        )
-        return numbers[0].to(self.dtype), numbers[1].to(self.dtype)
+        shape = self._shapes[layer]
+        found = [cache.index_select(0, slots) for cache in self._layers[layer]]
+        if self._scales is not None:
+            scales, form = self._scales_of(layer, self._scales), self._scales.form
+            parts = zip(found, scales, shape.stored_dims, strict=False)
+            found = [decode(codes, scale, form, size).to(self.dtype) for codes, scale, size in parts]
+        return found[0], found[0][..., : shape.value_dim] if shape.is_latent else found[1]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy slots [N] int64 to others in all layers, as they are. All are read before any is written."""

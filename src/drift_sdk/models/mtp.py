@@ -8,12 +8,13 @@ head are the target's. For more tokens the layer is repeated, with its own outpu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.loading.random import RandomTensors
+from drift_sdk.loading.random import RandomFp8Tensors, RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.allocation import (
     PAIRED,
@@ -26,7 +27,7 @@ from drift_sdk.models.allocation import (
 )
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_head import DraftDecoder, DraftForm, DraftWeights
+from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
 from drift_sdk.models.weights import DecoderWeights, allocate_layer, others, stored_layout
 from drift_sdk.spec.model import Experts, ModelSpec
 
@@ -46,12 +47,13 @@ def load_mtp(
     target: Decoder,
     tensors: TensorSource,
     *,
-    form: DraftForm = "expanded",
+    form: WeightForm = "expanded",
     check_bytes: Callable[[int], None] | None = None,
 ) -> DraftDecoder:
     """The draft head in a model's files, on the model's device and in its dtype, with its embedding and head.
 
-    tensors: of the model, whose spec has a layer of this kind. form: of the head's own matrices.
+    tensors: of the model, whose spec has a layer of this kind. form: of the head's own matrices; "stored": as
+    the files have them, quantised or not.
     check_bytes(num_bytes) is called before memory is allocated, and may raise.
 
     Raises ModelLoadError naming tensor, file, found and expected shape for a tensor that is missing,
@@ -76,16 +78,30 @@ def load_mtp(
     return DraftDecoder(DraftConfig.of_mtp(spec), weights, target)
 
 
-def random_mtp(target: Decoder, seed: int = 0, *, form: DraftForm = "expanded") -> DraftDecoder:
-    """The draft head of a model with random weights, the same for the same seed."""
-    assert target.spec.mtp is not None
-    tensors = RandomTensors(
-        mtp_shapes(target.spec),
-        device=target.device,
-        dtype=target.dtype,
-        seed=seed,
-        norm_mean=0.0 if target.spec.mtp.norm.kind == "offset" else 1.0,
-    )
+def random_mtp(target: Decoder, seed: int = 0, *, form: WeightForm = "expanded") -> DraftDecoder:
+    """The draft head of a model with random weights, the same for the same seed. form: "stored" has the
+    layer's matrices in FP8 with a scale for each block where that is how the config says that files have
+    them, but for a mixture of experts."""
+    spec = target.spec
+    assert spec.mtp is not None
+    options: dict[str, Any] = {
+        "device": target.device,
+        "dtype": target.dtype,
+        "seed": seed,
+        "norm_mean": 0.0 if spec.mtp.norm.kind == "offset" else 1.0,
+    }
+    blocks = () if spec.quantisation is None or form != "stored" else spec.quantisation.blocks
+    if not blocks or isinstance(spec.mtp.channel, Experts):
+        return load_mtp(target, RandomTensors(mtp_shapes(spec), **options), form=form)
+
+    projections: list[str] = []
+
+    def note(name: str, is_projection: bool) -> None:
+        if is_projection:
+            projections.append(name)
+
+    _meta_places(spec, note)
+    tensors = RandomFp8Tensors(mtp_shapes(spec), projections=projections, block=blocks[0], **options)
     return load_mtp(target, tensors, form=form)
 
 

@@ -74,8 +74,8 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 def shard_obstacles(spec: ModelSpec, size: int) -> Iterator[str]:
     """Yield why a model cannot be divided between `size` GPUs, in words; nothing if it can."""
-    if spec.recurrent_layers:
-        yield "recurrent layers"
+    if spec.recurrent_layers or spec.has_latents:
+        yield "recurrent layers" if spec.recurrent_layers else "latent attention"
         return
 
     if len({(layer.kv, layer.channel) for layer in spec.layers}) > 1:
@@ -158,7 +158,7 @@ class ShardedTensors:
         """spec: of the whole model, to which `tensors` are known to belong."""
         self._tensors, self._shard = tensors, shard
         mixer, channel = spec.attention, spec.layers[0].channel
-        assert isinstance(channel, Mlp)
+        assert isinstance(mixer, Attention) and isinstance(channel, Mlp)
         query, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
         size = channel.intermediate_size
         self._fused = {"qkv_proj": (query, kv, kv), "gate_up_proj": (size, size)}

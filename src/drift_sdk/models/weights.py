@@ -48,12 +48,14 @@ from drift_sdk.models.layer_inputs import (
 )
 from drift_sdk.models.mixers.attention import AttentionWeights, allocate_attention
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, allocate_gated_delta
+from drift_sdk.models.mixers.latent_attention import LatentWeights, allocate_latent
 from drift_sdk.quantised.weight import Matrix, dequantised, take_rows
 from drift_sdk.spec.model import (
     ExpertLayout,
     ExpertNames,
     Experts,
     GatedDelta,
+    LatentAttention,
     LayerInputs,
     LayerSpec,
     ModelSpec,
@@ -185,7 +187,7 @@ QUANTISED_PARTS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv
 """The last part of the names of tensors that quantised weights have in place of "weight", or beside it."""
 
 
-MixerWeights = AttentionWeights | GatedDeltaWeights
+MixerWeights = AttentionWeights | LatentWeights | GatedDeltaWeights
 """The weights of a mixer. `matrices` are those that rows are multiplied by."""
 ChannelWeights = MlpWeights | ExpertWeights | ParallelWeights
 
@@ -464,6 +466,9 @@ def allocate_layer(
     def mixer() -> MixerWeights:
         if isinstance(layer.mixer, GatedDelta):
             return allocate_gated_delta(layer.mixer, names.gated_delta, prefix, hidden, allocation)
+
+        if isinstance(layer.mixer, LatentAttention):
+            return allocate_latent(layer.mixer, names.latent, prefix, hidden, allocation)
 
         return allocate_attention(layer.mixer, names.attention, prefix, hidden, allocation)
 

@@ -20,26 +20,23 @@ from starlette.responses import Response
 from drift_sdk import BaseEngine, Chunk, Completion, DriftError, RequestError, SamplingParams, ToolCall
 from drift_sdk.openai.conversation import (
     CHOICES,
+    IGNORED,
+    NEVER,
+    REFUSED,
+    SAMPLING,
     AnswerParts,
+    Form,
     Message,
+    ResponseFormat,
+    StructuredOutputs,
     TokenLog,
     Tools,
     ToolUse,
     described_tool,
     effort_args,
-)
-from drift_sdk.openai.generation import DONE, Event, Generation, respond
-from drift_sdk.openai.sampling import (
-    IGNORED,
-    NEVER,
-    REFUSED,
-    SAMPLING,
-    Form,
-    ResponseFormat,
-    StructuredOutputs,
     params_of,
 )
-from drift_sdk.openai.service import Service, new_id
+from drift_sdk.openai.service import DONE, Event, Generation, Service, new_id, respond
 from drift_sdk.openai.wire import Body, Strict, Wire, described, shaped
 
 MAX_ID_CHARS = 64

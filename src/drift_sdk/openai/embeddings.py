@@ -12,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from drift_sdk import Embedding, RequestError
-from drift_sdk.openai.generation import unless_disconnected
-from drift_sdk.openai.sampling import IGNORED
-from drift_sdk.openai.service import Service, new_id
+from drift_sdk.openai.conversation import IGNORED
+from drift_sdk.openai.service import Service, new_id, unless_disconnected
 from drift_sdk.openai.wire import Body
 
 MAX_INPUTS = 2048

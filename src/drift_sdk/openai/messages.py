@@ -15,10 +15,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from drift_sdk import Chunk, Completion, DriftError, JsonSchema, RequestError, SamplingParams, ToolCall
-from drift_sdk.openai.conversation import AnswerParts, Tools, ToolUse, described_tool, effort_args
-from drift_sdk.openai.generation import Event, Generation, respond
-from drift_sdk.openai.sampling import SAMPLING, params_of
-from drift_sdk.openai.service import Service, new_id
+from drift_sdk.openai.conversation import (
+    SAMPLING,
+    AnswerParts,
+    Tools,
+    ToolUse,
+    described_tool,
+    effort_args,
+    params_of,
+)
+from drift_sdk.openai.service import Event, Generation, Service, new_id, respond
 from drift_sdk.openai.wire import Body, Strict, Wire, convert, described, shaped
 
 Blocks = str | list[dict[str, Any]]

@@ -26,19 +26,21 @@ from drift_sdk import (
     ToolCall,
 )
 from drift_sdk.openai.conversation import (
+    ANY_OBJECT,
     CHOICES,
     ROLES,
+    SAMPLING,
     AnswerParts,
+    Grammar,
     TokenLog,
     Tools,
     ToolUse,
     as_parts,
     described_tool,
     effort_args,
+    params_of,
 )
-from drift_sdk.openai.generation import Event, Generation, respond
-from drift_sdk.openai.sampling import ANY_OBJECT, SAMPLING, Grammar, params_of
-from drift_sdk.openai.service import Service, new_id
+from drift_sdk.openai.service import Event, Generation, Service, new_id, respond
 from drift_sdk.openai.wire import Body, Strict, Wire, convert, described
 
 STATEFUL = "an item with its content: this server keeps no items"

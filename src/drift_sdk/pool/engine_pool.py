@@ -20,7 +20,7 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
-from drift_sdk.events import Event
+from drift_sdk.events import Event, Progress
 from drift_sdk.pool.pool_state import (
     PoolPause,
     PoolState,
@@ -30,8 +30,7 @@ from drift_sdk.pool.pool_state import (
     summed_stats,
 )
 from drift_sdk.pool.routing import Routing
-from drift_sdk.progress import Progress
-from drift_sdk.remote.process_engine import ProcessEngine
+from drift_sdk.remote.remote_engine import ProcessEngine
 from drift_sdk.serving import Submission
 from drift_sdk.stats import EngineMetrics, EngineStats, load_of
 

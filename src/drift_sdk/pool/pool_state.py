@@ -13,8 +13,7 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from drift_sdk.base_engine import BaseEngine
-from drift_sdk.driver.loops import Latch
-from drift_sdk.driver.process_hooks import num_forks
+from drift_sdk.driver.loops import Latch, num_forks
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, QueueFull, ReplicaFailed, RequestError
 from drift_sdk.pool.replay import Attempt, Route, is_loss
 from drift_sdk.pool.routing import Load, PromptBlocks, Router, Routing

@@ -75,14 +75,13 @@ class Fp8Weight(QuantisedWeight):
         return numbers.to(dtype)
 
     def rows(self, index: torch.Tensor) -> Fp8Weight:
-        """As in QuantisedWeight. Blocks stay as they are where all of their rows come together."""
+        """As in QuantisedWeight. Blocks stay as high as they are if the rows of each come from one block."""
         # Indexing is not implemented for 8-bit floating-point numbers on every device.
         values = self.values.view(torch.uint8)[index].view(torch.float8_e4m3fn)
         height, width = self.block
-        first = index[::height]
-        whole = (first[:, None] + torch.arange(height, device=index.device)).flatten()
-        if height > 1 and not (first % height).any() and torch.equal(whole[: len(index)], index):
-            return Fp8Weight(values, self.scales[first // height], self.block)
+        blocks = index[::height] // height
+        if height > 1 and torch.equal(blocks.repeat_interleave(height)[: len(index)], index // height):
+            return Fp8Weight(values, self.scales[blocks], self.block)
 
         return Fp8Weight(values, self.scales[index // height], (1, width))
 

@@ -19,13 +19,12 @@ import anyio
 from msgspec.structs import replace
 
 from drift_sdk.driver.life_cycle import Startable
-from drift_sdk.driver.loops import LoopClosed, LoopPoster, LoopThread
-from drift_sdk.driver.process_hooks import close_at_exit
+from drift_sdk.driver.loops import LoopClosed, LoopPoster, LoopThread, close_at_exit
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.driver.stream_updates import Update, UpdateReceiver
 from drift_sdk.errors import EngineClosed, ExecutorError, ModelLoadError, QueueFull, RequestError, error_repr
 from drift_sdk.grammars import JsonSchema
-from drift_sdk.remote.messages import (
+from drift_sdk.remote.host import (
     Batch,
     CancelRequest,
     Channel,

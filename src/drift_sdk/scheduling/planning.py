@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from drift_sdk.draft_policy.policy import DraftPolicy, ViewCosts
+from drift_sdk.draft_policy import DraftPolicy, ViewCosts
 from drift_sdk.scheduling.sequence import Sequence
 from drift_sdk.speculation import ViewLayout
 from drift_sdk.steps import (

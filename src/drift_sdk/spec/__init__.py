@@ -20,6 +20,8 @@ from drift_sdk.spec.model import (
     ClampedGate,
     ExpertNames,
     Experts,
+    LatentAttention,
+    LatentNames,
     LayerSpec,
     Mlp,
     MlpNames,
@@ -31,7 +33,7 @@ from drift_sdk.spec.model import (
     Router,
 )
 from drift_sdk.spec.rope import Rope
-from drift_sdk.spec.rope_settings import read_query_scaling, read_rope
+from drift_sdk.spec.rope_settings import read_query_scaling, read_rope, read_score_factor
 from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier, read_number
 
 __all__ = [
@@ -45,6 +47,8 @@ __all__ = [
     "GGUFArchitecture",
     "GGUFChange",
     "GGUFSettings",
+    "LatentAttention",
+    "LatentNames",
     "LayerSpec",
     "Mlp",
     "MlpNames",
@@ -73,5 +77,6 @@ __all__ = [
     "read_number",
     "read_query_scaling",
     "read_rope",
+    "read_score_factor",
     "read_window",
 ]

@@ -15,6 +15,7 @@ from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.quantised.scheme import METHODS, config_scheme, quantisation_settings
 from drift_sdk.spec.model import (
     Activation,
+    AnyAttention,
     Attention,
     Channel,
     ClampedGate,
@@ -93,7 +94,7 @@ def read_context(config: Mapping[str, Any], mixers: Sequence[Mixer]) -> int:
     """The model's context, in tokens. With YaRN it is what the scaling reaches, also if
     `max_position_embeddings` is less: model cards that add YaRN leave it as it is."""
     context = read_int(config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT)
-    return max([context, *(_reach(mixer.rope) for mixer in mixers if isinstance(mixer, Attention))])
+    return max([context, *(_reach(mixer.rope) for mixer in mixers if isinstance(mixer, AnyAttention))])
 
 
 def _reach(rope: Rope | None) -> int:

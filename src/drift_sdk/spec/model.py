@@ -39,6 +39,22 @@ class AttentionNames(Struct, frozen=True, kw_only=True):
     fused: str | None = None
 
 
+class LatentNames(Struct, frozen=True, kw_only=True):
+    """query: of models whose queries have no latent. query_down, query_norm, query_up: of the others. latent:
+    of the latent of keys and values, with the rotated part of keys. up: of the keys and values of all heads
+    from it."""
+
+    module: str = "self_attn"
+    query: str = "q_proj"
+    query_down: str = "q_a_proj"
+    query_norm: str = "q_a_layernorm"
+    query_up: str = "q_b_proj"
+    latent: str = "kv_a_proj_with_mqa"
+    latent_norm: str = "kv_a_layernorm"
+    up: str = "kv_b_proj"
+    output: str = "o_proj"
+
+
 class GatedDeltaNames(Struct, frozen=True, kw_only=True):
     """qkvz, ba: names of projections that files have fused."""
 
@@ -132,6 +148,7 @@ class Names(Struct, frozen=True, kw_only=True):
     channel_post_norm: str = ""
     factor: str = "layer_scalar"
     attention: AttentionNames = AttentionNames()
+    latent: LatentNames = LatentNames()
     gated_delta: GatedDeltaNames = GatedDeltaNames()
     mlp: MlpNames = MlpNames()
     experts: ExpertNames = ExpertNames()
@@ -150,7 +167,7 @@ SANDWICH = Names(
 
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rounded", "offset", "wide"]
-RouterKind = Literal["softmax", "sigmoid"]
+RouterKind = Literal["softmax", "sigmoid", "wide"]
 
 
 class Norm(Struct, frozen=True):
@@ -234,17 +251,102 @@ class Attention(Struct, frozen=True, kw_only=True):
         return KVShape(self.num_kv_heads, self.head_dim, self.value_dim)
 
 
+class LatentAttention(Struct, frozen=True, kw_only=True):
+    """Attention of all heads to one latent of each token (MLA, arXiv 2405.04434), in its absorbed form.
+
+    With c = norm(down(x)) the latent of a token, and a key of all heads that is rotated, the key of a head is
+    (K c, rotated) and its value V c, where K and V are matrices of the head. Neither is computed: a query
+    (q, rotated) becomes (K^T q, rotated), which is multiplied by (c, rotated), and V multiplies the weighted
+    sum of latents. So the heads attend as those of one KV head do, whose values are the beginnings of its
+    keys.
+
+    plain_dim, output_dim: of a head's query without its rotated part, and of its output.
+    latent_dim:   of c.
+    query_rank:   queries are up(norm(down(x))) with so many numbers between; None: they are one projection.
+    scale:        products of queries and keys are multiplied by it.
+    rope:         the rotation of the rotated parts, of all of their elements.
+    is_interleaved: in files, elements 2 i and 2 i + 1 of the rotated parts form a pair; else i and
+                  i + rotary_dim / 2. In memory they do so always.
+    norm:         of latents.
+    has_bias:     of the projections to latents and of the output.
+    """
+
+    num_heads: int
+    plain_dim: int
+    output_dim: int
+    latent_dim: int
+    query_rank: int | None
+    scale: float
+    rope: Rope
+    norm: Norm
+    is_interleaved: bool = True
+    has_bias: bool = False
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of the KV head."""
+        return self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of the rotated part of a query or key."""
+        return self.rope.rotary_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query before it is absorbed."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head's query that is multiplied by keys."""
+        return self.latent_dim + self.rotary_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of the weighted sum of a head's values."""
+        return self.latent_dim
+
+    @property
+    def window(self) -> int | None:
+        """All keys are seen."""
+        return None
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the projection of the output."""
+        return self.num_heads * self.output_dim
+
+    @property
+    def kv(self) -> KVShape:
+        """The shape of what it keeps."""
+        return KVShape(1, self.head_dim, self.latent_dim, is_latent=True)
+
+
 class KVShape(Struct, frozen=True):
-    """The keys and values of a token in a layer. Layers of one shape share memory."""
+    """The keys and values of a token in a layer. Layers of one shape share memory.
+
+    is_latent: values are not stored: they are the first `value_dim` numbers of keys.
+    """
 
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    is_latent: bool = False
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """Numbers of a head that each of its tensors has: of keys, then of values."""
+        return (self.head_dim,) if self.is_latent else (self.head_dim, self.value_dim)
 
     @property
     def size(self) -> int:
         """Numbers of a token."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
+        return self.num_kv_heads * sum(self.stored_dims)
 
 
 class GatedDelta(Struct, frozen=True, kw_only=True):
@@ -322,7 +424,7 @@ class Router(Struct, frozen=True, kw_only=True):
 
     kind: "softmax": the weights are a softmax of the logits, which are the scores of the choice. "sigmoid":
           they are the sigmoids of the logits in float32; the choice is by these plus a correction that the
-          model has for each expert.
+          model has for each expert. "wide": the scores are a softmax of the logits, computed in float32.
     input_norm: norm of the router's input, without weights; the input has a factor for each column then, and
                 is divided by the square root of their number, and a weight is multiplied by a factor of its
                 expert. None: the input is the experts', and weights have no factors.
@@ -330,9 +432,11 @@ class Router(Struct, frozen=True, kw_only=True):
           all experts, and sigmoids remain as they are.
     scale: weights are multiplied by it.
     num_groups, num_active_groups: experts lie in groups of equal size, of which so many take part in the
-          choice for a row: those with the largest sums of their two largest scores.
+          choice for a row: those with the largest sums of their two largest scores, of the kind "wide"
+          those with the largest score.
 
-    Scale and groups are options of the kind "sigmoid". Raises ValueError where "softmax" has them.
+    Scale and groups are options of the kinds "sigmoid" and "wide". Raises ValueError where "softmax" has
+    them.
     """
 
     kind: RouterKind = "softmax"
@@ -383,7 +487,9 @@ class ParallelExperts(Struct, frozen=True, kw_only=True):
     norm: Norm
 
 
-Mixer = Attention | GatedDelta
+AnyAttention = Attention | LatentAttention
+"""Mixers that keep keys and values."""
+Mixer = AnyAttention | GatedDelta
 """What mixes the rows of a sequence."""
 Channel = Mlp | Experts | ParallelExperts
 """What computes each row by itself."""
@@ -407,7 +513,11 @@ class LayerSpec(Struct, frozen=True, kw_only=True):
     @property
     def kv(self) -> KVShape | None:
         """The shape of the keys and values that it keeps; None: it keeps none."""
-        return self.mixer.kv if isinstance(self.mixer, Attention) and self.mixer.kv_of is None else None
+        mixer = self.mixer
+        if isinstance(mixer, LatentAttention):
+            return mixer.kv
+
+        return mixer.kv if isinstance(mixer, Attention) and mixer.kv_of is None else None
 
 
 class LayerInputs(Struct, frozen=True, kw_only=True):
@@ -462,19 +572,19 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> AnyAttention:
         """The attention of the first layer that has one."""
-        return next(each.mixer for each in self.layers if isinstance(each.mixer, Attention))
+        return next(each.mixer for each in self.layers if isinstance(each.mixer, AnyAttention))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention."""
-        return tuple(each.mixer.window for each in self.layers if isinstance(each.mixer, Attention))
+        return tuple(each.mixer.window for each in self.layers if isinstance(each.mixer, AnyAttention))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotations of all layers, each once."""
-        ropes = (each.mixer.rope for each in self.layers if isinstance(each.mixer, Attention))
+        ropes = (each.mixer.rope for each in self.layers if isinstance(each.mixer, AnyAttention))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
@@ -489,7 +599,13 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention."""
-        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention))
+        found = enumerate(self.layers)
+        return tuple(index for index, layer in found if isinstance(layer.mixer, AnyAttention))
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether layers keep latents in place of keys and values."""
+        return any(isinstance(layer.mixer, LatentAttention) for layer in self.layers)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

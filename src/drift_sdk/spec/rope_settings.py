@@ -21,7 +21,7 @@ from drift_sdk.spec.rope import (
 )
 from drift_sdk.spec.settings import MAX_CONTEXT, Settings, read_bool, read_number
 
-__all__ = ["check_rope_fields", "read_query_scaling", "read_rope", "rope_table"]
+__all__ = ["check_rope_fields", "read_query_scaling", "read_rope", "read_score_factor", "rope_table"]
 
 DEFAULT_THETA = 10_000.0
 # Allowed ranges. Beyond them, frequencies in float32 would be zero, infinite or NaN.
@@ -119,6 +119,17 @@ def read_rope(settings: Settings, head_dim: int, *, may_be_partial: bool = False
     else:
         scaling = _scaling(settings, table, rotary_dim, settings.max_model_len)
     return Rope(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+
+
+def read_score_factor(settings: Settings) -> float:
+    """What the scale of latent attention is multiplied by with a scaling of the rotation: the square of the
+    magnitude that `mscale_all_dim` gives; 1.0 without."""
+    table = rope_table(settings)
+    weight = read_number(table, "mscale_all_dim", 0.0, ge=0.0, le=MAGNITUDES[1], place=IN_ROPE)
+    if _first_given(table, "rope_type", "type") in (None, "default") or not weight:
+        return 1.0
+
+    return _magnitude_of(weight, _factor(table, "factor")) ** 2
 
 
 def read_query_scaling(settings: Settings) -> QueryScaling | None:
@@ -269,8 +280,12 @@ def _yarn_magnitude(settings: Mapping[str, Any], factor: float) -> float:
         read_number(settings, name, 0.0, ge=0.0, le=MAGNITUDES[1], place=IN_ROPE)
         for name in ("mscale", "mscale_all_dim")
     ]
-    magnitudes = [0.1 * weight * math.log(max(factor, 1.0)) + 1.0 for weight in (*weights, 1.0)]
+    magnitudes = [_magnitude_of(weight, factor) for weight in (*weights, 1.0)]
     return magnitudes[0] / magnitudes[1] if all(weights) else magnitudes[2]
+
+
+def _magnitude_of(weight: float, factor: float) -> float:
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
 
 def _magnitude(settings: Mapping[str, Any], name: str) -> float:

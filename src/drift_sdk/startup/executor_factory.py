@@ -1,12 +1,9 @@
-"""Choice and construction of the executor that runs a model on a device.
-
-Also checks of what attention on graphs has room for in a GPU's shared memory; and partial verification of an
-opened model: its layout, its costs, and what it cannot be used with.
-"""
+"""Choice and construction of the executor that runs a model on a device, and checks of what it needs."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,130 +15,23 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.draft_policy.policy import ViewCosts
-from drift_sdk.errors import ConfigError, FieldError
-from drift_sdk.execution.acceptance import AcceptanceFactory
+from drift_sdk.draft_policy import ViewCosts
+from drift_sdk.errors import ConfigError, ExecutorError, FieldError
+from drift_sdk.events import Report
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
-from drift_sdk.execution.rounds.tree_plan import tree_plan
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
-from drift_sdk.execution.strict import StrictExecutor
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
-from drift_sdk.progress import Report
-from drift_sdk.spec.model import Attention, GatedDelta, ModelSpec
-from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout
+from drift_sdk.spec.model import Attention, GatedDelta, LatentAttention, ModelSpec, experts_of
+from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout, tree_plan
 from drift_sdk.startup.model_parts import ModelPart, shards_of
 from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
-from drift_sdk.steps import Executor, ExecutorLimits
+from drift_sdk.steps import Executor, ExecutorLimits, HostWork, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from drift_sdk.execution.graph.gpu_graphs import GraphOptions
-
-
-def check_attention_room(
-    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise ConfigError for heads or chains of drafts that attention has no room for on a GPU."""
-    with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
-        check_head_size(config, model.attention.head_dim, dtype)
-        if config.speculation is not None:
-            check_chain(_longest_chain(config.speculation), model, dtype)
-
-
-def _longest_chain(speculation: Speculation) -> int:
-    """Most drafts of a round that are no tree."""
-    shape = speculation.shape
-    if isinstance(shape, Chain):
-        return shape.num_draft_tokens
-
-    return max((number for number in shape.choices if tree_plan(shape, number) is None), default=0)
-
-
-def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
-    from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
-    from drift_sdk._kernels.launch.gpu_limits import gpu_limits
-
-    is_wide = dtype == torch.float32 and head_dim > 128
-    if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
-        found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
-        raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
-
-
-def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
-    """Raise ConfigError for a chain of more drafts than attention can verify at once on the current GPU."""
-    from drift_sdk._kernels.attention.decode import most_query_rows
-    from drift_sdk._kernels.attention.softmax import Partitions
-
-    group = model.attention.group
-    most = most_query_rows(model.attention.head_dim, dtype, Partitions().tile) // group - 1
-    if num_drafts > max(most, 0):
-        reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
-        raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
-
-
-SCORING_READS = 0.5
-"""Reads of keys and values by which a refresh chooses blocks: the keys, which are half of them, once."""
-
-
-def _configured(config: EngineConfig) -> PartialVerification | None:
-    """The configured partial verification, if any."""
-    return None if config.speculation is None else config.speculation.partial_verification
-
-
-def check_views(config: EngineConfig, model: ModelSpec) -> None:
-    """Raise ConfigError if partial verification is configured and the model has layers with windows, which
-    read few keys anyway."""
-    partial = _configured(config)
-    if partial is not None and any(window is not None for window in model.windows):
-        allowed = "None for a model with sliding windows"
-        raise ConfigError.of("partial_verification", partial, allowed)
-
-
-def view_layout(
-    config: EngineConfig, limits: ExecutorLimits, draft_choices: tuple[int, ...]
-) -> ViewLayout | None:
-    """The layout of views; None without partial verification, if nothing is drafted, or if no sequence can be
-    longer than a view."""
-    partial = _configured(config)
-    if partial is None or not draft_choices:
-        return None
-
-    layout = partial.layout(limits.block_size, draft_choices[-1])
-    return layout if layout.capacity < limits.max_model_len else None
-
-
-def view_costs(layout: ViewLayout, model: ModelSpec, refresh_costs: Mapping[int, float]) -> ViewCosts:
-    """The costs of partial verification. refresh_costs: as measured, empty if they were not."""
-    num_tiles, _ = layout.refresh_tiles(model.attention.group)
-    return ViewCosts(
-        refresh_tokens=layout.refresh_tokens,
-        view_tokens=layout.capacity,
-        refresh_reads=num_tiles + SCORING_READS,
-        refresh_costs=refresh_costs,
-    )
-
-
-log: logging.Logger = logging.getLogger("drift_sdk")
-
-MIN_CAPABILITY = (8, 0)
-"""The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""
-
-MAX_HEAD_DIM = 256
-"""The most dimensions of a head with which attention of prompts fits the shared memory of the GPUs that
-kernels are compiled for."""
-
-MAX_KEY_DIM = 128
-"""The most dimensions of a key of recurrent layers for which a state fits the registers of a warp."""
-
-RESERVE_BYTES = 2**28
-GRAPH_BYTES_PER_LAYER = 2**15
-"""Memory kept free for what is allocated after the KV cache. A captured graph takes 0.6 MiB for the 32 layers
-of Llama-3.1-8B, which is 19 KiB a layer (graphs by kind in perf/results/nvidia-h200/memory.json). Smaller
-buckets load kernels that larger ones do not use, and log-probabilities of prompts are computed outside the
-graphs."""
 
 
 class OpenedExecutor(Struct, frozen=True, kw_only=True):
@@ -194,6 +84,200 @@ def choose_executor(
     return "eager", obstacle if config.executor == "auto" and device.type == "cuda" else None
 
 
+class StrictExecutor:
+    """Wraps an executor and raises ExecutorError from `collect` for steps in which the host did work that the
+    device should not depend on.
+
+    That is: the host waited, took part in a round, copied results or allocated device memory. With
+    `must_draft` also: a slot that was planned to draft did not, although its sequence goes on.
+    """
+
+    def __init__(self, executor: Executor, *, must_draft: bool) -> None:
+        self._executor = executor
+        self._must_draft = must_draft
+        self._launched: deque[StepPlan] = deque()
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._executor.limits
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+        self._executor.launch(plan)
+
+    @property
+    def is_done(self) -> bool:
+        return self._executor.is_done
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        plan = self._launched.popleft()
+        check_host_work(result.host_work)
+        if self._must_draft:
+            check_drafts(plan, result)
+        return result
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def check_host_work(work: HostWork) -> None:
+    """Raise ExecutorError for any host work."""
+    for number, what in (
+        (work.num_waits, "waits for room in the ring of inputs: too much was admitted at once"),
+        (work.num_split_rounds, "rounds in which the host computed which tokens may follow the drafts"),
+        (work.num_copies, "results copied to make room in the ring"),
+        (work.num_allocations, "allocations of device memory while serving"),
+    ):
+        if number:
+            raise ExecutorError(f"strict_performance: {number} {what}")
+
+
+def check_drafts(plan: StepPlan, result: StepResult) -> None:
+    """Raise ExecutorError for a row that was planned to draft, drafted nothing, and did not finish."""
+    for row, output in zip(plan.decode, result.decode, strict=True):
+        # In its last round a slot may have room for a single token, which needs no draft.
+        goes_on = bool(output.token_ids) and output.finish is None
+        if goes_on and row.num_draft_tokens > 0 and output.num_drafted == 0:
+            planned = f"{row.num_draft_tokens} planned tokens"
+            raise ExecutorError(f"strict_performance: slot {row.slot} drafted none of {planned}")
+
+
+def check_attention_room(
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ConfigError for heads or chains of drafts that attention has no room for on a GPU."""
+    with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
+        if model.has_latents:
+            check_latents(config, model.attention.head_dim, dtype)
+            return
+
+        check_head_size(config, model.attention.head_dim, dtype)
+        if config.speculation is not None:
+            check_chain(_longest_chain(config.speculation), model, dtype)
+
+
+def _longest_chain(speculation: Speculation) -> int:
+    """Most drafts of a round that are no tree."""
+    shape = speculation.shape
+    if isinstance(shape, Chain):
+        return shape.num_draft_tokens
+
+    return max((number for number in shape.choices if tree_plan(shape, number) is None), default=0)
+
+
+def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise ConfigError for settings that latent attention on graphs does not have, and for a GPU without
+    room for its tiles."""
+    from drift_sdk._kernels.attention.latent import latent_config
+    from drift_sdk._kernels.attention.softmax import Partitions
+
+    where = 'for latent attention on CUDA graphs, or executor="eager"'
+    for name in ("kv_dtype", "fast_prompts"):
+        if getattr(config, name):
+            raise ConfigError.of(name, getattr(config, name), f"{getattr(EngineConfig(), name)} {where}")
+
+    speculation = config.speculation
+    if speculation is not None and not isinstance(speculation.shape, Chain):
+        raise ConfigError.of("shape", speculation.shape, f"a Chain {where}")
+
+    if speculation is not None and speculation.checks:
+        raise ConfigError.of("checks", True, f"False {where}")
+
+    try:
+        latent_config(1, head_dim, dtype, Partitions().tile)
+    except ValueError as error:
+        raise ConfigError.of("executor", config.executor, f'"eager" here: {error}') from error
+
+
+def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
+    from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
+    from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+
+    is_wide = dtype == torch.float32 and head_dim > 128
+    if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
+        found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
+        raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
+
+
+def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a chain of more drafts than attention can verify at once on the current GPU."""
+    from drift_sdk._kernels.attention.decode import most_query_rows
+    from drift_sdk._kernels.attention.softmax import Partitions
+
+    group = model.attention.group
+    most = most_query_rows(model.attention.head_dim, dtype, Partitions().tile) // group - 1
+    if num_drafts > max(most, 0):
+        reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
+        raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
+
+
+SCORING_READS = 0.5
+"""Reads of keys and values by which a refresh chooses blocks: the keys, which are half of them, once."""
+
+
+def _configured(config: EngineConfig) -> PartialVerification | None:
+    """The configured partial verification, if any."""
+    return None if config.speculation is None else config.speculation.partial_verification
+
+
+def check_views(config: EngineConfig, model: ModelSpec) -> None:
+    """Raise ConfigError if partial verification is configured and the model has layers with windows, which
+    read few keys anyway."""
+    partial = _configured(config)
+    if partial is not None and model.has_latents:
+        raise ConfigError.of("partial_verification", partial, "None for a model with latent attention")
+
+    if partial is not None and any(window is not None for window in model.windows):
+        allowed = "None for a model with sliding windows"
+        raise ConfigError.of("partial_verification", partial, allowed)
+
+
+def view_layout(
+    config: EngineConfig, limits: ExecutorLimits, draft_choices: tuple[int, ...]
+) -> ViewLayout | None:
+    """The layout of views; None without partial verification, if nothing is drafted, or if no sequence can be
+    longer than a view."""
+    partial = _configured(config)
+    if partial is None or not draft_choices:
+        return None
+
+    layout = partial.layout(limits.block_size, draft_choices[-1])
+    return layout if layout.capacity < limits.max_model_len else None
+
+
+def view_costs(layout: ViewLayout, model: ModelSpec, refresh_costs: Mapping[int, float]) -> ViewCosts:
+    """The costs of partial verification. refresh_costs: as measured, empty if they were not."""
+    num_tiles, _ = layout.refresh_tiles(model.attention.group)
+    return ViewCosts(
+        refresh_tokens=layout.refresh_tokens,
+        view_tokens=layout.capacity,
+        refresh_reads=num_tiles + SCORING_READS,
+        refresh_costs=refresh_costs,
+    )
+
+
+log: logging.Logger = logging.getLogger("drift_sdk")
+
+MIN_CAPABILITY = (8, 0)
+"""The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""
+
+MAX_HEAD_DIM = 256
+"""The most dimensions of a head with which attention of prompts fits the shared memory of the GPUs that
+kernels are compiled for."""
+
+MAX_KEY_DIM = 128
+"""The most dimensions of a key of recurrent layers for which a state fits the registers of a warp."""
+
+RESERVE_BYTES = 2**28
+GRAPH_BYTES_PER_LAYER = 2**15
+"""Memory kept free for what is allocated after the KV cache. A captured graph takes 0.6 MiB for the 32 layers
+of Llama-3.1-8B, which is 19 KiB a layer (graphs by kind in perf/results/nvidia-h200/memory.json). Smaller
+buckets load kernels that larger ones do not use, and log-probabilities of prompts are computed outside the
+graphs."""
+
+
 def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
     """KV cache demand of a model, including what its drafter keeps for each block."""
     spec = decoder.spec
@@ -212,7 +296,7 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype, form: KVForm | None)
     return sum(
         shape.num_kv_heads * bytes_of_head(size, dtype, form)
         for shape in shapes
-        for size in (shape.head_dim, shape.value_dim)
+        for size in shape.stored_dims
     )
 
 
@@ -255,8 +339,7 @@ def open_graph_executor(
     from drift_sdk.execution.device.streams import wait_for_preparation
     from drift_sdk.execution.forward.kernel_weights import arrange_decoder
     from drift_sdk.execution.graph.gpu_graphs import StartupHooks
-    from drift_sdk.startup.gemm_tuning import engine_table
-    from drift_sdk.startup.graph_startup import start_graph_executor
+    from drift_sdk.startup.graph_startup import engine_table, start_graph_executor
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
     draft = drafter_factory.draft
@@ -388,6 +471,9 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     if model is None:
         return None
 
+    if model.has_latents:
+        return _latent_obstacle(model)
+
     if (recurrent := _recurrent_obstacle(model)) is not None:
         return recurrent
 
@@ -416,6 +502,20 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     return (
         f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {attention.head_dim}"
     )
+
+
+def _latent_obstacle(model: ModelSpec) -> str | None:
+    """Why kernels cannot compute a model with latent attention; None if they can."""
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, LatentAttention)]
+    if len(mixers) < model.num_layers:
+        return "CUDA graphs do not support latent attention beside other layers"
+
+    routers = [experts.router for layer in model.layers if (experts := experts_of(layer.channel)) is not None]
+    if any(router.kind == "wide" and router.num_groups > 1 for router in routers):
+        return "CUDA graphs do not support groups of experts by a softmax"
+
+    forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
+    return None if len(forms) == 1 else f"CUDA graphs support heads of one form, this model has {len(forms)}"
 
 
 def _recurrent_obstacle(model: ModelSpec) -> str | None:

@@ -19,11 +19,18 @@ from msgspec import Struct
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
-from drift_sdk.loading.gguf_ends import ANSWER_ENDS, MESSAGE_END
-from drift_sdk.loading.source import Source, eos_token_ids, expand_home, name_role, resolve
-from drift_sdk.progress import Download, Report, ignore_progress
+from drift_sdk.events import Download, Report, ignore_progress
+from drift_sdk.loading.source import (
+    ANSWER_ENDS,
+    MESSAGE_END,
+    Source,
+    eos_token_ids,
+    expand_home,
+    hub_settings,
+    name_role,
+    resolve,
+)
 from drift_sdk.sampling_params import SamplingParams
-from drift_sdk.startup.model_config import hub_settings
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate, configured_template
 from drift_sdk.text.tokenizer import NoTokenizer, Tokenizer

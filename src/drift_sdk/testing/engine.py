@@ -20,8 +20,8 @@ from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.requests import Request
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
+from drift_sdk.events import Report
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.progress import Report
 from drift_sdk.results import PromptStates, StateKind, TokenLogprobs
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.steps import DecodeRow, ExecutorLimits, PrefillChunk, SlotOutput, StepPlan, StepResult

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk.errors import RequestError
-from drift_sdk.text.answers.values import decode_json
+from drift_sdk.text.tools import decode_json
 
 ContentForm = Literal["text", "part", "parts", "either"]
 """Form of a content: text, a list of one part, a list of parts, or text as well as a list."""

@@ -9,11 +9,10 @@ import torch
 from references.draft import append_history_reference
 
 from drift_sdk._kernels.draft.ngrams import SEARCH_TOKENS, append_history, num_searchers, propose_ngrams
-from drift_sdk.draft_policy.ngrams import NGramHistory
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.rows import HiddenStates, Rows
-from drift_sdk.execution.rounds.drafter import ComputedChunks, VerifiedRows
-from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
+from drift_sdk.execution.ngram_history import NGramHistory
+from drift_sdk.execution.rounds.drafters import ComputedChunks, NGramRoundDrafter, VerifiedRows
 
 pytestmark = pytest.mark.kernel
 

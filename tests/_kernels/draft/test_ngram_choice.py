@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from drift_sdk._kernels.draft.ngrams import num_searchers, score_ngrams, search_ngrams, take_ngrams
-from drift_sdk.draft_policy.ngrams import SCORE_SHIFT, SCORE_UNIT, next_score, num_right
 from drift_sdk.execution.eager.drafters import HybridDrafter, Span, hybrid_state_of
+from drift_sdk.execution.ngram_history import SCORE_SHIFT, SCORE_UNIT, next_score, num_right
 from drift_sdk.trees import Draft, DraftLimit
 
 pytestmark = pytest.mark.kernel

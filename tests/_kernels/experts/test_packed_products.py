@@ -18,8 +18,7 @@ from drift_sdk._kernels.experts.packed_products import (
     stack_experts,
 )
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
-from drift_sdk._kernels.quantised.dequantise import has_programs
-from drift_sdk._kernels.quantised.packing import PackedWeight
+from drift_sdk._kernels.quantised.packing import PackedWeight, has_programs
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_multiply
 
 BF16 = torch.bfloat16

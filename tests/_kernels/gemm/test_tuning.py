@@ -25,7 +25,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable,
 from drift_sdk._kernels.launch.gpu_limits import HOPPER, GpuLimits, limited_gpu
 from drift_sdk.families import read_spec
 from drift_sdk.models.weights import meta_weights
-from drift_sdk.startup.gemm_tuning import weights_to_tune
+from drift_sdk.startup.graph_startup import weights_to_tune
 from perf.harness.published import PUBLISHED
 
 TUNED = table_for("nvidia-h200")

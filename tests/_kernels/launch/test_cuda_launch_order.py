@@ -31,7 +31,7 @@ from drift_sdk._kernels.launch import cuda_programs, launch_order
 from drift_sdk._kernels.launch.cuda_programs import CudaKernel
 from drift_sdk._kernels.launch.gpu_limits import HOPPER
 from drift_sdk._kernels.launch.launch_order import KernelAccess, LaunchOrderError
-from drift_sdk._kernels.quantised import dequantise, quantised_gemm
+from drift_sdk._kernels.quantised import packing, quantised_gemm
 from drift_sdk._kernels.recurrent.gated_delta import (
     MAX_ROWS,
     LayerStates,
@@ -142,10 +142,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     def launch(kernel: CudaKernel, grid: object, threads: int, shared: int, *values: Any, **_: Any) -> None:
         made.append((kernel, values))
 
-    for module in (cuda_programs, quantised_gemm, dequantise, packed_products):
+    for module in (cuda_programs, quantised_gemm, packing, packed_products):
         monkeypatch.setattr(module, "compile_kernel", lambda kernel, *_: kernel)
         monkeypatch.setattr(module, "launch_kernel", launch)
-    for module in (quantised_gemm, dequantise, packed_products):
+    for module in (quantised_gemm, packing, packed_products):
         monkeypatch.setattr(module, "has_programs", lambda *_: True)
     for module in (cuda_programs, quantised_gemm, packed_products):
         monkeypatch.setattr(module, "Boxes", lambda matrix, *_: matrix)
@@ -214,7 +214,7 @@ def test_quantised_products_wait_as_they_declare(
     quantised_gemm.quantised_gated_multiply(
         x[:2, :1].expand(2, 448).contiguous(), gated, out, gate_up, bias=bias
     )
-    dequantise.dequantise(gated, torch.empty(64, 448, dtype=BF16, device=device))
+    packing.dequantise(gated, torch.empty(64, 448, dtype=BF16, device=device))
     assert_declared(launches)
 
 

@@ -5,8 +5,7 @@ import torch
 from quantised_cases import FORMATS, QuantisedFormat, draw
 from references.quantised import dequantise_reference
 
-from drift_sdk._kernels.quantised.dequantise import dequantise
-from drift_sdk._kernels.quantised.packing import pack_weight
+from drift_sdk._kernels.quantised.packing import dequantise, pack_weight
 
 pytestmark = pytest.mark.kernel
 

@@ -11,7 +11,7 @@ from references.layers import activate_reference
 from tolerances import assert_near
 
 from drift_sdk._kernels.layers.gates import Activation
-from drift_sdk._kernels.quantised import dequantise
+from drift_sdk._kernels.quantised import packing
 from drift_sdk._kernels.quantised.packing import PackedWeight, pack_weight
 from drift_sdk._kernels.quantised.quantised_gemm import (
     Tiles,
@@ -201,16 +201,16 @@ def test_programs_are_those_of_compute_capability_9_0(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other GPUs, types and inner dimensions are left to the fallback."""
-    monkeypatch.setattr(dequantise, "has_compiler", lambda: True)
+    monkeypatch.setattr(packing, "has_compiler", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
     def weight(inner: int, device: str = "cuda") -> Any:
         return SimpleNamespace(codes=SimpleNamespace(device=torch.device(device)), inner=inner)
 
-    assert dequantise.has_programs(weight(64), torch.bfloat16) == (capability == (9, 0))
-    assert not dequantise.has_programs(weight(64), torch.float16)
-    assert not dequantise.has_programs(weight(96), torch.bfloat16)
-    assert not dequantise.has_programs(weight(64, "cpu"), torch.bfloat16)
+    assert packing.has_programs(weight(64), torch.bfloat16) == (capability == (9, 0))
+    assert not packing.has_programs(weight(64), torch.float16)
+    assert not packing.has_programs(weight(96), torch.bfloat16)
+    assert not packing.has_programs(weight(64, "cpu"), torch.bfloat16)
 
 
 def test_errors_name_the_argument(device: str) -> None:

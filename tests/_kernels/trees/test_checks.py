@@ -17,7 +17,7 @@ from drift_sdk._kernels.trees.tree_checks import (
     report_flags,
 )
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, tree_rows
-from drift_sdk.execution.rounds.tree_round import violation_of
+from drift_sdk.execution.rounds.round import violation_of
 from drift_sdk.quantised.fp8 import E4M3
 
 pytestmark = pytest.mark.kernel

@@ -40,8 +40,7 @@ from drift_sdk._kernels.trees.tree_rows import (
     tree_roots,
 )
 from drift_sdk.execution.rounds.eagle import _static_tables
-from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_plan
-from drift_sdk.speculation import DynamicTree, StaticTree
+from drift_sdk.speculation import DynamicTree, StaticTree, TreePlan, tree_plan
 from drift_sdk.trees import DraftLimit, DynamicGrowth, StaticGrowth, TreeGrowth, rank_tree
 from perf.harness.simulated_acceptance import SimulatedRounds, simulate_choices
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import _C
 
-from drift_sdk.execution.device.capture import CapturePool
+from drift_sdk.execution.device.device import CapturePool
 
 IS_GPU = torch.cuda.is_available()
 Pool = tuple[int, tuple[int, int]]

@@ -10,7 +10,7 @@ from interpreted_device import InterpretedDevice
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.device import DeviceGroup, GroupReplay
-from drift_sdk.execution.device.host_ring import Ring, RingSizes
+from drift_sdk.execution.device.resources import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 
 

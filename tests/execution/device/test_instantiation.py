@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.core")
 
-from drift_sdk.execution.device.capture import Instantiation
+from drift_sdk.execution.device.device import Instantiation
 
 
 class FakeStream:

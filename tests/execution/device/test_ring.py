@@ -6,7 +6,7 @@ import numpy as np
 from interpreted_device import InterpretedDevice
 
 from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS
-from drift_sdk.execution.device.host_ring import Ring, RingSizes
+from drift_sdk.execution.device.resources import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 
 SIZES = RingSizes(

@@ -19,7 +19,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.execution.device import device as device_module
 from drift_sdk.execution.device.device import step_timeout
-from drift_sdk.execution.device.host_ring import Ring, RingSizes
+from drift_sdk.execution.device.resources import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor

@@ -15,12 +15,12 @@ pytest.importorskip("cuda.core")
 from cuda.bindings import driver
 
 from drift_sdk.errors import ExecutorError
-from drift_sdk.execution.device import capture
-from drift_sdk.execution.device.capture import MAX_CAPTURES, captured_graph
+from drift_sdk.execution.device import device as device_module
+from drift_sdk.execution.device.device import MAX_CAPTURES, captured_graph
 from drift_sdk.execution.device.errors import is_kept
 
 STREAM = 11
-SUCCESS, INVALIDATED = capture.SUCCESS, capture.INVALIDATED
+SUCCESS, INVALIDATED = device_module.SUCCESS, device_module.INVALIDATED
 
 
 class FakeGraph:
@@ -39,7 +39,7 @@ class FakeDriver:
 
     def begin(self, stream: int, graph: int, *arguments: Any) -> tuple[Any]:
         assert (stream, graph) == (STREAM, FakeGraph.handle)
-        assert arguments == (None, None, 0, capture.MODE)
+        assert arguments == (None, None, 0, device_module.MODE)
         assert self.num_begun == self.num_ended
         self.num_begun += 1
         return (self.begin_status,)
@@ -55,8 +55,8 @@ def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
     def make(*statuses: Any) -> FakeDriver:
         found = FakeDriver([*statuses])
         functions = {"cuStreamBeginCaptureToGraph": found.begin, "cuStreamEndCapture": found.end}
-        monkeypatch.setattr(capture, "driver", SimpleNamespace(**functions))
-        monkeypatch.setattr(capture, "GraphDefinition", FakeGraph)
+        monkeypatch.setattr(device_module, "driver", SimpleNamespace(**functions))
+        monkeypatch.setattr(device_module, "GraphDefinition", FakeGraph)
         monkeypatch.setattr(FakeGraph, "made", [])
         return found
 

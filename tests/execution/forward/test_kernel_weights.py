@@ -15,11 +15,15 @@ from drift_sdk.execution.forward.kernel_weights import (
     arrange_experts,
     arrange_matrix,
 )
-from drift_sdk.quantised.blocks import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.formats import (
+    BLOCK_FORMATS,
+    BlockFormat,
+    BlockWeight,
+    quantise_int4,
+    quantise_nvfp4,
+    stack_rows,
+)
 from drift_sdk.quantised.fp8 import quantise_fp8
-from drift_sdk.quantised.int4 import quantise_int4
-from drift_sdk.quantised.nvfp4 import quantise_nvfp4
-from drift_sdk.quantised.stacking import stack_rows
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight, dequantised
 
 pytestmark = pytest.mark.kernel

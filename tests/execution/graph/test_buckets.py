@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from drift_sdk.execution.graph.buckets import GraphBuckets
-from drift_sdk.execution.graph.payloads import fill_mixed, fill_slots
-from drift_sdk.execution.graph.step_launcher import StepLauncher
+from drift_sdk.execution.graph.step_launcher import StepLauncher, fill_mixed, fill_slots
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
 
 

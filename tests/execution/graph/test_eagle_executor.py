@@ -28,7 +28,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.startup.gemm_tuning import weights_to_tune
+from drift_sdk.startup.graph_startup import weights_to_tune
 from drift_sdk.steps import Executor, ExecutorLimits
 from perf.harness.manual_driver import ManualDriver
 

@@ -34,8 +34,7 @@ from drift_sdk.execution.graph.buckets import MixedBucket
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.graph.step_launcher import StepLauncher
-from drift_sdk.execution.rounds.draft_model import ModelRoundDrafter
-from drift_sdk.execution.rounds.ngram_drafters import HybridRoundDrafter, NGramRoundDrafter
+from drift_sdk.execution.rounds.drafters import HybridRoundDrafter, ModelRoundDrafter, NGramRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder

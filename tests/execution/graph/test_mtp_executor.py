@@ -20,6 +20,7 @@ from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
 from drift_sdk.execution.forward import gated_delta
+from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
@@ -28,7 +29,9 @@ from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.mtp import random_mtp
-from drift_sdk.startup.gemm_tuning import weights_to_tune
+from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.weight import dense
+from drift_sdk.startup.graph_startup import weights_to_tune
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepResult
 
 pytestmark = [
@@ -181,3 +184,14 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(draft_forward, "_residual", lambda config: "feature")
     run(graph_executor(target, draft, WatchedTable()))
     assert of_graph != of_eager
+
+
+def test_a_quantised_head_is_arranged_once() -> None:
+    """Target and draft have the same, and the same embedding."""
+    target = Decoder.random(read_spec(DENSE | {"hidden_size": 64}), device="cpu", dtype=torch.float32, seed=3)
+    target.weights = dataclasses.replace(target.weights, head=quantise_fp8(dense(target.weights.head)))
+    draft = random_mtp(target)
+    arrange_decoder(target, draft)
+    assert isinstance(target.weights.head, KernelWeight)
+    assert draft.weights.head is target.weights.head
+    assert draft.weights.embedding is target.weights.embedding

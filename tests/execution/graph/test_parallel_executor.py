@@ -27,7 +27,7 @@ from drift_sdk.execution.graph.graph_executor import (
     ParallelExecutor,
     peer_timeout,
 )
-from drift_sdk.execution.rounds.ngram_drafters import NGramRoundDrafter
+from drift_sdk.execution.rounds.drafters import NGramRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.shard import Shard, cut_head, load_shard

@@ -20,7 +20,7 @@ from tolerances import bound
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.slots.slot_columns import num_mask_words
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.device.host_ring import Ring
+from drift_sdk.execution.device.resources import Ring
 from drift_sdk.execution.drafter_factory import (
     DrafterFactory,
     HybridDrafterFactory,
@@ -30,7 +30,7 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
-from drift_sdk.execution.rounds.drafter import RoundDrafter
+from drift_sdk.execution.rounds.drafters import RoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.scheduling.planning import SchedulerConfig

@@ -26,7 +26,7 @@ from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.execution.rounds import eagle as eagle_rounds
-from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
+from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.channels import MlpWeights

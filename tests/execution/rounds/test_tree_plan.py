@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drift_sdk import DynamicTree, StaticTree
-from drift_sdk.execution.rounds.tree_plan import tree_plan, tree_rounds
+from drift_sdk.speculation import tree_plan, tree_rounds
 from drift_sdk.trees import MAX_TREE_ROWS, max_batch_drafts
 
 STATIC = StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.quantised.packing import BYTE_CODES, CODE_UNIT, PANEL, UNIT, PackedWeight, row_order
-from drift_sdk.quantised.nvfp4 import MAGNITUDES
+from drift_sdk.quantised.formats import MAGNITUDES
 
 
 def dequantise_reference(weight: PackedWeight) -> Tensor:

@@ -13,8 +13,7 @@ from drift_sdk.text.answers import formats as answer_formats
 from drift_sdk.text.answers import reasoning, tool_formats
 from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter, detect_formats
 from drift_sdk.text.answers.reader import Split
-from drift_sdk.text.answers.values import MAX_DEPTH, decode_keywords
-from drift_sdk.text.tools import ToolSet
+from drift_sdk.text.tools import MAX_DEPTH, ToolSet, decode_keywords
 
 REPLIES = [(name, reply) for name, family in FAMILIES.items() for reply in family.replies]
 ids = [f"{name}-{number}" for number, (name, _) in enumerate(REPLIES)]

@@ -12,7 +12,7 @@ from chat_families import FAMILIES, family_tokenizer
 from drift_sdk import RequestError
 from drift_sdk.testing import byte_tokenizer
 from drift_sdk.text.answers.formats import AnswerFormats
-from drift_sdk.text.answers.thinking_budget import ThinkingBudget
+from drift_sdk.text.answers.reasoning import ThinkingBudget
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import ToolSet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from chat_families import ADD_CALL, DS, NUMBERS, NUMBERS_JSON, SIZES, call, calls_of
 
-from drift_sdk.text.answers.calls import UnfinishedCall
+from drift_sdk.text.answers.tool_formats import UnfinishedCall
 
 COMMENTARY = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 FENCED = f"{DS[1]}function{DS[2]}add\n```json\n"

@@ -219,7 +219,7 @@ class AttentionScratch(Struct, frozen=True):
             raise ValueError(f"scratch: room for {room} query rows: expected {num_query_rows} or more")
 
         shape = (plan.num_sequences, layer.kv.num_heads, plan.max_num_partitions, room)
-        check_tensor("scratch.sums", self.sums, (*shape, layer.head_dim), torch.float32)
+        check_tensor("scratch.sums", self.sums, (*shape, layer.value_dim), torch.float32)
         check_tensor("scratch.maxima", self.maxima, shape, torch.float32)
         check_tensor("scratch.weights", self.weights, shape, torch.float32)
 
@@ -385,7 +385,7 @@ def add_partitions(layer: LayerAttention, rows: PlannedRows, scratch: AttentionS
     """
     num_rows = rows.slot.shape[0]
     num_heads, num_kv_heads, group = layer.num_heads, layer.kv.num_heads, layer.group
-    padded_dim = padded_size(layer.head_dim)
+    padded_dim = padded_size(layer.value_dim)
     tile_dim = min(padded_dim, MIN_TILE_DIM) if num_rows * num_heads < MIN_PROGRAMS else padded_dim
     num_tiles = padded_dim // tile_dim
     _add_partitions[(rows.rows_per_sequence * group * num_tiles, num_kv_heads, rows.num_sequences)](
@@ -395,7 +395,7 @@ def add_partitions(layer: LayerAttention, rows: PlannedRows, scratch: AttentionS
         ROWS_PER_SEQUENCE=rows.rows_per_sequence,
         GROUP_SIZE=group,
         NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=layer.head_dim,
+        HEAD_DIM=layer.value_dim,
         PADDED_DIM=padded_dim,
         TILE_DIM=tile_dim,
         FEW=FEW_PARTITIONS,

@@ -27,12 +27,14 @@ MIN_DOT_SIZE = 16
 
 class LayerKV(Struct, frozen=True):
     """Keys and values of a layer, [num_blocks, num_kv_heads, block_size, head_dim], of the storage type. With
-    scales, float32 [num_kv_heads] each, they are e4m3 as cache.py lays them out."""
+    scales, float32 [num_kv_heads] each, they are e4m3 as cache.py lays them out. latent_dim: values are the
+    first so many numbers of keys, and `values` is `keys`; 0: they are apart."""
 
     keys: Tensor
     values: Tensor
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    latent_dim: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -53,7 +55,7 @@ class LayerKV(Struct, frozen=True):
 class LayerAttention(Struct, frozen=True, kw_only=True):
     """Attention of rows in a layer.
 
-    query, out: [R, num_heads, head_dim], of the storage type.
+    query, out: [R, num_heads, head_dim], of the storage type. Of latents, `out` has value_dim in its place.
     block_table: [S, max_blocks] int32, the blocks of each slot in order.
     window: how many keys a row sees, its own being the last; 0: all.
     first_key: positions before it are not read.
@@ -79,6 +81,11 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
     @property
     def head_dim(self) -> int:
         return self.query.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        return self.kv.latent_dim or self.head_dim
 
     @property
     def group(self) -> int:
@@ -121,7 +128,7 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
         if self.query.stride(1) != head_dim:
             raise ValueError(f"query: strides {self.query.stride()}: expected a row's heads side by side")
 
-        check_tensor("out", self.out, (num_rows, num_heads, head_dim), dtype)
+        check_tensor("out", self.out, (num_rows, num_heads, self.value_dim), dtype)
         self.kv.check(head_dim, dtype)
         check_argument("block_table", self.block_table, self.block_table.shape, torch.int32)
         check_tensors((num_heads,), dtype, sinks=self.sinks)

@@ -12,7 +12,7 @@ append a few words a row.
 Programmatic dependent launch: all wait for their producers before their first read, and let their dependents
 start right after that.
 
-Reference of the proposals: `draft_policy.ngrams`.
+Reference of the proposals: `execution.ngram_history`.
 
 n-grams in the place of a draft model's tokens, by a score that each sequence has of them.
 

@@ -60,8 +60,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
-from drift_sdk._kernels.quantised.dequantise import has_programs, program
-from drift_sdk._kernels.quantised.packing import PANEL, UNIT, PackedWeight
+from drift_sdk._kernels.quantised.packing import PANEL, UNIT, PackedWeight, has_programs, program
 from drift_sdk._kernels.quantised.quantised_gemm import BARRIER_BYTES, MAX_SHARED_BYTES, Tiles, packed_sums
 
 TILES = ExpertGemmConfig(tile_n=64, tile_m=16, tile_k=0, num_stages=0, num_warps=4)

@@ -206,6 +206,8 @@ def _choose_experts(
             else:
                 norm = tl.sum(tl.where(is_expert, tl.exp(logits - highest), 0.0), axis=0)
             ranked = exponentials / norm
+            if SCALE != 1.0:
+                ranked = ranked * SCALE
 
     pair = row * NUM_ACTIVE + rank_range
     is_rank = rank_range < NUM_ACTIVE

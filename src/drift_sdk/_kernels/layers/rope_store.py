@@ -87,7 +87,7 @@ def _load_heads(
 
 
 @device_function
-def _rotate(
+def rotate_pairs(
     x,  # fp32, as y
     cosines,
     y,
@@ -227,8 +227,8 @@ def _rotate_and_store(
 
         stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
         if cos_ptr is not None:
-            stored_low = _rotate(low, cosines, high, -sines, DTYPE)
-            stored_high = _rotate(high, cosines, low, sines, DTYPE)
+            stored_low = rotate_pairs(low, cosines, high, -sines, DTYPE)
+            stored_high = rotate_pairs(high, cosines, low, sines, DTYPE)
 
     if is_query:
         if query_scale_ptr is not None:

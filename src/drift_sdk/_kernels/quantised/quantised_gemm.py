@@ -62,7 +62,12 @@ from drift_sdk._kernels.launch.kernel import (
 )
 from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk._kernels.layers.gates import Activation, glu
-from drift_sdk._kernels.quantised.dequantise import (
+from drift_sdk._kernels.quantised.packing import (
+    BYTE_CODES,
+    PANEL,
+    STEP,
+    UNIT,
+    PackedWeight,
     has_programs,
     natural_column,
     packed_codes,
@@ -71,7 +76,6 @@ from drift_sdk._kernels.quantised.dequantise import (
     program,
     scale_place,
 )
-from drift_sdk._kernels.quantised.packing import BYTE_CODES, PANEL, STEP, UNIT, PackedWeight
 
 MAX_SHARED_BYTES = 232_448
 """Shared memory that a CTA may have on compute capability 9.0."""

@@ -77,7 +77,7 @@ class SlotTable:
     columns: what sampling reads. state: lengths, newest tokens and finished flags.
     block_table [S, max_blocks] int32.
     history [S, max_model_len + 1] int32: the token at each position; [S, 0] without `has_history`.
-    ngram_score [S] int32: see `draft_policy.ngrams`; 0 of a new sequence. [0] without `has_history`.
+    ngram_score [S] int32: see `execution.ngram_history`; 0 of a new sequence. [0] without `has_history`.
     dropped, pending [S] int32: see `Retrieval`; 0 of a new sequence. [0] without `has_views`.
     """
 

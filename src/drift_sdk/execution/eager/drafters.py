@@ -13,9 +13,9 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk.draft_policy.ngrams import NGramHistory, next_score, num_right
 from drift_sdk.execution.eager.sampling import choose, rank
 from drift_sdk.execution.eager.slot import Slot
+from drift_sdk.execution.ngram_history import NGramHistory, next_score, num_right
 from drift_sdk.models.attention import AttentionBatch, SequenceRows, TreeAttentionBatch, TreeRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
@@ -518,7 +518,7 @@ def model_state_of(slot: Slot) -> ModelState:
 class HybridState:
     """The state of n-grams in a slot.
 
-    score:  see `draft_policy.ngrams`.
+    score:  see `execution.ngram_history`.
     drafts: the n-gram and the model's tokens of the latest round; None if one of them had no draft.
     """
 

@@ -23,6 +23,7 @@ from drift_sdk._kernels.attention.decode import (
     paged_attention,
 )
 from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_attention
+from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import PrefillAttentionConfig, has_cuda_prefill, prefill_attention
@@ -52,8 +53,9 @@ CPU_SCRATCH_BYTES = 2**28
 class AttentionShape(Struct, frozen=True, kw_only=True):
     """Sizes of a model's attention.
 
-    num_kv_heads, head_dim: of the KV cache. group: query heads for each KV head. max_num_keys: most keys of a
-    sequence. windows: how many keys rows see in the layers, each once; 0: all before them.
+    num_kv_heads: of the KV cache. head_dim: of its values. group: query heads for each KV head.
+    max_num_keys: most keys of a sequence. windows: how many keys rows see in the layers, each once; 0: all
+    before them.
     """
 
     num_kv_heads: int
@@ -135,7 +137,7 @@ class AttentionGroups:
         shape = AttentionShape(
             num_kv_heads=attention.num_kv_heads,
             group=attention.group,
-            head_dim=attention.head_dim,
+            head_dim=attention.value_dim,
             max_num_keys=model.limits.max_model_len + 1,
             windows=tuple(dict.fromkeys(window or 0 for window in spec.windows)),
         )
@@ -145,7 +147,10 @@ class AttentionGroups:
             shape,
             num_sequences=num_sequences,
             num_rows=num_rows,
-            blocks=None if block_table is None else BlockTable(block_table, model.limits.block_size),
+            # Of latents, a tile of a product has rows of one sequence alone.
+            blocks=None
+            if block_table is None or spec.has_latents
+            else BlockTable(block_table, model.limits.block_size),
         )
 
     @property
@@ -166,6 +171,10 @@ class AttentionGroups:
         Raises ValueError for more sequences than the object was made for.
         """
         for scratch, part in self._groups(rows, layer.window):
+            if layer.kv.latent_dim:
+                latent_attention(layer.of_rows(part), rows.of_rows(part), scratch)
+                continue
+
             paged_attention(
                 layer.of_rows(part),
                 rows.of_rows(part),
@@ -265,10 +274,17 @@ class ChunkAttention:
         """Nothing: the tiles come from the host."""
 
     def attend(self, layer: LayerAttention) -> None:
-        exact_prefill_attention(layer, self._tiles, self._config, Partitions.of_window(layer.window))
+        partitions = Partitions.of_window(layer.window)
+        if layer.kv.latent_dim:
+            latent_prompt_attention(layer, self._tiles, self._config.tile_rows, partitions)
+        else:
+            exact_prefill_attention(layer, self._tiles, self._config, partitions)
 
     def permits_early_start(self, layer: LayerAttention) -> bool:
         """Return True if the launch after `attend` may start while the kernel of `attend` still runs."""
+        if layer.kv.latent_dim:
+            return False
+
         return has_cuda_prefill(layer, self._config.tile_rows, Partitions.of_window(layer.window))
 
 

@@ -22,6 +22,7 @@ from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.layers import half_tables
 from drift_sdk.models.mixers.attention import query_factors
 from drift_sdk.spec.model import (
+    AnyAttention,
     Attention,
     GatedDelta,
     KVShape,
@@ -35,7 +36,8 @@ from drift_sdk.steps import ExecutorLimits, PrefillChunk
 
 
 class KVTensors(NamedTuple):
-    """Keys and values of the layers of a shape: [layers, num_blocks, num_kv_heads, block_size, dim] each."""
+    """Keys and values of the layers of a shape: [layers, num_blocks, num_kv_heads, block_size, dim] each. Of
+    latents, both are the same tensor."""
 
     keys: Tensor
     values: Tensor
@@ -91,21 +93,25 @@ class PagedKVCache:
             sizes = num_layers, num_blocks, shape.num_kv_heads, self.block_size, size
             return torch.empty(sizes, dtype=decoder.kv_dtype, device=decoder.device)
 
-        return KVTensors(empty(shape.head_dim), empty(shape.value_dim))
+        keys = empty(shape.head_dim)
+        return KVTensors(keys, keys if shape.is_latent else empty(shape.value_dim))
 
     def layer(self, index: int) -> LayerKV:
         """Keys and values of a layer."""
         group, place = self._places[index]
         keys, values = (tensor[place] for tensor in self.groups[group])
-        scales = self._decoder.weights.kv_scales
+        shape, scales = self._decoder.spec.layers[index].kv, self._decoder.weights.kv_scales
+        if shape is not None and shape.is_latent:
+            return LayerKV(keys, keys, latent_dim=shape.value_dim)
+
         if scales is None:
             return LayerKV(keys, values)
 
         return LayerKV(keys, values, scales.keys[index], scales.values[index])
 
-    def rotation(self, spec: Attention) -> Rotation:
+    def rotation(self, spec: AnyAttention) -> Rotation:
         """The tables of a layer. Layers with the same rotation share them."""
-        key = spec.rope, spec.query_scaling
+        key = spec.rope, spec.query_scaling if isinstance(spec, Attention) else None
         if key not in self._rotations:
             self._rotations[key] = self._rotation(*key)
         return self._rotations[key]

@@ -192,7 +192,7 @@ class ExpertForward:
             self._row_slot,
             rows,
             router,
-            dtype=torch.float32 if router.kind == "sigmoid" else normed.dtype,
+            dtype=normed.dtype if router.kind == "softmax" else torch.float32,
             correction_bias=weights.correction,
         )
         list_rows(rows)

@@ -16,12 +16,12 @@ from drift_sdk._kernels.layers.gates import gate_attention, glu
 from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.memory import Workspace
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.forward.caches import DraftKVCache
 from drift_sdk.execution.forward.channels import ExpertForward, has_few_rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.products import multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.rows import Rows, take_partials
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.models.channels import ExpertWeights, MlpWeights
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder

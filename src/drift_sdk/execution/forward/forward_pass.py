@@ -17,15 +17,17 @@ from drift_sdk.execution.forward.attention import AttentionForward, RowAttention
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.channels import ExpertForward, MlpForward
 from drift_sdk.execution.forward.gated_delta import GatedDeltaForward, RecurrentRows
+from drift_sdk.execution.forward.latent_attention import LatentForward
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts, Products
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.models.channels import ExpertWeights, MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
+from drift_sdk.models.mixers.latent_attention import LatentWeights
 from drift_sdk.models.weights import MixerWeights
 from drift_sdk.quantised.weight import dense
-from drift_sdk.spec.model import Attention, Experts, LayerSpec, Mixer, Mlp, Norm
+from drift_sdk.spec.model import Attention, Experts, LatentAttention, LayerSpec, Mixer, Mlp, Norm
 
 
 class ResidualStream:
@@ -168,6 +170,9 @@ class ForwardPass:
         self.normed = LayerBuffers.take(workspace, model.decoder, rows.slot.shape[0]).normed
         self._stream = ResidualStream(model.decoder, hidden_states, self.normed)
         self._attending = AttentionForward(model, rows, block_table, workspace, attention, products)
+        self._latent: LatentForward | None = None
+        if model.decoder.spec.has_latents:
+            self._latent = LatentForward(model, rows, block_table, workspace, attention, products)
         self._recurrent: GatedDeltaForward | None = None
         if model.states is not None:
             assert recurrent is not None, "a step that recurrent layers do not have"
@@ -216,6 +221,10 @@ class ForwardPass:
         if isinstance(mixer, Attention):
             assert isinstance(weights, AttentionWeights)
             return self._attending.run(self.normed, weights, mixer, index)
+
+        if isinstance(mixer, LatentAttention):
+            assert isinstance(weights, LatentWeights) and self._latent is not None
+            return self._latent.run(self.normed, weights, mixer, index)
 
         assert isinstance(weights, GatedDeltaWeights) and self._recurrent is not None
         return self._recurrent.run(self.normed, weights, mixer, index)

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.experts.packed_products import PackedExperts, stack_experts
-from drift_sdk._kernels.quantised.dequantise import dequantise
 from drift_sdk._kernels.quantised.packing import (
     INT4_ZERO,
     MIN_GROUP,
     PackedWeight,
     can_pack,
+    dequantise,
     pack_weight,
 )
 from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.models.weights import LayerWeights
+from drift_sdk.models.weights import DecoderWeights, LayerWeights
+from drift_sdk.quantised.formats import NVFP4_GROUP, Int4Weight, Nvfp4Weight
 from drift_sdk.quantised.fp8 import Fp8Weight
-from drift_sdk.quantised.int4 import Int4Weight
-from drift_sdk.quantised.nvfp4 import NVFP4_GROUP, Nvfp4Weight
 from drift_sdk.quantised.weight import GroupedIntegers, Matrix, QuantisedWeight, dequantised
 
 
@@ -93,32 +92,34 @@ def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = Non
 
     Layer by layer, so that one layer at a time is in memory twice. A matrix of a format or a shape that the
     kernels do not have is expanded to the decoder's dtype, and so is an embedding, which is looked up by
-    rows. A draft that shares its target's embedding still does.
+    rows. A draft that shares its target's embedding or head still does.
     """
     if isinstance(draft, Decoder):
         arrange_decoder(draft)
     weights, dtype = decoder.weights, decoder.dtype
     layers = list(weights.layers)
     embedding = dequantised(weights.embedding, dtype)
-    if isinstance(draft, DraftDecoder):
-        _arrange_draft(draft, weights.embedding, embedding)
     is_tied = weights.head is weights.embedding
     head = embedding if is_tied else arrange_matrix(weights.head, dtype, is_whole=True)
-    decoder.weights = replace(weights, embedding=embedding, head=head, layers=())
+    arranged = replace(weights, embedding=embedding, head=head, layers=())
+    if isinstance(draft, DraftDecoder):
+        _arrange_draft(draft, weights, arranged)
+    decoder.weights = arranged
     del weights
     for index in range(len(layers)):
         layers[index] = arrange_layer(layers[index], dtype)
     decoder.weights = replace(decoder.weights, layers=tuple(layers))
 
 
-def _arrange_draft(draft: DraftDecoder, shared: Matrix, embedding: Tensor) -> None:
-    """Replace the quantised matrices of a draft. shared: its target's embedding; embedding: its numbers."""
+def _arrange_draft(draft: DraftDecoder, target: DecoderWeights, arranged: DecoderWeights) -> None:
+    """Replace the quantised matrices of a draft. target, arranged: its target's embedding and head, before
+    and after."""
     weights, dtype = draft.weights, draft.dtype
-    is_shared = weights.embedding is shared
+    shares_embedding, shares_head = weights.embedding is target.embedding, weights.head is target.head
     draft.weights = replace(
         weights,
-        embedding=embedding if is_shared else dequantised(weights.embedding, dtype),
-        head=arrange_matrix(weights.head, dtype),
+        embedding=arranged.embedding if shares_embedding else dequantised(weights.embedding, dtype),
+        head=arranged.head if shares_head else arrange_matrix(weights.head, dtype),
         fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
         joint=None if weights.joint is None else arrange_matrix(weights.joint, dtype),
         layers=tuple(arrange_layer(layer, dtype) for layer in weights.layers),

@@ -23,7 +23,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.gates import Activation as KernelActivation
 from drift_sdk._kernels.layers.gates import glu
 from drift_sdk._kernels.layers.soft_cap import soft_cap
-from drift_sdk._kernels.quantised.dequantise import dequantise
+from drift_sdk._kernels.quantised.packing import dequantise
 from drift_sdk._kernels.quantised.quantised_gemm import quantised_gated_multiply, quantised_multiply
 from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.memory import Workspace

@@ -88,7 +88,7 @@ class HiddenStates(Struct, frozen=True):
 class LayerBuffers(Struct, frozen=True):
     """Intermediate values of one layer for R rows. Each layer overwrites those of the layer before.
 
-    normed [R, hidden]; query and attended [R, num_heads, head_dim].
+    normed [R, hidden]; query [R, num_heads, head_dim], attended [R, num_heads, value_dim].
     """
 
     normed: Tensor
@@ -97,15 +97,15 @@ class LayerBuffers(Struct, frozen=True):
 
     @classmethod
     def take(cls, workspace: Workspace, decoder: Decoder, num_rows: int) -> LayerBuffers:
-        heads = decoder.spec.attention.num_heads, decoder.spec.attention.head_dim
+        attention = decoder.spec.attention
 
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), decoder.dtype)
 
         return cls(
             normed=take("normed", decoder.spec.hidden_size),
-            query=take("query", *heads),
-            attended=take("attended", *heads),
+            query=take("query", attention.num_heads, attention.head_dim),
+            attended=take("attended", attention.num_heads, attention.value_dim),
         )
 
 

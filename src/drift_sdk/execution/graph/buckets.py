@@ -13,11 +13,10 @@ from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.commit import record_words
 from drift_sdk._kernels.trees.tree_accept import tree_record_words
-from drift_sdk.execution.rounds.drafter import RoundSizes
-from drift_sdk.execution.rounds.tree_plan import TreePlan, tree_rounds
+from drift_sdk.execution.rounds.drafters import RoundSizes
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.spec.model import BORDER
-from drift_sdk.speculation import ViewLayout
+from drift_sdk.speculation import TreePlan, ViewLayout, tree_rounds
 from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

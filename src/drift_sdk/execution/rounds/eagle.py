@@ -34,6 +34,7 @@ from drift_sdk._kernels.trees.tree_growth import (
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, gather_hidden, path_rows
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
+from drift_sdk.execution.device.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
     AttentionShape,
@@ -43,10 +44,9 @@ from drift_sdk.execution.forward.attention import (
 from drift_sdk.execution.forward.caches import DraftKVCache, ModelResources
 from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.rounds.drafter import ComputedChunks, RoundSizes, VerifiedRows
-from drift_sdk.execution.rounds.tree_plan import TreePlan
-from drift_sdk.execution.stages import NO_STAGE_MARKS, StageMarks
+from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundSizes, VerifiedRows
 from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.speculation import TreePlan
 
 
 class EagleRoundDrafter:

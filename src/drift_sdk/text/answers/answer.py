@@ -17,9 +17,9 @@ from msgspec import Struct
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import JSON_STYLE, After, AnyGrammar, AnyOf, Grammar, Lark
 from drift_sdk.text.answers import tool_formats as marks
-from drift_sdk.text.answers.calls import MAX_NAME_CHARS, is_name
 from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS, Thinking
+from drift_sdk.text.answers.tool_formats import MAX_NAME_CHARS, is_name
 from drift_sdk.text.schemas import DEFINITIONS, followed, part_of
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import Tool, ToolSet, types_of, values_of

@@ -23,7 +23,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from drift_sdk.errors import ConfigError
-from drift_sdk.text.answers.calls import CallReader, MalformedCall, UnfinishedCall
 from drift_sdk.text.answers.reader import AnswerWriter, Split, Steps, TextReader
 from drift_sdk.text.answers.reasoning import (
     REASONING_FORMATS,
@@ -33,7 +32,13 @@ from drift_sdk.text.answers.reasoning import (
     read_around,
     read_reasoning,
 )
-from drift_sdk.text.answers.tool_formats import TOOL_FORMATS, read_content
+from drift_sdk.text.answers.tool_formats import (
+    TOOL_FORMATS,
+    CallReader,
+    MalformedCall,
+    UnfinishedCall,
+    read_content,
+)
 from drift_sdk.text.template_form import ARGUMENTS, TEXT, THOUGHT, TOOL_NAME, TOOLS, Written
 from drift_sdk.text.tools import ToolSet
 

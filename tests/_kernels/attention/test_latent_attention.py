@@ -1,0 +1,191 @@
+"""Attention to latents: against float64, and bit for bit between decoding, verification and prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from tolerances import assert_near
+
+from drift_sdk._kernels.attention import latent
+from drift_sdk._kernels.attention.decode import AttentionScratch
+from drift_sdk._kernels.attention.latent import latent_attention, latent_config, latent_prompt_attention
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
+from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
+from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
+from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.launch.gpu_limits import HOPPER, limited_gpu
+
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
+
+IS_GPU = torch.cuda.is_available()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if IS_GPU else (torch.float32,)
+SMALL = Partitions(narrow=32, narrow_end=64, num_doublings=2, tile=16)
+SHAPES = [(3, 16, 8), (5, 24, 4), (20, 48, 16), (1, 12, 2)]
+"""Heads, and elements of latents and of rotated parts."""
+CHUNKS = [
+    [(0, 0, 1)],
+    [(2, 0, 64), (0, 37, 17)],
+    [(1, 5, 60), (0, 63, 1), (3, 127, 50)],
+    [(0, 383, 18)],
+]
+"""Slot, position of the first row, rows."""
+MAX_KEYS = 448
+
+
+class Case:
+    """Rows of chunks over a paged cache of latents, whose unseen places are NaN."""
+
+    def __init__(
+        self,
+        chunks: list[tuple[int, int, int]],
+        shape: tuple[int, int, int],
+        device: str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        block_size: int = 16,
+        max_keys: int = MAX_KEYS,
+    ) -> None:
+        num_heads, self.latent_dim, rotary_dim = shape
+        head_dim = self.latent_dim + rotary_dim
+        generator = torch.Generator().manual_seed(num_heads + block_size)
+        num_slots, max_blocks = 4, -(-max_keys // block_size)
+        keys = torch.full((1 + num_slots * max_blocks, 1, block_size, head_dim), torch.nan, dtype=dtype)
+        table = 1 + torch.randperm(num_slots * max_blocks, generator=generator).view(num_slots, max_blocks)
+        for slot, start, num_rows in chunks:
+            position = torch.arange(start + num_rows)
+            seen = torch.randn(len(position), head_dim, generator=generator).to(dtype)
+            keys[table[slot, position // block_size], 0, position % block_size] = seen
+        rows = [(slot, start + row) for slot, start, num_rows in chunks for row in range(num_rows)]
+        query = torch.randn(len(rows), num_heads, head_dim, generator=generator).to(dtype)
+        self.query, self.keys, self.table = query.to(device), keys.to(device), table.to(device, torch.int32)
+        self.slot, self.position = torch.tensor(rows, dtype=torch.int32, device=device).T.contiguous()
+        self.chunks, self.device, self.max_keys = chunks, device, max_keys
+
+    def layer(self) -> LayerAttention:
+        query = self.query
+        return LayerAttention(
+            query=query,
+            out=torch.full(
+                (*query.shape[:2], self.latent_dim), torch.nan, dtype=query.dtype, device=self.device
+            ),
+            kv=LayerKV(self.keys, self.keys, latent_dim=self.latent_dim),
+            block_table=self.table,
+            scale=0.3,
+        )
+
+    def prompts(self, tile_rows: int = 16, partitions: Partitions = SMALL) -> torch.Tensor:
+        """One tile more than is needed."""
+        most = sum(-(-num_rows // tile_rows) for _, _, num_rows in self.chunks) + 1
+        tiles = np.zeros((most, TILE_FIELDS), dtype=np.int32)
+        prefill_tiles(self.chunks, tile_rows, tiles)
+        layer = self.layer()
+        latent_prompt_attention(layer, torch.from_numpy(tiles).to(self.device), tile_rows, partitions)
+        return layer.out
+
+    def decoded(self, rows_per_sequence: int = 1, partitions: Partitions = SMALL) -> torch.Tensor:
+        """The same rows, each `rows_per_sequence` of them a sequence to verify."""
+        layer, rows = self.layer(), PlannedRows(self.slot, self.position, rows_per_sequence)
+        device = torch.device(self.device)
+        plan = AttentionPlan(
+            rows.num_sequences, self.max_keys, partitions, device, num_rows=rows_per_sequence
+        )
+        plan_attention(rows, plan)
+        scratch = AttentionScratch.allocate(
+            plan,
+            num_kv_heads=1,
+            num_rows=rows_per_sequence,
+            group=layer.num_heads,
+            head_dim=self.latent_dim,
+        )
+        for tensor in (scratch.sums, scratch.maxima, scratch.weights):
+            tensor.fill_(torch.nan)
+        latent_attention(layer, rows, scratch)
+        return layer.out
+
+    def expected(self) -> torch.Tensor:
+        """In float64, one row after the other."""
+        found = []
+        for query, slot, position in zip(self.query, self.slot.tolist(), self.position.tolist(), strict=True):
+            if slot < 0:
+                found.append(
+                    torch.zeros(len(query), self.latent_dim, dtype=torch.float64, device=self.device)
+                )
+                continue
+
+            seen = torch.arange(position + 1, device=self.device)
+            blocks, size = self.table[slot].long(), self.keys.shape[2]
+            keys = self.keys[blocks[seen // size], 0, seen % size].double()
+            shares = (0.3 * query.double() @ keys.T).softmax(-1)
+            found.append(shares @ keys[:, : self.latent_dim])
+        return torch.stack(found)
+
+    def assert_near(self, found: torch.Tensor) -> None:
+        num_roundings = 0 if found.dtype == torch.float32 else 1
+        assert_near(found, self.expected(), inner=self.max_keys, magnitude=5.0, num_roundings=num_roundings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prompts_and_decoding_are_near_float64_and_equal(
+    shape: tuple[int, int, int], block_size: int, dtype: torch.dtype, device: str
+) -> None:
+    for chunks in CHUNKS:
+        case = Case(chunks, shape, device, dtype, block_size=block_size)
+        found = case.prompts()
+        case.assert_near(found)
+        assert torch.equal(case.decoded(), found)
+
+
+def test_bits_do_not_depend_on_rows_beside_a_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are decoded alone, verified with others, in tiles of query rows that end inside a row of the step,
+    and computed in tiles of a prompt of any size."""
+    case = Case([(1, 100, 30), (0, 0, 12)], (5, 24, 8), device, block_size=64)
+    expected = case.decoded()
+    for rows_per_sequence in (2, 3, 6):
+        assert torch.equal(case.decoded(rows_per_sequence), expected), rows_per_sequence
+    for tile_rows in (1, 16, 64):
+        assert torch.equal(case.prompts(tile_rows), expected), tile_rows
+    monkeypatch.setattr(latent, "MAX_TILE_ROWS", 16)
+    assert torch.equal(case.decoded(6), expected)
+
+
+def test_padding_rows_get_zeros_and_see_nothing(device: str) -> None:
+    case = Case([(2, 40, 9)], (3, 16, 8), device)
+    case.slot[[0, 4, 8]] = -1
+    for rows_per_sequence in (1, 3):
+        found = case.decoded(rows_per_sequence)
+        assert not found[[0, 4, 8]].any()
+        case.assert_near(found)
+
+
+def test_wrong_layers_are_refused(device: str) -> None:
+    case = Case([(0, 0, 3)], (3, 16, 8), device)
+    case.latent_dim = 0
+    with pytest.raises(ValueError, match="out: "):
+        case.decoded()
+
+
+def test_tiles_follow_from_shared_memory() -> None:
+    """GLM-4.7-Flash and DeepSeek-V3 on an H200, and on GPUs with less."""
+    config = latent_config(20, 576, torch.bfloat16, 64)
+    assert (config.tile_rows, config.num_warps, config.num_stages) == (32, 8, 2)
+    assert latent_config(128, 576, torch.bfloat16, 64) == config
+    assert latent_config(20, 576, torch.float32, 64).tile_rows == 16
+    few = replace(HOPPER, shared_bytes=99 * 1024)
+    with limited_gpu(few), pytest.raises(ValueError, match="head_dim=576 in torch.float32"):
+        latent_config(20, 576, torch.float32, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [20, 128])
+def test_published_shapes_have_one_set_of_bits(num_heads: int, device: str) -> None:
+    chunks = [(0, 0, 5), (1, 0, 300), (2, 2000, 130), (3, 4500, 25)]
+    case = Case(chunks, (num_heads, 512, 64), device, torch.bfloat16, block_size=64, max_keys=5248)
+    partitions = Partitions()
+    found = case.prompts(64, partitions)
+    case.assert_near(found)
+    for rows_per_sequence in (1, 2, 4):
+        assert torch.equal(case.decoded(rows_per_sequence, partitions), found), rows_per_sequence

@@ -1,0 +1,187 @@
+"""The graph executor with latent attention against the eager executor: chunks, mixed steps, and drafts of
+n-grams and of EAGLE-3 that are accepted and rejected."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from draft_zoo import make_draft
+from interpreted_device import InterpretedDevice
+from scheduled_run import run_scheduled, sampling_of
+from slow_cases import slow_after
+from tolerances import bound
+
+from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.execution.drafter_factory import (
+    NO_DRAFTER,
+    DrafterFactory,
+    EagleDrafterFactory,
+    NGramDrafterFactory,
+)
+from drift_sdk.execution.eager.eager_executor import EagerExecutor
+from drift_sdk.execution.forward import latent_attention
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.graph_executor import GraphExecutor
+from drift_sdk.families import read_spec
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.speculation import NGram
+from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
+
+pytestmark = [
+    pytest.mark.kernel,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: kernels run on the CPU"),
+]
+
+CONFIG: dict[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_attention_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+NO_RANK = CONFIG | {"q_lora_rank": None, "attention_bias": True, "num_attention_heads": 5}
+LIMITS = ExecutorLimits(vocab_size=96, max_num_seqs=3, max_model_len=96, num_blocks=24, block_size=16)
+BUDGET, NUM_DRAFTS = 32, 2
+LOGPROB_BOUND = bound(16.0, inner=80, depth=12)
+
+Step = tuple[StepPlan, StepResult]
+
+
+def decoder_of(config: dict[str, Any]) -> Decoder:
+    return Decoder.random(read_spec(config), device="cpu", dtype=torch.float32, seed=3)
+
+
+def requests_of(num_tokens: int) -> list[tuple[list[int], SlotSampling]]:
+    """Prompts of several lengths; two of them begin alike, and one repeats itself."""
+    rng = random.Random(5)
+
+    def tokens(number: int) -> list[int]:
+        return [rng.randrange(3, 96) for _ in range(number)]
+
+    shared = tokens(34)
+    prompts = [[*shared, *tokens(5)], tokens(1), [*shared, *tokens(12)], tokens(5) * 5, tokens(2)]
+    return [(prompt, sampling_of(len(prompt), num_tokens, num_logprobs=1)) for prompt in prompts]
+
+
+def run(
+    executor: EagerExecutor | GraphExecutor,
+    num_tokens: int,
+    *,
+    num_drafts: int = 0,
+    has_history: bool = False,
+) -> tuple[list[list[int]], list[Step]]:
+    steps: list[Step] = []
+    tokens = run_scheduled(
+        executor,
+        requests_of(num_tokens),
+        prefill_token_budget=BUDGET,
+        draft_choices=(0, num_drafts) if num_drafts else (),
+        wants_history=has_history,
+        on_step=lambda plan, result: steps.append((plan, result)),
+    )
+    executor.close()
+    return tokens, steps
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory that is not initialised has NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **options: object) -> torch.Tensor:
+        found = empty(*args, **options)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    with mock.patch.object(torch, "empty", poisoned):
+        yield
+
+
+def graph_executor(decoder: Decoder, factory: DrafterFactory = NO_DRAFTER) -> GraphExecutor:
+    options = GraphOptions(prefill_token_budget=BUDGET)
+    with poisoned_memory():
+        return GraphExecutor(
+            InterpretedDevice(), decoder, LIMITS, TunedTable(), options, drafter_factory=factory
+        )
+
+
+@pytest.mark.parametrize("config", slow_after(1, [CONFIG, NO_RANK]), ids=("ranks", "no rank"))
+def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None:
+    decoder = decoder_of(config)
+    expected_tokens, expected = run(EagerExecutor(decoder, LIMITS), 4)
+    executor = graph_executor(decoder)
+    mixed = executor._graphs.mixed.values()
+    tokens, found = run(executor, 4)
+    assert tokens == expected_tokens
+    assert len({token for each in tokens for token in each}) > 8
+    assert sum(replay.num_launches for replay in mixed) > 0
+    for (plan, result), (expected_plan, expected_result) in zip(found, expected, strict=True):
+        assert plan == expected_plan
+        outputs, others = result.prefill + result.decode, expected_result.prefill + expected_result.decode
+        for output, other in zip(outputs, others, strict=True):
+            for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
+                assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
+
+
+def test_a_key_that_is_not_normalised_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(CONFIG)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+    store = latent_attention.store_latents
+
+    def store_unweighted(*args: Any, **options: Any) -> None:
+        store(*args[:7], torch.ones_like(args[7]) * 2, **options)
+
+    monkeypatch.setattr(latent_attention, "store_latents", store_unweighted)
+    found, _ = run(graph_executor(decoder), 4)
+    assert found != expected
+
+
+@pytest.mark.slow
+def test_ngram_drafts_do_not_change_tokens() -> None:
+    decoder = decoder_of(CONFIG)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 14)
+    factory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
+    tokens, steps = run(graph_executor(decoder, factory), 14, num_drafts=NUM_DRAFTS, has_history=True)
+    assert tokens == expected
+    assert_some_accepted(steps)
+
+
+@pytest.mark.slow
+def test_an_eagle_head_does_not_change_tokens(tmp_path: Path) -> None:
+    decoder = decoder_of(CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    make_draft("reference", tmp_path / "draft", tmp_path)
+    draft = DraftDecoder.load(tmp_path / "draft", decoder)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 14)
+    factory = EagleDrafterFactory(draft, (NUM_DRAFTS,), is_adaptive=False)
+    tokens, steps = run(graph_executor(decoder, factory), 14, num_drafts=NUM_DRAFTS)
+    assert tokens == expected
+    assert sum(each.num_drafted for _, result in steps for each in result.decode) > 0
+
+
+def assert_some_accepted(steps: list[Step]) -> None:
+    outputs = [output for _, result in steps for output in result.decode]
+    drafted, accepted = (
+        sum(getattr(each, name) for each in outputs) for name in ("num_drafted", "num_accepted")
+    )
+    assert 0 < accepted < drafted

@@ -1,0 +1,248 @@
+"""Descriptions of models with latent attention, in the forms of published files."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_parity import BLOCK_SIZE, assert_parity, load_decoder, random_tokens, shuffled_blocks
+from family_zoo import draw_model
+from model_zoo import save_tokenizer
+from safetensors.torch import load_file, save_file
+
+from drift_sdk import ConfigError, EngineConfig, ModelLoadError, PartialVerification, Speculation
+from drift_sdk.families import gguf_architecture, read_spec
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.attention import AttentionBatch, SequenceRows
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.mixers.latent_attention import LatentWeights
+from drift_sdk.models.shard import shard_obstacles
+from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
+from drift_sdk.spec.model import Experts, LatentAttention, Mlp
+from drift_sdk.startup import executor_factory
+
+GLM_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154_880,
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 768,
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": False,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "max_position_embeddings": 163_840,
+    "rope_scaling": YARN,
+    "rope_theta": 10_000,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102_400,
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "max_position_embeddings": 163_840,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+PUBLISHED = {"GLM-4.7-Flash": GLM_FLASH, "DeepSeek-V3": DEEPSEEK_V3, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE}
+SIZES = {
+    "GLM-4.7-Flash": (29.94, 54_144),
+    "DeepSeek-V3": (671.0, 70_272),
+    "DeepSeek-V2-Lite": (15.71, 31_104),
+}
+"""Billions of parameters, and bytes of a token in the cache in bfloat16."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str) -> None:
+    spec = read_spec(PUBLISHED[name])
+    num_parameters = sum(prod(shape) for shape in tensor_shapes(spec).values()) / 1e9
+    assert num_parameters == pytest.approx(SIZES[name][0], abs=0.05)
+    assert sum(2 * layer.kv.size for layer in spec.layers if layer.kv is not None) == SIZES[name][1]
+    num_dense = {"DeepSeek-V3": 3}.get(name, 1)
+    assert [isinstance(layer.channel, Mlp) for layer in spec.layers[:4]] == [n < num_dense for n in range(4)]
+
+
+def test_published_attention_and_router() -> None:
+    glm, v3, lite = (read_spec(config) for config in PUBLISHED.values())
+    mixer, experts = glm.attention, glm.experts
+    assert isinstance(mixer, LatentAttention) and isinstance(experts, Experts)
+    assert (mixer.head_dim, mixer.value_dim, mixer.query_dim, mixer.output_size) == (576, 512, 256, 5120)
+    assert mixer.scale == 256**-0.5 and mixer.rope.theta == 1e6 and mixer.is_interleaved
+    assert (experts.router.kind, experts.router.scale, experts.num_active) == ("sigmoid", 1.8, 4)
+    magnitude = 0.1 * 3.6888794541139363 + 1  # of ln 40
+    assert v3.attention.scale == pytest.approx(192**-0.5 * magnitude**2)
+    assert v3.attention.rope.magnitude == 1.0
+    router = v3.experts.router
+    assert (router.num_groups, router.num_active_groups, router.scale) == (8, 4, 2.5)
+    assert isinstance(lite.attention, LatentAttention) and lite.attention.query_rank is None
+    assert lite.experts.router.kind == "wide" and lite.experts.shared.intermediate_size == 2816
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("GLM-4.7-Flash", {"scoring_func": "softmax"}, "scoring_func='softmax': expected 'sigmoid'"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, "mlp_layer_types="),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"] * 46 + ["other"]}, "mlp_layer_types="),
+        ("GLM-4.7-Flash", {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63: expected an even number"),
+        ("GLM-4.7-Flash", {"num_attention_heads": 2**20}, "num_attention_heads=1048576: expected at most"),
+        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method='greedy': expected 'noaux_tc'"),
+        ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq=2: expected 1"),
+        ("DeepSeek-V3", {"topk_group": 9}, "topk_group=9"),
+        ("DeepSeek-V3", {"num_experts_per_tok": 129}, "num_experts_per_tok=129: expected at most 128"),
+        ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': expected 'greedy' or"),
+        ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob=True is not implemented"),
+        ("DeepSeek-V2-Lite", {"mlp_bias": True}, "mlp_bias=True is not implemented"),
+    ],
+)
+def test_settings_that_are_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_spec(PUBLISHED[name] | fields)
+
+
+def test_what_latents_do_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(GLM_FLASH)
+    assert list(shard_obstacles(spec, 2)) == ["latent attention"]
+    speculation = Speculation(draft="head", partial_verification=PartialVerification())
+    with pytest.raises(ConfigError, match="partial_verification=.*None for a model with latent attention"):
+        executor_factory.check_views(EngineConfig(speculation=speculation), spec)
+
+    with pytest.raises(ModelLoadError, match="architecture 'deepseek2', expected one of"):
+        gguf_architecture({"general.architecture": "deepseek2"}, "x.gguf")
+
+
+def test_layers_behind_the_last_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The layer that predicts one more token, with an embedding and a head of its own."""
+    model = draw_model("deepseek_v3", 1)
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, 160)
+    number, file = model.config.num_hidden_layers, tmp_path / "model.safetensors"
+    names = ("eh_proj.weight", "shared_head.head.weight", "embed_tokens.weight", "mlp.gate.weight")
+    extra = {f"model.layers.{number}.{name}": torch.ones(3, 2) for name in names}
+    save_file(load_file(file) | extra, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    decoder = load_decoder(tmp_path)
+    assert_parity(decoder, model, random_tokens(decoder.spec, 30), (17, 1, 12))
+    assert not [record for record in caplog.records if record.name.startswith("drift_sdk")]
+
+
+EXPANDED = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")
+"""What quantised files have in numbers."""
+
+
+def make_fp8(folder: Path, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Save a model whose matrices are e4m3 in blocks of 128 x 128; returns its tensors in numbers."""
+    sizes = {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 144}
+    heads = {"kv_lora_rank": 136, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 130}
+    model = draw_model("deepseek_v3", seed, **sizes, **heads, rope_interleave=True, num_hidden_layers=2)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    stored: dict[str, torch.Tensor] = {}
+    numbers: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        if any(part in name for part in EXPANDED) or tensor.dim() != 2:
+            stored[name] = numbers[name] = tensor
+            continue
+
+        weight = quantise_fp8(tensor, (128, 128))
+        numbers[name] = weight.dequantise(torch.float32)
+        stored |= {name: weight.values, f"{name}_scale_inv": weight.scales}
+    save_file(stored, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = DEEPSEEK_V3["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return numbers
+
+
+@torch.inference_mode()
+def logits_of(decoder: Decoder) -> torch.Tensor:
+    cache, tokens = decoder.empty_kv_cache(8, BLOCK_SIZE), random_tokens(decoder.spec, 30)
+    batch = AttentionBatch([SequenceRows(shuffled_blocks(8), 0, 30)], cache)
+    return decoder.logits(decoder.forward(tokens, batch, cache)[0])
+
+
+def test_weights_in_blocks_of_e4m3_are_those_in_numbers(tmp_path: Path) -> None:
+    """Rows are put in the order of the rotation without a change to blocks."""
+    numbers = make_fp8(tmp_path)
+    source = resolve(tmp_path)
+    spec = read_spec(source.config)
+    stored, expanded = (
+        Decoder.load(spec, source.tensors(), device="cpu", dtype=torch.float32, form=form)
+        for form in ("stored", "expanded")
+    )
+    assert torch.equal(logits_of(stored), logits_of(expanded))
+    weights, others = stored.weights.layers[0].mixer, expanded.weights.layers[0].mixer
+    assert isinstance(weights, LatentWeights) and isinstance(weights.query_up, Fp8Weight)
+    assert weights.query_up.block == (128, 128)
+    up = numbers["model.layers.0.self_attn.kv_b_proj.weight"]
+    assert torch.equal(weights.up.flatten(0, 1), up) and torch.equal(others.up, weights.up)
+    query = numbers["model.layers.0.self_attn.q_b_proj.weight"].unflatten(0, (2, 192))
+    found = weights.query_up.dequantise(torch.float32).unflatten(0, (2, 192))
+    assert torch.equal(found[:, :128], query[:, :128])
+    assert torch.equal(found[:, 128:160], query[:, 128::2]) and torch.equal(found[:, 160:], query[:, 129::2])
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_latents_in_eight_and_four_bits(form: Any) -> None:
+    """The cache has one tensor, and values are read from the codes of keys."""
+    model = draw_model("glm4_moe_lite", 1, kv_lora_rank=32, qk_rope_head_dim=16)
+    settings = model.config.to_dict() | {"architectures": ["Glm4MoeLiteForCausalLM"]}
+    spec = read_spec(settings)
+    plain = Decoder.random(spec, device="cpu", dtype=torch.float32, seed=3)
+    coded = Decoder.random(spec, device="cpu", dtype=torch.float32, seed=3, kv_form=form)
+    cache = coded.empty_kv_cache(2, BLOCK_SIZE)
+    assert len(cache.tensors) == 1 and cache.tensors[0].dtype.itemsize == 1
+    keys, slots = torch.randn(5, 1, 48), torch.arange(3, 8)
+    cache.store(1, slots, keys, keys[..., :32])
+    read_keys, read_values = cache.read(1, slots)
+    assert torch.equal(read_keys[..., :32], read_values)
+    assert 0 < (read_keys - keys).abs().max() < 0.5
+    difference = (logits_of(coded) - logits_of(plain)).abs()
+    assert 0 < difference.mean() < {"fp8": 0.15, "nvfp4": 0.5}[form] * logits_of(plain).std()
