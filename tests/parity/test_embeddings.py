@@ -16,7 +16,7 @@ from placement import engine_config
 from drift_sdk import Engine, RequestError, SamplingParams, SyncEngine
 from drift_sdk.results import StateKind
 
-MODELS = {"qwen3": 18, "gemma3": 30}
+MODELS = {"qwen3": 18, "gemma3": 30, "granite": 32}
 """Indices in the zoo."""
 TOLERANCE = 1e-5
 

@@ -12,9 +12,10 @@ import anyio
 import pytest
 import torch
 from expert_zoo import QUANTISED, make_expert_model, quantise_folder
+from family_zoo import draw_model
 from hybrid_zoo import make_hybrid_model
 from local_host import LocalHostEngine
-from model_zoo import make_model
+from model_zoo import make_model, save_tokenizer
 from placement import engine_config
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +23,7 @@ from drift_sdk import Engine, EngineConfig, EnginePool, NGram, RequestError, Spe
 from drift_sdk.models.weight_update import leaves
 from drift_sdk.testing import scripted_engine
 
-MODELS = {"llama": 1, "qwen2": 13, "qwen3": 19, "gemma3": 30, "granite": 32}
+MODELS = {"llama": 1, "qwen2": 13, "qwen3": 19, "gemma3": 30, "granite": 32, "gemma4": 33}
 """Indices in the zoo: fused projections with biases, norms of heads, a tied head, norms after layers."""
 Tensors = dict[str, torch.Tensor]
 
@@ -114,6 +115,14 @@ def test_models_with_recurrent_layers(family: str, tmp_path: Path) -> None:
     """Rows of their projections stand in another order than in files, and experts beside them."""
     folder = tmp_path / "model"
     make_hybrid_model(family, 3, folder)
+    check(folder, moved(tensors_of(folder)))
+
+
+def test_models_with_latent_attention(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    sizes = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+    draw_model("glm4_moe_lite", 9, **sizes).save_pretrained(folder)
+    save_tokenizer(folder, 160)
     check(folder, moved(tensors_of(folder)))
 
 

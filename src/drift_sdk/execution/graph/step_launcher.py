@@ -413,6 +413,7 @@ class StepLauncher:
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
         self._num_logprobs: dict[int, int] = {}
+        self._given_ids: dict[int, tuple[int, ...]] = {}
         self._needs_first_token = needs_first_token
         self._fresh: set[int] = set()  # slots whose first chunk is still to come
 
@@ -494,7 +495,10 @@ class StepLauncher:
         self._sampling[slot] = sampling
         self._fresh.add(slot)
         self._constraints.pop(slot, None)
+        self._given_ids.pop(slot, None)
         self._prompt_outputs.enter(slot, sampling)
+        if sampling.logprob_token_ids:
+            self._given_ids[slot] = sampling.logprob_token_ids
         # A copy: `read` takes those of the steps in flight.
         self._num_logprobs = {other: number for other, number in self._num_logprobs.items() if other != slot}
         if assignment.constraint is not None:
@@ -610,14 +614,14 @@ class StepLauncher:
     ) -> None:
         """Start to copy the log-probabilities of given tokens behind each row of the slots that report them,
         from the logits of the step launched last, which has room for `num_slots` slots."""
-        if not any(self._sampling[slot].logprob_token_ids for slot in slots):
+        if not self._given_ids:
             return
 
         with self._resources.device.work():
             logits = self._prompt_outputs.stored_logits(num_slots * rows_per_slot)
             for place, slot in enumerate(slots):
-                token_ids = self._sampling[slot].logprob_token_ids
-                if not token_ids:
+                token_ids = self._given_ids.get(slot)
+                if token_ids is None:
                     continue
 
                 rows = logits[place * rows_per_slot : (place + 1) * rows_per_slot].log_softmax(dim=-1)
