@@ -263,7 +263,8 @@ def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None
         value = getattr(params, field)
         is_given = bool(machines_of(value)) if field == "logits_processors" else value is not None
         if is_given and is_speculating and params.num_draft_tokens != 0:
-            allowed = "None, or num_draft_tokens=0, with strict_performance and speculation"
+            none = "no TokenMachine" if field == "logits_processors" else "None"
+            allowed = f"{none}, or num_draft_tokens=0, with strict_performance and speculation"
             raise RequestError.of(field, value, allowed)
 
 
