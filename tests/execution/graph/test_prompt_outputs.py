@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if IS_GPU else "cpu"
-LIMITS = ExecutorLimits(max_num_seqs=4, max_model_len=40, num_blocks=48, block_size=4, vocab_size=96)
+LIMITS = ExecutorLimits(max_num_seqs=4, max_model_len=40, num_blocks=48, block_size=4, vocab_size=97)
 BUDGET = 8
 
 Request = tuple[list[int], SlotSampling]
@@ -34,7 +34,7 @@ Request = tuple[list[int], SlotSampling]
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    spec = read_spec(tiny_llama(vocab_size=96))
+    spec = read_spec(tiny_llama(vocab_size=97))
     return Decoder.random(spec, device=DEVICE, dtype=torch.float32, seed=3)
 
 

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from drift_sdk._kernels.attention.prefill import prefill_tiles
 from drift_sdk._kernels.commit import (
@@ -288,6 +289,17 @@ ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
 [N, num_top]. The tensors are in pinned memory and being copied to."""
 
 
+VECTOR = 4
+"""Numbers of fp32 that torch loads at once."""
+
+
+def aligned(logits: Tensor) -> Tensor:
+    """Logits [N, V] fp32, with columns of -inf if the rows begin at addresses of different alignment: torch's
+    softmax sums a row in an order that depends on that."""
+    num_missing = -logits.shape[1] % VECTOR
+    return functional.pad(logits, (0, num_missing), value=-torch.inf) if num_missing else logits
+
+
 class PromptOutputs:
     """Computes what requests report of their prompts from `hidden` [N, H] of the prefill step launched last:
     log-probabilities of the token after each position, and hidden states.
@@ -318,7 +330,7 @@ class PromptOutputs:
             token_ids = scored[first : first + head.num_rows]
             tokens = torch.tensor(token_ids, dtype=torch.int64).to(self._hidden.device, non_blocking=True)
             rows = self._hidden[first_row + first : first_row + first + len(token_ids)]
-            parts = top_logprobs(head.logits(rows), tokens, num_top)
+            parts = top_logprobs(aligned(head.logits(rows)), tokens, num_top)
             host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts]
             for target, part in zip(host, parts, strict=True):
                 target.copy_(part, non_blocking=True)
@@ -624,7 +636,9 @@ class StepLauncher:
                 if token_ids is None:
                     continue
 
-                rows = logits[place * rows_per_slot : (place + 1) * rows_per_slot].log_softmax(dim=-1)
+                rows = aligned(logits[place * rows_per_slot : (place + 1) * rows_per_slot]).log_softmax(
+                    dim=-1
+                )
                 columns = torch.tensor(token_ids, dtype=torch.int64).to(rows.device, non_blocking=True)
                 values = rows.index_select(1, columns)
                 host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
