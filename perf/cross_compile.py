@@ -26,6 +26,7 @@ import triton
 from msgspec import Struct
 from triton.backends.compiler import GPUTarget
 
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
 from drift_sdk._kernels.launch.launch_order import LaunchOrderError, access_of
@@ -320,7 +321,8 @@ def configurations(
     for name in names:
         settings = LLAMA | PUBLISHED[name] | layers
         spec = read_spec(settings)
-        has_trees = not spec.recurrent_layers and not spec.has_latents
+        is_wide = spec.max_head_dim > WIDE_HEAD
+        has_trees = not (spec.recurrent_layers or spec.has_latents or is_wide)
         yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []))
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())

@@ -178,13 +178,13 @@ def prepare_product(
         x = torch.randn(num_rows, inner, device=device).to(torch.bfloat16)
         out = torch.empty(num_pairs, columns // 2, dtype=torch.bfloat16, device=device)
         gate = experts.clamped_gate
-        activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
+        clamped = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
 
         def call(rows: ExpertRows) -> None:
-            if isinstance(tiles, CudaTiles | RingTiles) and activation is not None:
-                cuda_gated_expert_multiply(x, matrix, rows, out, activation, tiles)
+            if isinstance(tiles, CudaTiles | RingTiles) and clamped is not None:
+                cuda_gated_expert_multiply(x, matrix, rows, out, clamped, tiles)
             elif isinstance(tiles, ExpertGemmConfig):
-                gated_expert_multiply(x, matrix, rows, out, tiles, activation)
+                gated_expert_multiply(x, matrix, rows, out, tiles, clamped or experts.activation)
     else:
         x = torch.randn(num_pairs, inner, device=device).to(torch.bfloat16)
         out = torch.empty(experts.num_active, num_rows, columns, device=device)

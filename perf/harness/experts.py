@@ -13,7 +13,7 @@ import torch
 from drift_sdk import Engine
 from drift_sdk.execution.forward.channels import take_counts
 from drift_sdk.models.decoder import random_tensors
-from drift_sdk.spec.model import Experts
+from drift_sdk.spec.model import experts_of
 from perf.harness.decoding import DecodeOptions, generation_seconds
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import EXPERTS, Model
@@ -36,7 +36,7 @@ def distinct_experts(executor: Any, model: Model, num_rows: int) -> float | None
     used = [
         int((layer > 0).sum())
         for spec, layer in zip(model.spec.layers, counts, strict=True)
-        if isinstance(spec.channel, Experts)
+        if experts_of(spec.channel) is not None
         and int(layer.sum()) == num_rows * experts.num_active
         and int(layer.max()) <= num_rows
     ]

@@ -139,6 +139,29 @@ GLM_4_7_FLASH = COMMON | {
     "max_position_embeddings": 202_752,
     "rope_theta": 1_000_000.0,
 }
+GEMMA_4 = COMMON | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262_144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+GEMMA_4_12B = GEMMA_4 | {
+    "hidden_size": 3840,
+    "intermediate_size": 15_360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 1,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": GLM_4_7_FLASH,
     "deepseek-v2-lite": COMMON
@@ -298,6 +321,30 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
+    "gemma-4-31b": GEMMA_4
+    | {
+        "hidden_size": 5376,
+        "intermediate_size": 21_504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+    },
+    "gemma-4-26b-a4b": GEMMA_4
+    | {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+    "gemma-4-12b": GEMMA_4_12B,
+    "gemma-4-shapes": GEMMA_4_12B | {"num_hidden_layers": 6},
     "gpt-oss-120b": GPT_OSS
     | {
         "num_hidden_layers": 36,

@@ -22,7 +22,7 @@ from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
-from drift_sdk.spec.model import AnyAttention, Experts, KVShape, ModelSpec
+from drift_sdk.spec.model import AnyAttention, KVShape, ModelSpec, experts_of
 from perf.harness.byte_tokenizer import write_tokenizer
 from perf.harness.processes import ROOT
 from perf.harness.published import DRAFTS, PUBLISHED, in_fp8_blocks
@@ -94,7 +94,7 @@ class Model(Struct, frozen=True, kw_only=True):
     @property
     def num_expert_layers(self) -> int:
         """Number of layers that have experts."""
-        return sum(isinstance(layer.channel, Experts) for layer in self.spec.layers)
+        return sum(experts_of(layer.channel) is not None for layer in self.spec.layers)
 
     @property
     def has_mxfp4_experts(self) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from drift_sdk import ConfigError, EngineConfig, ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.models.weights import tensor_shapes
-from drift_sdk.spec.model import Attention, ModelSpec, ParallelExperts
+from drift_sdk.spec.model import Attention, ParallelExperts
 from drift_sdk.startup import executor_factory
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -158,17 +158,14 @@ def test_settings_that_are_refused(fields: dict[str, Any], message: str) -> None
         read_spec(PUBLISHED["E2B"] | fields)
 
 
-def small_spec() -> ModelSpec:
-    return read_spec(draw_config("gemma4", 0).to_dict() | {"architectures": ["Gemma4ForCausalLM"]})
-
-
-def test_graphs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_graphs_compute_all_sizes(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
-    device, reason = torch.device("cuda"), "CUDA graphs do not support values that are normalised"
-    name, found = executor_factory.choose_executor(EngineConfig(), device, small_spec())
-    assert name == "eager" and found is not None and found.startswith(reason)
-    with pytest.raises(ConfigError, match=reason):
-        executor_factory.choose_executor(EngineConfig(executor="graph"), device, small_spec())
+    device, spec = torch.device("cuda"), read_spec(PUBLISHED[size])
+    assert executor_factory.choose_executor(EngineConfig(), device, spec) == ("graph", None)
+    with pytest.raises(ConfigError, match="heads of 512 dimensions in float32"):
+        executor_factory.check_attention_room(EngineConfig(), spec, torch.float32, device)
+    executor_factory.check_attention_room(EngineConfig(), spec, torch.bfloat16, device)
 
 
 def test_text_part_beside_other_parts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from family_zoo import draw_model
 from model_zoo import save_tokenizer
 from safetensors.torch import load_file, save_file
 
-from drift_sdk import ConfigError, EngineConfig, ModelLoadError, PartialVerification, Speculation
+from drift_sdk import (
+    ConfigError,
+    DynamicTree,
+    EngineConfig,
+    ModelLoadError,
+    PartialVerification,
+    Speculation,
+)
+from drift_sdk._kernels.launch.gpu_limits import limited_gpu
 from drift_sdk.families import gguf_architecture, read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -25,6 +34,7 @@ from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
 from drift_sdk.spec.model import Experts, LatentAttention, Mlp
 from drift_sdk.startup import executor_factory
+from perf.cross_compile import GPUS
 
 GLM_FLASH: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -146,7 +156,7 @@ def test_settings_that_are_refused(name: str, fields: dict[str, Any], message: s
         read_spec(PUBLISHED[name] | fields)
 
 
-def test_what_latents_do_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_latents_do_not_have_is_refused_by_name() -> None:
     spec = read_spec(GLM_FLASH)
     assert list(shard_obstacles(spec, 2)) == ["latent attention"]
     speculation = Speculation(draft="head", partial_verification=PartialVerification())
@@ -155,6 +165,59 @@ def test_what_latents_do_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(ModelLoadError, match="architecture 'deepseek2', expected one of"):
         gguf_architecture({"general.architecture": "deepseek2"}, "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("GLM-4.7-Flash", {}, None),
+        ("DeepSeek-V3", {}, None),
+        ("DeepSeek-V2-Lite", {}, None),
+        (
+            "DeepSeek-V2-Lite",
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+            "CUDA graphs do not support groups of experts by a softmax",
+        ),
+    ],
+)
+def test_what_graphs_compute(
+    name: str, fields: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
+    spec, device = read_spec(PUBLISHED[name] | fields), torch.device("cuda")
+    expected = ("graph", None) if reason is None else ("eager", reason)
+    assert executor_factory.choose_executor(EngineConfig(), device, spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(), None),
+        (EngineConfig(speculation=Speculation(draft="head")), None),
+        (EngineConfig(kv_dtype="fp8"), "kv_dtype='fp8': expected None for latent attention on CUDA graphs"),
+        (EngineConfig(fast_prompts=True), "fast_prompts=True: expected False for latent attention"),
+        (
+            EngineConfig(speculation=Speculation(draft="head", shape=DynamicTree())),
+            "expected a Chain for latent attention on CUDA graphs",
+        ),
+        (EngineConfig(speculation=Speculation(draft="head", checks=True)), "checks=True: expected False"),
+    ],
+)
+def test_what_graphs_refuse(config: EngineConfig, message: str | None) -> None:
+    refused = nullcontext() if message is None else pytest.raises(ConfigError, match=message)
+    with limited_gpu(GPUS[90]), refused:
+        executor_factory.check_attention_room(
+            config, read_spec(GLM_FLASH), torch.bfloat16, torch.device("cuda")
+        )
+
+
+def test_gpus_without_room_for_latents_are_named() -> None:
+    for capability, is_refused in ((80, False), (89, True), (120, True)):
+        refused = pytest.raises(ConfigError, match='executor=.auto.: expected "eager" here: head_dim=576')
+        with limited_gpu(GPUS[capability]), refused if is_refused else nullcontext():
+            executor_factory.check_attention_room(
+                EngineConfig(), read_spec(GLM_FLASH), torch.bfloat16, torch.device("cuda")
+            )
 
 
 def test_layers_behind_the_last_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from drift_sdk._kernels.launch.gpu_limits import limited_gpu
 from drift_sdk.config import EngineConfig
@@ -15,7 +17,7 @@ from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.speculation import Chain, DynamicTree, Speculation, StaticTree
+from drift_sdk.speculation import Chain, DynamicTree, PartialVerification, Speculation, StaticTree
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.executor_factory import check_chain, check_head_size, choose_executor
 from drift_sdk.startup.model_startup import _choose
@@ -114,10 +116,10 @@ def test_biases_of_gates_are_named() -> None:
         assert choose_executor(EngineConfig(), GPU, model) == expected
 
 
-@pytest.mark.parametrize(("head_dim", "is_large"), [(128, False), (256, False), (258, True), (320, True)])
+@pytest.mark.parametrize(("head_dim", "is_large"), [(128, False), (258, False), (512, False), (514, True)])
 def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) -> None:
     model = read_spec(CONFIG | {"head_dim": head_dim})
-    reason = f"CUDA graphs support heads of up to 256 dimensions, this model has {head_dim}"
+    reason = f"CUDA graphs support heads of up to 512 dimensions, this model has {head_dim}"
     expected = ("eager", reason) if is_large else ("graph", None)
     assert choose_executor(EngineConfig(), GPU, model) == expected
     if is_large:
@@ -134,6 +136,8 @@ def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) ->
         (256, torch.float32, 90, False),
         (256, torch.bfloat16, 86, False),
         (128, torch.float32, 86, False),
+        (320, torch.float32, 90, True),
+        (512, torch.bfloat16, 90, False),
     ],
 )
 def test_heads_in_float32_without_room_are_refused(
@@ -157,6 +161,7 @@ def test_heads_in_float32_without_room_are_refused(
         (256, 8, torch.bfloat16, 86, 7),
         (128, 4, torch.float32, 89, 15),
         (128, 4, torch.bfloat16, 89, 16),
+        (512, 16, torch.bfloat16, 90, 16),
     ],
 )
 def test_chains_longer_than_attention_has_room_for_are_refused(
@@ -200,10 +205,32 @@ def test_what_has_no_room_is_refused_before_weights_are_downloaded(
 
 
 def test_models_with_large_heads_are_opened_eagerly(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 320}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 640}))
     source = resolve(tmp_path, has_weights=False)
     chosen = _choose(source, EngineConfig(load="random"), GPU, torch.bfloat16)
-    assert chosen.executor_name == "eager" and "this model has 320" in (chosen.fallback or "")
+    assert chosen.executor_name == "eager" and "this model has 640" in (chosen.fallback or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"shape": DynamicTree()}, "expected a Chain with heads of 320 dimensions on CUDA graphs"),
+        ({"shape": Chain(2), "checks": True}, "checks=True: expected False with heads of 320 dimensions"),
+        ({"partial_verification": PartialVerification()}, "expected None with heads of 320 dimensions"),
+        ({"shape": Chain(16)}, None),
+    ],
+    ids=str,
+)
+def test_trees_and_views_of_wide_heads_are_refused(
+    fields: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 320}))
+    source = resolve(tmp_path, has_weights=False)
+    config = EngineConfig(load="random", speculation=Speculation(draft="head", **fields))
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        _choose(source, config, GPU, torch.bfloat16)
+    eager = _choose(source, replace(config, executor="eager"), GPU, torch.bfloat16)
+    assert eager.executor_name == "eager"
 
 
 async def test_settings_of_the_graph_executor_alone_are_named_in_a_warning(

@@ -27,6 +27,9 @@ def drawn_decoder(spec: ModelSpec, device: str, seed: int, form: WeightForm = "e
 
     Tests that depend on the output of a random model get the same one on any device.
     """
-    cpu = torch.device("cpu")
-    tensors = _DrawnTensors(tensor_shapes(spec), device=cpu, dtype=torch.float32, seed=seed)
+    cpu, shapes, names = torch.device("cpu"), tensor_shapes(spec), spec.names.experts
+    norms = tuple(f"{name}.weight" for name in (names.mlp_post_norm, names.norm, names.post_norm))
+    factors = (spec.names.factor, names.input_factors, names.expert_factors, *norms)
+    moments = {name: (1.0, 0.2) for name in shapes if name.endswith(factors)}
+    tensors = _DrawnTensors(shapes, device=cpu, dtype=torch.float32, seed=seed, moments=moments)
     return Decoder.load(spec, tensors, device=device, dtype=torch.float32, form=form)

@@ -8,12 +8,17 @@ import numpy as np
 import torch
 from references.attention import prefill_attention_reference
 
-from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratch, paged_attention
+from drift_sdk._kernels.attention.decode import (
+    MOST_WARPS,
+    AttentionConfig,
+    AttentionScratch,
+    paged_attention,
+)
 from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
 
 __all__ = ["Prompt"]
 
@@ -107,7 +112,9 @@ class Prompt:
         )
         for tensor in (scratch.sums, scratch.maxima, scratch.weights):
             tensor.fill_(torch.nan)  # the kernels between the plan and attention
-        paged_attention(layer, rows, scratch, AttentionConfig(num_programs=num_programs))
+        num_warps = 2 if layer.head_dim <= WIDE_HEAD else MOST_WARPS
+        config = AttentionConfig(num_programs=num_programs, num_warps=num_warps)
+        paged_attention(layer, rows, scratch, config)
         return layer.out
 
     def _rows(self) -> list[tuple[int, int]]:

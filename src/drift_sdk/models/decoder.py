@@ -306,7 +306,9 @@ def random_tensors(
         moments[f"{prefix}.{names.decay}"] = -3.0, 1.5  # of states that last from a token to hundreds
         moments[f"{prefix}.{names.norm}.weight"] = 1.0, 0.02
         moments[f"{prefix}.{names.conv}.weight"] = 0.0, mixer.conv_width**-0.5
-    factors = spec.names.factor, spec.names.experts.input_factors, spec.names.experts.expert_factors
+    experts = spec.names.experts
+    norms = (f"{name}.weight" for name in (experts.mlp_post_norm, experts.norm, experts.post_norm))
+    factors = (spec.names.factor, experts.input_factors, experts.expert_factors, *norms)
     moments |= {name: (1.0, 0.02) for name in tensor_shapes(spec) if name.endswith(factors)}
     options: dict[str, Any] = {
         "device": device,
@@ -320,7 +322,6 @@ def random_tensors(
         return RandomTensors(tensor_shapes(spec), **options)
 
     if spec.experts is not None:  # an expert is quantised by itself
-        experts = replace(spec.names.experts, layout="each")
-        spec = replace(spec, names=replace(spec.names, experts=experts))
+        spec = replace(spec, names=replace(spec.names, experts=replace(experts, layout="each")))
     projections = projection_names(spec)
     return RandomFp8Tensors(tensor_shapes(spec), projections=projections, block=blocks[0], **options)

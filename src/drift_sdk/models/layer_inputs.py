@@ -62,11 +62,15 @@ def inputs_of(
 ) -> torch.Tensor:
     """The inputs of all layers [N, num_layers, size], of tokens [N] and their rows of the stream
     [N, hidden]."""
-    shape = len(token_ids), -1, spec.size
-    factor = torch.tensor(spec.size**0.5, dtype=embedded.dtype, device="cpu")
-    own = embed(token_ids, weights.embedding, embedded.dtype).view(shape) * float(factor)
+    shape, factor = (len(token_ids), -1, spec.size), embedding_factor(spec, embedded.dtype)
+    own = embed(token_ids, weights.embedding, embedded.dtype).view(shape) * factor
     projected = linear(embedded, weights.projection) * embedded.shape[1] ** -0.5
     return (normalise(projected.view(shape), weights.norm, spec.norm) + own) * math.sqrt(0.5)
+
+
+def embedding_factor(spec: LayerInputs, dtype: torch.dtype) -> float:
+    """The factor of the embedding, rounded to `dtype`."""
+    return float(torch.tensor(spec.size**0.5, dtype=dtype, device="cpu"))
 
 
 def add_input(

@@ -78,6 +78,8 @@ def shard_obstacles(spec: ModelSpec, size: int) -> Iterator[str]:
         yield "recurrent layers" if spec.recurrent_layers else "latent attention"
         return
 
+    if spec.layer_inputs is not None or any(layer.has_factor for layer in spec.layers):
+        yield "inputs or factors of layers"
     if len({(layer.kv, layer.channel) for layer in spec.layers}) > 1:
         yield "layers of different shapes"
     known = (AttentionNames(), AttentionNames(fused="qkv_proj")), (MlpNames(), MlpNames(fused="gate_up_proj"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.layer_inputs import allocate_inputs
 from drift_sdk.models.weights import LayerWeights, allocate_layer, stored_layout
 from drift_sdk.quantised.weight import QuantisedWeight
-from drift_sdk.spec.model import ModelSpec, experts_of
+from drift_sdk.spec.model import Channel, ModelSpec, experts_of
 
-ArrangeLayer = Callable[[LayerWeights, torch.dtype], LayerWeights]
-"""Arranges the quantised matrices of a layer for kernels."""
+Arrange = Callable[[Any, torch.dtype, Channel | None], Any]
+"""Arranges the quantised matrices of a part for kernels. channel: of a layer."""
 
 FIELD = "tensors"
 
@@ -52,16 +53,18 @@ class GivenTensors:
 
 
 class Part(Struct, frozen=True):
-    """A layer, or all that is in none.
+    """A layer, or what all layers share.
 
     label:    for errors.
     weights:  what is in use, a tree of dataclasses and tuples.
     allocate: makes the same anew.
+    channel:  of a layer.
     """
 
     label: str
     weights: Any
     allocate: Callable[[Allocation], Any]
+    channel: Channel | None = None
 
 
 class Write(Struct, frozen=True):
@@ -74,12 +77,10 @@ class Write(Struct, frozen=True):
 
 
 @torch.inference_mode()
-def update_weights(
-    decoder: Decoder, tensors: Mapping[str, Tensor], arrange_layer: ArrangeLayer | None = None
-) -> None:
+def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arrange | None = None) -> None:
     """Replace weights of a decoder by tensors with the names of its files.
 
-    arrange_layer: of the executor, if it arranges quantised matrices.
+    arrange: of the executor, if it arranges quantised matrices.
 
     All is checked before anything changes. RequestError for a tensor that is not part of the model, has
     another shape, is no tensor of floating-point numbers, or is not finite in the model's dtype; for a layer
@@ -93,7 +94,7 @@ def update_weights(
     source = GivenTensors(tensors)
     for write in writes:
         if write.places is None:
-            copy_leaves(write.part, loaded(decoder, write.part, source, arrange_layer))
+            copy_leaves(write.part, loaded(decoder, write.part, source, arrange))
             continue
 
         for name, place in write.places.items():
@@ -150,17 +151,20 @@ def planned(decoder: Decoder, tensors: Mapping[str, Tensor]) -> list[Write]:
         if not spec.is_head_tied:
             head = allocation.matrix(names.head, spec.vocab_size, hidden, is_projection=False)
         norm = allocation.tensor(names.final_norm, hidden)
-        return embedding, norm, head, allocate_inputs(spec, allocation)
+        return embedding, norm, head
 
     head = None if spec.is_head_tied else weights.head
-    parts = [Part("the model", (weights.embedding, weights.final_norm, head, weights.layer_inputs), root)]
+    parts = [
+        Part("the model", (weights.embedding, weights.final_norm, head), root),
+        Part("the inputs of layers", weights.layer_inputs, partial(allocate_inputs, spec)),
+    ]
     for index, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         prefix = names.layer.format(index)
 
         def allocate(allocation: Allocation, layer: Any = layer, prefix: str = prefix) -> LayerWeights:
             return allocate_layer(layer, names, prefix, hidden, allocation, spec.layer_inputs)
 
-        parts.append(Part(f"layer {index}", own, allocate))
+        parts.append(Part(f"layer {index}", own, allocate, layer.channel))
 
     left = {name for name in tensors if not is_ignored(spec, name)}
     if spec.is_head_tied and names.head in left:
@@ -256,7 +260,7 @@ def memory_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange_layer: ArrangeLayer | None) -> Any:
+def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange: Arrange | None) -> Any:
     """The weights of a part, loaded as at the start."""
     reader = MatrixReader(
         source, decoder.form, device=decoder.device, dtype=decoder.dtype, on_read=lambda: None
@@ -266,9 +270,7 @@ def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange_layer: Ar
     for _ in fill_places(allocation.places, source):
         pass
     allocation.finish()
-    if arrange_layer is not None and isinstance(weights, LayerWeights):
-        weights = arrange_layer(weights, decoder.dtype)
-    return weights
+    return weights if arrange is None else arrange(weights, decoder.dtype, part.channel)
 
 
 def copy_leaves(part: Part, weights: Any) -> None:

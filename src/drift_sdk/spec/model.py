@@ -577,6 +577,12 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return next(each.mixer for each in self.layers if isinstance(each.mixer, AnyAttention))
 
     @property
+    def max_head_dim(self) -> int:
+        """The dimensions of the largest heads of attention."""
+        mixers = (layer.mixer for layer in self.layers)
+        return max(mixer.head_dim for mixer in mixers if isinstance(mixer, AnyAttention))
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention."""
         return tuple(each.mixer.window for each in self.layers if isinstance(each.mixer, AnyAttention))

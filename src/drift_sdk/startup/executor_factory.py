@@ -146,13 +146,14 @@ def check_drafts(plan: StepPlan, result: StepResult) -> None:
 def check_attention_room(
     config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ConfigError for heads or chains of drafts that attention has no room for on a GPU."""
+    """Raise ConfigError for heads or drafts that attention has no room for on a GPU."""
+    check_wide_heads(config, model)
     with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
         if model.has_latents:
             check_latents(config, model.attention.head_dim, dtype)
             return
 
-        check_head_size(config, model.attention.head_dim, dtype)
+        check_head_size(config, model.max_head_dim, dtype)
         if config.speculation is not None:
             check_chain(_longest_chain(config.speculation), model, dtype)
 
@@ -190,13 +191,33 @@ def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> No
         raise ConfigError.of("executor", config.executor, f'"eager" here: {error}') from error
 
 
+def check_wide_heads(config: EngineConfig, model: ModelSpec) -> None:
+    """Raise ConfigError for trees and views of a model with wide heads, for which these have no kernels."""
+    from drift_sdk._kernels.attention.softmax import WIDE_HEAD
+
+    speculation = config.speculation
+    if speculation is None or model.has_latents or model.max_head_dim <= WIDE_HEAD:
+        return
+
+    where = f'with heads of {model.max_head_dim} dimensions on CUDA graphs, or executor="eager"'
+    if not isinstance(speculation.shape, Chain):
+        raise ConfigError.of("shape", speculation.shape, f"a Chain {where}")
+
+    if speculation.checks:
+        raise ConfigError.of("checks", True, f"False {where}")
+
+    if speculation.partial_verification is not None:
+        raise ConfigError.of("partial_verification", speculation.partial_verification, f"None {where}")
+
+
 def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
     """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
     from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
+    from drift_sdk._kernels.attention.softmax import WIDE_HEAD
     from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 
-    is_wide = dtype == torch.float32 and head_dim > 128
-    if is_wide and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES:
+    is_large = head_dim > 128 and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES
+    if dtype == torch.float32 and (is_large or head_dim > WIDE_HEAD):
         found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
         raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
 
@@ -206,11 +227,14 @@ def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
     from drift_sdk._kernels.attention.decode import most_query_rows
     from drift_sdk._kernels.attention.softmax import Partitions
 
-    group = model.attention.group
-    most = most_query_rows(model.attention.head_dim, dtype, Partitions().tile) // group - 1
-    if num_drafts > max(most, 0):
-        reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
-        raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
+    mixers = (layer.mixer for layer in model.layers)
+    sizes = {(mixer.head_dim, mixer.group) for mixer in mixers if isinstance(mixer, Attention)}
+    for head_dim, group in sorted(sizes):
+        room = most_query_rows(head_dim, dtype, Partitions().tile)
+        most = num_drafts if room is None else max(room // group - 1, 0)
+        if num_drafts > most:
+            reason = f"attention of {num_drafts + 1} rows for {group} heads each has no room on this GPU"
+            raise ConfigError.of("num_draft_tokens", num_drafts, f"at most {most} here: {reason}")
 
 
 SCORING_READS = 0.5
@@ -263,8 +287,8 @@ log: logging.Logger = logging.getLogger("drift_sdk")
 MIN_CAPABILITY = (8, 0)
 """The least CUDA compute capability that the kernels are compiled for. They are measured on 9.0 alone."""
 
-MAX_HEAD_DIM = 256
-"""The most dimensions of a head with which attention of prompts fits the shared memory of the GPUs that
+MAX_HEAD_DIM = 512
+"""The most dimensions of a head for which attention fits the registers and the shared memory of the GPUs that
 kernels are compiled for."""
 
 MAX_KEY_DIM = 128
@@ -481,26 +505,16 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     if any(mixer.has_bias and mixer.is_gate_interleaved for mixer in mixers):
         return "CUDA graphs do not support gates of attention with a bias"
 
-    if any(mixer.has_value_norm or not mixer.has_values or mixer.kv_of is not None for mixer in mixers):
-        return "CUDA graphs do not support values that are normalised or keys, nor keys of another layer"
+    for mixer in mixers:
+        if mixer.head_dim != mixer.value_dim:
+            sizes = f"{mixer.head_dim} and {mixer.value_dim}"
+            return f"CUDA graphs support keys and values of one size, this model has {sizes} dimensions"
 
-    if model.layer_inputs is not None or any(layer.has_factor for layer in model.layers):
-        return "CUDA graphs do not support inputs and factors of layers"
-
-    forms = {(mixer.num_heads, mixer.kv) for mixer in mixers}
-    if len(forms) > 1:
-        return f"CUDA graphs support heads of one form, this model has {len(forms)}"
-
-    attention = model.attention
-    if attention.head_dim != attention.value_dim:
-        sizes = f"{attention.head_dim} and {attention.value_dim}"
-        return f"CUDA graphs support keys and values of one size, this model has {sizes} dimensions"
-
-    if attention.head_dim <= MAX_HEAD_DIM:
+    if model.max_head_dim <= MAX_HEAD_DIM:
         return None
 
     return (
-        f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {attention.head_dim}"
+        f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {model.max_head_dim}"
     )
 
 

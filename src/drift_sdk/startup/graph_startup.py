@@ -36,7 +36,7 @@ from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.errors import is_kept
 from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions, StartupHooks
 from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
-from drift_sdk.models.channels import ExpertWeights, MlpWeights, ParallelWeights
+from drift_sdk.models.channels import ExpertWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftWeights
 from drift_sdk.models.shard import Shard
@@ -181,6 +181,8 @@ def _products(
     """Each weight, whether its product is gated, whether it is used whole, and the function of its shape that
     gives its slices."""
     yield from _layer_products(target.layers, shard)
+    if target.layer_inputs is not None:
+        yield target.layer_inputs.projection, False, False, num_slices
     yield target.head, False, True, num_slices
     if isinstance(draft, DecoderWeights):
         yield from _products(draft, None, None)
@@ -200,10 +202,16 @@ def _layer_products(
         mixer, channel = layer.mixer, layer.channel
         for name, matrix in mixer.matrices.items():
             yield matrix, False, False, of_columns if name == "output" else of_rows
-        assert not isinstance(channel, ParallelWeights)
-        mlp = channel if isinstance(channel, MlpWeights) else channel.shared
-        if mlp is not None:
-            yield mlp.down, False, False, of_columns
-            yield mlp.gate_up, mlp.gate_up_bias is None, False, of_rows
-        if isinstance(channel, ExpertWeights):
-            yield channel.router, False, False, num_slices
+        experts = channel.experts if isinstance(channel, ParallelWeights) else channel
+        mlps = [experts.shared if isinstance(experts, ExpertWeights) else experts]
+        if isinstance(channel, ParallelWeights):
+            mlps.append(channel.mlp)
+        for mlp in mlps:
+            if mlp is not None:
+                yield mlp.down, False, False, of_columns
+                yield mlp.gate_up, mlp.gate_up_bias is None, False, of_rows
+        if isinstance(experts, ExpertWeights):
+            yield experts.router, False, False, num_slices
+        if layer.input is not None:
+            yield layer.input.gate, False, False, num_slices
+            yield layer.input.projection, False, False, num_slices

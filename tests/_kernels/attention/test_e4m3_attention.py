@@ -196,7 +196,7 @@ def test_attention_is_near_float64(shape: dict[str, Any], dtype: torch.dtype, de
     """All kernels are compared. Scales differ between heads, and between keys and values."""
     step = Step([3, 17, 130] if IS_GPU else [3, 66], 3, device=device, dtype=dtype, **shape)
     for attend in (step.decoded, step.in_trees, step.as_prompt):
-        step.assert_attended(attend(Partitions.of_window(step.window) if IS_GPU else SMALL))
+        step.assert_attended(attend(Partitions.of_layer(128, step.window) if IS_GPU else SMALL))
     step.assert_attended(
         step.as_fast_prompt(PrefillAttentionConfig(tile_rows=16, tile_keys=16, num_stages=1))
     )

@@ -12,15 +12,22 @@ from msgspec.structs import replace
 from order_probe import expected_sum, probe_row
 from prompt_chunks import Prompt
 
-from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
-from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.attention import exact_prefill
+from drift_sdk._kernels.attention.exact_prefill import (
+    ExactPrefillConfig,
+    exact_prefill_config,
+    wide_prefill_attention,
+)
+from drift_sdk._kernels.attention.layer_attention import LayerKV
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
+from drift_sdk.quantised.fp8 import E4M3
 
 pytestmark = pytest.mark.kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if torch.cuda.is_available() else (torch.float32,)
 SMALL = ExactPrefillConfig(tile_rows=16, num_warps=4, num_stages=2, narrow_stages=2)
 SMALL_PARTITIONS = Partitions(narrow=32, narrow_end=64, num_doublings=2, tile=16)
-HEADS = [(3, 3, 64), (4, 1, 80), (8, 2, 16)]
+HEADS = [(3, 3, 64), (4, 1, 80), (8, 2, 16), (2, 1, 264)]
 # Slot, position of the first row, rows: a single row, chunks that start inside a tile, several tiles of rows,
 # ends on a partition's border and behind it, partitions of every width before the diagonal.
 CHUNKS = [
@@ -50,21 +57,49 @@ def test_attention_equals_float64(
         )
 
 
+@pytest.mark.parametrize("head_dim", [16, 264])
 @pytest.mark.parametrize(
     ("window", "has_sinks"), [(0, False), (0, True), (9, False), (40, True), (300, False)]
 )
 def test_windows_and_sinks_have_the_bits_of_decoding(
-    window: int, has_sinks: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    window: int, has_sinks: bool, head_dim: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores' does not."""
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
     options: dict[str, Any] = {"window": window, "has_sinks": has_sinks}
     chunks = [(0, 0, 3), (3, 250, 15)]
-    prompt = Prompt(chunks, (2, 1, 16), 64, device, torch.float32, MAX_KEYS, **options)
+    prompt = Prompt(chunks, (2, 1, head_dim), 64, device, torch.float32, MAX_KEYS, **options)
     found = prompt.exact(SMALL, SMALL_PARTITIONS)
     tolerances.assert_near(found, prompt.expected(), inner=265, magnitude=8.0)
     for rows_per_sequence, num_programs in ((1, 4), (3, 10)):
         assert torch.equal(prompt.decoded(rows_per_sequence, SMALL_PARTITIONS, num_programs), found)
+
+
+def test_parts_of_a_tile_and_shares_of_values_have_the_bits_of_others(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of wide heads, whose programs divide tiles of more than 32 rows."""
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
+    chunks = [(0, 3, 5), (1, 60, 43), (2, 0, 33)]
+    prompt = Prompt(chunks, (2, 1, 272), 16, device, torch.float32, MAX_KEYS)
+    expected = prompt.exact(SMALL, SMALL_PARTITIONS)
+    assert expected.isfinite().all()
+    for tile_rows, num_shares in ((32, 1), (64, 2), (128, 4)):
+        monkeypatch.setattr(exact_prefill, "VALUE_SHARES", num_shares)
+        assert torch.equal(prompt.exact(replace(SMALL, tile_rows=tile_rows), SMALL_PARTITIONS), expected)
+
+
+def test_wide_heads_alone_have_the_kernel_of_wide_heads(device: str) -> None:
+    layer = Prompt(CHUNKS[0], (2, 1, 256), 64, device, torch.float32).layer()
+    with pytest.raises(ValueError, match="head_dim=256: expected 257 or more"):
+        wide_prefill_attention(layer, torch.zeros(1, 4, dtype=torch.int32), 16, SMALL_PARTITIONS)
+    wide = Prompt(CHUNKS[0], (2, 1, 272), 64, device, torch.float32).layer()
+    codes, scale = torch.zeros_like(wide.kv.keys).to(E4M3), torch.ones(1, device=device)
+    wide = replace(wide, kv=LayerKV(codes, codes, scale, scale))
+    with pytest.raises(ValueError, match=r"torch.float8_e4m3fn: expected torch.float32 for wide heads"):
+        wide_prefill_attention(
+            wide, torch.zeros(1, 4, dtype=torch.int32, device=device), 16, SMALL_PARTITIONS
+        )
 
 
 @pytest.mark.parametrize("num_rows", [3, 17])
@@ -95,15 +130,24 @@ def test_partitions_are_added_in_ascending_order(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64), (9, 3, 64), (8, 8, 256), (6, 2, 80)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [(32, 8, 128), (14, 2, 64), (9, 3, 64), (8, 8, 256), (6, 2, 80), (16, 2, 512), (16, 1, 512), (6, 2, 320)],
+    ids=str,
+)
 def test_prompts_have_the_bits_of_decoding(
     heads: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
     chunks = [(0, 0, 5), (1, 0, 300), (2, 2000, 130), (3, 4500, 700)]
-    config, partitions = exact_prefill_config(heads[2], dtype), Partitions()
+    config, partitions = exact_prefill_config(heads[2], dtype), Partitions.of_layer(heads[2], 0)
     prompt = Prompt(chunks, heads, 64, device, dtype, max_keys=5248)
     found = prompt.exact(config, partitions)
     assert found.isfinite().all()
+    if heads[2] > WIDE_HEAD:
+        magnitude = prompt.values.nan_to_num().abs().max().item()
+        tolerances.assert_near(
+            found, prompt.expected(), inner=5248, magnitude=magnitude, num_roundings=1, name=f"{heads}"
+        )
     for rows_per_sequence in (1, 5):
         assert torch.equal(prompt.decoded(rows_per_sequence, partitions), found), rows_per_sequence
 

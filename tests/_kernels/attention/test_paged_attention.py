@@ -154,6 +154,8 @@ def assert_attended(case: Case, found: torch.Tensor, expected: torch.Tensor) -> 
         {"block_size": 64, "num_kv_heads": 3, "group": 3, "head_dim": 24},
         {"num_kv_heads": 1, "group": 8, "head_dim": 64},
         {"block_size": 4, "group": 1, "head_dim": 80},
+        {"block_size": 64, "num_kv_heads": 1, "group": 8, "head_dim": 264},
+        {"block_size": 8, "num_kv_heads": 1, "group": 11, "head_dim": 512},
     ],
     ids=str,
 )
@@ -229,7 +231,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(window: int, device: str) -> 
     """Bit for bit on a GPU. The interpreter multiplies by BLAS, whose order of summation may vary."""
     dtype = torch.bfloat16 if IS_GPU else torch.float32
     lengths = [2051, 4099, 9000, 7] if IS_GPU else [66, 130, 7]
-    config = Partitions.of_window(window) if IS_GPU else SMALL
+    config = Partitions.of_layer(64, window) if IS_GPU else SMALL
     case = Case(lengths, 6, device=device, dtype=dtype, num_kv_heads=2, group=4, head_dim=64, window=window)
     together = case.run(config)
     if IS_GPU:
@@ -257,6 +259,21 @@ def test_bits_in_a_window_do_not_depend_on_other_rows(
     case = Case([130, 6], 8, device=device, num_kv_heads=1, window=window, has_sinks=True)
     together = case.run(partitions)
     for first in (0, 7, 11):
+        alone = case.run(partitions, slice(first, first + 1), 1)
+        assert torch.equal(alone[0], together[first])
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize(("window", "partitions"), [(0, SMALL), (9, SMALL), (40, EVEN)], ids=["0", "9", "40"])
+def test_bits_of_wide_heads_do_not_depend_on_other_rows(
+    window: int, partitions: Partitions, device: str
+) -> None:
+    """Seven rows for eleven heads are three tiles of query rows, the last one not full."""
+    shape = {"num_kv_heads": 1, "group": 11, "head_dim": 264}
+    case = Case([130, 4, 1], 7, device=device, window=window, has_sinks=True, **shape)
+    together = case.run(partitions)
+    assert_attended(case, together, case.reference())
+    for first in (0, 2, 3, 6, 10):
         alone = case.run(partitions, slice(first, first + 1), 1)
         assert torch.equal(alone[0], together[first])
 
@@ -365,21 +382,25 @@ def test_scratch_for_more_rows_serves_fewer(device: str) -> None:
     assert_attended(case, layer.out, case.reference())
 
 
-@pytest.mark.parametrize("num_warps", [0, 3, 8])
+@pytest.mark.parametrize("num_warps", [0, 3, 16])
 def test_other_numbers_of_warps_are_rejected(num_warps: int) -> None:
-    with pytest.raises(ValueError, match=f"num_warps={num_warps}: expected 1, 2 or 4"):
+    with pytest.raises(ValueError, match=f"num_warps={num_warps}: expected 1, 2, 4 or 8"):
         AttentionConfig(num_warps=num_warps)
 
 
 STAGES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3), (2, 5), (4, 2))
-WIDE_STAGES = ((2, 1), (4, 1), (2, 2), (4, 2))
-"""Warps and stages."""
+LARGE_STAGES = ((2, 1), (4, 1), (2, 2), (4, 2))
+WIDE_STAGES = ((4, 1), (8, 1), (8, 2))
+"""Warps and stages, also of heads of 256 and of 512 dimensions."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_rows", "group", "head_dim"),
-    [(1, 4, 128), (4, 4, 128), (8, 4, 128), (8, 8, 128), (16, 8, 128), (1, 6, 256), (4, 6, 256), (6, 6, 256)],
+    [
+        *((1, 4, 128), (4, 4, 128), (8, 4, 128), (8, 8, 128), (16, 8, 128)),
+        *((1, 6, 256), (4, 6, 256), (6, 6, 256), (1, 8, 512), (2, 16, 512), (8, 16, 512)),
+    ],
 )
 def test_bits_do_not_depend_on_warps_and_stages(
     num_rows: int, group: int, head_dim: int, device: str
@@ -388,7 +409,10 @@ def test_bits_do_not_depend_on_warps_and_stages(
     shape = {"block_size": 64, "num_kv_heads": 2, "group": group, "head_dim": head_dim}
     case = Case([700, 1, 4700, 64], num_rows, device=device, dtype=torch.bfloat16, **shape)
     found = [
-        case.run(Partitions(), config=AttentionConfig(num_programs=64, num_stages=stages, num_warps=warps))
-        for warps, stages in (STAGES if head_dim == 128 else WIDE_STAGES)
+        case.run(
+            Partitions.of_layer(head_dim, 0),
+            config=AttentionConfig(num_programs=64, num_stages=stages, num_warps=warps),
+        )
+        for warps, stages in {128: STAGES, 256: LARGE_STAGES, 512: WIDE_STAGES}[head_dim]
     ]
     assert all(torch.equal(out, found[0]) for out in found)

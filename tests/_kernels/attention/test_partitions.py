@@ -87,7 +87,10 @@ def test_most_partitions_are_those_at_any_place(partitions: Partitions, num_keys
     ("window", "num_doublings"), [(0, 2), (1, 0), (128, 0), (2048, 0), (2049, 2), (4096, 2)]
 )
 def test_short_windows_have_narrow_partitions(window: int, num_doublings: int) -> None:
-    assert Partitions.of_window(window) == Partitions(num_doublings=num_doublings)
+    for head_dim in (16, 256):
+        assert Partitions.of_layer(head_dim, window) == Partitions(num_doublings=num_doublings)
+    for head_dim in (257, 512):
+        assert Partitions.of_layer(head_dim, window) == Partitions(num_doublings=num_doublings, tile=32)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from drift_sdk._kernels.experts.expert_gemm import (
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
+from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk.loading.stored_formats import dequantise_mxfp4
 from perf.cross_compile import GPUS
 
@@ -51,10 +52,10 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("activation", [None, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", CLAMPED], ids=["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize("shape", shapes(), ids=str)
 def test_gated_product_is_near_the_reference(
-    shape: tuple[int, ...], activation: ClampedActivation | None, dtype: torch.dtype, device: str
+    shape: tuple[int, ...], activation: ClampedActivation | Activation, dtype: torch.dtype, device: str
 ) -> None:
     num_rows, num_experts, num_active, num_columns, inner = shape
     rows = routed(num_rows, num_experts, num_active, device)
@@ -95,10 +96,10 @@ def by_parity(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("activation", [None, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("activation", ["silu", CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("inner", [64, 128, 224])
 def test_quantised_products_equal_their_dequantised_twins(
-    inner: int, activation: ClampedActivation | None, dtype: torch.dtype, device: str
+    inner: int, activation: ClampedActivation | Activation, dtype: torch.dtype, device: str
 ) -> None:
     """Bit for bit, with the inner indices in the same order and tiles of the same size.
 

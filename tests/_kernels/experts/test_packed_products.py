@@ -80,7 +80,7 @@ def test_products_are_near_the_reference_with_any_tiles(
     for dtype in DTYPES:
         x = 3 * drawn(num_rows, inner, dtype=dtype, device=device)
         activated = drawn(num_rows * num_active, inner, dtype=dtype, device=device)
-        expected_gated = gated_expert_multiply_reference(x, up_numbers, None, rows.experts, None)
+        expected_gated = gated_expert_multiply_reference(x, up_numbers, None, rows.experts)
         expected = expert_multiply_reference(activated, down_numbers, None, rows.experts, rows.shares)
         first = both_products(x, activated, gate_up, down, rows, None)
         assert_rows_near(first[0], expected_gated, inner)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from references.experts import choose_experts_reference, list_rows_reference
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
@@ -66,6 +67,25 @@ def test_chosen_experts_equal_the_reference(
     assert torch.equal(rows.experts, experts)
     is_row = slot >= 0
     torch.testing.assert_close(rows.shares[is_row], shares[is_row], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("router", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_weights_are_multiplied_by_the_factors_of_experts(
+    router: Router, dtype: torch.dtype, device: str
+) -> None:
+    """The choice does not depend on them."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 7, 33, generator=generator).to(device)
+    factors = torch.randn(33, generator=generator).to(device, dtype)
+    slot, rows = some_slots(7, device), empty_rows(7, 33, 5, device)
+    choose_experts(logits, None, slot, rows, router, dtype=torch.float32, factors=factors)
+    options = {"dtype": torch.float32, "factors": factors}
+    experts, shares = choose_experts_reference(logits, None, slot, 5, router, **options)
+    assert torch.equal(rows.experts, experts)
+    torch.testing.assert_close(rows.shares[slot >= 0], shares[slot >= 0], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match=r"factors: \[32\] .*: expected \[33\]"):
+        choose_experts(logits, None, slot, rows, router, dtype=torch.float32, factors=factors[1:])
 
 
 def test_equal_logits_go_to_the_lowest_experts(device: str) -> None:
@@ -201,6 +221,32 @@ def test_sigmoid_routers_equal_transformers(
     keys = (logits.sigmoid() + correction).gather(1, found)
     assert torch.equal(keys, keys.sort(dim=1, descending=True).values)
     expected = torch.zeros(6, num_experts).scatter_(1, experts, shares)
+    assert torch.equal(found.sort(dim=1).values, experts.sort(dim=1).values)
+    torch.testing.assert_close(rows.shares.cpu(), expected.gather(1, found), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [1.0, 16.0])
+def test_wide_routers_equal_transformers(scale: float, device: str) -> None:
+    """Shares are those of a softmax of all logits, which are not rounded."""
+    settings = SimpleNamespace(
+        num_experts_per_tok=6,
+        num_experts=64,
+        hidden_size=64,
+        routed_scaling_factor=scale,
+        topk_method="greedy",
+        n_group=None,
+        topk_group=None,
+    )
+    module = DeepseekV2TopkRouter(settings)
+    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        module.weight.copy_(torch.eye(64))
+        _, shares, experts = module(logits)
+    rows, slot = empty_rows(5, 64, 6, device), torch.zeros(5, dtype=torch.int32, device=device)
+    router = Router(kind="wide", is_normalised=False, scale=scale)
+    choose_experts(logits[None].to(device), None, slot, rows, router, dtype=torch.float32)
+    found = rows.experts.cpu().long()
+    expected = torch.zeros(5, 64).scatter_(1, experts, shares)
     assert torch.equal(found.sort(dim=1).values, experts.sort(dim=1).values)
     torch.testing.assert_close(rows.shares.cpu(), expected.gather(1, found), rtol=1e-5, atol=1e-7)
 

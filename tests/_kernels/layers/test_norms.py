@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from references.layers import add_norm_reference, embed_norm_reference, rms_norm_reference
+from references.layers import (
+    add_norm_reference,
+    add_normed_reference,
+    embed_norm_reference,
+    rms_norm_reference,
+)
 
-from drift_sdk._kernels.layers.norm import NormKind, add_norm, embed_norm
+from drift_sdk._kernels.layers.norm import NormKind, add_norm, add_normed, embed_norm
 from drift_sdk.models.layers import offset_rms_norm, rms_norm
 
 pytestmark = pytest.mark.kernel
@@ -110,6 +115,61 @@ def test_changed_deltas_are_near_the_reference(
     torch.testing.assert_close(hidden, expected_hidden, rtol=tolerance, atol=4 * tolerance)
     expected = rms_norm_reference(hidden, weight, EPS, norm_kind=norm_kind)
     assert_normed(normed, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+def test_streams_with_a_factor_equal_the_reference(
+    num_rows: int, size: int, dtype: torch.dtype, device: str
+) -> None:
+    """Bit for bit: the sum is rounded, then its product with the factor. The copy has it too."""
+    hidden = random(num_rows, size, dtype=dtype, device=device, seed=1)
+    delta = random(2, num_rows, size, dtype=torch.float32, device=device, seed=3)
+    weight = random(size, dtype=dtype, device=device, seed=2)
+    factor = torch.tensor([0.37], dtype=dtype, device=device)
+    expected_hidden, expected = add_norm_reference(hidden, delta, weight, eps=EPS, factor=factor)
+    normed, aux_hidden = (poisoned(num_rows, size, dtype=dtype, device=device) for _ in range(2))
+    add_norm(hidden, delta, weight, normed, eps=EPS, factor=factor, aux_hidden=aux_hidden)
+    assert torch.equal(hidden, expected_hidden) and torch.equal(aux_hidden, expected_hidden)
+    assert_normed(normed, expected)
+    with pytest.raises(ValueError, match="factor: given without delta: expected None"):
+        add_norm(hidden, None, weight, normed, eps=EPS, factor=factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SHAPES)
+@pytest.mark.parametrize(
+    ("slices", "norm_kind", "has_bias"), [((2, 3), "wide", False), ((0, 1), "offset", True)]
+)
+def test_outputs_that_are_normalised_and_added_are_near_the_reference(
+    num_rows: int,
+    size: int,
+    slices: tuple[int, int],
+    norm_kind: NormKind,
+    has_bias: bool,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """A row has the bits that it has alone."""
+
+    def drawn(number: int, seed: int) -> torch.Tensor:
+        if number == 0:
+            return random(num_rows, size, dtype=dtype, device=device, seed=seed)
+
+        return random(number, num_rows, size, dtype=torch.float32, device=device, seed=seed)
+
+    first, second = drawn(slices[0], 1), drawn(slices[1], 2)
+    weight, norm, bias = (random(size, dtype=dtype, device=device, seed=seed) for seed in (3, 4, 5))
+    options: dict[str, Any] = {"eps": EPS, "bias": bias if has_bias else None, "norm_kind": norm_kind}
+    out = poisoned(num_rows, size, dtype=dtype, device=device)
+    add_normed(first, second, weight, norm, out, **options)
+    expected = add_normed_reference(first, second, weight, norm, **options)
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=8 * tolerance)
+    alone = poisoned(1, size, dtype=dtype, device=device)
+    last = slice(num_rows - 1, num_rows)
+    add_normed(first[..., last, :], second[..., last, :], weight, norm, alone, **options)
+    assert torch.equal(alone[0], out[-1])
 
 
 def test_epsilon_of_the_delta_is_not_the_other(device: str) -> None:

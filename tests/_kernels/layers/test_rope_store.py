@@ -9,7 +9,7 @@ from references.layers import rotate_and_store_reference
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers import rope_store
 from drift_sdk._kernels.layers.norm import NormKind
-from drift_sdk._kernels.layers.rope_store import rotate_and_store
+from drift_sdk._kernels.layers.rope_store import Projected, rotate_and_store
 from drift_sdk.models.layers import half_tables, offset_rms_norm, rms_norm, rotary_tables, rotate
 from drift_sdk.quantised.fp8 import E4M3
 from drift_sdk.spec.rope import Rope
@@ -40,6 +40,8 @@ class Step:
         rotary_dim: int | None = None,
         kv_dtype: torch.dtype | None = None,
         has_query_scale: bool = False,
+        projected: Projected = "qkv",
+        has_value_norm: bool = False,
     ) -> None:
         """rotary_dim: elements of a head that are rotated; 0: no tables; None: all. kv_dtype: of the cache;
         None: dtype."""
@@ -50,7 +52,7 @@ class Step:
             return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
         num_slots, max_blocks = 5, -(-MAX_POSITIONS // block_size)
-        width = (num_heads + 2 * num_kv_heads) * head_dim
+        width = (num_heads + (len(projected) - 1) * num_kv_heads) * head_dim
         blocks = torch.randperm(num_slots * max_blocks, generator=generator).view(num_slots, -1)
         self.block_table = blocks.to(torch.int32).to(device)
         slots = torch.randint(num_slots, (self.num_rows,), generator=generator)
@@ -77,9 +79,12 @@ class Step:
             "bias": random(width) if has_bias else None,
             "eps": EPS,
             "norm_kind": norm_kind,
+            "projected": projected,
+            "has_value_norm": has_value_norm,
         }
         if has_norms:
-            self.options |= {"query_norm": random(head_dim), "key_norm": random(head_dim)}
+            self.options["query_norm"] = random(head_dim)
+            self.options["key_norm"] = random(head_dim) if projected != "q" else None
 
         if has_query_scale:
             self.options["query_scale"] = random(MAX_POSITIONS) + 2
@@ -170,6 +175,49 @@ def test_parts_of_heads_are_rotated_as_in_the_reference(
     tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4) if has_norms else 0.0
     for found, wanted in zip(step.run(rotate_and_store), step.run(rotate_and_store_reference), strict=True):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=4 * tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_slices", [0, 2])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim"), [(SHAPES[0], None), (SHAPES[1], 48), ((5, 3, 1, 512, 16), None), (SHAPES[2], 0)]
+)
+@pytest.mark.parametrize(
+    ("projected", "has_value_norm"), [("qkv", True), ("qk", True), ("qk", False), ("q", False)]
+)
+def test_values_that_are_normalised_or_keys_are_near_the_reference(
+    projected: Projected,
+    has_value_norm: bool,
+    shape: tuple[int, int, int, int, int],
+    rotary_dim: int | None,
+    num_slices: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Values that are not normalised are equal. Of queries alone, nothing is stored."""
+    step = Step(
+        shape,
+        dtype,
+        device,
+        num_slices=num_slices,
+        has_bias=True,
+        has_norms=True,
+        norm_kind="wide",
+        rotary_dim=rotary_dim,
+        projected=projected,
+        has_value_norm=has_value_norm,
+    )
+    tolerance = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
+    found, expected = step.run(rotate_and_store), step.run(rotate_and_store_reference)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=4 * tolerance, equal_nan=True)
+    num_stored = int((~found[2].isnan()).any(-1).all(1).sum())
+    assert num_stored == (0 if projected == "q" else int((step.row_slot >= 0).sum()))
+    if not has_value_norm:
+        assert torch.equal(found[2].nan_to_num(), expected[2].nan_to_num())
+    elif num_stored:
+        live = found[2][~found[2].isnan()].view(-1, shape[3]).float()
+        torch.testing.assert_close(live.square().mean(-1), torch.ones_like(live[:, 0]), rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -324,6 +372,16 @@ def test_errors_name_the_argument(device: str) -> None:
     step = Step((3, 4, 2, 64, 16), torch.float32, device)
     step.options["query_norm"] = torch.ones(64, device=device)
     with pytest.raises(ValueError, match="query_norm, key_norm: one of them is None"):
+        step.run(rotate_and_store)
+
+    step = Step((3, 4, 2, 64, 16), torch.float32, device, has_norms=True, projected="q")
+    step.options["key_norm"] = step.options["query_norm"]
+    with pytest.raises(ValueError, match="key_norm: given without keys: expected None"):
+        step.run(rotate_and_store)
+
+    step = Step((3, 4, 2, 64, 16), torch.float32, device)
+    step.options["projected"] = "qk"
+    with pytest.raises(ValueError, match=r"qkv: \[3, 512\] torch.float32: expected \[3, 384\]"):
         step.run(rotate_and_store)
 
     step = Step((3, 4, 2, 64, 16), torch.float32, device)

@@ -449,7 +449,7 @@ def test_node_gets_the_bits_that_it_gets_in_a_chain(
     while tree.num_nodes != num_nodes or tree.max_depth < 3 or tree.is_chain:
         tree = random_tree(rng, num_nodes - 1)
     lengths = [2040, 2047, 4600, 62, 2] if IS_GPU else [62, 126]
-    partitions = Partitions.of_window(window) if IS_GPU else SMALL
+    partitions = Partitions.of_layer(64, window) if IS_GPU else SMALL
     found = TreeRound(
         [tree] * len(lengths),
         lengths,

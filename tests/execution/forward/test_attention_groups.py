@@ -25,13 +25,11 @@ def groups(workspace: Workspace, max_scratch_bytes: int | None, num_rows: int = 
     return AttentionGroups(
         workspace,
         DEVICE,
-        AttentionShape(
-            num_kv_heads=NUM_KV_HEADS,
-            group=GROUP,
-            head_dim=HEAD_DIM,
-            max_num_keys=MAX_NUM_KEYS,
-            windows=WINDOWS,
-        ),
+        [
+            AttentionShape(num_kv_heads=NUM_KV_HEADS, group=GROUP, head_dim=HEAD_DIM, window=window)
+            for window in WINDOWS
+        ],
+        max_num_keys=MAX_NUM_KEYS,
         num_sequences=len(LENGTHS),
         num_rows=num_rows,
         max_scratch_bytes=max_scratch_bytes,

@@ -177,9 +177,29 @@ CONFIGS["sigmoid experts"] = structs.replace(
         structs.replace(layer, channel=channel) for layer, channel in zip(QWEN.layers, CHANNELS, strict=True)
     ),
 )
+# Heads of two sizes in groups of two sizes, of which the larger have keys that are values.
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
+CONFIGS["gemma4"] = tiny("gemma4_text", **GEMMA4)
+EXPERTS4 = {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12, "enable_moe_block": True}
+CONFIGS["gemma4 experts"] = tiny("gemma4_text", **GEMMA4, **EXPERTS4)
+# The last two layers read the keys and values of others, and have wider MLPs.
+SHARED = {"attention_k_eq_v": False, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+SHARED |= {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 40}
+CONFIGS["gemma4 inputs"] = tiny("gemma4_text", **(GEMMA4 | SHARED))
 # Windows, scales, multipliers and biases; windows, sinks and experts.
 EXACT = ("all", "gpt_oss")
-BOTH = ("gated", "sigmoid experts")
+BOTH = ("gated", "sigmoid experts", "gemma4", "gemma4 experts", "gemma4 inputs")
 CASES = [(name, name in EXACT) for name in CONFIGS] + [(name, True) for name in BOTH]
 
 
@@ -245,6 +265,9 @@ class Passes:
         """Fill with NaN the keys and values that rows of these spans do not see in layers with a window."""
         cache = self.model.cache
         for layer, window in enumerate(self.decoder.spec.windows):
+            if self.decoder.spec.layers[layer].kv is None:
+                continue
+
             for blocks, (first, _) in zip(self.blocks, spans, strict=True):
                 for position in range(first - window + 1 if window else 0):
                     block = blocks[position // BLOCK_SIZE]
@@ -254,7 +277,7 @@ class Passes:
 
     def _attention(self, tiles: torch.Tensor, rows: Rows, rows_each: int | None) -> RowAttention:
         if rows_each is None:
-            head_dim, dtype = self.decoder.spec.attention.head_dim, self.decoder.dtype
+            head_dim, dtype = self.decoder.spec.max_head_dim, self.decoder.dtype
             if self.is_exact:
                 return ChunkAttention(tiles, exact_prefill_config(head_dim, dtype))
 
@@ -282,7 +305,7 @@ class Passes:
         tokens = self.tokens[torch.tensor(slots).clamp(min=0), torch.tensor(positions)]
         columns = torch.stack((torch.tensor(slots), tokens, torch.tensor(positions))).int().to(DEVICE)
         attention_config = exact_prefill_config if self.is_exact else prefill_attention_config
-        tile_rows = attention_config(self.decoder.spec.attention.head_dim, self.decoder.dtype).tile_rows
+        tile_rows = attention_config(self.decoder.spec.max_head_dim, self.decoder.dtype).tile_rows
         tiles = np.zeros((len(slots) // tile_rows + 2, 4), dtype=np.int32)
         prefill_tiles([(slot, a, b - a) for slot, (a, b) in enumerate(spans)], tile_rows, tiles)
         return Rows(*columns), is_live.to(DEVICE), torch.from_numpy(tiles).to(DEVICE)

@@ -145,7 +145,7 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
         groups.attend(layer, rows, beside_chunks=beside_chunks)
     assert started == [False, has_pdl]
     groups.attend(layer, rows)
-    scratch = groups.scratches[0][0]
+    ((scratch,),) = groups.scratches.values()
     decode.paged_attention(layer, rows, scratch, AttentionConfig())
     assert started[2:] == [False, False]
 
@@ -153,13 +153,12 @@ def test_the_kernel_starts_beside_chunks_where_there_is_dependent_launch(
 def groups_of(num_sequences: int, max_num_keys: int, max_scratch_bytes: int | None = None) -> AttentionGroups:
     """Attention of sequences of one row, in groups that `max_scratch_bytes` have room for."""
     where = torch.device(DEVICE)
-    shape = AttentionShape(
-        num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2], max_num_keys=max_num_keys
-    )
+    shape = AttentionShape(num_kv_heads=HEADS[1], group=HEADS[0] // HEADS[1], head_dim=HEADS[2])
     return AttentionGroups(
         Workspace(where),
         where,
-        shape,
+        (shape,),
+        max_num_keys=max_num_keys,
         num_sequences=num_sequences,
         num_rows=1,
         max_scratch_bytes=max_scratch_bytes,

@@ -14,7 +14,7 @@ from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk,
 
 def buckets(max_num_seqs: int, budget: int, **options: Any) -> GraphBuckets:
     decoder: Any = SimpleNamespace(
-        spec=SimpleNamespace(attention=SimpleNamespace(head_dim=128), recurrent_layers=()),
+        spec=SimpleNamespace(max_head_dim=128, recurrent_layers=()),
         dtype=torch.bfloat16,
     )
     limits = ExecutorLimits(

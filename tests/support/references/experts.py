@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.experts.expert_gemm import ClampedActivation
+from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk.spec.model import Router
+from references.layers import activate_reference
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -40,16 +42,16 @@ def gated_expert_multiply_reference(
     matrix: Tensor,
     bias: Tensor | None,
     experts: Tensor,
-    activation: ClampedActivation | None,
+    activation: ClampedActivation | Activation = "silu",
 ) -> Tensor:
     """Return what `gated_expert_multiply` writes: [R * K', N] in x's type; NaN for rows of padding.
 
     matrix: [E, 2 N, K], not quantised. experts: [R, K'].
     """
     product = expert_products(x.repeat_interleave(experts.shape[1], dim=0), matrix, bias, experts)
-    if activation is None:
+    if not isinstance(activation, ClampedActivation):
         gate, up = product.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
+        return activate_reference(gate, activation) * up
 
     limit = activation.limit
     gate, up = product[:, 0::2].float().clamp(max=limit), product[:, 1::2].float().clamp(-limit, limit)
@@ -65,6 +67,7 @@ def choose_experts_reference(
     *,
     dtype: torch.dtype,
     correction_bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (experts [R, K] int32, shares [R, K] fp32) as `choose_experts` writes them.
 
@@ -94,6 +97,8 @@ def choose_experts_reference(
     else:
         shares = chosen.softmax(dim=1) if router.is_normalised else total.softmax(dim=1).gather(1, order)
 
+    if factors is not None:
+        shares = shares * factors.to(torch.float32)[order]
     is_padding = (row_slot < 0)[:, None]
     return order.to(torch.int32).masked_fill(is_padding, -1), shares.masked_fill(is_padding, 0.0)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk._kernels.layers.norm import NormKind
+from drift_sdk._kernels.layers.rope_store import Projected
 from drift_sdk.quantised.fp8 import quantise_e4m3
 from references.attention import pack_cache
 
@@ -39,6 +40,56 @@ def embed_norm_reference(
     return hidden, torch.where(is_live, normed, 0)
 
 
+def add_normed_reference(
+    first: Tensor,
+    second: Tensor,
+    first_norm: Tensor,
+    second_norm: Tensor,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    norm_kind: NormKind = "rounded",
+) -> Tensor:
+    """Return what `add_normed` writes."""
+    total, other = (each if each.dim() == 2 else _sum_in_order(each) for each in (first, second))
+    if bias is not None:
+        total = total.to(torch.float32) + bias.to(torch.float32)
+    normed = [
+        rms_norm_reference(each.to(weight.dtype), weight, eps, norm_kind=norm_kind)
+        for each, weight in ((total, first_norm), (other, second_norm))
+    ]
+    return normed[0] + normed[1]
+
+
+def make_inputs_reference(
+    product: Tensor,
+    row_token: Tensor,
+    row_slot: Tensor,
+    embedding: Tensor,
+    norm: Tensor,
+    num_layers: int,
+    *,
+    eps: float,
+    embedding_factor: float,
+    product_factor: float,
+    norm_kind: NormKind = "rounded",
+) -> Tensor:
+    """Return what `make_inputs` writes: [R, num_layers, D]."""
+    total = product if product.dim() == 2 else _sum_in_order(product)
+    scaled = (total.to(norm.dtype) * product_factor).unflatten(-1, (num_layers, -1))
+    normed = rms_norm_reference(scaled, norm, eps, norm_kind=norm_kind)
+    own = embedding[row_token.clamp(min=0).long()] * embedding_factor
+    made = (normed + own.view_as(normed)) * 0.5**0.5
+    is_live = (row_token >= 0) & (row_slot >= 0)
+    return torch.where(is_live[:, None, None], made, 0)
+
+
+def gate_input_reference(gate: Tensor, given: Tensor, activation: Activation) -> Tensor:
+    """Return what `gate_input` writes: [R, D]."""
+    total = gate if gate.dim() == 2 else _sum_in_order(gate)
+    return activate_reference(total.to(given.dtype), activation) * given
+
+
 def glu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return activation(gate) * up, each rounded to the storage type: [R, I] for gate_up [R, 2 * I]."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -64,6 +115,7 @@ def add_norm_reference(
     delta_norm: Tensor | None = None,
     delta_eps: float | None = None,
     delta_multiplier: float = 1.0,
+    factor: Tensor | None = None,
     norm_kind: NormKind = "rounded",
 ) -> tuple[Tensor, Tensor]:
     """Return (hidden, normed) as `add_norm` writes them, in new tensors."""
@@ -79,6 +131,9 @@ def add_norm_reference(
             )
 
         hidden = hidden + total * delta_multiplier
+
+    if factor is not None:
+        hidden = hidden * factor
 
     return hidden, rms_norm_reference(hidden, weight, eps, norm_kind=norm_kind)
 
@@ -119,6 +174,8 @@ def rotate_and_store_reference(
     norm_kind: NormKind = "rounded",
     row_kv_slot: Tensor | None = None,
     query_scale: Tensor | None = None,
+    projected: Projected = "qkv",
+    has_value_norm: bool = False,
 ) -> None:
     """Write what `rotate_and_store` writes, row by row."""
     num_rows, num_heads, head_dim = query_out.shape
@@ -134,9 +191,13 @@ def rotate_and_store_reference(
         qkv = qkv.to(torch.float32) + bias.to(torch.float32)
 
     heads = qkv.to(query_out.dtype).view(num_rows, -1, head_dim)
-    query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if query_norm is not None and key_norm is not None:
+    query, *others = torch.split(heads, [num_heads, *[num_kv_heads] * (len(projected) - 1)], dim=1)
+    key, value = (others[0], others[-1]) if others else (query[:, :num_kv_heads],) * 2
+    if has_value_norm:
+        value = rms_norm_reference(value, torch.ones_like(value[0, 0]), eps)
+    if query_norm is not None:
         query = rms_norm_reference(query, query_norm, eps, norm_kind=norm_kind)
+    if key_norm is not None:
         key = rms_norm_reference(key, key_norm, eps, norm_kind=norm_kind)
 
     query_out.zero_()
@@ -152,6 +213,9 @@ def rotate_and_store_reference(
                 query_out[row], rotated = query[row], key[row]
             if query_scale is not None:
                 query_out[row] *= query_scale[position]
+            if projected == "q":
+                continue
+
             _put(kv.keys[block, :, place], rotated, kv.key_scale)
             _put(kv.values[block, :, place], value[row], kv.value_scale)
 

@@ -14,7 +14,8 @@ adds the partitions of a row. A row's bits depend on its query and on the keys i
 it, on other sequences, or on which program computes what.
 
 Grid of `_attend`: (KV heads, shares). Program (h, s) owns KV head h of the s-th share of the plan's tiles
-(see plan.py), for all rows of each sequence and all query heads of the group. For each of its
+(see plan.py), for all rows of each sequence and all query heads of the group; with wide heads, for a tile of
+these. For each of its
 partitions it writes the sums of these rows. Sequences that share a prefix are companions there: their rows
 lie in one tile.
 
@@ -79,6 +80,7 @@ from drift_sdk._kernels.attention.plan import (
 )
 from drift_sdk._kernels.attention.softmax import (
     ONES_COLUMNS,
+    WIDE_HEAD,
     add_sink,
     attend_tile,
     head_scale,
@@ -88,7 +90,7 @@ from drift_sdk._kernels.attention.softmax import (
     store_parts,
     zero_parts,
 )
-from drift_sdk._kernels.launch.arguments import check_tensor
+from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
 from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from drift_sdk._kernels.launch.kernel import (
     device_function,
@@ -109,7 +111,7 @@ class AttentionConfig(Struct, frozen=True):
 
     num_programs: over all heads. 528 are as many as an H200 holds at once, see `attention_config`.
     num_stages: of Triton's pipeline.
-    num_warps: 1, 2 or 4, whose results are compared bit for bit by a test on the GPU.
+    num_warps: 1, 2, 4 or 8, whose results are compared bit for bit by a test on the GPU.
     """
 
     num_programs: int = 528
@@ -117,17 +119,21 @@ class AttentionConfig(Struct, frozen=True):
     num_warps: int = 2
 
     def __post_init__(self) -> None:
-        if self.num_warps not in (1, 2, 4):
-            raise ValueError(f"num_warps={self.num_warps}: expected 1, 2 or 4, whose bits are equal")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"num_warps={self.num_warps}: expected 1, 2, 4 or 8, whose bits are equal")
 
 
 WARPS_PER_MULTIPROCESSOR = 8
 """As many as registers allow."""
 
-WARPS, WIDE_WARPS, WIDE = 2, 4, 128
-"""Warps of a program, for heads of up to WIDE dimensions and for wider ones. With two warps, the sums of 64
-query rows of 256 dimensions alone take all registers, and the compiler keeps 11 KB a thread in memory."""
+WARPS, MORE_WARPS, MOST_WARPS, NARROW_HEAD = 2, 4, 8, 128
+"""Warps of a program, for heads of up to NARROW_HEAD dimensions, for larger ones, and for those of more than
+WIDE_HEAD. With two warps, the sums of 64 query rows of 256 dimensions alone take all registers, and the
+compiler keeps 11 KB a thread in memory."""
 
+WIDE_TILE_ROWS = 32
+"""Most query rows of a program with wide heads; programs divide more of them. With 64 rows of 512 dimensions,
+the compiler keeps 168 bytes a thread in memory, and stages take more shared memory than there is."""
 
 STAGES, E4M3_STAGES = 2, 3
 """Stages where there is room for them. With caches of e4m3, whose tiles have half of the bytes, a third one
@@ -140,7 +146,7 @@ def attention_config(head_dim: int, kv_dtype: torch.dtype, tile_keys: int) -> At
     limits = gpu_limits()
     stage_bytes = 2 * tile_keys * padded_size(head_dim) * kv_dtype.itemsize
     num_fitting = (limits.shared_bytes - SHARED_RESERVE) // stage_bytes
-    num_warps = WARPS if head_dim <= WIDE else WIDE_WARPS
+    num_warps = WARPS if head_dim <= NARROW_HEAD else MORE_WARPS if head_dim <= WIDE_HEAD else MOST_WARPS
     return AttentionConfig(
         num_programs=WARPS_PER_MULTIPROCESSOR // num_warps * limits.num_multiprocessors,
         num_stages=max(1, min(E4M3_STAGES if kv_dtype == E4M3 else STAGES, num_fitting)),
@@ -148,9 +154,13 @@ def attention_config(head_dim: int, kv_dtype: torch.dtype, tile_keys: int) -> At
     )
 
 
-def most_query_rows(head_dim: int, dtype: torch.dtype, tile_keys: int) -> int:
+def most_query_rows(head_dim: int, dtype: torch.dtype, tile_keys: int) -> int | None:
     """Return how many query rows of a sequence, over the heads of a group, fit the shared memory of the
-    current GPU: a power of two, beside whose queries and scores there is room for a tile of keys."""
+    current GPU: a power of two, beside whose queries and scores there is room for a tile of keys. None: any
+    number, as programs divide them."""
+    if head_dim > WIDE_HEAD:
+        return None
+
     padded_dim = padded_size(head_dim)
     num_numbers = gpu_limits().shared_bytes // dtype.itemsize - padded_dim * tile_keys
     return 1 << (max(num_numbers // (padded_dim + tile_keys), 1).bit_length() - 1)
@@ -168,8 +178,8 @@ MIN_PROGRAMS = 1024
 """Programs of `_add_partitions` for which the dimensions of a row are not divided: about eight for each
 multiprocessor of an H200."""
 
-MIN_TILE_DIM = 32
-"""Least dimensions of a program: one for each thread of a warp."""
+MIN_TILE_DIM, MAX_TILE_DIM = 32, 256
+"""Least dimensions of a program, one for each thread of a warp, and most."""
 
 
 class AttentionScratch(Struct, frozen=True):
@@ -386,7 +396,8 @@ def add_partitions(layer: LayerAttention, rows: PlannedRows, scratch: AttentionS
     num_rows = rows.slot.shape[0]
     num_heads, num_kv_heads, group = layer.num_heads, layer.kv.num_heads, layer.group
     padded_dim = padded_size(layer.value_dim)
-    tile_dim = min(padded_dim, MIN_TILE_DIM) if num_rows * num_heads < MIN_PROGRAMS else padded_dim
+    most_dim = MIN_TILE_DIM if num_rows * num_heads < MIN_PROGRAMS else MAX_TILE_DIM
+    tile_dim = min(padded_dim, most_dim)
     num_tiles = padded_dim // tile_dim
     _add_partitions[(rows.rows_per_sequence * group * num_tiles, num_kv_heads, rows.num_sequences)](
         sinks_ptr=layer.sinks,
@@ -436,7 +447,8 @@ def _attend(
     GROUP_SIZE: tl.constexpr,  # query heads that share a KV head
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # ROWS_PER_SEQUENCE * GROUP_SIZE, rounded up to a power of two, 16 or more
+    TILE_ROWS: tl.constexpr,  # query rows of a program: a power of two, 16 or more
+    NUM_ROW_TILES: tl.constexpr,  # programs that divide the query rows of a sequence
     NUM_COMPANIONS: tl.constexpr,  # sequences that may share a tile
     NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
     PADDED_DIM: tl.constexpr,  # those of a part, rounded up likewise
@@ -452,7 +464,7 @@ def _attend(
     BESIDE_CHUNKS: tl.constexpr,  # wait only at the end
     PDL: tl.constexpr,
 ):
-    """Program (head, share): the tiles of a share, one sequence after the other.
+    """Program (head and tile of query rows, share): the tiles of a share, one sequence after the other.
 
     A "query row" below is one row of the step with one query head of the group. Longer than other kernels:
     one loop over sums that stay in registers.
@@ -460,9 +472,10 @@ def _attend(
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * GROUP_SIZE
     PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
     CACHE: tl.constexpr = ".cg" if BESIDE_CHUNKS else ""
-    head = tl.program_id(0)
-    query_row = tl.arange(0, TILE_ROWS) % NUM_QUERY_ROWS
-    companion = tl.arange(0, TILE_ROWS) // NUM_QUERY_ROWS
+    head = tl.program_id(0) // NUM_ROW_TILES
+    first_query_row = tl.program_id(0) % NUM_ROW_TILES * TILE_ROWS
+    query_row = (first_query_row + tl.arange(0, TILE_ROWS)) % NUM_QUERY_ROWS
+    companion = (first_query_row + tl.arange(0, TILE_ROWS)) // NUM_QUERY_ROWS
     dim = tl.arange(0, PADDED_DIM)
     is_dim = dim < PART_DIM
     scale = head_scale(scale, key_scale_ptr, head)
@@ -501,7 +514,12 @@ def _attend(
         first_seen = FIRST_KEY
         if WINDOW > 0:
             # Keys that no row sees are not loaded: they may hold anything.
-            first_position = tl.min(tl.where(is_live, last_position, 0x7FFFFFFF), 0)
+            if NUM_ROW_TILES == 1:
+                first_position = tl.min(tl.where(is_live, last_position, 0x7FFFFFFF), 0)
+            else:
+                first_position = tl.load(
+                    row_position_ptr + sequence * ROWS_PER_SEQUENCE, cache_modifier=".cg"
+                )
             first_seen = tl.maximum(first_position - (WINDOW - 1), FIRST_KEY)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
@@ -578,14 +596,19 @@ def paged_attention(
     plan = scratch.plan
     layer.check(max_first_key=plan.partitions.tile - 1)
     scratch.check(layer, rows)
-    num_kv_heads = layer.kv.num_heads
-    _attend[(num_kv_heads, max(1, config.num_programs // num_kv_heads))](
+    tile_rows = padded_size(rows.rows_per_sequence * layer.group)
+    if layer.head_dim > WIDE_HEAD:
+        tile_rows = min(tile_rows, WIDE_TILE_ROWS)
+    num_row_tiles = cdiv(rows.rows_per_sequence * layer.group, tile_rows)
+    num_columns = layer.kv.num_heads * num_row_tiles
+    _attend[(num_columns, max(1, config.num_programs // num_columns))](
         tiles_ptr=plan.tiles,
         num_tiles_ptr=plan.num_tiles,
         max_blocks=layer.block_table.shape[1],
         ROWS_PER_SEQUENCE=rows.rows_per_sequence,
         GROUP_SIZE=layer.group,
-        TILE_ROWS=padded_size(rows.rows_per_sequence * layer.group),
+        TILE_ROWS=tile_rows,
+        NUM_ROW_TILES=num_row_tiles,
         NUM_COMPANIONS=most_companions(rows, layer.group, plan.window),
         NUM_STAGES=config.num_stages,
         FIRST_KEY=layer.first_key,

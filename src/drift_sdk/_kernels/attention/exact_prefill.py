@@ -17,6 +17,13 @@ denominator, which is a product with 16 columns of ones. Bytes: as `prefill_atte
 
 Dependent launch: a program waits before it reads anything, and permits its dependents to start when only the
 store of its rows is left.
+
+Wide heads have a kernel of their own. Sums of 32 rows of 512 dimensions, of a partition and of all before it,
+take half of the registers of a multiprocessor. So a program owns some rows of a tile, and some dimensions of
+their values: it computes the scores from all dimensions of queries and keys, as other programs do.
+
+Grid: (heads times shares of the values, tiles of rows times parts of a tile). Flops: of the scores, those of
+one program times the shares.
 """
 
 from __future__ import annotations
@@ -26,11 +33,12 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.cache import decode_rows
-from drift_sdk._kernels.attention.layer_attention import LayerAttention
+from drift_sdk._kernels.attention.cache import decode_rows, offset_in_cache
+from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, cuda_prefill_attention, has_cuda_prefill
 from drift_sdk._kernels.attention.softmax import (
     ONES_COLUMNS,
+    WIDE_HEAD,
     Partitions,
     add_partition,
     add_sink,
@@ -40,7 +48,7 @@ from drift_sdk._kernels.attention.softmax import (
     partition_start,
     zero_parts,
 )
-from drift_sdk._kernels.launch.arguments import check_tensor
+from drift_sdk._kernels.launch.arguments import cdiv, check_range, check_tensor
 from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from drift_sdk._kernels.launch.kernel import (
     device_function,
@@ -58,6 +66,12 @@ WIDE_SHARED_BYTES = 107_000
 
 WIDE_FLOAT32_SHARED_BYTES = 147_456
 """Shared memory that 16 rows of heads of 256 dimensions take in float32."""
+
+PART_ROWS, VALUE_SHARES = 32, 2
+"""Of wide heads: most rows of a program, and programs that divide the dimensions of values. So a thread of 8
+warps keeps all that it needs in 188 registers; with all dimensions it would need more than there are, 255.
+Neither changes a bit."""
+WIDE_STAGES, WIDE_HEAD_WARPS = 3, 8
 
 
 class ExactPrefillConfig(Struct, frozen=True):
@@ -84,7 +98,8 @@ def exact_prefill_config(
 ) -> ExactPrefillConfig:
     """Return the config for heads of this size: what fits in registers and shared memory without spilling.
 
-    num_rows: of all chunks of a step; None: many.
+    num_rows: of all chunks of a step; None: many. In a model with heads of several sizes, the config of the
+    largest serves all: it has the fewest rows. Wide heads take tiles of any number of rows.
     """
     if dtype == torch.float32:
         return ExactPrefillConfig(tile_rows=16, num_stages=1, narrow_stages=1)
@@ -310,6 +325,158 @@ def _exact_prefill_attention(
     tl.store(output_ptrs, result.to(DTYPE), mask=row_mask)
 
 
+@kernel
+def _wide_prefill_attention(
+    query_ptr,  # [N, NUM_HEADS, HEAD_DIM], storage type; rows have a stride
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    values_ptr,  # as keys
+    block_table_ptr,  # [S, max_blocks] int32; rows have a stride
+    tiles_ptr,  # [num_tiles, NUM_FIELDS] int32
+    sinks_ptr,  # [NUM_HEADS], storage type, or None
+    output_ptr,  # [N, NUM_HEADS * HEAD_DIM], storage type
+    scale,  # of scores, times log2(e)
+    query_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two
+    VALUE_DIM: tl.constexpr,  # dimensions of the values of a program
+    KV_BLOCK_SIZE: tl.constexpr,
+    NUM_TILE_PARTS: tl.constexpr,  # programs that divide the rows of a tile
+    PART_ROWS: tl.constexpr,  # rows of a program
+    TILE_KEYS: tl.constexpr,
+    NARROW: tl.constexpr,  # NARROW, NARROW_END, NUM_DOUBLINGS: see `Partitions`
+    NARROW_END: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: off
+    NUM_STAGES: tl.constexpr,  # of the pipeline over the tiles of a partition
+    PDL: tl.constexpr,
+):
+    """Program (head and share of the values, part of a tile of rows), in the order of softmax.py.
+
+    Every tile of keys is masked. Longer than other kernels by its signature.
+    """
+    wait_for_producers(PDL)
+    NUM_SHARES: tl.constexpr = PADDED_DIM // VALUE_DIM
+    head = tl.program_id(0) // NUM_SHARES
+    tiles_ptr += tl.program_id(1) // NUM_TILE_PARTS * NUM_FIELDS
+    num_before = tl.program_id(1) % NUM_TILE_PARTS * PART_ROWS
+    slot = tl.load(tiles_ptr)
+    num_rows = tl.minimum(tl.load(tiles_ptr + 2) - num_before, PART_ROWS)
+    if (slot < 0) | (num_rows <= 0):
+        return
+
+    first_row = (tl.load(tiles_ptr + 1) + num_before).to(tl.int64)
+    start = tl.load(tiles_ptr + 3) + num_before
+    row = tl.arange(0, PART_ROWS)
+    dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.program_id(0) % NUM_SHARES * VALUE_DIM + tl.arange(0, VALUE_DIM)
+    query_ptr += first_row * query_stride + head * HEAD_DIM
+    query_ptrs = query_ptr + row[:, None] * query_stride + dim[None, :]
+    query_mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    queries = (tl.load(query_ptrs, mask=query_mask, other=0.0),)
+    num_keys = start + num_rows
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
+    maximum = tl.full((PART_ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((PART_ROWS,), tl.float32)
+    total = tl.zeros((PART_ROWS, VALUE_DIM), tl.float32)
+    first_seen = 0
+    if WINDOW > 0:
+        first_seen = tl.maximum(start - (WINDOW - 1), 0)
+    partition = partition_of(start * 0 + first_seen, NARROW, NARROW_END, NUM_DOUBLINGS)
+    begin = start * 0 + first_seen // TILE_KEYS * TILE_KEYS
+    while begin < num_keys:
+        partition += 1
+        end = tl.minimum(partition_start(partition, NARROW, NARROW_END, NUM_DOUBLINGS), num_keys)
+        part_maximum = tl.full((PART_ROWS,), float("-inf"), tl.float32)
+        part_weight = tl.zeros((PART_ROWS, ONES_COLUMNS), tl.float32)
+        part_total = zero_parts(PART_ROWS, VALUE_DIM, 1)
+        for first_key in tl.range(begin, end, TILE_KEYS, num_stages=NUM_STAGES):
+            key = tl.arange(0, TILE_KEYS)
+            position = first_key + key
+            is_key = (position >= first_seen) & (position < num_keys)
+            key_offset = offset_in_cache(
+                table_ptr, first_key, key, position, num_keys, kv_head, dim,
+                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
+            )  # fmt: skip
+            value_offset = offset_in_cache(
+                table_ptr, first_key, key, position, num_keys, kv_head, value_dim,
+                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
+            )  # fmt: skip
+            key_mask = is_key[:, None] & (dim < HEAD_DIM)[None, :]
+            keys = tl.load(keys_ptr + key_offset, mask=key_mask, other=0.0)
+            value_mask = is_key[:, None] & (value_dim < HEAD_DIM)[None, :]
+            values = tl.load(values_ptr + value_offset, mask=value_mask, other=0.0)
+            is_seen = position[None, :] <= (start + row)[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (position[None, :] > (start + row)[:, None] - WINDOW)
+            part_maximum, part_weight, part_total = attend_tile(
+                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, False
+            )
+        maximum, weight, total = add_partition(
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
+        )
+        begin = end
+
+    if sinks_ptr is not None:
+        rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
+        total = total * rescale[:, None]
+    start_dependents(PDL)
+    # Every row that exists has seen a key; what is divided by here for the others is not stored.
+    result = total / tl.where(row < num_rows, weight, 1.0)[:, None]
+    output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    output_ptrs = output_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + value_dim[None, :]
+    output_mask = (row < num_rows)[:, None] & (value_dim < HEAD_DIM)[None, :]
+    tl.store(output_ptrs, result.to(output_ptr.dtype.element_ty), mask=output_mask)
+
+
+def wide_prefill_attention(
+    layer: LayerAttention, tiles: Tensor, tile_rows: int, partitions: Partitions
+) -> None:
+    """`exact_prefill_attention` for heads of more than WIDE_HEAD dimensions, without scales of e4m3.
+
+    tile_rows: most rows of a tile, a power of two. Rows of query and block table may have any stride.
+    """
+    layer.check(max_first_key=0, has_strides=True)
+    check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
+    check_range("head_dim", layer.head_dim, WIDE_HEAD + 1)
+    if layer.kv.key_scale is not None:
+        raise ValueError(f"keys: {layer.kv.keys.dtype}: expected {layer.query.dtype} for wide heads")
+
+    part_rows, padded_dim = min(tile_rows, PART_ROWS), padded_size(layer.head_dim)
+    _wide_prefill_attention[(layer.num_heads * VALUE_SHARES, tiles.shape[0] * cdiv(tile_rows, part_rows))](
+        query_ptr=layer.query,
+        keys_ptr=layer.kv.keys,
+        values_ptr=layer.kv.values,
+        block_table_ptr=layer.block_table,
+        tiles_ptr=tiles,
+        sinks_ptr=layer.sinks,
+        output_ptr=layer.out,
+        scale=layer.log2_scale,
+        query_stride=layer.query.stride(0),
+        table_stride=layer.block_table.stride(0),
+        NUM_HEADS=layer.num_heads,
+        NUM_KV_HEADS=layer.kv.num_heads,
+        HEAD_DIM=layer.head_dim,
+        PADDED_DIM=padded_dim,
+        VALUE_DIM=padded_dim // VALUE_SHARES,
+        KV_BLOCK_SIZE=layer.kv.block_size,
+        NUM_TILE_PARTS=cdiv(tile_rows, part_rows),
+        PART_ROWS=part_rows,
+        TILE_KEYS=partitions.tile,
+        NARROW=partitions.narrow,
+        NARROW_END=partitions.narrow_end,
+        NUM_DOUBLINGS=partitions.num_doublings,
+        WINDOW=layer.window,
+        NUM_STAGES=WIDE_STAGES,
+        PDL=uses_pdl(),
+        num_warps=WIDE_HEAD_WARPS,
+        **launch_options(),
+    )
+
+
 def exact_prefill_attention(
     layer: LayerAttention, tiles: Tensor, config: ExactPrefillConfig, partitions: Partitions
 ) -> None:
@@ -321,6 +488,10 @@ def exact_prefill_attention(
     """
     layer.check(max_first_key=0)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
+    if layer.head_dim > WIDE_HEAD:
+        wide_prefill_attention(layer, tiles, config.tile_rows, partitions)
+        return
+
     if has_cuda_prefill(layer, config.tile_rows, partitions):
         cuda_prefill_attention(layer, tiles, config.tile_rows, partitions)
         return

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.cache import cache_words, check_cache, check_scales, is_decoded_in_pairs
-from drift_sdk._kernels.attention.softmax import LOG2_E
+from drift_sdk._kernels.attention.softmax import LOG2_E, Partitions
 from drift_sdk._kernels.launch.arguments import (
     check_power_of_two,
     check_range,
@@ -91,6 +91,11 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.kv.num_heads
+
+    @property
+    def partitions(self) -> Partitions:
+        """Borders at which its keys are cut, part of the result's bits."""
+        return Partitions.of_layer(None if self.kv.latent_dim else self.head_dim, self.window)
 
     @property
     def score_scale(self) -> float:

@@ -59,7 +59,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.cache import decode_rows
 from drift_sdk._kernels.attention.layer_attention import MIN_DOT_SIZE, LayerAttention
-from drift_sdk._kernels.attention.softmax import LOG2_E, Partitions, head_scale
+from drift_sdk._kernels.attention.softmax import LOG2_E, WIDE_HEAD, Partitions, head_scale
 from drift_sdk._kernels.launch.arguments import check_tensor, next_power_of_2
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.launch.kernel import (
@@ -133,7 +133,8 @@ CUDA_HEAD_DIM = 256
 
 def prefill_attention_config(head_dim: int, dtype: torch.dtype) -> PrefillAttentionConfig:
     """Return the configuration for a size of heads on the current GPU: what fits in registers and shared
-    memory, no spilling."""
+    memory, no spilling. Of wide heads, that of the largest others: see exact_prefill.py."""
+    head_dim = min(head_dim, WIDE_HEAD)
     if dtype == torch.float32:
         return PrefillAttentionConfig(tile_rows=16, tile_keys=32, num_stages=1)
 

@@ -28,9 +28,13 @@ from __future__ import annotations
 
 import triton.language as tl
 from msgspec import Struct
+from msgspec.structs import replace
 
 from drift_sdk._kernels.attention.cache import decode_pairs
 from drift_sdk._kernels.launch.kernel import device_function
+
+WIDE_HEAD = 256
+"""Heads of more dimensions are wide: they have smaller tiles of keys, and prompts have a kernel for them."""
 
 
 class Partitions(Struct, frozen=True):
@@ -51,13 +55,15 @@ class Partitions(Struct, frozen=True):
     tile: int = 64
 
     @classmethod
-    def of_window(cls, window: int) -> Partitions:
-        """Borders for rows that see only their last `window` keys; 0: all keys.
+    def of_layer(cls, head_dim: int | None, window: int) -> Partitions:
+        """Borders for heads of `head_dim` dimensions, or None of latents, and rows that see only their last
+        `window` keys; 0: all keys.
 
-        Few keys need narrow partitions wherever they lie.
+        Few keys need narrow partitions wherever they lie. Of wide heads, a tile of 32 keys has the bytes of
+        64 keys of half the size.
         """
-        default = cls()
-        return cls(num_doublings=0) if 0 < window <= default.narrow_end else default
+        default = cls() if head_dim is None or head_dim <= WIDE_HEAD else cls(tile=32)
+        return replace(default, num_doublings=0) if 0 < window <= default.narrow_end else default
 
     def __post_init__(self) -> None:
         if self.narrow % self.tile or self.narrow_end % (2 * self.narrow) or self.narrow_end <= 0:

@@ -4,10 +4,10 @@ The gate and up projections of experts, with the activation, each expert with it
 
     activated[p] = gate(x[p // K] . weight[e] + bias[e])
 
-for each pair p = row * K + rank of an expert e (routing.py). gate is silu(gate) * up, of N rows of the gate
-before N of up; or that of gpt-oss, of alternating rows: (up + 1) * gate * sigmoid(alpha * gate), with gate
-limited from above and up on both sides. A row's bits depend neither on the other rows nor on how many of them
-its expert has: the order of summation is stated below.
+for each pair p = row * K + rank of an expert e (routing.py). gate is activation(gate) * up, of N rows of the
+gate before N of up; or that of gpt-oss, of alternating rows: (up + 1) * gate * sigmoid(alpha * gate), with
+gate limited from above and up on both sides. A row's bits depend neither on the other rows nor on how many of
+them its expert has: the order of summation is stated below.
 
 Grid: (tiles of the weight times tiles of rows). A program owns TILE_M pairs times TILE_N columns of the
 output. Programs behind the last tile of rows end.
@@ -75,6 +75,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.layers.gates import Activation, activate
 
 BLOCK_SIZE = tl.constexpr(32)
 """Numbers that share a scale."""
@@ -344,7 +345,7 @@ def _gated_expert_multiply(
     NUM_ACTIVE: tl.constexpr,
     N: tl.constexpr,  # columns of the output
     K: tl.constexpr,  # inner dimension
-    IS_CLAMPED: tl.constexpr,  # the gate of gpt-oss
+    ACTIVATION: tl.constexpr,  # see gates.py; or "clamped", the gate of gpt-oss
     TILE_N: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -353,6 +354,7 @@ def _gated_expert_multiply(
 ):
     """Program (t): tile t of the output. Longer than other kernels by its signature."""
     IS_EVEN: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
+    IS_CLAMPED: tl.constexpr = ACTIVATION == "clamped"
     PACKED: tl.constexpr = 1 if scales_ptr is None else 2
     wait_for_producers(PDL)
     tile_n, tile_m = tile_indices(num_tiles_m, tl.cdiv(N, TILE_N))
@@ -396,8 +398,8 @@ def _gated_expert_multiply(
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         activated = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
     else:
-        # As in swiglu.py: the gated value is rounded before the product.
-        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        # As in gates.py: the gated value is rounded before the product.
+        activated = activate(gate, ACTIVATION).to(dtype).to(tl.float32) * up
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + column[:, None]
     tl.store(out_ptrs, activated.to(dtype), mask=is_row[None, :] & is_column[:, None])
 
@@ -408,19 +410,20 @@ def gated_expert_multiply(
     rows: ExpertRows,
     out: Tensor,
     config: ExpertGemmConfig,
-    activation: ClampedActivation | None,
+    activation: ClampedActivation | Activation = "silu",
 ) -> None:
     """The activation of the gate and up projections of each pair's expert, in out [R * K', N].
 
     x [R, K], matrix of [E, 2 N, K], and `rows` with K' experts for each row, after `list_rows`. activation:
-    None for silu(gate) * up, with the gate's rows first; else gate and up rows alternate. Rows of `out` whose
-    row is padding are not written. Raises ValueError for another shape, type or layout.
+    a name for activation(gate) * up, with the gate's rows first; else gate and up rows alternate. Rows of
+    `out` whose row is padding are not written. Raises ValueError for another shape, type or layout.
     """
     num_pairs, num_columns = out.shape
     check_tensor("out", out, (rows.num_rows * rows.num_active, num_columns), x.dtype)
     check_tensor("x", x, (rows.num_rows, matrix.inner), out.dtype)
     check_matrix(matrix, (rows.num_experts, 2 * num_columns, matrix.inner), x.dtype)
     check_expert_rows(rows)
+    clamped = activation if isinstance(activation, ClampedActivation) else None
     num_tiles_m = config.num_row_tiles(rows)
     _gated_expert_multiply[(num_tiles_m * cdiv(num_columns, config.tile_n),)](
         x_ptr=x,
@@ -432,14 +435,14 @@ def gated_expert_multiply(
         out_ptr=out,
         num_tiles_m=num_tiles_m,
         num_rows=rows.num_rows,
-        alpha=0.0 if activation is None else activation.alpha,
-        limit=0.0 if activation is None else activation.limit,
+        alpha=0.0 if clamped is None else clamped.alpha,
+        limit=0.0 if clamped is None else clamped.limit,
         NUM_EXPERTS=rows.num_experts,
         PADDED_EXPERTS=next_power_of_2(rows.num_experts),
         NUM_ACTIVE=rows.num_active,
         N=num_columns,
         K=matrix.inner,
-        IS_CLAMPED=activation is not None,
+        ACTIVATION="clamped" if isinstance(activation, ClampedActivation) else activation,
         TILE_N=config.tile_n,
         TILE_M=config.tile_m,
         TILE_K=config.inner_tile(matrix),

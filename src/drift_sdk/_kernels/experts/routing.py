@@ -6,8 +6,11 @@
 Scores and weights, of logits l, by the kind of router:
 
     softmax:  the score of an expert is l; weights are softmax(l), over the chosen or over all experts
+    wide:     likewise, times the router's scale; it has no groups here
     sigmoid:  the score is sigmoid(l) + correction_bias; weights are sigmoid(l), divided by
               (their sum over the chosen + 1e-20) where they are normalised, times the router's scale
+
+Where experts have factors, weights are multiplied by them at the end.
 
 Groups of experts: only experts of the groups with the largest sums of two scores are chosen.
 
@@ -135,6 +138,7 @@ def _choose_experts(
     logits_ptr,  # [NUM_SLICES, R, NUM_EXPERTS] fp32: partial sums
     bias_ptr,  # [NUM_EXPERTS], DTYPE; or None
     correction_ptr,  # [NUM_EXPERTS] fp32: added to sigmoids for the choice; or None
+    factors_ptr,  # [NUM_EXPERTS]: weights are multiplied by them; or None
     row_slot_ptr,  # [R] int32
     experts_ptr,  # [R, NUM_ACTIVE] int32, written
     shares_ptr,  # [R, NUM_ACTIVE] fp32, written
@@ -208,6 +212,9 @@ def _choose_experts(
             ranked = exponentials / norm
             if SCALE != 1.0:
                 ranked = ranked * SCALE
+        if factors_ptr is not None:
+            factors = tl.load(factors_ptr + chosen, mask=rank_range < NUM_ACTIVE, other=1.0)
+            ranked = ranked * factors.to(tl.float32)
 
     pair = row * NUM_ACTIVE + rank_range
     is_rank = rank_range < NUM_ACTIVE
@@ -251,13 +258,15 @@ def choose_experts(
     *,
     dtype: torch.dtype,
     correction_bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> None:
     """Fill `rows.experts` and `rows.shares`.
 
     logits: fp32 partial sums [num_slices, R, E], added in order, then bias [E] of type `dtype`, then rounded
     to `dtype`, which is float32 for a router whose logits are not rounded. row_slot: [R] int32, -1 for a
     padding row. correction_bias: [E] float32, for a router of sigmoids: added for the choice, and no part of
-    the weights. Raises ValueError for another shape, type or layout, and for groups without experts enough.
+    the weights. factors: [E] of any floating-point type: weights are multiplied by them. Raises ValueError
+    for another shape, type or layout, and for groups without experts enough.
     """
     num_slices = logits.shape[0]
     num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
@@ -266,6 +275,8 @@ def choose_experts(
     check_tensor("logits", logits, (num_slices, num_rows, num_experts), torch.float32)
     check_tensors((num_experts,), dtype, bias=bias)
     check_tensors((num_experts,), torch.float32, correction_bias=correction_bias)
+    if factors is not None:
+        check_tensor("factors", factors, (num_experts,), factors.dtype)
     _check_router(router, num_experts, num_active, correction_bias)
     check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
     check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
@@ -274,6 +285,7 @@ def choose_experts(
         logits_ptr=logits,
         bias_ptr=bias,
         correction_ptr=correction_bias,
+        factors_ptr=factors,
         row_slot_ptr=row_slot,
         experts_ptr=rows.experts,
         shares_ptr=rows.shares,

@@ -18,13 +18,15 @@ The residual stream: a layer's output is added to it, and it is normalised, in o
     total[r] = sum of slices of delta[r] + bias
     total[r] = rms_norm(total[r]) * delta_norm                                      where this norm is given
     hidden[r] = hidden[r] + total[r] * delta_multiplier
+    hidden[r] = hidden[r] * factor                                                  where this factor is given
     normed[r] = rms_norm(hidden[r]) * normed_multiplier * weight
 
 Grid: (rows). A program owns one row, in registers: made for H up to 16,384, which are 32 values for each of
 the 512 threads of 16 warps.
 
 Order of summation: slices in ascending order in float32, then the bias, then rounded to the storage type and
-added to the residual stream. The norm of the delta and its product with the multiplier are each rounded too.
+added to the residual stream. The norm of the delta, its product with the multiplier and the stream's with the
+factor are each rounded too.
 
 Bytes: three rows of the storage type and NUM_SLICES rows of fp32 for each row. With a few rows the time is
 that of a launch and one trip to memory.
@@ -32,6 +34,18 @@ that of a launch and one trip to memory.
 Dependent launch: with a delta, the kernel always follows the product that made it, so it permits its
 dependents to start at once; before it waits, it reads the weights, which never change, and the residual
 stream, which is older than the product. Without a delta it reads the weight, waits, and then permits them.
+
+Two outputs that are each normalised, and added.
+
+    out[r] = rms_norm(sum of slices of first[r] + bias) * first_norm
+           + rms_norm(sum of slices of second[r]) * second_norm
+
+Grid: (rows). A program owns one row. Sums, norms and their sum are each rounded to the storage type.
+
+Bytes: NUM_SLICES rows of fp32 or one of the storage type of both, and one row out.
+
+Dependent launch: the kernel follows the product that made the second, so it permits its dependents to start
+at once. It reads the norms before it waits.
 
 Rows of the embedding as the residual stream, and its first norm.
 
@@ -159,6 +173,7 @@ def _add_norm(
     delta_ptr,  # [NUM_SLICES, R, SIZE] fp32, or [R, SIZE] in the storage type, or None
     bias_ptr,  # [SIZE], storage type, or None
     delta_norm_ptr,  # [SIZE], storage type, or None
+    factor_ptr,  # [1], storage type, or None
     weight_ptr,  # [SIZE], storage type
     normed_ptr,  # [R, SIZE], storage type
     aux_hidden_ptr,  # [R, SIZE], storage type: a copy of the updated hidden; or None
@@ -208,6 +223,8 @@ def _add_norm(
             x, total, bias_ptr, bias, delta_norm_ptr, delta_weight, eps if delta_eps is None else delta_eps,
             SIZE, DELTA_MULTIPLIER, NORM_KIND,
         )  # fmt: skip
+        if factor_ptr is not None:
+            x = (x.to(tl.float32) * tl.load(factor_ptr).to(tl.float32)).to(x.dtype)
         tl.store(hidden_ptrs, x, mask=column_mask)
 
     if aux_hidden_ptr is not None:
@@ -229,6 +246,7 @@ def add_norm(
     delta_norm: Tensor | None = None,
     delta_eps: float | None = None,
     delta_multiplier: float = 1.0,
+    factor: Tensor | None = None,
     normed_multiplier: float = 1.0,
     norm_kind: NormKind = "rounded",
 ) -> None:
@@ -242,6 +260,7 @@ def add_norm(
     delta_norm [H] in the storage type, if given: delta is normalised, and weighed by it, before it is added.
     delta_eps: of the norm of delta; None: eps.
     delta_multiplier: delta is multiplied by it, after its norm.
+    factor [1] in the storage type, if given: then hidden is multiplied by it.
     normed_multiplier: applied before the first rounding of `normed`. norm_kind: see `weigh`.
     aux_hidden: [R, H] in the storage type, if given, takes a copy of the updated hidden.
     Rows of all but weights and bias may have any stride. Raises ValueError for another shape, type or layout.
@@ -256,7 +275,8 @@ def add_norm(
         slices = check_partial_sums("delta", delta, num_rows, size, dtype)
 
     check_tensors((size,), dtype, bias=bias, delta_norm=delta_norm)
-    for name, tensor in (("bias", bias), ("delta_norm", delta_norm)):
+    check_tensors((1,), dtype, factor=factor)
+    for name, tensor in (("bias", bias), ("delta_norm", delta_norm), ("factor", factor)):
         if tensor is not None and delta is None:
             raise ValueError(f"{name}: given without delta: expected None")
 
@@ -268,6 +288,7 @@ def add_norm(
         delta_ptr=delta,
         bias_ptr=bias,
         delta_norm_ptr=delta_norm,
+        factor_ptr=factor,
         weight_ptr=weight,
         normed_ptr=normed,
         aux_hidden_ptr=aux_hidden,
@@ -283,6 +304,118 @@ def add_norm(
         NUM_SLICES=slices.num_slices,
         DELTA_MULTIPLIER=delta_multiplier,
         NORMED_MULTIPLIER=normed_multiplier,
+        NORM_KIND=norm_kind,
+        PDL=uses_pdl(),
+        num_warps=norm_warps(size),
+        **launch_options(),
+    )
+
+
+@device_function
+def _normed_sum(
+    ptrs,  # [PADDED_SIZE]: of a row, NUM_SLICES times
+    slice_stride,
+    bias,  # [PADDED_SIZE], storage type, or None
+    weight,  # [PADDED_SIZE], storage type
+    column_mask,
+    eps,
+    SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    NORM_KIND: tl.constexpr,
+):
+    """Return the sum of the slices and the bias, normalised and weighed, in fp32."""
+    total = tl.load(ptrs, mask=column_mask, other=0.0).to(tl.float32)
+    for slice_index in tl.static_range(1, NUM_SLICES):
+        total += tl.load(ptrs + slice_index * slice_stride, mask=column_mask, other=0.0)
+
+    if bias is not None:
+        total += bias.to(tl.float32)
+    total = total.to(weight.dtype).to(tl.float32)
+    scale = inverse_rms(tl.sum(total * total, axis=0), SIZE, eps)
+    return weigh(total * scale, weight, NORM_KIND).to(tl.float32)
+
+
+@kernel
+def _add_normed(
+    first_ptr,  # [FIRST_SLICES, R, SIZE] fp32, or [R, SIZE] in the storage type
+    second_ptr,  # [SECOND_SLICES, R, SIZE] fp32, or likewise
+    bias_ptr,  # [SIZE], storage type, or None
+    first_norm_ptr,  # [SIZE], storage type
+    second_norm_ptr,  # [SIZE], storage type
+    out_ptr,  # [R, SIZE], storage type
+    eps,
+    first_slice_stride,
+    first_stride,
+    second_slice_stride,
+    second_stride,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,  # SIZE, rounded up to a power of two
+    FIRST_SLICES: tl.constexpr,
+    SECOND_SLICES: tl.constexpr,
+    NORM_KIND: tl.constexpr,  # see `weigh`
+    PDL: tl.constexpr,
+):
+    """Program (row): one row."""
+    start_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED_SIZE)
+    column_mask = column < SIZE
+    first_norm = tl.load(first_norm_ptr + column, mask=column_mask, other=0.0)
+    second_norm = tl.load(second_norm_ptr + column, mask=column_mask, other=0.0)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
+    wait_for_producers(PDL)
+    first = _normed_sum(
+        first_ptr + (row * first_stride + column), first_slice_stride, bias, first_norm, column_mask, eps,
+        SIZE, FIRST_SLICES, NORM_KIND,
+    )  # fmt: skip
+    second = _normed_sum(
+        second_ptr + (row * second_stride + column), second_slice_stride, None, second_norm, column_mask, eps,
+        SIZE, SECOND_SLICES, NORM_KIND,
+    )  # fmt: skip
+    tl.store(out_ptr + row * SIZE + column, (first + second).to(first_norm.dtype), mask=column_mask)
+
+
+def add_normed(
+    first: Tensor,
+    second: Tensor,
+    first_norm: Tensor,
+    second_norm: Tensor,
+    out: Tensor,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    norm_kind: NormKind = "rounded",
+) -> None:
+    """out = rms_norm(first + bias) * first_norm + rms_norm(second) * second_norm.
+
+    first, second: [R, H] in the storage type, or fp32 partial sums [num_slices, R, H], added in order. Rows
+    may have any stride. bias, first_norm, second_norm: [H]; out: [R, H], all in the storage type. norm_kind:
+    of both, see `weigh`. Raises ValueError for another shape, type or layout.
+    """
+    num_rows, size = out.shape
+    dtype = out.dtype
+    check_tensor("out", out, (num_rows, size), dtype)
+    check_tensors((size,), dtype, first_norm=first_norm, second_norm=second_norm, bias=bias)
+    first_slices = check_partial_sums("first", first, num_rows, size, dtype)
+    second_slices = check_partial_sums("second", second, num_rows, size, dtype)
+    _add_normed[(num_rows,)](
+        first_ptr=first,
+        second_ptr=second,
+        bias_ptr=bias,
+        first_norm_ptr=first_norm,
+        second_norm_ptr=second_norm,
+        out_ptr=out,
+        eps=eps,
+        first_slice_stride=first_slices.slice_stride,
+        first_stride=first.stride(-2),
+        second_slice_stride=second_slices.slice_stride,
+        second_stride=second.stride(-2),
+        SIZE=size,
+        PADDED_SIZE=next_power_of_2(size),
+        FIRST_SLICES=first_slices.num_slices,
+        SECOND_SLICES=second_slices.num_slices,
         NORM_KIND=norm_kind,
         PDL=uses_pdl(),
         num_warps=norm_warps(size),

@@ -6,7 +6,8 @@
     x = x * query_scale[position[r]]                            queries, where scales are given
 
 The first 2 * HALF elements of a head are rotated, which are all of it in most models; the rest stays as it
-is. Without cosines and sines nothing is rotated.
+is. Without cosines and sines nothing is rotated. Values may be normalised without weights; keys as they were
+projected may be the values too; and of queries alone, nothing is stored.
 
 Grid: (rows, tiles of heads). A program owns some heads of one kind (queries, keys or values) of one row: the
 first tiles are of query heads, the next of keys, the last of values.
@@ -29,6 +30,8 @@ places, block table, cosines and sines, which are older than the product.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton.language as tl
@@ -57,6 +60,10 @@ from drift_sdk._kernels.launch.kernel import (
 )
 from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, weigh
 from drift_sdk.quantised.fp8 import E4M3
+
+Projected = Literal["qkv", "qk", "q"]
+"""What is projected: queries, keys and values; no values, which are the keys before norm and rotation; or
+queries alone, of a layer that attends to the keys and values of another one."""
 
 PROGRAM_ELEMENTS = 1_024
 """Elements of a program: 8 for each of the 128 threads of four warps. A row of an 8B model (48 heads of 128)
@@ -141,7 +148,7 @@ def _rotate_and_store(
     qkv_slice_stride,
     qkv_stride,
     table_stride,
-    NUM_HEADS: tl.constexpr,  # width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    NUM_HEADS: tl.constexpr,  # width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, or less, see `Projected`
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,  # positions in a block of the KV cache
@@ -151,6 +158,8 @@ def _rotate_and_store(
     PADDED_REST: tl.constexpr,  # HEAD_DIM - 2 * HALF, rounded up likewise; 0: all are rotated
     NUM_SLICES: tl.constexpr,
     NORM_KIND: tl.constexpr,  # see norm.py
+    HAS_VALUES: tl.constexpr,  # values are projected
+    HAS_VALUE_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (row, tile): the first tiles are of query heads, then of keys, then of values. Longer than
@@ -168,7 +177,8 @@ def _rotate_and_store(
     tile_of_kind = tl.where(is_query, tile, (tile - QUERY_TILES) % KV_TILES)
     head = tile_of_kind * TILE_HEADS + tl.arange(0, TILE_HEADS)
     num_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
-    first_head = tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
+    FIRST_VALUE_HEAD: tl.constexpr = NUM_HEADS + NUM_KV_HEADS if HAS_VALUES else NUM_HEADS
+    first_head = tl.where(is_query, 0, tl.where(is_value, FIRST_VALUE_HEAD, NUM_HEADS))
 
     # Elements of the lower half of what is rotated; the upper half lies HALF elements further, then the rest.
     dim = tl.arange(0, PADDED_HALF)
@@ -214,6 +224,16 @@ def _rotate_and_store(
     if PADDED_REST > 0:
         rest = _load_heads(qkv_ptr, rest_bias, rest_offset, stride, rest_mask, NUM_SLICES, DTYPE)
     stored_low, stored_high = low.to(DTYPE), high.to(DTYPE)
+    if HAS_VALUE_NORM:
+        if is_value:
+            squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+            if PADDED_REST > 0:
+                squares += tl.sum(rest * rest, axis=1)
+            scale = inverse_rms(squares, HEAD_DIM, eps)[:, None]
+            stored_low, stored_high = (low * scale).to(DTYPE), (high * scale).to(DTYPE)
+            if PADDED_REST > 0:
+                rest = (rest * scale).to(DTYPE).to(tl.float32)
+
     if not is_value:
         if query_norm_ptr is not None:
             squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
@@ -277,27 +297,43 @@ def rotate_and_store(
     norm_kind: NormKind = "rounded",
     row_kv_slot: Tensor | None = None,
     query_scale: Tensor | None = None,
+    projected: Projected = "qkv",
+    has_value_norm: bool = False,
 ) -> None:
     """Rotated queries to query_out; rotated keys, and values, to the cache.
 
+    Longer than other wrappers by its arguments.
+
     qkv: [R, W] in the storage type, or fp32 partial sums [num_slices, R, W], added in the order of slices,
     then bias [W] if given, then rounded; W = (num_heads + 2 * num_kv_heads) * head_dim: queries, keys,
-    values. Its rows may have any stride.
+    values. Its rows may have any stride. projected: what of these there is.
     row_slot, row_position: [R] int32. Rows with a negative slot are padding: their queries are zeros, and
     nothing is written to the cache for them. No two live rows may have the same slot and position.
     block_table: [S, max_blocks] int32, the blocks of each slot in order; its rows may have any stride.
     cos, sin: [max_positions, D / 2] in the storage type, for every position of a live row: the first D
     elements of each head are rotated. Both None: nothing is rotated.
     query_out: [R, num_heads, head_dim].
-    query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation.
-    norm_kind: of both, see norm.py.
+    query_norm, key_norm: [head_dim], both or neither, with eps: heads are normalised before the rotation;
+    without keys, key_norm is None. norm_kind: of both, see norm.py.
+    has_value_norm: values are normalised, with eps.
     row_kv_slot: [R] int64, the cache slots of the rows' keys and values; None: those of their positions.
     query_scale: [max_positions] in the storage type: queries are multiplied by the number at the position of
     their row, after the rotation and its rounding, and rounded again.
     Raises ValueError for another shape, type or layout.
     """
     slices = _check_rotate_and_store(
-        qkv, row_slot, row_position, block_table, cos, sin, query_out, kv, bias, query_norm, key_norm
+        qkv,
+        row_slot,
+        row_position,
+        block_table,
+        cos,
+        sin,
+        query_out,
+        kv,
+        bias,
+        query_norm,
+        key_norm,
+        projected,
     )
     num_rows, num_heads, head_dim = query_out.shape
     check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
@@ -311,12 +347,14 @@ def rotate_and_store(
     padded_rest = next_power_of_2(rest) if rest else 0
     most_heads = PROGRAM_ELEMENTS // (2 * padded_half + padded_rest)
     tile_heads = max(1 << most_heads.bit_length() - 1, 1)  # the largest power of two that fits
-    num_tiles = cdiv(num_heads, tile_heads) + 2 * cdiv(num_kv_heads, tile_heads)
+    num_tiles = cdiv(num_heads, tile_heads)
+    if projected != "q":
+        num_tiles += 2 * cdiv(num_kv_heads, tile_heads)
     _rotate_and_store[(num_rows, num_tiles)](
         qkv_ptr=qkv,
         bias_ptr=bias,
         query_norm_ptr=query_norm,
-        key_norm_ptr=key_norm,
+        key_norm_ptr=query_norm if projected == "q" else key_norm,
         cos_ptr=cos,
         sin_ptr=sin,
         row_slot_ptr=row_slot,
@@ -343,6 +381,8 @@ def rotate_and_store(
         PADDED_REST=padded_rest,
         NUM_SLICES=slices.num_slices,
         NORM_KIND=norm_kind,
+        HAS_VALUES=projected == "qkv",
+        HAS_VALUE_NORM=has_value_norm,
         PDL=uses_pdl(),
         num_warps=NUM_WARPS,
         # A fused multiply-add would leave out the rounding of a product.
@@ -363,6 +403,7 @@ def _check_rotate_and_store(
     bias: Tensor | None,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
+    projected: Projected,
 ) -> PartialSums:
     """Raise ValueError for arguments of `rotate_and_store` of another shape, type or layout.
 
@@ -370,7 +411,7 @@ def _check_rotate_and_store(
     """
     num_rows, num_heads, head_dim = query_out.shape
     dtype = query_out.dtype
-    width = (num_heads + 2 * kv.num_heads) * head_dim
+    width = (num_heads + (len(projected) - 1) * kv.num_heads) * head_dim
     slices = check_partial_sums("qkv", qkv, num_rows, width, dtype)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: expected an even number")
@@ -383,7 +424,10 @@ def _check_rotate_and_store(
         check_tensors(cos.shape, dtype, cos=cos, sin=sin)
 
     check_power_of_two("block_size", kv.block_size)
-    if (query_norm is None) != (key_norm is None):
+    if projected == "q" and key_norm is not None:
+        raise ValueError("key_norm: given without keys: expected None")
+
+    if projected != "q" and (query_norm is None) != (key_norm is None):
         raise ValueError("query_norm, key_norm: one of them is None: expected both or neither")
 
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)

@@ -9,6 +9,7 @@ bounded size. Rounds of partial verification read a part of the cache, and other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -22,15 +23,19 @@ from drift_sdk._kernels.attention.decode import (
     attention_config,
     paged_attention,
 )
-from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_attention
+from drift_sdk._kernels.attention.exact_prefill import (
+    ExactPrefillConfig,
+    exact_prefill_attention,
+    wide_prefill_attention,
+)
 from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import PrefillAttentionConfig, has_cuda_prefill, prefill_attention
-from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.layers.gates import gate_attention
-from drift_sdk._kernels.layers.rope_store import rotate_and_store
+from drift_sdk._kernels.layers.rope_store import Projected, rotate_and_store
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.views import Retrieval, block_shares, select_blocks, view_blocks
 from drift_sdk.execution.device.memory import Workspace
@@ -40,7 +45,7 @@ from drift_sdk.execution.forward.products import Products
 from drift_sdk.execution.forward.rows import LayerBuffers, Rows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
-from drift_sdk.spec.model import Attention
+from drift_sdk.spec.model import AnyAttention, Attention
 from drift_sdk.speculation import ViewLayout
 
 SCRATCH_SHARE = 64
@@ -51,18 +56,50 @@ CPU_SCRATCH_BYTES = 2**28
 
 
 class AttentionShape(Struct, frozen=True, kw_only=True):
-    """Sizes of a model's attention.
+    """Sizes of the attention of some layers.
 
-    num_kv_heads: of the KV cache. head_dim: of its values. group: query heads for each KV head.
-    max_num_keys: most keys of a sequence. windows: how many keys rows see in the layers, each once; 0: all
-    before them.
+    num_kv_heads: of the KV cache. head_dim: of its values. group: query heads for each KV head. window: how
+    many keys rows see; 0: all before them. is_latent: values are parts of keys.
     """
 
     num_kv_heads: int
     group: int
     head_dim: int
-    max_num_keys: int
-    windows: tuple[int, ...] = (0,)
+    window: int = 0
+    is_latent: bool = False
+
+    @classmethod
+    def of_spec(cls, spec: AnyAttention) -> AttentionShape:
+        return cls(
+            num_kv_heads=spec.num_kv_heads,
+            group=spec.group,
+            head_dim=spec.value_dim,
+            window=spec.window or 0,
+            is_latent=spec.kv.is_latent,
+        )
+
+    @classmethod
+    def of_layer(cls, layer: LayerAttention) -> AttentionShape:
+        return cls(
+            num_kv_heads=layer.kv.num_heads,
+            group=layer.group,
+            head_dim=layer.value_dim,
+            window=layer.window,
+            is_latent=layer.kv.latent_dim > 0,
+        )
+
+    @property
+    def partitions(self) -> Partitions:
+        """Borders at which keys are cut."""
+        return Partitions.of_layer(None if self.is_latent else self.head_dim, self.window)
+
+    def num_partitions(self, max_num_keys: int, num_rows: int) -> int:
+        """The most partitions of a sequence of up to `max_num_keys` keys that `num_rows` rows see."""
+        return self.partitions.room(max_num_keys, self.window, num_rows)
+
+    def num_partials(self, max_num_keys: int, num_rows: int) -> int:
+        """The most partial sums of `num_rows` rows of a sequence."""
+        return self.num_kv_heads * self.num_partitions(max_num_keys, num_rows) * num_rows * self.group
 
 
 class AttentionGroups:
@@ -72,36 +109,38 @@ class AttentionGroups:
     sequences are attended in groups, one launch after the other. A sequence's bits do not depend on its
     group. All users of a workspace share the same scratch memory.
 
-    group_size: most sequences of a group. scratches: for each window, the scratch memory of each group; all
-    share the partial sums, each has its own plan.
+    group_size: most sequences of a group. scratches: for each shape of layers, the scratch memory of each
+    group; all share the partial sums, each has its own plan.
     """
 
     def __init__(
         self,
         workspace: Workspace,
         device: torch.device,
-        shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
         *,
+        max_num_keys: int,
         num_sequences: int,
         num_rows: int,
         blocks: BlockTable | None = None,
         max_scratch_bytes: int | None = None,
     ) -> None:
-        """blocks: in which shared prefixes are looked for; None: keys are read for each sequence.
-        max_scratch_bytes: the bound; None: `scratch_bytes` of the device."""
-        self._blocks, self._group = blocks, shape.group
-        num_partitions = {
-            window: Partitions.of_window(window).room(shape.max_num_keys, window, num_rows)
-            for window in shape.windows
-        }
-        num_bytes = sequence_bytes(shape, num_rows)
+        """shapes: of the layers, each once. max_num_keys: most keys of a sequence. blocks: in which shared
+        prefixes are looked for; None: keys are read for each sequence. max_scratch_bytes: the bound; None:
+        `scratch_bytes` of the device."""
+        self._blocks = blocks
+        num_bytes = sequence_bytes(shapes, max_num_keys, num_rows)
         most = scratch_bytes(device) if max_scratch_bytes is None else max_scratch_bytes
         self.group_size: int = max(1, min(num_sequences, most // num_bytes))
 
-        def scratch(window: int) -> AttentionScratch:
-            partitions = Partitions.of_window(window)
+        def scratch(shape: AttentionShape) -> AttentionScratch:
             plan = AttentionPlan(
-                self.group_size, shape.max_num_keys, partitions, device, window=window, num_rows=num_rows
+                self.group_size,
+                max_num_keys,
+                shape.partitions,
+                device,
+                window=shape.window,
+                num_rows=num_rows,
             )
             rows = num_rows * shape.group
             sizes = (self.group_size, shape.num_kv_heads, plan.max_num_partitions, rows)
@@ -111,11 +150,14 @@ class AttentionGroups:
 
             return AttentionScratch(plan, take("sums", shape.head_dim), take("maxima"), take("weights"))
 
-        # The window that needs most takes its memory first.
-        windows = sorted(num_partitions, key=lambda window: -num_partitions[window])
+        # The shapes that need most take their memory first.
+        partials = [shape.num_partials(max_num_keys, num_rows) for shape in shapes]
+        sums = [number * shape.head_dim for number, shape in zip(partials, shapes, strict=True)]
+        for name, sizes in (("sums", sums), ("maxima", partials), ("weights", partials)):
+            workspace.take(f"attention_{name}", (self.group_size * max(sizes),), torch.float32)
         num_groups = -(-num_sequences // self.group_size)
-        self.scratches: dict[int, list[AttentionScratch]] = {
-            window: [scratch(window) for _ in range(num_groups)] for window in windows
+        self.scratches: dict[AttentionShape, list[AttentionScratch]] = {
+            shape: [scratch(shape) for _ in range(num_groups)] for shape in shapes
         }
 
     @classmethod
@@ -133,18 +175,13 @@ class AttentionGroups:
         block_table [S, max_blocks] int32: of slots whose shared prefixes are read once, or None.
         """
         spec = model.decoder.spec
-        attention = spec.attention
-        shape = AttentionShape(
-            num_kv_heads=attention.num_kv_heads,
-            group=attention.group,
-            head_dim=attention.value_dim,
-            max_num_keys=model.limits.max_model_len + 1,
-            windows=tuple(dict.fromkeys(window or 0 for window in spec.windows)),
-        )
+        mixers = (layer.mixer for layer in spec.layers)
+        found = (AttentionShape.of_spec(mixer) for mixer in mixers if isinstance(mixer, AnyAttention))
         return cls(
             workspace,
             model.decoder.device,
-            shape,
+            tuple(dict.fromkeys(found)),
+            max_num_keys=model.limits.max_model_len + 1,
             num_sequences=num_sequences,
             num_rows=num_rows,
             # Of latents, a tile of a product has rows of one sequence alone.
@@ -161,16 +198,16 @@ class AttentionGroups:
     def plan(self, rows: PlannedRows) -> None:
         """Distribute the keys of rows over programs; once a step, before any layer calls `attend`. What
         `attend_trees` attends needs a plan without shared prefixes."""
-        for window in self.scratches:
-            for scratch, part in self._groups(rows, window):
-                plan_attention(rows.of_rows(part), scratch.plan, self._blocks, self._group)
+        for shape in self.scratches:
+            for scratch, part in self._groups(rows, shape):
+                plan_attention(rows.of_rows(part), scratch.plan, self._blocks, shape.group)
 
     def attend(self, layer: LayerAttention, rows: PlannedRows, *, beside_chunks: bool = False) -> None:
         """Attend the rows that `plan` was last called with; see `paged_attention`.
 
         Raises ValueError for more sequences than the object was made for.
         """
-        for scratch, part in self._groups(rows, layer.window):
+        for scratch, part in self._groups(rows, AttentionShape.of_layer(layer)):
             if layer.kv.latent_dim:
                 latent_attention(layer.of_rows(part), rows.of_rows(part), scratch)
                 continue
@@ -186,15 +223,15 @@ class AttentionGroups:
     def attend_trees(self, layer: LayerAttention, rows: PlannedRows, paths: TreePaths) -> None:
         """`attend` for rows that are nodes of trees; see `tree_attention`."""
         nodes_per_tree = rows.rows_per_sequence
-        for scratch, part in self._groups(rows, layer.window):
+        for scratch, part in self._groups(rows, AttentionShape.of_layer(layer)):
             trees = paths.of_trees(
                 part.start // nodes_per_tree, part.stop // nodes_per_tree, rows.num_sequences
             )
             tree_attention(layer.of_rows(part), rows.of_rows(part), trees, scratch, _config(layer, scratch))
 
-    def _groups(self, rows: PlannedRows, window: int) -> list[tuple[AttentionScratch, slice]]:
-        """The scratch memory and the rows of each group, for layers with this window."""
-        scratches, num_rows = self.scratches[window], rows.slot.shape[0]
+    def _groups(self, rows: PlannedRows, shape: AttentionShape) -> list[tuple[AttentionScratch, slice]]:
+        """The scratch memory and the rows of each group, for layers of this shape."""
+        scratches, num_rows = self.scratches[shape], rows.slot.shape[0]
         size = self.group_size * rows.rows_per_sequence
         firsts = range(0, num_rows, size)
         if len(firsts) > len(scratches):
@@ -211,13 +248,9 @@ def _config(layer: LayerAttention, scratch: AttentionScratch) -> AttentionConfig
     return attention_config(layer.head_dim, layer.kv.keys.dtype, scratch.plan.partitions.tile)
 
 
-def sequence_bytes(shape: AttentionShape, num_rows: int) -> int:
-    """Bytes of the partial sums of a sequence with so many rows."""
-    num_partitions = max(
-        Partitions.of_window(window).room(shape.max_num_keys, window, num_rows) for window in shape.windows
-    )
-    num_partials = shape.num_kv_heads * num_partitions * num_rows * shape.group
-    return num_partials * (shape.head_dim + 2) * 4
+def sequence_bytes(shapes: Sequence[AttentionShape], max_num_keys: int, num_rows: int) -> int:
+    """Bytes of the partial sums of a sequence of up to `max_num_keys` keys with so many rows."""
+    return max(shape.num_partials(max_num_keys, num_rows) * (shape.head_dim + 2) * 4 for shape in shapes)
 
 
 def scratch_bytes(device: torch.device) -> int:
@@ -274,22 +307,22 @@ class ChunkAttention:
         """Nothing: the tiles come from the host."""
 
     def attend(self, layer: LayerAttention) -> None:
-        partitions = Partitions.of_window(layer.window)
         if layer.kv.latent_dim:
-            latent_prompt_attention(layer, self._tiles, self._config.tile_rows, partitions)
+            latent_prompt_attention(layer, self._tiles, self._config.tile_rows, layer.partitions)
         else:
-            exact_prefill_attention(layer, self._tiles, self._config, partitions)
+            exact_prefill_attention(layer, self._tiles, self._config, layer.partitions)
 
     def permits_early_start(self, layer: LayerAttention) -> bool:
         """Return True if the launch after `attend` may start while the kernel of `attend` still runs."""
         if layer.kv.latent_dim:
             return False
 
-        return has_cuda_prefill(layer, self._config.tile_rows, Partitions.of_window(layer.window))
+        return has_cuda_prefill(layer, self._config.tile_rows, layer.partitions)
 
 
 class FastChunkAttention:
-    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4], with other bits than decoding."""
+    """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4], with other bits than decoding. Wide
+    heads have no kernel of other bits."""
 
     def __init__(self, tiles: Tensor, config: PrefillAttentionConfig) -> None:
         self._tiles, self._config = tiles, config
@@ -298,7 +331,10 @@ class FastChunkAttention:
         """Nothing: the tiles come from the host."""
 
     def attend(self, layer: LayerAttention) -> None:
-        prefill_attention(layer, self._tiles, self._config)
+        if layer.head_dim > WIDE_HEAD:
+            wide_prefill_attention(layer, self._tiles, self._config.tile_rows, layer.partitions)
+        else:
+            prefill_attention(layer, self._tiles, self._config)
 
 
 class MixedAttention:
@@ -451,12 +487,14 @@ class AttentionForward:
     def run(
         self, x: Tensor, weights: AttentionWeights, spec: Attention, index: int
     ) -> tuple[Tensor | PeerSums, Tensor | None]:
-        """Store keys and values of layer `index`. Returns its output for x [R, hidden], normalised, as
-        `Products` return it."""
-        rows, cache, query, attended = self._rows, self._cache, self._buffers.query, self._buffers.attended
-        kv, rotation = cache.layer(index), cache.rotation(spec)
+        """Store keys and values of layer `index`, if it has its own. Returns its output for x [R, hidden],
+        normalised, as `Products` return it."""
+        rows, cache = self._rows, self._cache
+        query, attended = self._buffers.heads[spec.num_heads, spec.head_dim]
+        kv = cache.layer(index if spec.kv_of is None else spec.kv_of)
+        rotation, projected = cache.rotation(spec), _projected(spec)
         product, bias = self._products.multiply(x, weights.qkv, weights.qkv_bias)
-        width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.value_dim
+        width = (spec.num_heads + (len(projected) - 1) * spec.num_kv_heads) * spec.head_dim
         rotate_and_store(
             product[..., :width],
             rows.slot,
@@ -473,6 +511,8 @@ class AttentionForward:
             norm_kind="rounded" if spec.head_norm is None else spec.head_norm.kind,
             row_kv_slot=rows.kv_slot,
             query_scale=rotation.query_factors,
+            projected=projected,
+            has_value_norm=spec.has_value_norm and spec.kv_of is None,
         )
         self._attention.attend(
             LayerAttention(
@@ -490,3 +530,10 @@ class AttentionForward:
         if spec.has_gate:
             gate_attention(rows_of_heads, product[..., width:])
         return self._products.multiply_down(rows_of_heads, weights.output, weights.output_bias, 2 * index)
+
+
+def _projected(spec: Attention) -> Projected:
+    if spec.kv_of is not None:
+        return "q"
+
+    return "qkv" if spec.has_values else "qk"

@@ -25,21 +25,31 @@ from drift_sdk._kernels.experts.packed_products import packed_expert_multiply, p
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.gemm import multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.gates import gate_rows
+from drift_sdk._kernels.layers.gates import Activation, gate_rows
+from drift_sdk._kernels.layers.norm import add_norm, add_normed
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.caches import ModelResources
 from drift_sdk.execution.forward.kernel_weights import KernelExperts
 from drift_sdk.execution.forward.products import ExactProducts, Products
-from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights, QuantisedMatrices
+from drift_sdk.models.channels import (
+    ExpertMatrices,
+    ExpertWeights,
+    MlpWeights,
+    ParallelWeights,
+    QuantisedMatrices,
+)
 from drift_sdk.quantised.weight import dense
-from drift_sdk.spec.model import Experts, Mlp
+from drift_sdk.spec.model import Experts, Mlp, ParallelExperts
 
 
 class MlpForward:
     """Kernels that compute the MLP of R rows in a layer."""
 
-    def __init__(self, normed: Tensor, workspace: Workspace, products: Products) -> None:
-        """normed [R, hidden]: the rows that `run` reads."""
+    def __init__(self, normed: Tensor, widest: int, workspace: Workspace, products: Products) -> None:
+        """normed [R, hidden]: the rows that `run` reads. widest: the most columns of an MLP; 0: there is
+        none."""
+        if widest:  # taken at its largest: narrower requests are views of this
+            workspace.take("activated", (normed.shape[0], widest), normed.dtype)
         self._normed, self._workspace, self._products = normed, workspace, products
 
     def run(self, weights: MlpWeights, spec: Mlp, index: int) -> tuple[Tensor | PeerSums, Tensor | None]:
@@ -77,12 +87,15 @@ class ExpertForward:
         *,
         counts: Tensor,
         max_scale: int | None,
+        routed: Tensor | None = None,
     ) -> None:
         """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads. counts
         [num_layers, E] int32: see `take_counts`.
-        max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many."""
+        max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many.
+        routed [R, hidden]: the router's input; None: `normed`."""
         num_rows = normed.shape[0]
         self._spec, self._tuned, self._row_slot, self._normed = spec, tuned, row_slot, normed
+        self._routed = normed if routed is None else routed
         self._workspace, self._max_scale = workspace, max_scale
         self._products = ExactProducts(tuned, None, workspace, num_rows)
         self._rows = ExpertRows.take(workspace.take, num_rows, spec.num_experts, spec.num_active)
@@ -90,7 +103,9 @@ class ExpertForward:
         self._gated_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=True)
         self._down_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=False)
         gate = spec.clamped_gate
-        self._activation = None if gate is None else ClampedActivation(gate.alpha, gate.limit)
+        self._activation: ClampedActivation | Activation = spec.activation
+        if gate is not None:
+            self._activation = ClampedActivation(gate.alpha, gate.limit)
         num_pairs = num_rows * spec.num_active
         self._activated = workspace.take(
             "expert_activated", (num_pairs, spec.intermediate_size), normed.dtype
@@ -106,6 +121,7 @@ class ExpertForward:
         workspace: Workspace,
         *,
         is_decoding: bool,
+        routed: Tensor | None = None,
     ) -> ExpertForward:
         """Experts of a model. The other arguments as in `__init__`."""
         is_of_few = is_decoding or has_few_rows(normed.shape[0], spec)
@@ -117,6 +133,7 @@ class ExpertForward:
             workspace,
             counts=take_counts(workspace, model.decoder.spec.num_layers, spec.num_experts),
             max_scale=model.decoder.max_expert_scale if is_of_few else None,
+            routed=routed,
         )
 
     def run(self, weights: ExpertWeights, index: int) -> Tensor:
@@ -150,11 +167,12 @@ class ExpertForward:
     def _multiply_gated(self, weights: ExpertWeights, rows: ExpertRows) -> None:
         normed, activated, activation = self._normed, self._activated, self._activation
         if isinstance(weights.gate_up, KernelExperts):
+            assert activation == "silu", "others are arranged as numbers"
             packed_gated_expert_multiply(normed, weights.gate_up.packed, rows, activated)
             return
 
         gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
-        if activation is not None and self._has_cuda_product(gate_up):
+        if isinstance(activation, ClampedActivation) and self._has_cuda_product(gate_up):
             cuda_gated_expert_multiply(normed, gate_up, rows, activated, activation)
         else:
             gated_expert_multiply(normed, gate_up, rows, activated, self._gated_gemm, activation)
@@ -176,26 +194,91 @@ class ExpertForward:
 
     def _route(self, weights: ExpertWeights, rows: ExpertRows) -> None:
         """Fill `rows`: the experts of each row, their shares, and the rows of each expert."""
-        normed, weight, router = self._normed, weights.router, self._spec.router
-        if self._max_scale is not None and has_cuda_route(weight, rows.num_active, router):
+        routed, weight, router = self._routed, weights.router, self._spec.router
+        is_for_few = self._max_scale is not None and weights.expert_factors is None
+        if is_for_few and has_cuda_route(weight, rows.num_active, router):
             bias, is_normalised = weights.router_bias, router.is_normalised
-            cuda_route(normed, weight, bias, self._row_slot, rows, is_normalised=is_normalised)
+            cuda_route(routed, weight, bias, self._row_slot, rows, is_normalised=is_normalised)
             return
 
-        config = self._tuned.gemm(*weight.shape).config(normed.shape[0])
-        shape = (config.num_partials, normed.shape[0], weight.shape[0])
+        config = self._tuned.gemm(*weight.shape).config(routed.shape[0])
+        shape = (config.num_partials, routed.shape[0], weight.shape[0])
         logits = self._workspace.take("expert_logits", shape, torch.float32)
-        multiply(normed, weight, logits, config)
+        multiply(routed, weight, logits, config)
         choose_experts(
             logits,
             weights.router_bias,
             self._row_slot,
             rows,
             router,
-            dtype=normed.dtype if router.kind == "softmax" else torch.float32,
+            dtype=routed.dtype if router.kind == "softmax" else torch.float32,
             correction_bias=weights.correction,
+            factors=weights.expert_factors,
         )
         list_rows(rows)
+
+
+class ParallelForward:
+    """Kernels that compute an MLP and experts of R rows, each with norms of its own."""
+
+    def __init__(
+        self,
+        model: ModelResources,
+        spec: ParallelExperts,
+        row_slot: Tensor,
+        stream: Tensor,
+        mlp: MlpForward,
+        workspace: Workspace,
+        *,
+        is_decoding: bool,
+    ) -> None:
+        """row_slot [R] int32, -1 for a padding row. stream [R, hidden]: the residual stream, of which experts
+        and router read other norms than `mlp`."""
+
+        def take(name: str) -> Tensor:
+            return workspace.take(name, tuple(stream.shape), stream.dtype)
+
+        self._spec, self._stream, self._mlp = spec, stream, mlp
+        self._normed, self._routed, self._out = take("expert_input"), take("router_input"), take("joined")
+        self._experts = ExpertForward.take(
+            model,
+            spec.experts,
+            row_slot,
+            self._normed,
+            workspace,
+            is_decoding=is_decoding,
+            routed=self._routed,
+        )
+
+    def run(self, weights: ParallelWeights, index: int) -> Tensor:
+        """Record the kernels of layer `index`. Returns its output [R, hidden], valid until the next layer;
+        that of padding rows is undefined."""
+        spec, norm, router = self._spec, self._spec.norm, self._spec.experts.router
+        dense, bias = self._mlp.run(weights.mlp, spec.mlp, index)
+        assert isinstance(dense, Tensor), "a model that GPUs do not divide"
+        # Only kernels that use no other partial sums lie between the MLP's and their use.
+        add_norm(self._stream, None, weights.norm, self._normed, eps=norm.eps, norm_kind=norm.kind)
+        assert router.input_norm is not None and weights.experts.input_factors is not None
+        add_norm(
+            self._stream,
+            None,
+            weights.experts.input_factors,
+            self._routed,
+            eps=router.input_norm.eps,
+            normed_multiplier=self._stream.shape[1] ** -0.5,
+        )
+        chosen = self._experts.run(weights.experts, index)
+        add_normed(
+            dense,
+            chosen,
+            weights.mlp_post_norm,
+            weights.post_norm,
+            self._out,
+            eps=norm.eps,
+            bias=bias,
+            norm_kind=norm.kind,
+        )
+        return self._out
 
 
 def has_few_rows(num_rows: int, spec: Experts) -> bool:

@@ -6,7 +6,9 @@ The residual stream of a forward pass: the embedding, what the layers add, and t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from msgspec import structs
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
@@ -15,19 +17,29 @@ from drift_sdk._kernels.layers.norm import add_norm, embed_norm
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.attention import AttentionForward, RowAttention
 from drift_sdk.execution.forward.caches import ModelResources
-from drift_sdk.execution.forward.channels import ExpertForward, MlpForward
+from drift_sdk.execution.forward.channels import ExpertForward, MlpForward, ParallelForward
 from drift_sdk.execution.forward.gated_delta import GatedDeltaForward, RecurrentRows
 from drift_sdk.execution.forward.latent_attention import LatentForward
+from drift_sdk.execution.forward.layer_inputs import LayerInputForward
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts, Products
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
-from drift_sdk.models.channels import ExpertWeights, MlpWeights
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
 from drift_sdk.models.mixers.latent_attention import LatentWeights
-from drift_sdk.models.weights import MixerWeights
+from drift_sdk.models.weights import ChannelWeights, MixerWeights
 from drift_sdk.quantised.weight import dense
-from drift_sdk.spec.model import Attention, Experts, LatentAttention, LayerSpec, Mixer, Mlp, Norm
+from drift_sdk.spec.model import (
+    Attention,
+    Channel,
+    Experts,
+    LatentAttention,
+    LayerSpec,
+    Mixer,
+    Norm,
+    ParallelExperts,
+)
 
 
 class ResidualStream:
@@ -85,16 +97,39 @@ class ResidualStream:
 
     def add_channel(self, index: int, output: Tensor | PeerSums, bias: Tensor | None = None) -> None:
         """Add the output of the channel of layer `index`, as `add_norm` or `add_norm_across` takes it."""
+        layer, weights = self._spec.layers[index], self._weights.layers[index]
+        if weights.input is None:
+            self._end_layer(index, layer, output, bias, weights.channel_post_norm)
+        else:  # the layer goes on with the stream itself
+            self._add(layer, output, bias, weights.channel_post_norm, weights.channel_norm, layer.norm)
+
+    def add_input(self, index: int, output: Tensor, bias: Tensor | None = None) -> None:
+        """Add what layer `index` makes of its input, as `add_norm` takes it."""
+        inputs, own = self._spec.layer_inputs, self._weights.layers[index].input
+        assert inputs is not None and own is not None
+        layer = structs.replace(self._spec.layers[index], post_norm=inputs.norm, multiplier=1.0)
+        self._end_layer(index, layer, output, bias, own.norm)
+
+    def _end_layer(
+        self,
+        index: int,
+        layer: LayerSpec,
+        output: Tensor | PeerSums,
+        bias: Tensor | None,
+        delta_norm: Tensor | None,
+    ) -> None:
+        """Add the last output of layer `index`, of which `layer` says how."""
         spec, weights = self._spec, self._weights
         is_last = index + 1 == spec.num_layers
         self._add(
-            spec.layers[index],
+            layer,
             output,
             bias,
-            weights.layers[index].channel_post_norm,
+            delta_norm,
             weights.final_norm if is_last else weights.layers[index + 1].mixer_norm,
             spec.final_norm if is_last else spec.layers[index + 1].norm,
             aux_hidden=self.hidden_states.by_layer.get(index + 1),
+            factor=weights.layers[index].factor,
             normed_multiplier=1.0 / spec.logits_divisor if is_last else 1.0,
         )
 
@@ -108,11 +143,15 @@ class ResidualStream:
         norm: Norm,
         *,
         aux_hidden: Tensor | None = None,
+        factor: Tensor | None = None,
         normed_multiplier: float = 1.0,
     ) -> None:
-        """weight, norm: of the rows that are read next."""
+        """weight, norm: of the rows that are read next. factor: see `add_norm`."""
         post_norm, hidden = layer.post_norm, self.hidden_states.final
-        add: Callable[..., None] = add_norm_across if isinstance(delta, PeerSums) else add_norm
+        add: Callable[..., None] = partial(add_norm, factor=factor)
+        if isinstance(delta, PeerSums):
+            assert factor is None, "a model that GPUs do not divide"
+            add = add_norm_across
         # One launch has one kind of norm.
         is_split = post_norm is not None and post_norm.kind != norm.kind
         first = post_norm if is_split and post_norm is not None else norm
@@ -177,11 +216,26 @@ class ForwardPass:
         if model.states is not None:
             assert recurrent is not None, "a step that recurrent layers do not have"
             self._recurrent = GatedDeltaForward(model.states, rows, recurrent, workspace, products)
-        self._mlp = MlpForward(self.normed, workspace, products)
+        self._mlp = MlpForward(self.normed, model.decoder.spec.mlp_size, workspace, products)
+        inputs, given = model.decoder.spec.layer_inputs, model.decoder.weights.layer_inputs
+        self._inputs: LayerInputForward | None = None
+        if inputs is not None and given is not None:
+            self._inputs = LayerInputForward(
+                inputs, given, model.decoder, rows, hidden_states.final, workspace, products
+            )
+        channels = tuple(dict.fromkeys(layer.channel for layer in model.decoder.spec.layers))
         self._experts = {
             spec: ExpertForward.take(model, spec, rows.slot, self.normed, workspace, is_decoding=is_decoding)
-            for spec in dict.fromkeys(layer.channel for layer in model.decoder.spec.layers)
+            for spec in channels
             if isinstance(spec, Experts)
+        }
+        stream = hidden_states.final
+        self._parallel = {
+            spec: ParallelForward(
+                model, spec, rows.slot, stream, self._mlp, workspace, is_decoding=is_decoding
+            )
+            for spec in channels
+            if isinstance(spec, ParallelExperts)
         }
 
     def share_drafts(self, parent: Tensor | None = None) -> None:
@@ -199,18 +253,17 @@ class ForwardPass:
         if self._exchange is not None:
             self._exchange.begin()
         stream.embed(rows.token, rows.slot)
+        if self._inputs is not None:
+            self._inputs.make()
         self._attention.plan()
         if self._recurrent is not None:
             self._recurrent.begin()
         layers = zip(decoder.spec.layers, decoder.weights.layers, strict=True)
         for index, (layer, weights) in enumerate(layers):
             stream.add_mixer(index, *self._mix(weights.mixer, layer.mixer, index))
-            if isinstance(weights.channel, ExpertWeights):
-                assert isinstance(layer.channel, Experts)
-                stream.add_channel(index, self._experts[layer.channel].run(weights.channel, index))
-            else:
-                assert isinstance(layer.channel, Mlp) and isinstance(weights.channel, MlpWeights)
-                stream.add_channel(index, *self._mlp.run(weights.channel, layer.channel, index))
+            stream.add_channel(index, *self._channel(weights.channel, layer.channel, index))
+            if self._inputs is not None and weights.input is not None:
+                stream.add_input(index, *self._inputs.run(weights.input, index))
         if self._recurrent is not None:
             self._recurrent.end()
 
@@ -228,6 +281,21 @@ class ForwardPass:
 
         assert isinstance(weights, GatedDeltaWeights) and self._recurrent is not None
         return self._recurrent.run(self.normed, weights, mixer, index)
+
+    def _channel(
+        self, weights: ChannelWeights, channel: Channel, index: int
+    ) -> tuple[Tensor | PeerSums, Tensor | None]:
+        """The output of the channel of layer `index` for the normalised stream, and its bias."""
+        if isinstance(channel, ParallelExperts):
+            assert isinstance(weights, ParallelWeights)
+            return self._parallel[channel].run(weights, index), None
+
+        if isinstance(channel, Experts):
+            assert isinstance(weights, ExpertWeights)
+            return self._experts[channel].run(weights, index), None
+
+        assert isinstance(weights, MlpWeights)
+        return self._mlp.run(weights, channel, index)
 
 
 def exact_pass(

@@ -17,13 +17,15 @@ from drift_sdk._kernels.quantised.packing import (
     dequantise,
     pack_weight,
 )
-from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights
+from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.models.weights import DecoderWeights, LayerWeights
+from drift_sdk.models.layer_inputs import LayerInputWeights
+from drift_sdk.models.weights import ChannelWeights, DecoderWeights, LayerWeights
 from drift_sdk.quantised.formats import NVFP4_GROUP, Int4Weight, Nvfp4Weight
 from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.weight import GroupedIntegers, Matrix, QuantisedWeight, dequantised
+from drift_sdk.spec.model import Channel, Experts, experts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +99,18 @@ def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = Non
     if isinstance(draft, Decoder):
         arrange_decoder(draft)
     weights, dtype = decoder.weights, decoder.dtype
-    layers = list(weights.layers)
+    layers, channels = list(weights.layers), [layer.channel for layer in decoder.spec.layers]
     embedding = dequantised(weights.embedding, dtype)
     is_tied = weights.head is weights.embedding
     head = embedding if is_tied else arrange_matrix(weights.head, dtype, is_whole=True)
-    arranged = replace(weights, embedding=embedding, head=head, layers=())
+    inputs = None if weights.layer_inputs is None else _arrange_inputs(weights.layer_inputs, dtype)
+    arranged = replace(weights, embedding=embedding, head=head, layer_inputs=inputs, layers=())
     if isinstance(draft, DraftDecoder):
         _arrange_draft(draft, weights, arranged)
     decoder.weights = arranged
     del weights
-    for index in range(len(layers)):
-        layers[index] = arrange_layer(layers[index], dtype)
+    for index, channel in enumerate(channels):
+        layers[index] = arrange_layer(layers[index], dtype, channel)
     decoder.weights = replace(decoder.weights, layers=tuple(layers))
 
 
@@ -122,22 +125,55 @@ def _arrange_draft(draft: DraftDecoder, target: DecoderWeights, arranged: Decode
         head=arranged.head if shares_head else arrange_matrix(weights.head, dtype),
         fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
         joint=None if weights.joint is None else arrange_matrix(weights.joint, dtype),
-        layers=tuple(arrange_layer(layer, dtype) for layer in weights.layers),
+        layers=tuple(arrange_layer(layer, dtype, draft.config.layer.channel) for layer in weights.layers),
     )
 
 
-def arrange_layer(layer: LayerWeights, dtype: torch.dtype) -> LayerWeights:
-    """The weights of a layer with arranged matrices."""
-    channel = layer.channel
+def arrange_part(weights: Any, dtype: torch.dtype, channel: Channel | None) -> Any:
+    """A part of a decoder's weights with arranged matrices. channel: of a layer."""
+    if isinstance(weights, LayerWeights):
+        assert channel is not None
+        return arrange_layer(weights, dtype, channel)
+
+    return _arrange_inputs(weights, dtype) if isinstance(weights, LayerInputWeights) else weights
+
+
+def _arrange_inputs(inputs: LayerInputWeights, dtype: torch.dtype) -> LayerInputWeights:
+    return replace(
+        inputs,
+        embedding=dequantised(inputs.embedding, dtype),
+        projection=arrange_matrix(inputs.projection, dtype),
+    )
+
+
+def arrange_layer(layer: LayerWeights, dtype: torch.dtype, spec: Channel) -> LayerWeights:
+    """The weights of a layer with arranged matrices. spec: of its channel."""
     matrices: dict[str, Any] = {
         name: arrange_matrix(matrix, dtype) for name, matrix in layer.mixer.matrices.items()
     }
     mixer = replace(layer.mixer, **matrices)
-    if isinstance(channel, ExpertWeights):
-        return replace(layer, mixer=mixer, channel=_arrange_experts(channel, dtype))
+    given = layer.input
+    if given is not None:
+        gate, projection = (arrange_matrix(matrix, dtype) for matrix in (given.gate, given.projection))
+        given = replace(given, gate=gate, projection=projection)
+    return replace(layer, mixer=mixer, channel=_arrange_channel(layer.channel, dtype, spec), input=given)
 
-    assert isinstance(channel, MlpWeights)
-    return replace(layer, mixer=mixer, channel=_arrange_mlp(channel, dtype))
+
+def _arrange_channel(channel: ChannelWeights, dtype: torch.dtype, spec: Channel) -> ChannelWeights:
+    experts = experts_of(spec)
+    if isinstance(channel, ParallelWeights):
+        assert experts is not None
+        return replace(
+            channel,
+            mlp=_arrange_mlp(channel.mlp, dtype),
+            experts=_arrange_experts(channel.experts, dtype, experts),
+        )
+
+    if isinstance(channel, ExpertWeights):
+        assert experts is not None
+        return _arrange_experts(channel, dtype, experts)
+
+    return _arrange_mlp(channel, dtype)
 
 
 def _arrange_mlp(mlp: MlpWeights, dtype: torch.dtype) -> MlpWeights:
@@ -148,11 +184,15 @@ def _arrange_mlp(mlp: MlpWeights, dtype: torch.dtype) -> MlpWeights:
     )
 
 
-def _arrange_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+def _arrange_experts(experts: ExpertWeights, dtype: torch.dtype, spec: Experts) -> ExpertWeights:
+    """The kernels of gates in a quantised format have silu alone."""
+    gate_up = experts.gate_up
+    if spec.activation != "silu" and isinstance(gate_up, tuple):
+        gate_up = torch.stack([dequantised(matrix, dtype) for matrix in gate_up])
     return replace(
         experts,
         shared=None if experts.shared is None else _arrange_mlp(experts.shared, dtype),
-        gate_up=arrange_experts(experts.gate_up, dtype, is_gated=True),
+        gate_up=arrange_experts(gate_up, dtype, is_gated=True),
         down=arrange_experts(experts.down, dtype),
     )
 

@@ -39,7 +39,7 @@ class LatentForward:
     ) -> tuple[Tensor | PeerSums, Tensor | None]:
         """Store the latents of layer `index`. Returns its output for x [R, hidden], normalised, as `Products`
         return it."""
-        rows, query, attended = self._rows, self._buffers.query, self._buffers.attended
+        rows, (query, attended) = self._rows, self._buffers.heads[spec.num_heads, spec.head_dim]
         kv, rotation = self._cache.layer(index), self._cache.rotation(spec)
         assert rotation.cos is not None and rotation.sin is not None
         query_latent = None
@@ -83,4 +83,4 @@ class LatentForward:
 
     def _take(self, name: str, *shape: int) -> Tensor:
         rows = self._rows.slot.shape[0]
-        return self._workspace.take(name, (rows, *shape), self._buffers.query.dtype)
+        return self._workspace.take(name, (rows, *shape), self._buffers.normed.dtype)

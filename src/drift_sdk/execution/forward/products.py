@@ -29,7 +29,7 @@ from drift_sdk.execution.device.exchange import Exchange
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.rows import take_gate_up, take_partials
-from drift_sdk.models.channels import MlpWeights
+from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.quantised.weight import Matrix, dense
@@ -286,6 +286,8 @@ def _products(
     if isinstance(mixer, AttentionWeights):
         bias_of = {"qkv": mixer.qkv_bias, "output": mixer.output_bias}
     pairs = [(dense(matrix), bias_of.get(name)) for name, matrix in mixer.matrices.items()]
+    if isinstance(mlp, ParallelWeights):
+        mlp = mlp.mlp
     if isinstance(mlp, MlpWeights):
         pairs += [(dense(mlp.gate_up), mlp.gate_up_bias), (dense(mlp.down), mlp.down_bias)]
     most_columns, most_inner = (max(weight.shape[dim] for weight, _ in pairs) for dim in (0, 1))

@@ -4,6 +4,7 @@ of the workspace that several kinds of steps share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.plan import PlannedRows
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.spec.model import AnyAttention
 
 
 class Rows(Struct, frozen=True):
@@ -88,25 +90,28 @@ class HiddenStates(Struct, frozen=True):
 class LayerBuffers(Struct, frozen=True):
     """Intermediate values of one layer for R rows. Each layer overwrites those of the layer before.
 
-    normed [R, hidden]; query [R, num_heads, head_dim], attended [R, num_heads, value_dim].
+    normed [R, hidden]. heads: by number and dimensions of a layer's heads, query [R, num_heads, head_dim] and
+    attended [R, num_heads, value_dim].
     """
 
     normed: Tensor
-    query: Tensor
-    attended: Tensor
+    heads: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
     @classmethod
     def take(cls, workspace: Workspace, decoder: Decoder, num_rows: int) -> LayerBuffers:
-        attention = decoder.spec.attention
+        mixers = [layer.mixer for layer in decoder.spec.layers]
+        found = (each for each in mixers if isinstance(each, AnyAttention))
+        sizes = {(each.num_heads, each.head_dim): each.value_dim for each in found}
 
         def take(name: str, *shape: int) -> Tensor:
             return workspace.take(name, (num_rows, *shape), decoder.dtype)
 
-        return cls(
-            normed=take("normed", decoder.spec.hidden_size),
-            query=take("query", attention.num_heads, attention.head_dim),
-            attended=take("attended", attention.num_heads, attention.value_dim),
-        )
+        normed = take("normed", decoder.spec.hidden_size)
+        heads = {
+            size: (take("query", *size), take("attended", size[0], sizes[size]))
+            for size in sorted(sizes, key=math.prod, reverse=True)  # smaller ones are views of the largest
+        }
+        return cls(normed, heads)
 
 
 def take_gate_up(workspace: Workspace, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:

@@ -119,7 +119,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
     mixed:      sizes of mixed steps, which compute chunks and a round in one pass: without drafts, and with
                 the most drafts of chains. Rounds of trees, those that are checked, and engines of one slot
                 have none.
-    head_dim, dtype: of attention, which its tiles in mixed steps depend on.
+    head_dim, dtype: of the largest heads of attention, which its tiles in mixed steps depend on.
     view_layout: of partial verification; None without it.
     has_states: whether layers are recurrent.
     """
@@ -159,7 +159,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         tree_choices: those that form trees. shares_rows: the rows of a round are limited, see `tree_rounds`.
         has_checks: rounds of speculation are checked. view_layout: of partial verification.
         """
-        head_dim, dtype = decoder.spec.attention.head_dim, decoder.dtype
+        head_dim, dtype = decoder.spec.max_head_dim, decoder.dtype
         exact_rows = exact_prefill_config(head_dim, dtype).tile_rows
         decode, drafts = _buckets(DECODE_BUCKETS, limits.max_num_seqs), (0, *draft_choices)
         prefill = prefill_buckets(budget)

@@ -186,7 +186,7 @@ class GraphSteps:
         runs = self._runs(layout.runs, buckets.max_chunks)
         recurrent = None if runs is None else RecurrentRows(runs, num_rows)
         decoder = self._model.decoder
-        head_dim = decoder.spec.attention.head_dim
+        head_dim = decoder.spec.max_head_dim
         if buckets.is_exact:
             attention = ChunkAttention(tiles, exact_prefill_config(head_dim, decoder.dtype))
             forward = self._exact_forward(rows, attention, hidden, recurrent)

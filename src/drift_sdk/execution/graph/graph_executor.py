@@ -28,7 +28,7 @@ from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_ex
 from drift_sdk.execution.device.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
-from drift_sdk.execution.forward.kernel_weights import arrange_layer
+from drift_sdk.execution.forward.kernel_weights import arrange_part
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.gpu_graphs import (
     NO_HOOKS,
@@ -365,7 +365,7 @@ class GraphExecutor:
             raise RequestError.of("tensors", f"{len(tensors)} tensors", "an engine without tensor_parallel")
 
         with typed_errors(self), self._device.work():
-            update_weights(self._decoder, tensors, arrange_layer)
+            update_weights(self._decoder, tensors, arrange_part)
             (event := self._event()).record()
             event.wait(self._step_timeout_s)
 

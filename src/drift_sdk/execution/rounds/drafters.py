@@ -182,7 +182,7 @@ class ModelRoundDrafter:
             num_sequences=sizes.max_num_slots,
             num_rows=sizes.max_draft_tokens + 1,
         )
-        self._prefill = prefill_attention_config(spec.attention.head_dim, draft.dtype)
+        self._prefill = prefill_attention_config(spec.max_head_dim, draft.dtype)
         # A prefill step has one more row for each chunk that begins a sequence or follows a prefix hit.
         most = max(
             sizes.max_num_slots * (sizes.max_draft_tokens + 1), sizes.max_prefill_rows + limits.max_num_seqs

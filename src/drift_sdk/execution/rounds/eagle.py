@@ -89,16 +89,12 @@ class EagleRoundDrafter:
             ),
             stages=stages,
         )
-        self.attention_shape = AttentionShape(
-            num_kv_heads=attention.num_kv_heads,
-            group=attention.group,
-            head_dim=attention.head_dim,
-            max_num_keys=self.kv_cache.num_places,
-        )
+        self.attention_shape = AttentionShape.of_spec(attention)
         self._attention = AttentionGroups(
             workspace,
             draft.device,
-            self.attention_shape,
+            (self.attention_shape,),
+            max_num_keys=self.kv_cache.num_places,
             num_sequences=sizes.max_num_slots,
             num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
             blocks=BlockTable(table.block_table, limits.block_size),
@@ -286,7 +282,12 @@ class EagleTreeDrafter:
                 most[width] = max(most.get(width, 0), num_trees)
         self._attention = {
             width: AttentionGroups(
-                workspace, device, chains.attention_shape, num_sequences=num_trees, num_rows=width
+                workspace,
+                device,
+                (chains.attention_shape,),
+                max_num_keys=chains.kv_cache.num_places,
+                num_sequences=num_trees,
+                num_rows=width,
             )
             for width, num_trees in sorted(most.items(), key=lambda item: -item[0] * item[1])
         }
