@@ -27,7 +27,7 @@ from drift_sdk import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-DRAFTS = Speculation(draft=NGram(min_length=1), shape=Chain(3))
+DRAFTS = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False)
 FIELDS = {"max_num_seqs": 8, "max_model_len": 256, "kv_cache_tokens": 4096, "dtype": "float32"}
 
 

@@ -38,7 +38,7 @@ from drift_sdk.testing import scripted_engine
 
 MODEL = 0
 VOCAB_SIZE = 500
-DRAFTS = Speculation(draft=NGram(min_length=1), shape=Chain(3))
+DRAFTS = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False)
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ def test_prefixes_of_the_old_weights_are_not_used(tmp_path: Path) -> None:
         assert found.usage.cached_tokens == 0 and found.token_ids == expected
 
 
-@pytest.mark.parametrize("speculation", [None, Speculation(draft=NGram(min_length=1))])
+@pytest.mark.parametrize("speculation", [None, Speculation(draft=NGram(min_length=1), adaptive=False)])
 def test_requests_go_on_with_the_new_weights(speculation: Speculation | None, tmp_path: Path) -> None:
     """What follows is what the new weights generate behind the tokens so far."""
     folder = tmp_path / "model"
