@@ -20,6 +20,7 @@ from perf.cases.attention import attention_cases
 from perf.cases.case import Case
 from perf.cases.experts import expert_cases
 from perf.cases.gemm import gemm_cases
+from perf.cases.latent import latent_cases
 from perf.cases.ngrams import ngram_cases
 from perf.cases.quantised import quantised_cases
 from perf.cases.quantised_experts import quantised_expert_cases
@@ -44,6 +45,7 @@ SUITES: dict[str, Callable[[Model, tuple[int, ...], TunedTable, str], Iterator[C
     "gemm": gemm_cases,
     "quantised": quantised_cases,
     "attention": attention_cases,
+    "latent": latent_cases,
     "norm": norm_cases,
     "rope": rope_cases,
     "sampling": sampling_cases,

@@ -60,7 +60,9 @@ def attention_cases(
     row_counts and table have no influence on attention.
     """
     spec = model.spec.attention
-    assert isinstance(spec, Attention)
+    if not isinstance(spec, Attention):  # see perf/cases/latent.py
+        return
+
     for dtype in KV_NAMES:
         for context in CONTEXTS:
             for batch in BATCHES:

@@ -12,6 +12,7 @@ from torch import Tensor
 from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.spec.model import LatentAttention
 from perf.cases.case import Case, Prepared, num_copies
 from perf.harness.shapes import Model
 
@@ -45,14 +46,17 @@ def weight_roles(model: Model) -> dict[str, WeightShape]:
     """Return the weights of a layer by their roles, in the order in which they are used, and the head.
 
     They are qkv (queries, keys and values), output, gate_up and down; in a model with experts, qkv, output
-    and the router.
+    and the router; with latents, latent and query_up in the place of qkv.
     """
     spec, attention = model.spec, model.spec.attention
     hidden, queries = spec.hidden_size, attention.num_heads * attention.head_dim
-    roles = {
-        "qkv": WeightShape(queries + attention.kv.size, hidden),
-        "output": WeightShape(hidden, attention.output_size),
-    }
+    roles = {"qkv": WeightShape(queries + attention.kv.size, hidden)}
+    if isinstance(attention, LatentAttention):
+        queries, rank = attention.num_heads * attention.query_dim, attention.query_rank
+        roles = {"latent": WeightShape((rank or queries) + attention.head_dim, hidden)}
+        if rank is not None:
+            roles["query_up"] = WeightShape(queries, rank)
+    roles["output"] = WeightShape(hidden, attention.output_size)
     if spec.experts is not None:
         roles["router"] = WeightShape(spec.experts.num_experts, hidden)
     else:

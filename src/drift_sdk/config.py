@@ -26,6 +26,7 @@ ToolFormat = Literal[
     "json",
     "hermes",
     "qwen3_coder",
+    "glm",
     "llama3_json",
     "pythonic",
     "mistral",
@@ -155,8 +156,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               "tool_use" for messages with tools if the model has one.
     tool_format:              format in which the model writes tool calls: "auto" (as its chat template
                               shows), "json" (<tool_call> tags or bare JSON), "hermes", "qwen3_coder",
-                              "llama3_json", "pythonic", "mistral", "deepseek", "granite", "phi4_mini" or
-                              "harmony"; None = tool calls stay in the text.
+                              "glm", "llama3_json", "pythonic", "mistral", "deepseek", "granite", "phi4_mini"
+                              or "harmony"; None = tool calls stay in the text.
     reasoning_format:         format in which it marks reasoning: "auto", "think" (<think> tags), "mistral",
                               "granite" or "harmony"; None = reasoning stays in the text. "harmony" is the
                               format of both or of neither.

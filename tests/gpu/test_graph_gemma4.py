@@ -213,7 +213,7 @@ def test_a_crowd_changes_no_bit(kind: str, tmp_path: Path) -> None:
         {"max_num_seqs": 16},
         {"max_num_seqs": 16, "prefill_token_budget": 40},
         {"max_num_seqs": 16, "prefill_token_budget": 1024},
-        {"max_num_seqs": 8, "kv_cache_tokens": 1200},
+        {"max_num_seqs": 16, "kv_cache_tokens": 640},
         {"max_num_seqs": 16, "speculation": drafts},
         {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 640, "prefill_token_budget": 200},
     ]
@@ -251,6 +251,6 @@ def test_prompts_in_another_order_of_summation_are_noticed(
 
     monkeypatch.setattr(LayerAttention, "partitions", property(narrower))
     expected, _ = answers(folder, prompts, is_alone=True)
-    found, stats = answers(folder, prompts, max_num_seqs=8, kv_cache_tokens=1200)
+    found, stats = answers(folder, prompts, max_num_seqs=16, kv_cache_tokens=640)
     assert stats.num_preemptions > 0
     assert different(found, expected)

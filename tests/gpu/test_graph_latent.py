@@ -133,7 +133,7 @@ def test_a_crowd_changes_no_bit(family: str, seed: int, sizes: dict[str, int], t
     modes: list[dict[str, object]] = [
         {"max_num_seqs": 16},
         {"max_num_seqs": 16, "prefill_token_budget": 40},
-        {"max_num_seqs": 8, "kv_cache_tokens": 1200},
+        {"max_num_seqs": 16, "kv_cache_tokens": 640},
         {"max_num_seqs": 16, "speculation": drafts},
         {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 480, "prefill_token_budget": 200},
     ]

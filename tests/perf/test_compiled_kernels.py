@@ -35,6 +35,7 @@ TWO_GPUS = ("perf.cross_compile", "--tensor-parallel", "2", "--model", "llama-3.
 LARGEST = ("perf.cross_compile", "--covering", "--largest", "--capability", "90", "86")
 ATTENTION = tuple(("compiled_attention", str(dim), way) for dim in (64, 128) for way in ("beside", "behind"))
 RECURRENT = ("compiled_recurrent", "90", "86")
+LATENT = ("compiled_latent", "glm-4.7-flash", "deepseek-v2-lite")
 MOST = {"plain": 66, "EAGLE-3": 138}
 """Variants of kernels, by the kind of decoding."""
 
@@ -60,7 +61,7 @@ def run_commands(*commands: tuple[str, ...], folder: Path) -> dict[tuple[str, ..
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Outcome]:
     """Variants are counted first: nothing is compiled yet that would not count."""
     return run_commands(
-        VARIANTS, TWO_GPUS, LARGEST, *ATTENTION, RECURRENT, folder=tmp_path_factory.mktemp("compiled")
+        VARIANTS, TWO_GPUS, LARGEST, *ATTENTION, RECURRENT, LATENT, folder=tmp_path_factory.mktemp("compiled")
     )
 
 
@@ -110,6 +111,18 @@ def test_kernels_of_recurrent_layers_compile_and_wait(outcomes: dict[tuple[str, 
         "_fill_gates": [["decay_ptr", "step_ptr"], True],
         **{name: [[], False] for name in waiting},
     }
+
+
+@pytest.mark.slow
+def test_kernels_of_latent_attention_compile_without_spills(
+    outcomes: dict[tuple[str, ...], Outcome],
+) -> None:
+    """Of a model whose queries have a latent, and of one whose queries have none."""
+    status, printed = outcomes[LATENT]
+    assert status == 0, printed
+    found = json.loads(printed)
+    names = ["_attend_latents", "_attend_prompts", "_multiply_heads", "_split_queries", "_store_latents"]
+    assert found == {"errors": [], "spills": [], "kernels": 2 * names}
 
 
 @pytest.mark.slow

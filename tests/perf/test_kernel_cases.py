@@ -22,6 +22,9 @@ from perf.cases.attention import attention_cases, chunk_case, decode_case, prefi
 from perf.cases.case import Case, Prepared
 from perf.cases.experts import DOWN, GATE_UP, expert_cases
 from perf.cases.gemm import gemm_cases, weight_shapes
+from perf.cases.latent import chunk_case as latent_chunk_case
+from perf.cases.latent import decode_case as latent_decode_case
+from perf.cases.latent import latent_cases, product_case
 from perf.cases.quantised import FORMS, Form, quantised_cases
 from perf.cases.quantised_experts import quantised_expert_cases
 from perf.cases.rows import norm_cases, rope_cases, sampling_cases
@@ -51,6 +54,40 @@ def test_both_kernels_of_a_product_case_fill_the_output(tmp_path: Path) -> None:
         prepared.step()
         assert prepared.num_calls >= 2
         assert all(output.isfinite().all() for output in prepared.outputs)
+
+
+def test_cases_of_latents_have_their_bytes_and_operations(tmp_path: Path) -> None:
+    table = TunedTable()
+    assert not list(latent_cases(prepare("tiny", tmp_path), (1,), table, "cpu"))
+    model = prepare("glm-4.7-flash", tmp_path)
+    for suite in (attention_cases, rope_cases):
+        assert not list(suite(model, (1,), table, "cpu"))
+    weights = ["1344x2048", "5120x768", "2048x5120", "64x2048", "154880x2048"]
+    assert [str(weight) for weight in weight_shapes(model)] == weights
+    cases = {
+        (case.kernel, case.shape, case.num_rows): case for case in latent_cases(model, (1,), table, "cpu")
+    }
+    long = cases["latent attention", "batch 64, 32768 keys", 64]
+    assert long.num_flops == 64 * 32_768 * 20 * 2 * (576 + 512)
+    assert long.num_bytes == 64 * (32_768 * 1152 + 20 * 2 * (576 + 512))
+    assert cases["product of heads", "20 x 512 x 192", 1].num_bytes == 2 * 20 * (512 * 192 + 512 + 192)
+
+
+@pytest.mark.kernel
+def test_cases_of_latents_fill_their_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter multiplies float32 only.
+    monkeypatch.setattr("perf.cases.latent.torch.bfloat16", torch.float32)
+    spec = replace(prepare("glm-4.7-flash", tmp_path).spec.attention, num_heads=2, latent_dim=16)
+    for case in (
+        latent_decode_case(spec, 70, 2, 2, "cpu"),
+        latent_chunk_case(spec, 60, 10, "cpu"),
+        product_case(2, 16, 24, 3, "cpu"),
+    ):
+        prepared = case.prepare()
+        for output in prepared.outputs:
+            output.fill_(torch.nan)
+        prepared.step()
+        assert prepared.num_calls >= 2 and all(output.isfinite().all() for output in prepared.outputs)
 
 
 @pytest.mark.kernel

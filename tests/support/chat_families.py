@@ -185,6 +185,28 @@ QWEN3_CODER = HERMES.replace(
 """,
 )
 
+GLM = """\
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{ '<|system|># Tools' }}
+{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{ '<|user|>' + message.content }}
+    {%- elif message.role == 'assistant' %}{{ '<|assistant|>' }}
+        {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}
+        {%- else %}{{ '</think>' }}{% endif %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>' + call.function.name }}
+            {%- for name, value in call.function.arguments | items %}
+                {{- '<arg_key>' + name + '</arg_key><arg_value>' }}
+                {{- value if value is string else value | tojson }}{{ '</arg_value>' }}
+            {%- endfor %}{{ '</tool_call>' }}
+        {%- endfor %}
+    {%- else %}{{ '<|' + ('observation' if message.role == 'tool' else 'system') + '|>' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% if thinks %}{{ '<think>' }}{% endif %}{% endif %}"""
+
 # The arguments are joined to text, so they must be text themselves.
 DEEPSEEK_V3 = """\
 {{- bos_token }}
@@ -378,6 +400,29 @@ FAMILIES: dict[str, Family] = {
                 "<parameter=exact>\nTrue\n</parameter>\n<parameter=other>\n5\n</parameter>\n</function>",
                 calls=(("get_weather", {"city": " 3\n\n4 <b>\n", "days": 3, "exact": True, "other": "5"}),),
             ),
+        ),
+    ),
+    "glm": Family(
+        GLM,
+        ("glm", "think"),
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        (
+            Reply(
+                "I look.<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value>"
+                "<arg_key>unit</arg_key><arg_value>C</arg_value></tool_call>"
+                "<tool_call>add<arg_key>numbers</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
+                text="I look.",
+                calls=BOTH,
+            ),
+            Reply(
+                f"<think>{THOUGHT}</think><tool_call>get_weather\n<arg_key>city</arg_key>\n"
+                "<arg_value> 3\n4 <b></arg_value>\n"
+                "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+                THOUGHT,
+                calls=(("get_weather", {"city": " 3\n4 <b>", "days": 3}),),
+            ),
+            Reply("<tool_call>add</tool_call>", calls=(("add", {}),)),
+            Reply(f"<tool_call>{ADD_CALL}</tool_call>", calls=BOTH[1:]),
         ),
     ),
     "deepseek_v3": Family(

@@ -160,6 +160,47 @@ GEMMA4S = [
     },
 ]
 """With keys of other layers and inputs of layers."""
+LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 28,
+    "experts_implementation": "eager",
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+GLM_LITES = [
+    LATENT
+    | {
+        "hidden_size": 60,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "q_lora_rank": 28,
+        "rope_parameters": YARN,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+]
+DEEPSEEK_V2S = [
+    LATENT
+    | {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.4,
+        "rope_parameters": DEFAULT,
+    },
+]
 KINDS = (
     *((transformers.LlamaConfig, transformers.LlamaForCausalLM, fields) for fields in LLAMAS),
     *((transformers.Qwen2Config, transformers.Qwen2ForCausalLM, fields) for fields in QWEN2S),
@@ -172,6 +213,8 @@ KINDS = (
     *((transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, fields) for fields in SMOLLM3S),
     *((transformers.GraniteConfig, transformers.GraniteForCausalLM, fields) for fields in GRANITES),
     *((transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM, fields) for fields in GEMMA4S),
+    *((transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, fields) for fields in GLM_LITES),
+    *((transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM, fields) for fields in DEEPSEEK_V2S),
 )
 NUM_MODELS = len(KINDS)
 
@@ -241,7 +284,7 @@ def logprob_bound(index: int) -> float:
     They reach down to about -16.
     """
     fields = {"intermediate_size": 80, "num_hidden_layers": 3, **KINDS[index][2]}
-    width = fields["num_attention_heads"] * fields["head_dim"]
+    width = fields["num_attention_heads"] * fields.get("head_dim", fields.get("v_head_dim"))
     inner = max(fields["hidden_size"], fields["intermediate_size"], width)
     return bound(16.0, inner=inner, depth=fields["num_hidden_layers"] + 1)
 

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drift_sdk.quantised.formats import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.fp8 import quantise_fp8
 
 __all__ = [
     "FORMATS",
@@ -29,6 +30,7 @@ __all__ = [
     "e2m1_table",
     "e4m3_table",
     "random_blocks",
+    "quantise_folder",
     "write_checkpoint",
 ]
 
@@ -339,3 +341,21 @@ def write_checkpoint(
         save_file(tensors, out / "model.safetensors")
         (out / "config.json").write_text(json.dumps(config | settings))
     return numbers
+
+
+def quantise_folder(folder: Path, quantised: Path, *, ignored: tuple[str, ...]) -> None:
+    """Write a folder with a model's own matrices, but for the ignored ones, in FP8 with a scale for each
+    128 rows and columns. ignored: parts of names."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if tensor.ndim != 2 or any(part in name for part in ignored):
+            stored[name] = tensor
+            continue
+
+        weight = quantise_fp8(tensor, (128, 128))
+        stored |= {name: weight.values, f"{name}_scale_inv": weight.scales}
+    shutil.copytree(folder, quantised)
+    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quantization_config": FORMATS["fp8, blocks of 128"].config}
+    (quantised / "config.json").write_text(json.dumps(config | settings))

@@ -48,7 +48,11 @@ async def test_replies_are_parsed_as_they_were_given(family: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name != "qwen3_coder"])
+UNTYPED = ("qwen3_coder", "glm")
+"""Formats that write values as text."""
+
+
+@pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS if name not in UNTYPED])
 async def test_arguments_of_any_type_keep_their_values(tool_format: str) -> None:
     call = ToolCall(name="get_weather", arguments=VALUES)
     config = EngineConfig(tool_format=tool_format)
@@ -57,7 +61,7 @@ async def test_arguments_of_any_type_keep_their_values(tool_format: str) -> None
     assert (found.name, found.arguments) == ("get_weather", VALUES)
 
 
-UNQUOTED = ["pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony"]
+UNQUOTED = ["pythonic", "magistral", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "harmony"]
 """Families that write the names of tools without quotes."""
 
 
@@ -70,6 +74,9 @@ UNQUOTED = ["pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31
         ("pythonic", "f", {"": 1}),
         ("pythonic", "f", {"a": {1: 2}}),
         ("qwen3_coder", "f", {"a>b": 1}),
+        ("glm", "f", {"a": "x</arg_value>y"}),
+        ("glm", "f", {" a": 1}),
+        ("glm", "f", {"a</arg_key>": 1}),
         ("qwen3_coder", "f", {"a": "x</parameter><parameter=b>y"}),
         ("qwen3_coder", "f", {"a": "x</parameter>\n</function>"}),
     ],

@@ -112,7 +112,7 @@ def check_call(template: ChatTemplate, call: ToolCall) -> None:
         raise TypeError(f"found {type(call.arguments).__name__}")
 
     arguments = json.loads(as_json(call.arguments))
-    if formats.tools == "qwen3_coder":  # without a schema, values are read as text
+    if formats.tools in ("qwen3_coder", "glm"):  # without a schema, values are read as text
         arguments = {name: as_text(value) for name, value in arguments.items()}
     text = write_calls(template, [call])
     text.encode()
@@ -157,6 +157,19 @@ def qwen3_coder(calls: Sequence[ToolCall], template: str) -> str:
             f"<parameter={name}>\n{as_text(value)}\n</parameter>\n" for name, value in call.arguments.items()
         )
         + "</function>\n</tool_call>"
+        for call in calls
+    )
+
+
+def glm(calls: Sequence[ToolCall], template: str) -> str:
+    line = "\n" if marks.LINES_BETWEEN.search(template) else ""
+    return line.join(
+        f"<tool_call>{call.name}{line}"
+        + "".join(
+            f"<arg_key>{name}</arg_key>{line}<arg_value>{as_text(value)}</arg_value>{line}"
+            for name, value in call.arguments.items()
+        )
+        + "</tool_call>"
         for call in calls
     )
 
@@ -236,6 +249,7 @@ CALLS: dict[str, Callable[[Sequence[ToolCall], str], str]] = {
     "json": hermes,
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
+    "glm": glm,
     "llama3_json": llama3_json,
     "pythonic": pythonic,
     "mistral": mistral,

@@ -33,7 +33,7 @@ from drift_sdk.execution.forward.rows import HiddenStates, Rows
 from drift_sdk.families import read_spec
 from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices
+from drift_sdk.models.channels import ExpertWeights, MlpWeights, ParallelWeights, QuantisedMatrices
 from drift_sdk.spec.model import Experts, LayerSpec, Mlp, ModelSpec, Norm, QueryScaling, Router
 from drift_sdk.steps import ExecutorLimits
 
@@ -387,6 +387,28 @@ def test_passes_with_quantised_experts_equal_those_of_the_eager_decoder(form: We
             passes.compare(spans, None)
 
         passes.compare(VERIFIED, 3)
+
+
+def test_quantised_inputs_and_experts_beside_an_mlp_equal_those_of_the_eager_decoder() -> None:
+    """Kernels multiply by quantised matrices of layer inputs. Those of gates with gelu are expanded."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_kv_shared_layers": 0}
+    inputs = GEMMA4 | SHARED | sizes | {"layer_types": None, "hidden_size_per_layer_input": 64}
+    experts = GEMMA4 | EXPERTS4 | sizes | {"layer_types": None, "moe_intermediate_size": 64}
+    each = tiny("gemma4_text", **experts)
+    names = structs.replace(each.names.experts, layout="each")
+    each = structs.replace(each, names=structs.replace(each.names, experts=names))
+    for config in (tiny("gemma4_text", **inputs), each):
+        passes = Passes(config, "fp8", is_exact=True)
+        for layer in passes.decoder.weights.layers:
+            if layer.input is not None:
+                assert isinstance(layer.input.gate, KernelWeight)
+                assert isinstance(layer.input.projection, KernelWeight)
+            if isinstance(layer.channel, ParallelWeights):
+                assert isinstance(layer.channel.mlp.down, KernelWeight)
+                assert isinstance(layer.channel.experts.gate_up, torch.Tensor)
+                assert isinstance(layer.channel.experts.down, KernelExperts)
+        with torch.inference_mode():
+            passes.compare(PROMPT_STEPS[0], None)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4"])

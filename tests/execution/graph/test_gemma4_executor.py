@@ -4,6 +4,7 @@ that are values, layers that read the keys of others, inputs of layers, experts 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after, slow_rows_after
 from tolerances import bound
 
-from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward.kernel_weights import arrange_decoder
@@ -23,6 +24,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.speculation import NGram
+from drift_sdk.startup.graph_startup import weights_to_tune
 from drift_sdk.steps import ExecutorLimits, SlotOutput, SlotSampling
 
 pytestmark = pytest.mark.kernel
@@ -70,6 +72,7 @@ KINDS = {
 }
 LIMITS = ExecutorLimits(vocab_size=120, max_num_seqs=3, max_model_len=72, num_blocks=32, block_size=8)
 BUDGET = 24
+NO_TABLE = TunedTable()
 LOGPROB_BOUND = bound(16.0, inner=280, depth=12)
 
 Request = tuple[list[int], SlotSampling]
@@ -103,12 +106,14 @@ def run(
     return tokens, outputs
 
 
-def graph_executor(decoder: Decoder, num_drafts: int = 0, **options: bool) -> GraphExecutor:
+def graph_executor(
+    decoder: Decoder, num_drafts: int = 0, table: TunedTable = NO_TABLE, **options: bool
+) -> GraphExecutor:
     found = GraphOptions(prefill_token_budget=BUDGET, **options)
     factory = {}
     if num_drafts:
         factory = {"drafter_factory": NGramDrafterFactory(NGram(min_length=1), (num_drafts,))}
-    return GraphExecutor(InterpretedDevice(), decoder, LIMITS, TunedTable(), found, **factory)
+    return GraphExecutor(InterpretedDevice(), decoder, LIMITS, table, found, **factory)
 
 
 def decoder_of(kind: str) -> Decoder:
@@ -124,11 +129,13 @@ def test_steps_equal_those_of_the_eager_executor(kind: str, fast_prompts: bool) 
     decoder, requests = decoder_of(kind), requests_of(3)
     expected_tokens, expected = run(EagerExecutor(decoder, LIMITS), requests)
     arrange_decoder(decoder)
-    executor = graph_executor(decoder, fast_prompts=fast_prompts)
+    table = WatchedTable(element_bytes=4)
+    executor = graph_executor(decoder, table=table, fast_prompts=fast_prompts)
     mixed = executor._graphs.mixed.values()
     tokens, found = run(executor, requests)
     assert tokens == expected_tokens
     assert sum(replay.num_launches for replay in mixed) > 0
+    assert table.used == {weight.key for weight in weights_to_tune(decoder.weights, None)}
     for output, other in zip(found, expected, strict=True):
         assert output.token_ids == other.token_ids
         for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
@@ -146,3 +153,26 @@ def test_rejected_drafts_change_no_token(kind: str) -> None:
         sum(getattr(each, name) for each in outputs) for name in ("num_drafted", "num_accepted")
     )
     assert 0 < accepted < drafted
+
+
+@pytest.mark.usefixtures("steady_dots")
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+@pytest.mark.parametrize(
+    "kind", slow_after(1, ["wide heads", *(kind for kind in KINDS if kind != "wide heads")])
+)
+def test_tokens_have_the_bits_that_they_have_alone(kind: str) -> None:
+    """Beside other rows, behind prefix hits, in other chunks, and verified with drafts."""
+    decoder, requests = decoder_of(kind), requests_of(5)
+    alone = Counter(
+        each for request in requests for each in scored(run(graph_executor(decoder), [request])[1])
+    )
+    assert alone.total() == 5 * len(requests)
+    assert Counter(scored(run(graph_executor(decoder), requests)[1])) == alone
+    _, outputs = run(graph_executor(decoder, 2), requests, num_drafts=2)
+    assert Counter(scored(outputs)) == alone
+    assert sum(each.num_accepted for each in outputs) > 0
+
+
+def scored(outputs: list[SlotOutput]) -> list[tuple[int, float]]:
+    """All tokens, with their log-probabilities."""
+    return [(entry.token_id, entry.logprob) for each in outputs for entry in each.logprobs or ()]

@@ -36,6 +36,9 @@ ANSWERS = {
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
     "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n"
     "<parameter=numbers>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+    "<arg_key>unit</arg_key><arg_value>C</arg_value></tool_call>"
+    "<tool_call>add<arg_key>numbers</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     '{"city": "Oslo", "unit": "C"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n'
     '```json\n{"numbers": [1, 2]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
@@ -192,6 +195,7 @@ CALLS = {
     "llama": '{{"name": "send", "parameters": {{{}}}}}',
     "pythonic": "[send({})]",
     "qwen3_coder": "<tool_call>\n<function=send>\n{}</function>\n</tool_call>",
+    "glm": "<tool_call>send{}</tool_call>",
 }
 """Calls of a tool in formats that write arguments in different ways."""
 
@@ -201,6 +205,13 @@ def call_of(name: str, arguments: dict[str, str]) -> str:
     if name == "qwen3_coder":
         texts = [
             f"<parameter={key}>\n{value.strip(chr(34))}\n</parameter>\n" for key, value in arguments.items()
+        ]
+        return CALLS[name].format("".join(texts))
+
+    if name == "glm":
+        texts = [
+            f"<arg_key>{key}</arg_key><arg_value>{value.strip(chr(34))}</arg_value>"
+            for key, value in arguments.items()
         ]
         return CALLS[name].format("".join(texts))
 
@@ -378,7 +389,7 @@ def test_names_keys_and_values_may_have_any_character(char: str) -> None:
     assert is_accepted(case, call) and calls_in(case, call) == [{char: char}]
 
 
-PLAIN_NAMES = ("pythonic", "magistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony")
+PLAIN_NAMES = ("pythonic", "magistral", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "harmony")
 """Families that write the names of tools without quotes."""
 
 
@@ -395,7 +406,8 @@ def test_names_that_no_call_can_have_are_rejected(tool: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [("pythonic", "a-b"), ("pythonic", "1"), ("pythonic", 1), ("qwen3_coder", "a>b"), ("qwen3_coder", None)],
+    [("pythonic", "a-b"), ("pythonic", "1"), ("pythonic", 1), ("qwen3_coder", "a>b"), ("qwen3_coder", None)]
+    + [("glm", "a<b"), ("glm", " a"), ("glm", "a\nb"), ("glm", 3)],
 )
 def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: object) -> None:
     with pytest.raises(RequestError, match="arguments of f"):
@@ -412,6 +424,7 @@ def test_enumerations_without_a_type() -> None:
         "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n"
         "</tool_call>",
         "pythonic": "[f(a={})]",
+        "glm": "<tool_call>f<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>",
     }
     strings, others = [{"enum": ["x"]}, {"const": "x"}], {"1": 1, "null": None, "true": True, '"x"': "x"}
     for name, answer in answers.items():

@@ -129,7 +129,7 @@ def _store_latents(
         rotary_ptr = key_ptr + LATENT_DIM + half
         tl.store(rotary_ptr, rotate_pairs(low, cosines, high, -sines, DTYPE), mask=is_stored)
         tl.store(rotary_ptr + HALF, rotate_pairs(high, cosines, low, sines, DTYPE), mask=is_stored)
-    else:
+    elif query_norm_ptr is not None:
         rank = tl.arange(0, PADDED_RANK)
         is_rank = rank < QUERY_RANK
         query_weight = tl.load(query_norm_ptr + rank, mask=is_rank, other=0.0)

@@ -92,6 +92,7 @@ MAX_LENGTH = 1000
 COMMA = '", "'
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
 XML_NAME = re.compile(r"[^>]+")
+KEYED_NAME = re.compile(r"[^<\s](?:[^<\n]*[^<\s])?")
 
 
 def forced_calls(
@@ -222,6 +223,10 @@ def hermes(rules: Rules, tools: list[Tool]) -> str:
     return rules.calls(call, '"\\n"')
 
 
+PARAMETER_END = "\n</parameter>\n"
+"""The end of a value as Qwen3-Coder writes it."""
+
+
 def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
     begin, end = rules.literal("<tool_call>"), rules.literal("</tool_call>")
     bodies = []
@@ -229,26 +234,47 @@ def qwen3_coder(rules: Rules, tools: list[Tool]) -> str:
         parts = [quoted(f"<function={plain_name(tool)}>\n")]
         for name in tool.properties:
             opening = f"<parameter={plain_key(tool, name, XML_NAME, 'names without >')}>\n"
-            written = f"{quoted(opening)} {written_value(rules, tool, name)}"
+            written = f"{quoted(opening)} {written_value(rules, tool, name, PARAMETER_END)}"
             parts.append(written if name in tool.required else f"({written})?")
         bodies.append(" ".join([*parts, '"</function>\\n"']))
     call = rules.rule(f'{begin} "\\n" ({" | ".join(bodies)}) {end}')
     return rules.calls(call, '"\\n"')
 
 
-def written_value(rules: Rules, tool: Tool, name: str) -> str:
-    """The value of an argument as Qwen3-Coder writes it, with the end of its parameter: strings without
-    quotes. Of what the schema says of strings, lengths and enumerations are followed."""
-    end = "\n</parameter>\n"
-    types, schema = types_of(tool, name), argument_schema(tool, name)
+def glm(rules: Rules, tools: list[Tool]) -> str:
+    """With a new line between a call's parts where the template has one."""
+    begin, end = rules.literal(marks.TAGGED_CALL), rules.literal(marks.TAGGED_CALL_END)
+    is_split = marks.LINES_BETWEEN.search(rules.template) is not None
+    line = '"\\n" ' if is_split else ""
+    bodies = []
+    for tool in tools:
+        parts = [f"{quoted(plain_name(tool))} {line}"]
+        for name in tool.properties:
+            key = quoted(plain_key(tool, name, KEYED_NAME, "names in one line without <"))
+            opening = f"{rules.literal(marks.ARG_KEY)} {key} {rules.literal(marks.ARG_KEY_END)} {line}"
+            value = written_value(rules, tool, name, marks.ARG_VALUE_END)
+            written = f"{opening}{rules.literal(marks.ARG_VALUE)} {value} {line}"
+            parts.append(written if name in tool.required else f"({written})?")
+        bodies.append(" ".join(parts))
+    call = rules.rule(f"{begin} ({' | '.join(bodies)}) {end}")
+    return rules.calls(call, '"\\n"' if is_split else "")
+
+
+def written_value(rules: Rules, tool: Tool, name: str, end: str) -> str:
+    """The value of an argument where strings have no quotes, with its end. Of what the schema says of
+    strings, lengths and enumerations are followed."""
+    types, schema, close = types_of(tool, name), argument_schema(tool, name), rules.literal(end)
     if types <= {"string"} and not {"enum", "const"} & schema.keys():
+        if close != quoted(end):  # a special token, which is no text
+            return f"{rules.rule(text_of(schema))} {close}"
+
         return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
 
     values = [each for each in values_of(schema) or () if isinstance(each, str)]
     if types == {"string"} and values:
-        return f"({' | '.join(map(quoted, values))}) {quoted(end)}"
+        return f"({' | '.join(map(quoted, values))}) {close}"
 
-    return f"{rules.rule(rules.value(nested(tool, name)))} {quoted(end)}"
+    return f"{rules.rule(rules.value(nested(tool, name)))} {close}"
 
 
 def argument_schema(tool: Tool, name: str) -> Mapping[str, Any]:
@@ -353,6 +379,7 @@ GRAMMARS: dict[str, Callable[[Rules, list[Tool]], str]] = {
     "json": hermes,
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
+    "glm": glm,
     "llama3_json": llama3_json,
     "pythonic": pythonic,
     "mistral": mistral,

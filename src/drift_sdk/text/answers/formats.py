@@ -169,6 +169,7 @@ class AnswerSplitter:
 TOOL_MARKERS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<function=",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("deepseek", ("<｜tool▁calls▁begin｜>",)),

@@ -312,6 +312,10 @@ TAGGED_CALL, TAGGED_CALL_END = "<tool_call>", "</tool_call>"
 AROUND = (TAGGED_CALL_END, TAGGED_CALL, FUNCTION)
 """Markers between a function and the next."""
 KEY = re.compile(r"[^<>\n]*")
+ARG_KEY, ARG_KEY_END = "<arg_key>", "</arg_key>"
+ARG_VALUE, ARG_VALUE_END = "<arg_value>", "</arg_value>"
+LINES_BETWEEN = re.compile(r"</arg_key>(?:\n|\\n)\s*<arg_value>")
+"""In templates that write each part of such a call in a line of its own."""
 
 
 def read_function(calls: CallReader) -> Steps[None]:
@@ -523,6 +527,30 @@ def read_xml(calls: CallReader, marker: str) -> Steps[None]:
     yield from calls.close("</tool_call>")
 
 
+def read_glm(calls: CallReader, marker: str) -> Steps[None]:
+    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>, or an object in
+    <tool_call> as above. Values are text, as of `read_function`."""
+    yield from calls.space()
+    if (yield from calls.reader.peek()) == "{":
+        yield from read_tagged(calls, marker)
+        return
+
+    name = yield from calls.name()
+    tool = calls.tools.get(name) or Tool(name, {})
+    arguments: dict[str, Any] = {}
+    keys: set[str] = set()
+    while (yield from calls.expect(ARG_KEY, TAGGED_CALL_END)) == ARG_KEY:
+        key = (yield from calls.until(ARG_KEY_END)).strip()
+        yield from calls.expect(ARG_VALUE)
+        value = yield from calls.until(ARG_VALUE_END)
+        if key in keys:
+            raise MalformedCall("an argument is given twice")
+
+        keys.add(key)
+        arguments |= argument_of(tool, key, value)
+    calls.add(name, arguments)
+
+
 def read_bare(calls: CallReader) -> Steps[None]:
     """An answer that begins with calls: {"name": ..., "parameters": {...}}; ... or a list of such objects."""
     separators: tuple[str, ...] = ("<|python_tag|>",)
@@ -627,6 +655,11 @@ TOOL_FORMATS = {
     "hermes": ToolFormat(openers=("<tool_call>",), read=read_tagged, markers=("</tool_call>",)),
     "qwen3_coder": ToolFormat(
         openers=("<tool_call>", "<function="), read=read_xml, markers=("</tool_call>",)
+    ),
+    "glm": ToolFormat(
+        openers=("<tool_call>",),
+        read=read_glm,
+        markers=("</tool_call>", ARG_KEY, ARG_KEY_END, ARG_VALUE, ARG_VALUE_END),
     ),
     "llama3_json": ToolFormat(read=read_nothing, read_start=read_bare, markers=("<|python_tag|>",)),
     "pythonic": ToolFormat(
