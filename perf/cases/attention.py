@@ -28,7 +28,7 @@ from drift_sdk._kernels.attention.prefill import (
 )
 from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.spec.model import Attention
 from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import ITEMSIZE

@@ -12,6 +12,7 @@ from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratc
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.commit import CommitTensors
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.sampling.rows import SampleBuffers
@@ -146,10 +147,19 @@ def prepare_accept(vocab_size: int, num_trees: int, num_nodes: int, device: str)
 
     def step() -> None:
         for _ in range(8):
-            tree_accept(
-                trees.slot, trees.parent, trees.token, buffers, state, columns, path, emitted,
-                (output, entry, entry.clone()), nodes_per_tree=num_nodes,
-            )  # fmt: skip
+            tensors = CommitTensors(
+                row_slot=trees.slot,
+                row_token=trees.token,
+                buffers=buffers,
+                state=state,
+                slots=columns,
+                emitted=emitted,
+                output_ring=output,
+                current_entry=entry,
+                next_entry=entry.clone(),
+                rows_per_slot=num_nodes,
+            )
+            tree_accept(tensors, trees.parent, path)
 
     return Prepared(step, 8, ())
 

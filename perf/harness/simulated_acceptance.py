@@ -28,12 +28,12 @@ from torch import Tensor
 
 from drift_sdk._kernels.commit import (
     HEADER_SIZE,
-    PENALTIES,
     ROW_SIZE,
+    CommitTensors,
     commit,
-    commit_tensors,
     emit_token,
     find_record,
+    record_words,
     write_empty_record,
     write_slot,
 )
@@ -45,8 +45,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.sampling.rows import SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+from drift_sdk._kernels.sampling.logits import PENALTIES
 from drift_sdk._kernels.slots.step_inputs import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
@@ -189,21 +188,7 @@ def _commit_simulated(
         )
 
 
-def commit_simulated(
-    row_slot: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    emitted: Tensor,
-    output_ring: Tensor,
-    current_entry: Tensor,
-    next_entry: Tensor,
-    rounds: SimulatedRounds,
-    *,
-    rows_per_slot: int,
-    is_ngram: Tensor | None = None,
-) -> None:
+def commit_simulated(tensors: CommitTensors, rounds: SimulatedRounds) -> None:
     """`commit` with as many right drafts as `rounds` says.
 
     buffers.chosen is written: it holds the tokens emitted; rows behind the last token emitted are undefined.
@@ -211,35 +196,20 @@ def commit_simulated(
 
     Raises ValueError for another shape or type.
     """
+    rows_per_slot = tensors.rows_per_slot
     if rows_per_slot == 1:
-        arguments = (row_slot, row_token, buffers, state, slots, emitted)
-        commit(*arguments, output_ring, current_entry, next_entry, is_ngram=is_ngram)
+        commit(tensors)
         return
 
-    tensors = commit_tensors(
-        row_slot,
-        row_token,
-        buffers,
-        state,
-        slots,
-        emitted,
-        output_ring,
-        current_entry,
-        next_entry,
-        rows_per_slot,
-        is_ngram,
-    )
+    arguments = tensors.kernel_arguments(tensors.num_slots * record_words(rows_per_slot))
     check_tensor("trace", rounds.trace, rounds.trace.shape, torch.int32)
-    check_tensor("num_rounds", rounds.num_rounds, state.length.shape, torch.int32)
-    _commit_simulated[(emitted.shape[0],)](
-        *tensors,
-        rounds.trace,
-        rounds.num_rounds,
-        *output_ring.shape,
-        slots.vocab_size,
-        slots.stop_bits.shape[1],
-        rounds.trace.shape[0],
-        rounds.stride,
+    check_tensor("num_rounds", rounds.num_rounds, tensors.state.length.shape, torch.int32)
+    _commit_simulated[(tensors.num_slots,)](
+        **arguments,
+        trace_ptr=rounds.trace,
+        num_rounds_ptr=rounds.num_rounds,
+        trace_length=rounds.trace.shape[0],
+        trace_stride=rounds.stride,
         ROWS_PER_SLOT=rows_per_slot,
         PDL=uses_pdl(),
         num_warps=1,

@@ -32,6 +32,7 @@ from msgspec import Struct
 from drift_sdk._validation import (
     OTHER_NAMES,
     PLAIN_TYPES,
+    ErrorType,
     check_bool,
     check_choice,
     check_float,
@@ -44,7 +45,6 @@ from drift_sdk._validation import (
 )
 from drift_sdk.errors import ConfigKeywordError, FieldError, RequestKeywordError, short_repr
 
-ErrorType = type[FieldError]
 Check = Callable[[ErrorType, str, object], None]
 StructT = TypeVar("StructT", bound=Struct)
 CHECKS: dict[object, Callable[..., None]] = {

@@ -17,8 +17,7 @@ from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress
-from drift_sdk.driver.commands import Pause, Resume, Sleep, Unpause, UpdateWeights, Wake
-from drift_sdk.driver.driver import Driver
+from drift_sdk.driver.driver import Driver, Pause, Resume, Sleep, Unpause, UpdateWeights, Wake
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loops import Latch, without_collection
 from drift_sdk.driver.model_opener import LoadedModel, OpenModel, opening_error, with_limits

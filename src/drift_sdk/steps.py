@@ -208,11 +208,14 @@ class DecodeRow(Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """One step. Assignments are applied first, then block updates; then the prefill part runs, then the
-    decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS chunks.
-    A chunk may write a checkpoint to the place that an assignment of the same plan reads before.
+    """One step. Assignments are applied first, then the updates of block tables; then the prefill part runs,
+    then the decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS
+    chunks. A chunk may write a checkpoint to the place that an assignment of the same plan reads before.
 
     verification: of the decode part, see `Verification`.
+    window_updates: of the second block table, that of layers with windows, if these have blocks of their own.
+                    Its entries are at the same indices. Those behind the window may name any block, and are
+                    not read.
     """
 
     step_id: int
@@ -221,6 +224,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[DecodeRow, ...]
     verification: Verification = "whole"
+    window_updates: tuple[BlockUpdate, ...] = ()
 
 
 class Violation(Struct, frozen=True, kw_only=True):
@@ -317,6 +321,7 @@ class ExecutorLimits(Struct, frozen=True, kw_only=True):
 
     max_num_seqs:   number of slots.
     max_model_len:  longest sequence, in tokens of prompt and output.
+    num_window_blocks: blocks of the layers with windows; 0: they share the blocks of the others.
     """
 
     max_num_seqs: int
@@ -324,6 +329,7 @@ class ExecutorLimits(Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     vocab_size: int
+    num_window_blocks: int = 0
 
 
 class Executor(Protocol):

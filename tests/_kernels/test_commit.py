@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,
+    CommitTensors,
     commit,
     record_words,
 )
@@ -133,33 +133,30 @@ class Round:
             self.output_ring = self.output_ring.pin_memory()
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The positional arguments of `commit`."""
-        return (
-            self.row_slot,
-            self.row_token,
-            self.buffers,
-            self.state,
-            self.columns,
-            self.emitted[:-1],
-            self.output_ring,
-            self.current_entry,
-            self.next_entry,
+    def tensors(self) -> CommitTensors:
+        """The argument of `commit`."""
+        return CommitTensors(
+            row_slot=self.row_slot,
+            row_token=self.row_token,
+            buffers=self.buffers,
+            state=self.state,
+            slots=self.columns,
+            emitted=self.emitted[:-1],
+            output_ring=self.output_ring,
+            current_entry=self.current_entry,
+            next_entry=self.next_entry,
+            rows_per_slot=self.rows_per_slot,
+            is_ngram=self.is_ngram,
         )
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of `commit`."""
-        return {"rows_per_slot": self.rows_per_slot, "is_ngram": self.is_ngram}
-
     def run(self) -> None:
-        commit(*self.arguments, **self.options)
+        commit(self.tensors)
         if self.output_ring.is_pinned():
             torch.cuda.synchronize()
 
     def run_simulated(self, rounds: SimulatedRounds) -> list[int]:
         """Commit simulated rounds. Returns the number of tokens of each slot."""
-        commit_simulated(*self.arguments, rounds, **self.options)
+        commit_simulated(self.tensors, rounds)
         return self.emitted[:-1].tolist()
 
     def results(self) -> dict[str, list[int]]:
@@ -175,7 +172,7 @@ class Round:
     def check(self) -> None:
         """Run, and compare every word, written or not, with the walks and with the reference's."""
         twin = copy.deepcopy(self)
-        commit_reference(*twin.arguments, **twin.options)
+        commit_reference(twin.tensors)
         counts = self.columns.counts.cpu().clone()
         state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}
         emitted = [0] * len(self.slots)
@@ -294,7 +291,7 @@ def test_simulated_rounds_emit_the_numbers_of_the_trace(trace: list[int], device
         step = Round(slots, 4, device)
         twin, twin_rounds = copy.deepcopy(step), copy.deepcopy(simulated)
         emitted.append(step.run_simulated(simulated))
-        commit_simulated_reference(*twin.arguments, twin_rounds, **twin.options)
+        commit_simulated_reference(twin.tensors, twin_rounds)
         assert step.results() == twin.results()
         assert torch.equal(simulated.num_rounds, twin_rounds.num_rounds)
         tokens = step.buffers.chosen.view(num_slots, 4).tolist()
@@ -323,7 +320,7 @@ def test_simulated_rounds_end_without_draft_at_stop_id_and_at_length_limit(devic
     simulated = simulated_rounds([4], len(slots), device)
     twin, twin_rounds = copy.deepcopy(step), copy.deepcopy(simulated)
     assert step.run_simulated(simulated) == [2, 1, 2, 2, 0]
-    commit_simulated_reference(*twin.arguments, twin_rounds, **twin.options)
+    commit_simulated_reference(twin.tensors, twin_rounds)
     assert step.results() == twin.results()
     assert [step.state.finish[step.slot_id(index)].item() for index in range(4)] == [
         0, 0, FINISHED_LENGTH, FINISHED_STOP,

@@ -11,7 +11,7 @@ import pytest
 from draft_zoo import make_draft
 from model_zoo import make_model
 
-from drift_sdk import ConfigError, EngineConfig, SamplingParams, Speculation, SpeculationStats
+from drift_sdk import ConfigError, EngineConfig, Progress, SamplingParams, Speculation, SpeculationStats
 from drift_sdk.cli import drafts
 from drift_sdk.cli.command_line import main
 from drift_sdk.cli.drafts import PROMPTS, Measured, layers_by_convention, measure, read_prompts, verdict
@@ -113,8 +113,31 @@ def test_command_prints_each_convention(
     arguments = [str(target), "--draft", str(draft), "--prompts", str(prompts), "--max-tokens", "6"]
     assert main(["acceptance", *arguments, "--device", "cpu", "--num-draft-tokens", "2"]) == 0
     printed = capsys.readouterr().out
-    for part in ("output: inputs of layers 1, 2, 3", "boundary: inputs of layers 0, 1, 2", "tokens a round"):
+    for part in (
+        '"output": the head reads the hidden states before layers 1, 2, 3',
+        '"boundary": the head reads the hidden states before layers 0, 1, 2',
+        "tokens a round",
+    ):
         assert part in printed
+
+
+def test_progress_is_shown_while_prompts_are_answered(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = folders
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("One\nTwo\n")
+    shown: list[tuple[str, float]] = []
+
+    def show_progress(progress: Progress) -> None:
+        shown.append((progress.stage, progress.fraction))
+
+    monkeypatch.setattr("drift_sdk.cli.drafts.show_progress", show_progress)
+    arguments = [str(target), "--draft", str(draft), "--prompts", str(prompts), "--max-tokens", "6"]
+    assert main(["acceptance", *arguments, "--device", "cpu", "--num-draft-tokens", "2"]) == 0
+    for convention in ("output", "boundary"):
+        stage = f'measure "{convention}"'
+        assert [fraction for name, fraction in shown if name == stage] == [0.5, 1.0]
 
 
 def test_missing_head_is_an_error_of_its_own(

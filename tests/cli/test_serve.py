@@ -78,6 +78,16 @@ async def test_serves_until_sigterm_and_lets_open_streams_end() -> None:
     assert "Traceback" not in err
 
 
+async def test_ctrl_c_ends_with_status_130() -> None:
+    with serving("singing") as (process, url):
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+            await ready(client, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+
+
 async def test_ends_with_an_error_status_if_the_engine_fails() -> None:
     with serving("failing") as (process, url):
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:

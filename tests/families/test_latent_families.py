@@ -31,7 +31,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.latent_attention import LatentWeights
 from drift_sdk.models.shard import shard_obstacles
 from drift_sdk.models.weights import tensor_shapes
-from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
+from drift_sdk.quantised.formats import Fp8Weight, quantise_fp8
 from drift_sdk.spec.model import Experts, LatentAttention, Mlp
 from drift_sdk.startup import executor_factory
 from perf.cross_compile import GPUS

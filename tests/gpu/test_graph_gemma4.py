@@ -213,9 +213,9 @@ def test_a_crowd_changes_no_bit(kind: str, tmp_path: Path) -> None:
         {"max_num_seqs": 16},
         {"max_num_seqs": 16, "prefill_token_budget": 40},
         {"max_num_seqs": 16, "prefill_token_budget": 1024},
-        {"max_num_seqs": 16, "kv_cache_tokens": 640},
+        {"max_num_seqs": 16, "kv_cache_tokens": 448},
         {"max_num_seqs": 16, "speculation": drafts},
-        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 640, "prefill_token_budget": 200},
+        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 448, "prefill_token_budget": 200},
     ]
     assert_same_in_crowds(folder, prompts, expected, modes)
 
@@ -233,7 +233,7 @@ def test_oracle_drafts_change_no_bit(kind: str, tmp_path: Path) -> None:
     with oracle_drafts(KnownAnswers(sequences, VOCAB_SIZE)):
         modes: list[dict[str, object]] = [
             {"max_num_seqs": 16, "speculation": drafts},
-            {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 640},
+            {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 448},
         ]
         assert_same_in_crowds(folder, prompts, expected, modes)
         _, stats = answers(folder, prompts, speculation=drafts)
@@ -251,6 +251,6 @@ def test_prompts_in_another_order_of_summation_are_noticed(
 
     monkeypatch.setattr(LayerAttention, "partitions", property(narrower))
     expected, _ = answers(folder, prompts, is_alone=True)
-    found, stats = answers(folder, prompts, max_num_seqs=16, kv_cache_tokens=640)
+    found, stats = answers(folder, prompts, max_num_seqs=16, kv_cache_tokens=448)
     assert stats.num_preemptions > 0
     assert different(found, expected)

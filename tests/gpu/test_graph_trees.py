@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from msgspec.structs import replace
 from random_folder import make_random_draft_folder, make_random_folder
 
 from drift_sdk import (
@@ -25,6 +26,7 @@ from drift_sdk import (
     Speculation,
     StaticTree,
 )
+from drift_sdk._kernels.commit import CommitTensors
 from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
@@ -350,12 +352,10 @@ def rewind_one_short(tree_steps: Any) -> None:
     accepted.copy_(kept)
 
 
-def accept_next_sibling(
-    row_slot: torch.Tensor, row_parent: torch.Tensor, row_token: torch.Tensor, *args: Any, **options: Any
-) -> None:
+def accept_next_sibling(tensors: CommitTensors, row_parent: torch.Tensor, path: torch.Tensor) -> None:
     """Fault: drafts are compared with the tokens of the nodes before them."""
-    shifted = row_token.view(-1, options["nodes_per_tree"]).roll(1, 1).flatten().contiguous()
-    tree_accept(row_slot, row_parent, shifted, *args, **options)
+    shifted = tensors.row_token.view(-1, tensors.rows_per_slot).roll(1, 1).flatten().contiguous()
+    tree_accept(replace(tensors, row_token=shifted), row_parent, path)
 
 
 tree_accept = round_module.tree_accept

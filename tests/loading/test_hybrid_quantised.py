@@ -18,7 +18,7 @@ from drift_sdk import ModelLoadError
 from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights
-from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.formats import Fp8Weight
 from drift_sdk.quantised.weight import QuantisedWeight, StackedWeight
 
 SIZES = {

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, MAX_SCALE, dequantise_mxfp4
+from drift_sdk.loading.stored_formats import BLOCK_BYTES, MAX_SCALE, dequantise_mxfp4
+from drift_sdk.quantised.formats import MXFP4_BLOCK
 
 # The sixteen codes of e2m1, as the OCP specification lists them: sign, two bits of exponent with bias 1, one
 # bit of mantissa.
@@ -55,9 +56,9 @@ def test_each_block_has_its_own_scale_and_order_is_kept() -> None:
     blocks = torch.randint(0, 256, (2, 3, 5, BLOCK_BYTES), generator=generator, dtype=torch.uint8)
     scales = torch.randint(120, 130, (2, 3, 5), generator=generator, dtype=torch.uint8)
     found = dequantise_mxfp4(blocks, scales, torch.float32)
-    assert found.shape == (2, 3, 5 * BLOCK_SIZE)
+    assert found.shape == (2, 3, 5 * MXFP4_BLOCK)
     for expert, row, column in ((0, 0, 0), (1, 2, 159), (0, 1, 33), (1, 0, 64), (1, 1, 95)):
-        block, place = divmod(column, BLOCK_SIZE)
+        block, place = divmod(column, MXFP4_BLOCK)
         byte = int(blocks[expert, row, block, place // 2])
         code = byte >> 4 if place % 2 else byte & 15
         expected = math.ldexp(E2M1[code], int(scales[expert, row, block]) - 127)

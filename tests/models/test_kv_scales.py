@@ -18,7 +18,7 @@ from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.kv_cache import KVCache, KVScales
 from drift_sdk.models.shard import Shard, load_shard
-from drift_sdk.quantised.fp8 import quantise_e4m3
+from drift_sdk.quantised.formats import quantise_e4m3
 from drift_sdk.spec.model import KVShape
 from drift_sdk.startup.model_parts import choose_weight_form
 

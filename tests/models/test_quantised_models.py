@@ -30,8 +30,7 @@ from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.weights import weight_bytes
-from drift_sdk.quantised.formats import BlockWeight, Int4Weight, Nvfp4Weight
-from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.formats import BlockWeight, Fp8Weight, Int4Weight, Nvfp4Weight
 from drift_sdk.quantised.weight import QuantisedWeight, StackedWeight
 from drift_sdk.startup.model_parts import bytes_without_files
 

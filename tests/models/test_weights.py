@@ -29,7 +29,7 @@ from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.layers import MIN_ONEDNN_ELEMENTS, linear
 from drift_sdk.models.weights import LayerWeights, tensor_shapes
-from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.formats import Fp8Weight
 from drift_sdk.quantised.weight import dequantised
 
 GEMMA3 = 30  # a model of the zoo

@@ -15,7 +15,7 @@ from drift_sdk._kernels.experts.cuda_experts import CudaTiles, RingTiles
 from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_matrix
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.spec.model import Names
 from perf.cases import ngrams
 from perf.cases.attention import attention_cases, chunk_case, decode_case, prefill_case

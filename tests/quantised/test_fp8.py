@@ -6,7 +6,7 @@ import pytest
 import torch
 from quantised_files import e4m3_table
 
-from drift_sdk.quantised.fp8 import MAX_E4M3, Fp8Weight, join_fp8, quantise_fp8
+from drift_sdk.quantised.formats import MAX_E4M3, Fp8Weight, join_fp8, quantise_fp8
 
 
 def random_weight(rows: int, columns: int, block: tuple[int, int], seed: int = 0) -> Fp8Weight:

@@ -6,8 +6,14 @@ import pytest
 import torch
 from quantised_files import random_blocks
 
-from drift_sdk.quantised.formats import BlockWeight, Int4Weight, quantise_int4, stack_rows
-from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
+from drift_sdk.quantised.formats import (
+    BlockWeight,
+    Fp8Weight,
+    Int4Weight,
+    quantise_fp8,
+    quantise_int4,
+    stack_rows,
+)
 from drift_sdk.quantised.weight import Matrix, StackedWeight, dense, dequantised, take_rows
 
 MATRIX = torch.randn((24, 512), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from drift_sdk._kernels.launch.launch_order import access_of
 from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded_kernels
-from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
 from drift_sdk._kernels.recurrent.gated_delta import (
     MixedRows,
     PromptRuns,
@@ -22,7 +21,7 @@ from drift_sdk._kernels.recurrent.gated_delta import (
     move_borders_of_prompts,
     move_borders_of_rows,
 )
-from drift_sdk._kernels.recurrent.gates import fill_gates, norm_gated
+from drift_sdk._kernels.recurrent.rows import fill_gates, keep_inputs, mix_rows, norm_gated
 from drift_sdk.spec.model import BORDER, GatedDelta, Norm, num_input_rows, num_ring_rows
 from perf.cross_compile import GPUS, target, violations
 

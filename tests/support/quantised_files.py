@@ -19,8 +19,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
-from drift_sdk.quantised.formats import BLOCK_FORMATS, BlockFormat, BlockWeight
-from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.formats import BLOCK_FORMATS, BlockFormat, BlockWeight, quantise_fp8
 
 __all__ = [
     "FORMATS",

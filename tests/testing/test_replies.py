@@ -16,6 +16,7 @@ from drift_sdk import (
     ExecutorError,
     PromptTooLong,
     QueueFull,
+    Regex,
     RequestError,
     SamplingParams,
     ToolCall,
@@ -39,6 +40,28 @@ TOOL = {
 USER = {"role": "user", "content": "Weather in Paris?"}
 CALL = ToolCall(name="weather", arguments={"city": "Paris"})
 LONG = EngineConfig(max_model_len=256, kv_cache_tokens=256, block_size=16, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 4])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_reply_that_ends_inside_a_grammar_is_an_error(tokens_per_step: int, ignore_eos: bool) -> None:
+    """And no completion: its text would be no sentence of the grammar."""
+
+    async def main() -> None:
+        options = {"grammar": Regex("[0-9]{3}|[0-9]{5}"), "ignore_eos": ignore_eos}
+        async with scripted_engine(["123", "12345", "1234", ""], tokens_per_step=tokens_per_step) as engine:
+            if ignore_eos:
+                await engine.generate("x")
+            else:
+                assert (await engine.generate("x", **options)).text == "123"
+            assert (await engine.generate("x", **options)).text == "12345"
+            for length in (4, 0):
+                with pytest.raises(RequestError, match=f"ends inside it, after {length} tokens") as caught:
+                    await engine.generate("x", **options)
+                assert caught.value.field == "grammar"
+            assert engine.is_open
+
+    anyio.run(main)
 
 
 def parts(completion: Completion) -> tuple[str, list[tuple[str, dict[str, object]]], str]:

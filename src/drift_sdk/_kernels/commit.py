@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.launch.arguments import check_tensor, check_tensors, next_power_of_2
@@ -37,8 +38,9 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk._kernels.sampling.logits import PENALTIES
 from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
 from drift_sdk._kernels.slots.step_inputs import entry_after
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
@@ -52,7 +54,6 @@ STOP, LENGTH = tl.constexpr(FINISHED_STOP), tl.constexpr(FINISHED_LENGTH)
 HEADER_SIZE, ROW_SIZE = tl.constexpr(RECORD_HEADER_WORDS), tl.constexpr(ROW_RECORD_WORDS)
 TOP = tl.constexpr(MAX_TOP)
 PADDED_TOP = tl.constexpr(next_power_of_2(MAX_TOP))
-PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 
 
 def record_words(rows_per_slot: int) -> int:
@@ -289,92 +290,95 @@ def _commit(
         )
 
 
-def commit(
-    row_slot: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    emitted: Tensor,
-    output_ring: Tensor,
-    current_entry: Tensor,
-    next_entry: Tensor,
-    *,
-    rows_per_slot: int = 1,
-    is_ngram: Tensor | None = None,
-) -> None:
-    """Advance the slots of rows [R] by what was chosen, and record it for the host.
+class CommitTensors(Struct, frozen=True, kw_only=True):
+    """The R rows of a step, what was chosen behind them, and what a commit of their B slots reads and writes.
 
     row_slot, row_token [R]: `rows_per_slot` rows of each of B slots, no two of which are the same. The first
     has slot -1 for padding, the others where nothing was drafted. buffers: what `sample_rows` has chosen for
-    them. emitted [B], written: how many tokens each slot got. output_ring [num_entries, entry_words], pinned:
-    its entry current_entry [1] gets the slots' records, one behind another. next_entry [1] moves on to the
-    next replay's entry: no kernel behind this one may read this replay's input. is_ngram [B]: 1 for slots
-    whose drafts are n-grams in place of a draft model's; None: of no slot. All int32.
+    them. state, slots: of all slots. emitted [B], written: how many tokens each slot got. output_ring
+    [num_entries, entry_words], pinned: its entry current_entry [1] gets the slots' records, one behind
+    another. next_entry [1] moves on to the next replay's entry: no kernel behind a commit may read this
+    replay's input. is_ngram [B]: 1 for slots whose drafts are n-grams in place of a draft model's; None: of
+    no slot. All int32.
+    """
+
+    row_slot: Tensor
+    row_token: Tensor
+    buffers: SampleBuffers
+    state: SlotState
+    slots: SlotColumns
+    emitted: Tensor
+    output_ring: Tensor
+    current_entry: Tensor
+    next_entry: Tensor
+    rows_per_slot: int = 1
+    is_ngram: Tensor | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """B."""
+        return self.emitted.shape[0]
+
+    def kernel_arguments(self, num_words: int) -> dict[str, Tensor | int | None]:
+        """The arguments of commit kernels, by name. num_words: those of the results of all slots.
+
+        Raises ValueError for another shape or type.
+        """
+        buffers, state, slots = self.buffers, self.state, self.slots
+        num_slots, (num_rows,) = self.num_slots, self.row_slot.shape
+        if num_rows != num_slots * self.rows_per_slot:
+            expected = f"{self.rows_per_slot} of each of {num_slots} slots"
+            raise ValueError(f"row_slot: {num_rows} rows: expected {expected}")
+
+        check_tensors((num_rows,), torch.int32, row_slot=self.row_slot, row_token=self.row_token)
+        buffers.check(num_rows, slots.vocab_size)
+        state.check()
+        slots.check()
+        check_tensors((num_slots,), torch.int32, emitted=self.emitted, is_ngram=self.is_ngram)
+        check_tensor("output_ring", self.output_ring, self.output_ring.shape, torch.int32)
+        indices = {"current_entry": self.current_entry, "next_entry": self.next_entry}
+        check_tensors((1,), torch.int32, **indices)
+        num_entries, entry_words = self.output_ring.shape
+        if entry_words < num_words:
+            raise ValueError(f"output_ring: {entry_words} words an entry: expected at least {num_words}")
+
+        return {
+            "row_slot_ptr": self.row_slot,
+            "row_token_ptr": self.row_token,
+            "chosen_ptr": buffers.chosen,
+            "chosen_logprob_ptr": buffers.chosen_logprob,
+            "top_token_ptr": buffers.top_token,
+            "top_logprob_ptr": buffers.top_logprob,
+            "length_ptr": state.length,
+            "last_token_ptr": state.last_token,
+            "finish_ptr": state.finish,
+            "max_length_ptr": state.max_length,
+            "flags_ptr": slots.flags,
+            "num_logprobs_ptr": slots.num_logprobs,
+            "stop_bits_ptr": slots.stop_bits,
+            "counts_ptr": slots.counts,
+            "is_ngram_ptr": self.is_ngram,
+            "emitted_ptr": self.emitted,
+            "output_ring_ptr": self.output_ring,
+            "current_entry_ptr": self.current_entry,
+            "next_entry_ptr": self.next_entry,
+            "num_entries": num_entries,
+            "entry_words": entry_words,
+            "vocab_size": slots.vocab_size,
+            "num_words": slots.stop_bits.shape[1],
+        }
+
+
+def commit(tensors: CommitTensors) -> None:
+    """Advance the slots of rows by what was chosen, and record it for the host.
 
     Raises ValueError for another shape or type.
     """
-    tensors = commit_tensors(
-        row_slot,
-        row_token,
-        buffers,
-        state,
-        slots,
-        emitted,
-        output_ring,
-        current_entry,
-        next_entry,
-        rows_per_slot,
-        is_ngram,
-    )
-    _commit[(emitted.shape[0],)](
-        *tensors,
-        *output_ring.shape,
-        slots.vocab_size,
-        slots.stop_bits.shape[1],
+    rows_per_slot = tensors.rows_per_slot
+    _commit[(tensors.num_slots,)](
+        **tensors.kernel_arguments(tensors.num_slots * record_words(rows_per_slot)),
         ROWS_PER_SLOT=rows_per_slot,
         PDL=uses_pdl(),
         num_warps=1,
         **launch_options(),
     )
-
-
-def commit_tensors(
-    row_slot: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    emitted: Tensor,
-    output_ring: Tensor,
-    current_entry: Tensor,
-    next_entry: Tensor,
-    rows_per_slot: int,
-    is_ngram: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """The tensors that a commit kernel takes first, in the order of their arguments.
-
-    Raises ValueError for arguments of another shape or type.
-    """
-    (num_rows,), (num_slots,) = row_slot.shape, emitted.shape
-    if num_rows != num_slots * rows_per_slot:
-        raise ValueError(f"row_slot: {num_rows} rows: expected {rows_per_slot} of each of {num_slots} slots")
-
-    check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
-    check_tensor("row_token", row_token, (num_rows,), torch.int32)
-    buffers.check(num_rows, slots.vocab_size)
-    state.check()
-    slots.check()
-    check_tensors((num_slots,), torch.int32, emitted=emitted, is_ngram=is_ngram)
-    check_tensor("output_ring", output_ring, output_ring.shape, torch.int32)
-    check_tensor("current_entry", current_entry, (1,), torch.int32)
-    check_tensor("next_entry", next_entry, (1,), torch.int32)
-    needed, entry_words = num_slots * record_words(rows_per_slot), output_ring.shape[1]
-    if entry_words < needed:
-        raise ValueError(f"output_ring: {entry_words} words an entry: expected at least {needed}")
-
-    rows = (row_slot, row_token, buffers.chosen)
-    logprobs = (buffers.chosen_logprob, buffers.top_token, buffers.top_logprob)
-    states = (state.length, state.last_token, state.finish, state.max_length)
-    columns = (slots.flags, slots.num_logprobs, slots.stop_bits, slots.counts)
-    return (*rows, *logprobs, *states, *columns, is_ngram, emitted, output_ring, current_entry, next_entry)

@@ -20,6 +20,7 @@ from drift_sdk.cli.engine_start import hide_progress, show_progress
 from drift_sdk.config import EngineConfig
 from drift_sdk.engine import Engine, inspect
 from drift_sdk.errors import ConfigError, ModelLoadError
+from drift_sdk.events import Progress
 from drift_sdk.jobs import Job
 from drift_sdk.results import SpeculationStats
 from drift_sdk.sampling_params import SamplingParams
@@ -68,13 +69,13 @@ async def run_acceptance(
     hide_progress()
     for one in found:
         if one.speculation is None:
-            print(f"{one.convention}: {one.reason}")
+            print(f'"{one.convention}": {one.reason}')
             continue
 
         counts = one.speculation
         rates = " ".join(f"{rate:.3f}" for rate in counts.rates)
         layers = ", ".join(map(str, one.layers))
-        print(f"{one.convention}: inputs of layers {layers}")
+        print(f'"{one.convention}": the head reads the hidden states before layers {layers}')
         print(f"    {counts.acceptance_length:.3f} tokens a round, {counts.num_rounds} rounds")
         print(f"    shares of rounds with drafts 1, 2, ... accepted: {rates}")
     print(verdict(found))
@@ -112,8 +113,10 @@ async def measure(
         async with Engine(
             model, config.replace(speculation=speculation), on_progress=show_progress
         ) as engine:
+            num_done = 0
             async for _ in engine.map(jobs, params):
-                pass
+                num_done += 1
+                show_progress(Progress(stage=f'measure "{convention}"', fraction=num_done / len(jobs)))
             counts = engine.stats().speculation
         found.append(Measured(convention=convention, layers=layers, speculation=counts))
     return found

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from drift_sdk.driver.commands import Command, MaskComputed, Prepared
+from msgspec import Struct
+
 from drift_sdk.driver.prompts import ModelText, Prompt, TokenCount
 from drift_sdk.driver.requests import Request
 from drift_sdk.errors import DriftError, EngineClosed, RequestError, error_repr
@@ -27,6 +28,21 @@ CLOSE_TIMEOUT_S = 5.0
 """Most seconds that `close` waits for jobs in progress."""
 
 log: logging.Logger = logging.getLogger("drift_sdk")
+
+
+class Prepared(Struct, frozen=True):
+    """A request has been prepared (`error` is None), or preparing it has failed."""
+
+    request: Request
+    error: DriftError | None
+
+
+class MaskComputed(Struct, frozen=True):
+    """The next token mask of a constrained request has been computed (`error` is None), or that has
+    failed."""
+
+    request: Request
+    error: DriftError | None
 
 
 class Client(Protocol):
@@ -94,7 +110,7 @@ class TextWorker:
     `prepare`, `advance`, `count_tokens` and `abandon` may be called from any thread.
     """
 
-    def __init__(self, send: Callable[[Command], None]) -> None:
+    def __init__(self, send: Callable[[Prepared | MaskComputed], None]) -> None:
         self._send = send
         self._changed = threading.Condition()
         self._waiting: deque[TextJob] = deque()
@@ -166,7 +182,7 @@ class TextWorker:
         self,
         request: Request,
         work: Callable[[], None],
-        command: Callable[[Request, DriftError | None], Command],
+        command: Callable[[Request, DriftError | None], Prepared | MaskComputed],
     ) -> None:
         """Add a job for a request. `command` makes the command that tells the engine's thread the outcome."""
         is_plain = request.params.grammar is None and request.text_field == "prompt"

@@ -25,9 +25,9 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import gguf_architecture
 from drift_sdk.loading.gguf_file import ROPE_FACTORS, GGUFParts, GGUFTensor, is_block_matrix, read_gguf_config
 from drift_sdk.loading.quantised_tensors import QuantisedSource
-from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE
+from drift_sdk.loading.stored_formats import BLOCK_BYTES
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
-from drift_sdk.quantised.formats import BLOCK_FORMATS, BlockFormat, BlockWeight
+from drift_sdk.quantised.formats import BLOCK_FORMATS, MXFP4_BLOCK, BlockFormat, BlockWeight
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight
 from drift_sdk.spec.family import GGUFChange, Tiles
 
@@ -138,7 +138,7 @@ class Mxfp4Experts:
 
         parts = self._stored_names(name)
         num_experts, rows, *inner = self._file.shape(parts[0])
-        shape = num_experts, rows * len(parts), *(columns // BLOCK_SIZE for columns in inner)
+        shape = num_experts, rows * len(parts), *(columns // MXFP4_BLOCK for columns in inner)
         return (*shape, BLOCK_BYTES) if match[3] == "blocks" else shape
 
     def file(self, name: str) -> str:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from drift_sdk.loading.stored_formats import BLOCK_SIZE, SCALE_BIAS
-from drift_sdk.quantised.formats import MAGNITUDES
-from drift_sdk.quantised.fp8 import Fp8Weight, quantise_fp8
+from drift_sdk.loading.stored_formats import SCALE_BIAS
+from drift_sdk.quantised.formats import MAGNITUDES, MXFP4_BLOCK, Fp8Weight, quantise_fp8
 
 
 class RandomTensors:
@@ -64,7 +63,7 @@ class RandomTensors:
         self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if place.dtype == torch.uint8:
             if name.endswith("_scales"):
-                place.fill_(_mxfp4_scale(BLOCK_SIZE * shape[-1]))
+                place.fill_(_mxfp4_scale(MXFP4_BLOCK * shape[-1]))
             else:
                 place.random_(0, 256, generator=self._generator)
             return

@@ -27,13 +27,14 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.tensors import CheckedSource, InPlaceSource, TensorSource
 from drift_sdk.quantised.formats import (
     MIDDLE,
+    MXFP4_BLOCK,
     NVFP4_GROUP,
+    Fp8Weight,
     Int4Weight,
     Nvfp4Weight,
     pack_codes,
     pairs_of_bytes,
 )
-from drift_sdk.quantised.fp8 import Fp8Weight
 from drift_sdk.quantised.scheme import Groups, Scheme, join_groups
 
 Shape = tuple[int, int]
@@ -460,9 +461,7 @@ def _read_nvfp4(
     return Nvfp4Weight(stored.read(codes), scales, scale.expand(shape[0]).contiguous(), is_divided)
 
 
-BLOCK_SIZE = 32
-"""Numbers that share a scale."""
-BLOCK_BYTES = BLOCK_SIZE // 2
+BLOCK_BYTES = MXFP4_BLOCK // 2
 MAX_SCALE = 252
 """The largest scale of which every number is finite in float32 and bfloat16: 6 * 2 ** 125 < 2 ** 128."""
 

@@ -20,11 +20,11 @@ from drift_sdk.loading.tensors import FiniteCheck, InPlaceSource, TensorSource, 
 from drift_sdk.quantised.formats import (
     NVFP4_GROUP,
     QUANTISED_GROUP,
+    quantise_fp8,
     quantise_int4,
     quantise_nvfp4,
     stack_rows,
 )
-from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 
 ReadMatrix = Callable[[str, bool], QuantisedWeight | None]

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from drift_sdk.loading.stored_formats import BLOCK_BYTES, BLOCK_SIZE, dequantise_mxfp4
+from drift_sdk.loading.stored_formats import BLOCK_BYTES, dequantise_mxfp4
 from drift_sdk.models.allocation import Allocation
 from drift_sdk.models.layers import linear, normalise, rms_norm
-from drift_sdk.quantised.formats import stack_rows
+from drift_sdk.quantised.formats import MXFP4_BLOCK, stack_rows
 from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 from drift_sdk.spec.model import (
     Activation,
@@ -158,7 +158,7 @@ def _allocate_matrices(
     if names.layout == "mxfp4":
 
         def quantised(name: str, rows: int, columns: int) -> QuantisedMatrices:
-            shape = num_experts, rows, columns // BLOCK_SIZE
+            shape = num_experts, rows, columns // MXFP4_BLOCK
             blocks = allocation.tensor(f"{prefix}.{name}_blocks", *shape, BLOCK_BYTES, dtype=torch.uint8)
             scales = allocation.tensor(f"{prefix}.{name}_scales", *shape, dtype=torch.uint8)
             return QuantisedMatrices(blocks, scales)

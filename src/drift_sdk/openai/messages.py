@@ -25,7 +25,7 @@ from drift_sdk.openai.conversation import (
     params_of,
 )
 from drift_sdk.openai.service import Event, Generation, Service, new_id, respond
-from drift_sdk.openai.wire import Body, Strict, Wire, convert, described, shaped
+from drift_sdk.openai.wire import Body, Strict, Wire, convert, described, shaped, without_nulls
 
 Blocks = str | list[dict[str, Any]]
 
@@ -151,10 +151,6 @@ def answer_of(blocks: Blocks, place: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def without_nulls(block: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in block.items() if value is not None}
 
 
 Kind = Literal["thinking", "text"]

@@ -41,7 +41,7 @@ from drift_sdk.openai.conversation import (
     params_of,
 )
 from drift_sdk.openai.service import Event, Generation, Service, new_id, respond
-from drift_sdk.openai.wire import Body, Strict, Wire, convert, described
+from drift_sdk.openai.wire import Body, Strict, Wire, convert, described, without_nulls
 
 STATEFUL = "an item with its content: this server keeps no items"
 
@@ -156,10 +156,6 @@ def item_of(values: Mapping[str, Any], place: str) -> TextItem | CallItem | Resu
         raise RequestError.of(f"{place}.type", kind, allowed)
 
     return convert({"type": "message", **without_nulls(values)}, KINDS[kind], place)
-
-
-def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}

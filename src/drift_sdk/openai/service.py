@@ -35,9 +35,8 @@ from drift_sdk import (
     Samples,
     SamplingParams,
 )
-from drift_sdk.openai.wire import Body, Cancelled, Unauthorised, UnknownModel, decode
+from drift_sdk.openai.wire import BodyT, Cancelled, Unauthorised, UnknownModel, decode
 
-BodyT = TypeVar("BodyT", bound=Body)
 CLOSE = {"Connection": "close"}
 BODY_TIMEOUT_S = 60.0
 """Most seconds until a body has arrived; a slower one gets a 408."""

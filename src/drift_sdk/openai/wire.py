@@ -231,3 +231,8 @@ async def error_response(request: Request, error: Exception) -> Response:
     found = described(error, getattr(request.state, "error_names", {}))
     body = shaped(found, is_anthropic=is_anthropic(request))
     return JSONResponse(body, found.status, headers=found.headers)
+
+
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries whose value is not None."""
+    return {name: value for name, value in values.items() if value is not None}

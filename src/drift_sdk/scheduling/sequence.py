@@ -58,9 +58,11 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight",
+        "num_matched_blocks",
         "num_planned_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
+        "num_recycled_blocks",
         "num_steps_without_tokens",
         "order",
         "prefix_nodes",
@@ -72,6 +74,7 @@ class Sequence:
         "started_at",
         "token_ids",
         "wanted_checkpoints",
+        "window_table",
     )
 
     def __init__(
@@ -114,10 +117,16 @@ class Sequence:
         self.block_table: list[int] = []
         # Cached nodes of the table's first entries. While waiting, an earlier match that may be outdated.
         self.prefix_nodes: list[PrefixNode] = []
-        # Of a running sequence with recurrent states: cached nodes of its tokens from the root on, of which
-        # it references `prefix_nodes` alone, so that others may have been evicted; positions at which
-        # checkpoints are still to be planned, ascending; and checkpoints at blocks that it has not published.
+        # Blocks of layers with windows, if these have blocks of their own; the first ones, behind the window,
+        # are no longer the sequence's.
+        self.window_table: list[int] = []
+        self.num_recycled_blocks: int = 0
+        self.num_matched_blocks: int = 0  # cached nodes of its tokens at its admission
+        # Of a running sequence with recurrent states or windows: cached nodes of its tokens from the root on,
+        # of which it references `prefix_nodes` alone, so that others may have been evicted.
         self.matched_nodes: list[PrefixNode] = []
+        # With recurrent states: positions at which checkpoints are still to be planned, ascending; and
+        # checkpoints at blocks that it has not published.
         self.wanted_checkpoints: list[int] = []
         self.kept_checkpoints: list[KeptCheckpoint] = []
         self.is_publishing: bool = True  # False once another sequence has published an equal block

@@ -143,6 +143,9 @@ class GrammarConstraint:
         if num_consumed < len(token_ids):
             self._check()
             token_id = token_ids[num_consumed]
+            if token_id in self.eos_token_ids:
+                raise failure(f"the text ends inside it, after {self._num_tokens} tokens")
+
             raise failure(f"token {token_id} does not continue the text of {self._num_tokens} tokens")
 
         self._next = self._compute_next()

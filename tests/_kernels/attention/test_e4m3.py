@@ -9,7 +9,7 @@ from references.attention import pack_cache, unpack_cache
 
 from drift_sdk._kernels.attention.cache import cache_words, decode_pairs, encode_e4m3, is_decoded_in_pairs
 from drift_sdk._kernels.launch.kernel import kernel
-from drift_sdk.quantised.fp8 import E4M3, MAX_E4M3, quantise_e4m3
+from drift_sdk.quantised.formats import E4M3, MAX_E4M3, quantise_e4m3
 
 pytestmark = pytest.mark.kernel
 

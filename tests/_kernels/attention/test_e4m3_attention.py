@@ -33,7 +33,7 @@ from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.launch.gpu_limits import HOPPER, limited_gpu
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
-from drift_sdk.quantised.fp8 import E4M3, quantise_e4m3
+from drift_sdk.quantised.formats import E4M3, quantise_e4m3
 
 pytestmark = pytest.mark.kernel
 

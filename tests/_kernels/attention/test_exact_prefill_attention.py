@@ -20,7 +20,7 @@ from drift_sdk._kernels.attention.exact_prefill import (
 )
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 
 pytestmark = pytest.mark.kernel
 

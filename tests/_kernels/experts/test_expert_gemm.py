@@ -29,8 +29,8 @@ from drift_sdk._kernels.experts.expert_gemm import (
 from drift_sdk._kernels.experts.routing import ExpertRows, list_rows
 from drift_sdk._kernels.gemm.heuristic import SHARED_RESERVE
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, limited_gpu
-from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk.loading.stored_formats import dequantise_mxfp4
+from drift_sdk.spec.model import Activation
 from perf.cross_compile import GPUS
 
 pytestmark = pytest.mark.kernel

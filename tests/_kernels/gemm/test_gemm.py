@@ -64,11 +64,13 @@ def test_multiply_is_near_the_exact_product(
     assert_near(multiply_reference(x, weight, config), found, inner=shape[2], magnitude=LARGEST)
 
 
+@pytest.mark.parametrize("inner", [80, 320, 1024])
 @pytest.mark.parametrize("num_slices", [1, 2, 4])
-def test_bits_do_not_depend_on_rows_or_tiles(num_slices: int, device: str) -> None:
+def test_bits_do_not_depend_on_rows_or_tiles(num_slices: int, inner: int, device: str) -> None:
+    """Slices of many tiles, of few, and of one."""
     is_gpu = device == "cuda"
     dtype = torch.bfloat16 if is_gpu else torch.float32
-    x, weight = inputs((200, 640, 1024) if is_gpu else (40, 70, 320), dtype, device)
+    x, weight = inputs((200, 640, inner) if is_gpu else (40, 70, inner), dtype, device)
     alone = GemmConfig(True, 64, 16, 64, 3, 4, num_slices=num_slices)
     expected = torch.cat([product(row[None], weight, alone) for row in x])
     for config in (

@@ -4,7 +4,8 @@ import pytest
 import torch
 from references.layers import glu_reference
 
-from drift_sdk._kernels.layers.gates import Activation, glu
+from drift_sdk._kernels.layers.gates import glu
+from drift_sdk.spec.model import Activation
 
 pytestmark = pytest.mark.kernel
 

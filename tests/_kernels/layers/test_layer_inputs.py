@@ -8,10 +8,9 @@ import pytest
 import torch
 from references.layers import gate_input_reference, make_inputs_reference
 
-from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk._kernels.layers.layer_inputs import gate_input, make_inputs
 from drift_sdk.models.layer_inputs import LayerInputWeights, embedding_factor, inputs_of
-from drift_sdk.spec.model import LayerInputs, Norm
+from drift_sdk.spec.model import Activation, LayerInputs, Norm
 
 pytestmark = pytest.mark.kernel
 

@@ -11,7 +11,7 @@ from drift_sdk._kernels.layers import rope_store
 from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.layers.rope_store import Projected, rotate_and_store
 from drift_sdk.models.layers import half_tables, offset_rms_norm, rms_norm, rotary_tables, rotate
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.spec.rope import Rope
 
 pytestmark = pytest.mark.kernel

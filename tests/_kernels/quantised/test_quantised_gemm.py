@@ -10,7 +10,6 @@ from quantised_cases import FORMATS, QuantisedFormat, draw
 from references.layers import activate_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk._kernels.quantised import packing
 from drift_sdk._kernels.quantised.packing import PackedWeight, pack_weight
 from drift_sdk._kernels.quantised.quantised_gemm import (
@@ -22,6 +21,7 @@ from drift_sdk._kernels.quantised.quantised_gemm import (
     twin_gated_multiply,
     twin_multiply,
 )
+from drift_sdk.spec.model import Activation
 
 pytestmark = pytest.mark.kernel
 

@@ -14,8 +14,8 @@ from slow_cases import slow_after
 from tolerances import assert_near
 from torch import Tensor
 
-from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
 from drift_sdk._kernels.recurrent.gated_delta import MixedRows, PromptRuns
+from drift_sdk._kernels.recurrent.rows import keep_inputs, mix_rows
 from drift_sdk.spec.model import BORDER, GatedDelta, Norm, num_input_rows
 
 pytestmark = pytest.mark.kernel

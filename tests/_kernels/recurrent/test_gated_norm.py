@@ -10,7 +10,7 @@ from references.recurrent import norm_gated_reference
 from tolerances import assert_near
 
 from drift_sdk._kernels.layers.norm import NormKind
-from drift_sdk._kernels.recurrent.gates import norm_gated
+from drift_sdk._kernels.recurrent.rows import norm_gated
 
 pytestmark = pytest.mark.kernel
 

@@ -7,7 +7,7 @@ import torch
 from references.recurrent import fill_gates_reference
 from tolerances import assert_near
 
-from drift_sdk._kernels.recurrent.gates import fill_gates
+from drift_sdk._kernels.recurrent.rows import fill_gates
 
 pytestmark = pytest.mark.kernel
 

@@ -18,7 +18,7 @@ from drift_sdk._kernels.trees.tree_checks import (
 )
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, tree_rows
 from drift_sdk.execution.rounds.round import violation_of
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 
 pytestmark = pytest.mark.kernel
 

@@ -24,13 +24,14 @@ from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratc
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.commit import CommitTensors
 from drift_sdk._kernels.sampling.logits import apply_logits_rules
 from drift_sdk._kernels.sampling.rows import RowsToSample, SampleBuffers
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.trees import TokenTree
 
 pytestmark = pytest.mark.kernel
@@ -253,19 +254,21 @@ class Acceptance:
     def run(self, function: Any = tree_accept) -> dict[str, Any]:
         """Everything that is written."""
         rows = self.round
-        function(
-            rows.row_slot,
-            rows.row_parent,
-            rows.row_token,
-            self.buffers,
-            self.state,
-            self.columns,
-            self.path,
-            self.emitted,
-            self.ring,
-            nodes_per_tree=rows.nodes_per_tree,
+        output_ring, current_entry, next_entry = self.ring
+        tensors = CommitTensors(
+            row_slot=rows.row_slot,
+            row_token=rows.row_token,
+            buffers=self.buffers,
+            state=self.state,
+            slots=self.columns,
+            emitted=self.emitted,
+            output_ring=output_ring,
+            current_entry=current_entry,
+            next_entry=next_entry,
+            rows_per_slot=rows.nodes_per_tree,
             is_ngram=torch.arange(len(self.emitted), dtype=torch.int32, device=self.emitted.device) % 2,
         )
+        function(tensors, rows.row_parent, self.path)
         if IS_GPU:
             torch.cuda.synchronize()
         state = {name: getattr(self.state, name).tolist() for name in SlotState.__struct_fields__}

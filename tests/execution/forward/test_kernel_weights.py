@@ -19,11 +19,11 @@ from drift_sdk.quantised.formats import (
     BLOCK_FORMATS,
     BlockFormat,
     BlockWeight,
+    quantise_fp8,
     quantise_int4,
     quantise_nvfp4,
     stack_rows,
 )
-from drift_sdk.quantised.fp8 import quantise_fp8
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight, dequantised
 
 pytestmark = pytest.mark.kernel

@@ -56,10 +56,10 @@ def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
     counts: list[int] = []
     fractions: list[float] = []
 
-    def fit_blocks(num_graphs: int) -> int:
+    def fit_blocks(num_graphs: int) -> tuple[int, int]:
         device.calls.append("fit")
         counts.append(num_graphs)
-        return NUM_BLOCKS
+        return NUM_BLOCKS, 0
 
     def report(stage: str, fraction: float) -> None:
         if stage == "capture graphs":

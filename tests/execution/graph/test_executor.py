@@ -23,7 +23,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVScales
-from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.formats import quantise_fp8
 from drift_sdk.quantised.weight import dense
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import Executor, ExecutorLimits, SlotOutput, SlotSampling, StepPlan, StepResult

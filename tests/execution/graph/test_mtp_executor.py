@@ -29,7 +29,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.mtp import random_mtp
-from drift_sdk.quantised.fp8 import quantise_fp8
+from drift_sdk.quantised.formats import quantise_fp8
 from drift_sdk.quantised.weight import dense
 from drift_sdk.startup.graph_startup import weights_to_tune
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepResult

@@ -14,7 +14,7 @@ from drift_sdk._kernels.attention.plan import (
     most_companions,
 )
 from drift_sdk._kernels.attention.softmax import Partitions
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 
 
 def plan_attention_reference(

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,
     ROW_RECORD_WORDS,
+    CommitTensors,
     record_words,
 )
-from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.sampling.rows import MAX_TOP
+from drift_sdk._kernels.slots.slot_columns import SlotFlag
 
 
-def commit_reference(
-    row_slot: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    emitted: Tensor,
-    output_ring: Tensor,
-    current_entry: Tensor,
-    next_entry: Tensor,
-    *,
-    rows_per_slot: int = 1,
-    is_ngram: Tensor | None = None,
-) -> None:
+def commit_reference(tensors: CommitTensors) -> None:
     """`commit` in plain torch, one slot after the other."""
+    row_slot, row_token, rows_per_slot = tensors.row_slot, tensors.row_token, tensors.rows_per_slot
+    buffers, state, slots, emitted = tensors.buffers, tensors.state, tensors.slots, tensors.emitted
+    output_ring, current_entry, next_entry = tensors.output_ring, tensors.current_entry, tensors.next_entry
+    is_ngram = tensors.is_ngram
     size = record_words(rows_per_slot)
     for index in range(len(emitted)):
         rows = range(index * rows_per_slot, (index + 1) * rows_per_slot)

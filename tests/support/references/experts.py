@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.experts.expert_gemm import ClampedActivation
-from drift_sdk._kernels.layers.gates import Activation
-from drift_sdk.spec.model import Router
+from drift_sdk.spec.model import Activation, Router
 from references.layers import activate_reference
 
 LOWEST = torch.finfo(torch.float32).min

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.gemm import GemmConfig
-from drift_sdk._kernels.layers.gates import Activation
+from drift_sdk.spec.model import Activation
 from references.layers import activate_reference
 
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
-from drift_sdk._kernels.layers.gates import Activation
 from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.layers.rope_store import Projected
-from drift_sdk.quantised.fp8 import quantise_e4m3
+from drift_sdk.quantised.formats import quantise_e4m3
+from drift_sdk.spec.model import Activation
 from references.attention import pack_cache
 
 

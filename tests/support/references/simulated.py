@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.sampling.rows import SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+from drift_sdk._kernels.commit import CommitTensors
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from perf.harness.simulated_acceptance import SimulatedRounds
 from references.commit import commit_reference
 
 
-def commit_simulated_reference(
-    row_slot: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    emitted: Tensor,
-    output_ring: Tensor,
-    current_entry: Tensor,
-    next_entry: Tensor,
-    rounds: SimulatedRounds,
-    *,
-    rows_per_slot: int,
-    is_ngram: Tensor | None = None,
-) -> None:
+def commit_simulated_reference(tensors: CommitTensors, rounds: SimulatedRounds) -> None:
     """`commit_simulated` in plain torch: tokens and drafts are put so that `commit` accepts as many."""
-    row_token = row_token.clone()
+    row_slot, rows_per_slot, buffers = tensors.row_slot, tensors.rows_per_slot, tensors.buffers
+    row_token = tensors.row_token.clone()
     for first in range(0, len(row_slot), rows_per_slot):
         slot = int(row_slot[first])
         if slot < 0 or rows_per_slot == 1:
@@ -43,8 +30,7 @@ def commit_simulated_reference(
             elif row_slot[row + 1] >= 0:
                 buffers.chosen[row] = row_token[row + 1]
 
-    arguments = (row_slot, row_token, buffers, state, slots, emitted, output_ring, current_entry, next_entry)
-    commit_reference(*arguments, rows_per_slot=rows_per_slot, is_ngram=is_ngram)
+    commit_reference(replace(tensors, row_token=row_token))
 
 
 def simulate_choices_reference(

@@ -14,12 +14,12 @@ from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
     FINISHED_STOP,
     RECORD_HEADER_WORDS,
+    CommitTensors,
     record_words,
 )
-from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
+from drift_sdk._kernels.sampling.rows import MAX_TOP
 from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
-from drift_sdk._kernels.trees.tree_accept import TreeRing
+from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
 from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk._kernels.trees.tree_growth import CandidateBuffers, CandidatePool, Frontier, StaticTables
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, TreeRowTensors
@@ -212,22 +212,12 @@ def grow_static_reference(
             after.path[row, : len(path)] = torch.tensor(path, dtype=torch.int32)
 
 
-def tree_accept_reference(
-    row_slot: Tensor,
-    row_parent: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    path: Tensor,
-    emitted: Tensor,
-    ring: TreeRing,
-    *,
-    nodes_per_tree: int,
-    is_ngram: Tensor | None = None,
-) -> None:
+def tree_accept_reference(tensors: CommitTensors, row_parent: Tensor, path: Tensor) -> None:
     """`tree_accept` in plain torch, one slot after the other."""
-    output_ring, current_entry, next_entry = ring
+    buffers, state, slots, emitted = tensors.buffers, tensors.state, tensors.slots, tensors.emitted
+    row_slot, row_token, nodes_per_tree = tensors.row_slot, tensors.row_token, tensors.rows_per_slot
+    output_ring, current_entry, next_entry = tensors.output_ring, tensors.current_entry, tensors.next_entry
+    is_ngram = tensors.is_ngram
     size, row_words = record_words(PATH_ENTRIES), record_words(1) - RECORD_HEADER_WORDS
     all_slots, parents, drafts = row_slot.tolist(), row_parent.tolist(), row_token.tolist()
     for index in range(len(emitted)):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.launch.arguments import check_tensors
 from drift_sdk._kernels.launch.kernel import device_function, is_interpreted
-from drift_sdk.quantised.fp8 import E4M3, MAX_E4M3
+from drift_sdk.quantised.formats import E4M3, MAX_E4M3
 
 
 @device_function

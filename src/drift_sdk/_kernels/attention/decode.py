@@ -100,7 +100,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 
 SHARED_RESERVE = 24 * 1024
 """Bytes of shared memory that a program may take beside its stages: queries, and changes of layout."""

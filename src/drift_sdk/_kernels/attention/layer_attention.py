@@ -19,7 +19,7 @@ from drift_sdk._kernels.launch.arguments import (
     check_tensors,
     next_power_of_2,
 )
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 
 MIN_DOT_SIZE = 16
 """The least rows and columns of a tile in a product: those of an MMA."""

@@ -55,7 +55,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.attention.prefill import TILE_FIELDS
+from drift_sdk._kernels.attention.prefill import NUM_FIELDS, TILE_FIELDS
 from drift_sdk._kernels.launch.arguments import cdiv, check_rows, check_tensor, next_power_of_2
 from drift_sdk._kernels.launch.kernel import (
     device_function,
@@ -225,7 +225,6 @@ def _check_out(out: tuple[Tensor, Tensor, Tensor], num_rows: int) -> None:
 
 CHUNK_ROWS = 1024
 """Rows, or tiles of single rows, that a program reads at a time: 4 a thread of 8 warps."""
-NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 def num_draft_tiles(num_rows: int, num_chunks: int, tile_rows: int) -> int:

@@ -2,7 +2,7 @@
 
 Every GPU (rank) has one block of memory that the others can read and write. All blocks have the same layout:
 a flag for each rank and each exchange of a step, then the buffers. Sums need no flags, see
-add_norm_across.py. In the other exchanges a rank writes its own buffer. Then it stores the step's epoch into
+exchanges.py. In the other exchanges a rank writes its own buffer. Then it stores the step's epoch into
 its flag in the memory of each peer, waits until the peers' flags in its own memory have the epoch, and reads
 the peers' buffers.
 

@@ -56,6 +56,8 @@ have in bfloat16, are the number times 2 ** -126; two products with powers of tw
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from msgspec import Struct
@@ -75,10 +77,11 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.layers.gates import Activation, activate
+from drift_sdk._kernels.layers.gates import activate
+from drift_sdk.quantised.formats import MXFP4_BLOCK
+from drift_sdk.spec.model import Activation
 
-BLOCK_SIZE = tl.constexpr(32)
-"""Numbers that share a scale."""
+BLOCK_SIZE = tl.constexpr(MXFP4_BLOCK)
 
 BLOCK_BYTES = tl.constexpr(16)
 
@@ -320,6 +323,40 @@ def check_matrix(matrix: ExpertMatrix, shape: tuple[int, int, int], dtype: torch
     check_tensor("scales", matrix.scales, (num_experts, num_columns, num_blocks), torch.uint8)
 
 
+def grid_of(rows: ExpertRows, num_columns: int, config: ExpertGemmConfig) -> tuple[int]:
+    """The number of programs of a product with an output of so many columns."""
+    return (config.num_row_tiles(rows) * cdiv(num_columns, config.tile_n),)
+
+
+def launch_arguments(
+    x: Tensor, matrix: ExpertMatrix, rows: ExpertRows, out: Tensor, config: ExpertGemmConfig
+) -> dict[str, Any]:
+    """The arguments that both kernels take, by name. Raises ValueError for rows of another shape or type."""
+    check_expert_rows(rows)
+    return {
+        "x_ptr": x,
+        "values_ptr": matrix.values,
+        "scales_ptr": matrix.scales,
+        "bias_ptr": matrix.bias,
+        "counts_ptr": rows.counts,
+        "pairs_ptr": rows.pairs,
+        "out_ptr": out,
+        "num_tiles_m": config.num_row_tiles(rows),
+        "num_rows": rows.num_rows,
+        "NUM_EXPERTS": rows.num_experts,
+        "PADDED_EXPERTS": next_power_of_2(rows.num_experts),
+        "NUM_ACTIVE": rows.num_active,
+        "N": out.shape[-1],
+        "K": matrix.inner,
+        "TILE_N": config.tile_n,
+        "TILE_M": config.tile_m,
+        "TILE_K": config.inner_tile(matrix),
+        "NUM_STAGES": config.num_stages,
+        "PDL": uses_pdl(),
+        "num_warps": config.num_warps,
+    }
+
+
 class ClampedActivation(Struct, frozen=True):
     """(up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and -limit <= up <= limit."""
 
@@ -422,33 +459,12 @@ def gated_expert_multiply(
     check_tensor("out", out, (rows.num_rows * rows.num_active, num_columns), x.dtype)
     check_tensor("x", x, (rows.num_rows, matrix.inner), out.dtype)
     check_matrix(matrix, (rows.num_experts, 2 * num_columns, matrix.inner), x.dtype)
-    check_expert_rows(rows)
     clamped = activation if isinstance(activation, ClampedActivation) else None
-    num_tiles_m = config.num_row_tiles(rows)
-    _gated_expert_multiply[(num_tiles_m * cdiv(num_columns, config.tile_n),)](
-        x_ptr=x,
-        values_ptr=matrix.values,
-        scales_ptr=matrix.scales,
-        bias_ptr=matrix.bias,
-        counts_ptr=rows.counts,
-        pairs_ptr=rows.pairs,
-        out_ptr=out,
-        num_tiles_m=num_tiles_m,
-        num_rows=rows.num_rows,
+    _gated_expert_multiply[grid_of(rows, num_columns, config)](
+        **launch_arguments(x, matrix, rows, out, config),
         alpha=0.0 if clamped is None else clamped.alpha,
         limit=0.0 if clamped is None else clamped.limit,
-        NUM_EXPERTS=rows.num_experts,
-        PADDED_EXPERTS=next_power_of_2(rows.num_experts),
-        NUM_ACTIVE=rows.num_active,
-        N=num_columns,
-        K=matrix.inner,
         ACTIVATION="clamped" if isinstance(activation, ClampedActivation) else activation,
-        TILE_N=config.tile_n,
-        TILE_M=config.tile_m,
-        TILE_K=config.inner_tile(matrix),
-        NUM_STAGES=config.num_stages,
-        PDL=uses_pdl(),
-        num_warps=config.num_warps,
         **launch_options(),
     )
 
@@ -526,29 +542,6 @@ def expert_multiply(
     check_tensor("out", out, (rows.num_active, rows.num_rows, num_columns), torch.float32)
     check_tensor("x", x, (rows.num_rows * rows.num_active, matrix.inner), x.dtype)
     check_matrix(matrix, (rows.num_experts, num_columns, matrix.inner), x.dtype)
-    check_expert_rows(rows)
-    num_tiles_m = config.num_row_tiles(rows)
-    _expert_multiply[(num_tiles_m * cdiv(num_columns, config.tile_n),)](
-        x_ptr=x,
-        values_ptr=matrix.values,
-        scales_ptr=matrix.scales,
-        bias_ptr=matrix.bias,
-        counts_ptr=rows.counts,
-        pairs_ptr=rows.pairs,
-        shares_ptr=rows.shares,
-        out_ptr=out,
-        num_tiles_m=num_tiles_m,
-        num_rows=rows.num_rows,
-        NUM_EXPERTS=rows.num_experts,
-        PADDED_EXPERTS=next_power_of_2(rows.num_experts),
-        NUM_ACTIVE=rows.num_active,
-        N=num_columns,
-        K=matrix.inner,
-        TILE_N=config.tile_n,
-        TILE_M=config.tile_m,
-        TILE_K=config.inner_tile(matrix),
-        NUM_STAGES=config.num_stages,
-        PDL=uses_pdl(),
-        num_warps=config.num_warps,
-        **launch_options(),
+    _expert_multiply[grid_of(rows, num_columns, config)](
+        **launch_arguments(x, matrix, rows, out, config), shares_ptr=rows.shares, **launch_options()
     )

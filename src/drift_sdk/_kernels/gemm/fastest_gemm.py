@@ -45,7 +45,8 @@ from drift_sdk._kernels.launch.arguments import check_range, check_tensor
 from drift_sdk._kernels.launch.gpu_limits import GpuLimits, gpu_limits
 from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel, note_library_kernel
 from drift_sdk._kernels.launch.parallel_compile import is_recording
-from drift_sdk._kernels.layers.gates import Activation, glu
+from drift_sdk._kernels.layers.gates import glu
+from drift_sdk.spec.model import Activation
 
 FILES = ("launch/types.cu", "launch/dependent_launch.cu", "gemm/few_rows.cu")
 ACCESS = KernelAccess(frozenset({"weight"}), frozenset({"out"}), False)

@@ -36,7 +36,8 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.layers.gates import Activation, activate
+from drift_sdk._kernels.layers.gates import activate
+from drift_sdk.spec.model import Activation
 
 BAND_TILES = tl.constexpr(8)
 """Tiles of the weight in a band, see `_tile_indices`. Triton's tutorial on matrix products has the same value
@@ -221,7 +222,8 @@ def _multiply(
                 slice_index * SLICE_SIZE, min(slice_index * SLICE_SIZE + SLICE_SIZE, K),
                 K, TILE_N, TILE_M, TILE_K, NUM_STAGES, IS_EVEN,
             )  # fmt: skip
-            total = slice_total if slice_index == 0 else total + slice_total
+            # Triton would make an addition the start of the next product, where a slice is one tile.
+            total = slice_total if slice_index == 0 else tl.fma(slice_total, 1.0, total)
 
     start_dependents(PDL)
     out_ptrs = out_ptr + row[None, :] * N + column[:, None]

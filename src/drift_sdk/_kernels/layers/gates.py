@@ -50,8 +50,6 @@ which never changes, and x, which is older than the product. It permits its depe
 
 from __future__ import annotations
 
-from typing import Literal
-
 import triton.language as tl
 from torch import Tensor
 
@@ -71,8 +69,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.layers.norm import norm_warps
-
-Activation = Literal["silu", "gelu_tanh"]
+from drift_sdk.spec.model import Activation
 
 GELU_SCALE = tl.constexpr(1.5957691216057308)
 """2 * sqrt(2 / pi)."""

@@ -46,8 +46,9 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.layers.gates import BLOCK_COLUMNS, NUM_WARPS, Activation, activate
+from drift_sdk._kernels.layers.gates import BLOCK_COLUMNS, NUM_WARPS, activate
 from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, norm_warps, weigh
+from drift_sdk.spec.model import Activation
 
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 

@@ -59,7 +59,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.layers.norm import NormKind, inverse_rms, weigh
-from drift_sdk.quantised.fp8 import E4M3
+from drift_sdk.quantised.formats import E4M3
 
 Projected = Literal["qkv", "qk", "q"]
 """What is projected: queries, keys and values; no values, which are the keys before norm and rotation; or

@@ -61,7 +61,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
-from drift_sdk._kernels.layers.gates import Activation, glu
+from drift_sdk._kernels.layers.gates import glu
 from drift_sdk._kernels.quantised.packing import (
     BYTE_CODES,
     PANEL,
@@ -76,6 +76,7 @@ from drift_sdk._kernels.quantised.packing import (
     program,
     scale_place,
 )
+from drift_sdk.spec.model import Activation
 
 MAX_SHARED_BYTES = 232_448
 """Shared memory that a CTA may have on compute capability 9.0."""

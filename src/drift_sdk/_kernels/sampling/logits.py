@@ -55,6 +55,7 @@ from drift_sdk._kernels.launch.kernel import (
 from drift_sdk._kernels.sampling.noise import LEAST_NOISE, MOST_NOISE, arg_max
 from drift_sdk._kernels.sampling.rows import CHUNK_TOKENS, RowsToSample
 from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag
+from drift_sdk._kernels.slots.step_inputs import CONSTRAINT
 
 NEGLIGIBLE_LOGIT = tl.constexpr(LEAST_NOISE - MOST_NOISE - 0.1)
 """About -25.8. A token with a scaled logit below it is never chosen: even with the most noise it stays below
@@ -106,7 +107,6 @@ def mass_of_chunks(
 BIAS = tl.constexpr(SlotFlag.BIAS.value)
 PENALTIES = tl.constexpr(SlotFlag.PENALTIES.value)
 ALLOWED = tl.constexpr(SlotFlag.ALLOWED.value)
-CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
 STOPS = tl.constexpr(SlotFlag.STOPS.value)
 
 CHUNK_WORDS = tl.constexpr(1024)

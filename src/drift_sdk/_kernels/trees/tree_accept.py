@@ -38,8 +38,8 @@ from torch import Tensor
 from drift_sdk._kernels.attention.cache import cache_words
 from drift_sdk._kernels.commit import (
     HEADER_SIZE,
-    PENALTIES,
     ROW_SIZE,
+    CommitTensors,
     append_token,
     find_record,
     finish_of,
@@ -56,8 +56,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.sampling.rows import SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+from drift_sdk._kernels.sampling.logits import PENALTIES
 from drift_sdk._kernels.slots.step_inputs import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
@@ -68,10 +67,6 @@ NO_NODE = tl.constexpr(2**31 - 1)
 def tree_record_words(num_trees: int) -> int:
     """Words of the results of a round of so many trees."""
     return num_trees * (record_words(PATH_ENTRIES) + PATH_ENTRIES)
-
-
-TreeRing = tuple[Tensor, Tensor, Tensor]
-"""The output ring, and the indices of its current and its next entry."""
 
 
 @kernel
@@ -189,74 +184,26 @@ def _tree_accept(
         )
 
 
-def tree_accept(
-    row_slot: Tensor,
-    row_parent: Tensor,
-    row_token: Tensor,
-    buffers: SampleBuffers,
-    state: SlotState,
-    slots: SlotColumns,
-    path: Tensor,
-    emitted: Tensor,
-    ring: TreeRing,
-    *,
-    nodes_per_tree: int,
-    is_ngram: Tensor | None = None,
-) -> None:
+def tree_accept(tensors: CommitTensors, row_parent: Tensor, path: Tensor) -> None:
     """Advance the slots of trees by what was chosen behind their nodes, and record it for the host.
 
-    row_slot, row_parent, row_token [B * T] int32: as of `tree_rows`, and the token of each node. No path has
-    more than PATH_ENTRIES nodes. buffers: what `sample_rows` has chosen for the rows.
-    path [B, PATH_ENTRIES] int32, written: the nodes that tokens were emitted behind, then -1. emitted [B]
-    int32, written: how many. is_ngram [B] int32: as of `commit`.
-    ring: output_ring [num_entries, entry_words] int32, pinned: its entry current_entry [1] gets the slots'
-    records, one behind another, and then their paths. next_entry [1] moves on to the next replay's entry: no
-    kernel behind this one may read this replay's input.
+    tensors: rows are the nodes of B trees, T of each, as of `tree_rows`; the records of slots have
+    PATH_ENTRIES rows, and are followed by paths. row_parent [B * T] int32: of each node. No path has more
+    than PATH_ENTRIES nodes. path [B, PATH_ENTRIES] int32, written: the nodes that tokens were emitted behind,
+    then -1.
 
     Raises ValueError for another shape or type.
     """
-    output_ring, current_entry, next_entry = ring
-    (num_rows,), (num_slots,) = row_slot.shape, emitted.shape
-    if num_rows != num_slots * nodes_per_tree:
-        raise ValueError(f"row_slot: {num_rows} rows: expected {nodes_per_tree} of each of {num_slots} slots")
-
-    check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_parent=row_parent, row_token=row_token)
-    buffers.check(num_rows, slots.vocab_size)
-    state.check()
-    slots.check()
+    num_slots, num_nodes = tensors.num_slots, tensors.rows_per_slot
+    arguments = tensors.kernel_arguments(tree_record_words(num_slots))
+    check_tensor("row_parent", row_parent, tensors.row_slot.shape, torch.int32)
     check_tensor("path", path, (num_slots, PATH_ENTRIES), torch.int32)
-    check_tensors((num_slots,), torch.int32, emitted=emitted, is_ngram=is_ngram)
-    check_tensor("output_ring", output_ring, output_ring.shape, torch.int32)
-    check_tensors((1,), torch.int32, current_entry=current_entry, next_entry=next_entry)
-    needed, entry_words = tree_record_words(num_slots), output_ring.shape[1]
-    if entry_words < needed:
-        raise ValueError(f"output_ring: {entry_words} words an entry: expected at least {needed}")
-
     _tree_accept[(num_slots,)](
-        row_slot,
-        row_parent,
-        row_token,
-        buffers.chosen,
-        buffers.chosen_logprob,
-        buffers.top_token,
-        buffers.top_logprob,
-        state.length,
-        state.last_token,
-        state.finish,
-        state.max_length,
-        slots.flags,
-        slots.num_logprobs,
-        slots.stop_bits,
-        slots.counts,
-        is_ngram,
-        path,
-        emitted,
-        *ring,
-        *output_ring.shape,
-        slots.vocab_size,
-        slots.stop_bits.shape[1],
-        NUM_NODES=nodes_per_tree,
-        PADDED_NODES=next_power_of_2(nodes_per_tree),
+        **arguments,
+        row_parent_ptr=row_parent,
+        path_ptr=path,
+        NUM_NODES=num_nodes,
+        PADDED_NODES=next_power_of_2(num_nodes),
         NUM_PATH_ENTRIES=PATH_ENTRIES,
         PADDED_ENTRIES=next_power_of_2(PATH_ENTRIES),
         PDL=uses_pdl(),

@@ -70,7 +70,8 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.layers.norm import norm_warps
-from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
+from drift_sdk._kernels.slots.slot_columns import SlotState
+from drift_sdk._kernels.slots.step_inputs import CONSTRAINT
 from drift_sdk.trees import MAX_PATH_LENGTH, MAX_TREE_NODES
 
 PATH_ENTRIES = MAX_PATH_LENGTH + 1
@@ -199,7 +200,6 @@ def tree_rows(
 
 LIMIT_WORDS = 3
 """Words of a tree's limits: most drafts, most drafts on a path, and whether it must be a chain."""
-CONSTRAINT = tl.constexpr(SlotFlag.CONSTRAINT.value)
 
 
 class RootTensors(Struct, frozen=True):

@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.gather import NUM_COLUMNS, share_drafts
+from drift_sdk._kernels.exchange.exchanges import NUM_COLUMNS, share_drafts
 from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerMemory, PeerSums, PeerTensor, begin_exchange
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.device import Device

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from drift_sdk._kernels.sampling.rows import SampleBuffers
-    from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+    from drift_sdk._kernels.commit import CommitTensors
     from drift_sdk.execution.device.device import Device, Replay
 
 NO_MARK = nullcontext()
@@ -72,22 +71,7 @@ class WatchedReplay:
 class Acceptance(Protocol):
     """Decides how many drafts of a round are accepted, on the device. Its launches are captured."""
 
-    def commit(
-        self,
-        row_slot: Tensor,
-        row_token: Tensor,
-        buffers: SampleBuffers,
-        state: SlotState,
-        slots: SlotColumns,
-        emitted: Tensor,
-        output_ring: Tensor,
-        current_entry: Tensor,
-        next_entry: Tensor,
-        /,
-        *,
-        rows_per_slot: int,
-        is_ngram: Tensor | None = None,
-    ) -> None:
+    def commit(self, tensors: CommitTensors, /) -> None:
         """Commit rows of chains; launched in place of `commit`."""
 
     def choose(

@@ -34,6 +34,7 @@ from drift_sdk.execution.eager.rounds import (
     num_tree_blocks,
     place_rows,
     rewind,
+    sequence_rows,
 )
 from drift_sdk.execution.eager.sampling import (
     LogitsProcessors,
@@ -45,7 +46,7 @@ from drift_sdk.execution.eager.sampling import (
 )
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.prompt_states import StateGatherer
-from drift_sdk.models.attention import AttentionBatch, RefreshBatch, SequenceRows, StepRows
+from drift_sdk.models.attention import AttentionBatch, RefreshBatch, StepRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.states import Checkpoint, SequenceState, StateRows
@@ -155,7 +156,9 @@ class EagerExecutor:
         self._decoder: Decoder | None = decoder
         max_tree_rows = drafter.max_tree_rows if drafter is not None else 0
         num_blocks = limits.num_blocks + num_tree_blocks(max_tree_rows, limits.block_size)
-        self._cache: KVCache | None = decoder.empty_kv_cache(num_blocks, limits.block_size)
+        self._cache: KVCache | None = decoder.empty_kv_cache(
+            num_blocks, limits.block_size, limits.num_window_blocks
+        )
         self._device = decoder.device
         self._drafter = drafter
         self._checks = checks
@@ -215,16 +218,15 @@ class EagerExecutor:
                 self._states[assignment.slot] = self._state(assignment.checkpoint)
         for update in plan.block_updates:
             self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
+        for update in plan.window_updates:
+            self._slots[update.slot].place_window_blocks(update.first_index, update.block_ids)
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[SlotOutput, ...]:
         """Run the prefill part: an output for each chunk, with a token for each last one."""
         if not chunks:
             return ()
 
-        rows = [
-            SequenceRows(self._slots[chunk.slot].block_table, chunk.start, len(chunk.token_ids))
-            for chunk in chunks
-        ]
+        rows = [sequence_rows(self._slots[chunk.slot], chunk.start, len(chunk.token_ids)) for chunk in chunks]
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         states = [self._chunk_rows(chunk) for chunk in chunks] if self._has_states else []
         hidden, aux_hidden = self._forward(token_ids, AttentionBatch(rows, self._open_cache()), states)

@@ -18,6 +18,7 @@ class Slot:
     length:           tokens of prompt and output computed or sampled so far.
     last_token:       the newest token; -1 before the first one is sampled.
     block_table:      its KV blocks.
+    window_table:     those of layers with windows; empty if they are the same.
     is_finished:      whether it has stopped or reached its limit.
     rules:            rules that change its logits; None without any.
     prompt_logprobs:  log-probabilities of the chunks so far.
@@ -39,6 +40,7 @@ class Slot:
         "sampling",
         "states",
         "view",
+        "window_table",
     )
 
     def __init__(self, sampling: SlotSampling, rules: LogitsProcessors | None = None) -> None:
@@ -50,6 +52,7 @@ class Slot:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.states: StateGatherer | None = None
         self.block_table: list[int] = []
+        self.window_table: list[int] = []
         self.length: int = 0
         self.last_token: int = -1
         self.is_finished: bool = False
@@ -58,6 +61,11 @@ class Slot:
         """Set the entries of the block table from `first_index` on; later ones belonged to blocks that were
         freed."""
         self.block_table[first_index:] = block_ids
+
+    def place_window_blocks(self, first_index: int, block_ids: tuple[int, ...]) -> None:
+        """The same for layers with windows. Entries before the first update lie behind the window."""
+        self.window_table += [0] * (first_index - len(self.window_table))
+        self.window_table[first_index:] = block_ids
 
     @property
     def room(self) -> int:

@@ -25,7 +25,7 @@ from drift_sdk._kernels.experts.packed_products import packed_expert_multiply, p
 from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.gemm import multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.gates import Activation, gate_rows
+from drift_sdk._kernels.layers.gates import gate_rows
 from drift_sdk._kernels.layers.norm import add_norm, add_normed
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.caches import ModelResources
@@ -39,7 +39,7 @@ from drift_sdk.models.channels import (
     QuantisedMatrices,
 )
 from drift_sdk.quantised.weight import dense
-from drift_sdk.spec.model import Experts, Mlp, ParallelExperts
+from drift_sdk.spec.model import Activation, Experts, Mlp, ParallelExperts
 
 
 class MlpForward:

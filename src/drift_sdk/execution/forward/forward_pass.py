@@ -11,7 +11,7 @@ from functools import partial
 from msgspec import structs
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.add_norm_across import add_norm_across
+from drift_sdk._kernels.exchange.exchanges import add_norm_across
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.layers.norm import add_norm, embed_norm
 from drift_sdk.execution.device.memory import Workspace

@@ -7,7 +7,6 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.exchange.peer_memory import PeerSums
-from drift_sdk._kernels.recurrent.convolution import keep_inputs, mix_rows
 from drift_sdk._kernels.recurrent.gated_delta import (
     MixedRows,
     PromptRuns,
@@ -16,7 +15,7 @@ from drift_sdk._kernels.recurrent.gated_delta import (
     move_borders_of_prompts,
     move_borders_of_rows,
 )
-from drift_sdk._kernels.recurrent.gates import fill_gates, norm_gated
+from drift_sdk._kernels.recurrent.rows import fill_gates, keep_inputs, mix_rows, norm_gated
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.forward.products import Products

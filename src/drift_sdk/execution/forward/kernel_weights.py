@@ -22,8 +22,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.layer_inputs import LayerInputWeights
 from drift_sdk.models.weights import ChannelWeights, DecoderWeights, LayerWeights
-from drift_sdk.quantised.formats import NVFP4_GROUP, Int4Weight, Nvfp4Weight
-from drift_sdk.quantised.fp8 import Fp8Weight
+from drift_sdk.quantised.formats import NVFP4_GROUP, Fp8Weight, Int4Weight, Nvfp4Weight
 from drift_sdk.quantised.weight import GroupedIntegers, Matrix, QuantisedWeight, dequantised
 from drift_sdk.spec.model import Channel, Experts, experts_of
 

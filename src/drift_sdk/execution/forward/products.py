@@ -20,7 +20,6 @@ from drift_sdk._kernels.exchange.peer_memory import PeerSums
 from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.layers.gates import Activation as KernelActivation
 from drift_sdk._kernels.layers.gates import glu
 from drift_sdk._kernels.layers.soft_cap import soft_cap
 from drift_sdk._kernels.quantised.packing import dequantise
@@ -50,7 +49,7 @@ def multiply_gated(
     x: Tensor,
     weight: KernelWeight,
     out: Tensor,
-    activation: KernelActivation,
+    activation: Activation,
     bias: Tensor | None,
 ) -> None:
     """Fill out [R, N] with the gated activation of x [R, K] times weight [2 N, K] transposed, plus bias

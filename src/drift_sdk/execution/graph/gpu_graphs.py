@@ -163,11 +163,11 @@ class GraphSteps:
         head.normed(rows)
         head.logits(rows)
 
-    def allocate_caches(self, num_blocks: int) -> None:
+    def allocate_caches(self, limits: ExecutorLimits) -> None:
         """Give the KV caches of target and draft their blocks; before anything is captured."""
-        self._model.cache.allocate(num_blocks)
+        self._model.cache.allocate(limits.num_blocks, limits.num_window_blocks)
         if self.drafter is not None and self.drafter.kv_cache is not None:
-            self.drafter.kv_cache.allocate(num_blocks)
+            self.drafter.kv_cache.allocate(limits.num_blocks)
 
     def update(self) -> None:
         """Apply slot table updates and nothing else."""
@@ -434,7 +434,7 @@ class GraphSteps:
         )
 
 
-FitBlocks = Callable[[int], int]
+FitBlocks = Callable[[int], tuple[int, int]]
 """Takes the number of graphs to be captured and returns how many KV blocks there is room for beside them.
 Called once everything else has its memory."""
 
@@ -467,7 +467,8 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
 class StartupHooks(Struct, frozen=True, kw_only=True):
     """Called while an executor starts.
 
-    fit_blocks: how many KV blocks there is room for; None = limits.num_blocks. report: progress.
+    fit_blocks: how many KV blocks there is room for, and how many of layers with windows, beside so many
+    graphs; None = those of the limits. report: progress.
     """
 
     fit_blocks: FitBlocks | None = None
@@ -519,11 +520,11 @@ class CapturedGraphs:
         self._compile()
         self._warm_up()
 
-    def capture(self, num_blocks: int) -> None:
-        """Capture all graphs, with KV caches of `num_blocks` blocks. To be called once."""
+    def capture(self, limits: ExecutorLimits) -> None:
+        """Capture all graphs, with KV caches of as many blocks as the limits have. To be called once."""
         resources, steps, buckets = self._resources, self._steps, self._buckets
         with resources.device.work():
-            steps.allocate_caches(num_blocks)
+            steps.allocate_caches(limits)
         self._capture_prefill()
         self._capture_mixed()
         self._capture_rounds()
@@ -741,6 +742,7 @@ def open_graphs(
         states = RecurrentStates(decoder, limits.max_num_seqs, most, options.num_checkpoints)
     target = ModelResources(
         decoder=decoder,
+        window_table=table.window_table if limits.num_window_blocks else None,
         cache=PagedKVCache(decoder, limits, num_tree_rows),
         tuned=model.tuned,
         limits=limits,

@@ -285,16 +285,19 @@ class GraphExecutor:
         self._last_ended: Event | None = None  # of the latest collected step
         self._allocations = AllocationCount(device)
 
-    def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:
-        """The number of blocks that the cache gets. A sequence can be no longer than all of them together, so
-        `limits` is reduced to that."""
+    def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> ExecutorLimits:
+        """The limits with the numbers of blocks that the cache gets. A sequence can be no longer than all of
+        them together."""
         limits = self.limits
         if fit_blocks is not None:
-            num_blocks = fit_blocks(num_graphs)
-            max_model_len = min(limits.max_model_len, num_blocks * limits.block_size)
-            limits = msgspec.structs.replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
-            self.limits = limits
-        return limits.num_blocks
+            num_blocks, num_window_blocks = fit_blocks(num_graphs)
+            self.limits = msgspec.structs.replace(
+                limits,
+                num_blocks=num_blocks,
+                num_window_blocks=num_window_blocks,
+                max_model_len=min(limits.max_model_len, num_blocks * limits.block_size),
+            )
+        return self.limits
 
     def round_costs(self) -> dict[tuple[int, int], float]:
         """Seconds that rounds of (slots, drafts) take without any context. Call it before anything is
@@ -488,10 +491,10 @@ class ParallelExecutor(GraphExecutor):
                             hooks.report if is_first else ignore_progress,
                         )
                     )
-            num_blocks = self._fit(hooks.fit_blocks, gpus[0].graphs.num_graphs)
+            fitted = self._fit(hooks.fit_blocks, gpus[0].graphs.num_graphs)
             for gpu in gpus:
                 with gpu.device.work():
-                    gpu.graphs.capture(num_blocks)
+                    gpu.graphs.capture(fitted)
             self._arm(group, options, gpus)
         self._prepare_serving(group, models[0], gpus, buckets, options)
 

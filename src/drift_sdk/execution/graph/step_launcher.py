@@ -495,6 +495,8 @@ class StepLauncher:
             self._assign(assignment, updates)
         for update in plan.block_updates:
             table.place_blocks(update, updates)
+        for update in plan.window_updates:
+            table.place_blocks(update, updates, "window_table")
         for chunk in plan.prefill:
             if chunk.is_last:
                 length = chunk.start + len(chunk.token_ids)

@@ -15,8 +15,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.commit import commit
-from drift_sdk._kernels.exchange.gather import gather_logits
+from drift_sdk._kernels.commit import CommitTensors, commit
+from drift_sdk._kernels.exchange.exchanges import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk._kernels.layers.norm import add_norm
@@ -154,42 +154,28 @@ class SampleCommit:
         )
 
     def _commit(self) -> None:
-        rows, ring = self._rows, self._ring
-        if self._tree is not None:
-            self._commit_trees(self._tree)
-            return
-
-        self._commit_rows(
-            rows.slot,
-            rows.token,
-            self._buffers,
-            self._table.state,
-            self._table.columns,
-            self.emitted,
-            ring.output,
-            ring.current,
-            ring.next_index,
+        rows, ring, table, tree = self._rows, self._ring, self._table, self._tree
+        tensors = CommitTensors(
+            row_slot=rows.slot,
+            row_token=rows.token,
+            buffers=self._buffers,
+            state=table.state,
+            slots=table.columns,
+            emitted=self.emitted,
+            output_ring=ring.output,
+            current_entry=ring.current,
+            next_entry=ring.next_index,
             rows_per_slot=self._rows_per_slot,
             is_ngram=self._is_ngram,
         )
+        if tree is None:
+            self._commit_rows(tensors)
+            return
 
-    def _commit_trees(self, tree: TreeAcceptance) -> None:
-        rows, ring, nodes = self._rows, self._ring, self._rows_per_slot
         if self._acceptance is not None:
+            nodes = self._rows_per_slot
             self._acceptance.choose(rows.slot, tree.parent, rows.token, self.chosen, nodes_per_tree=nodes)
-        tree_accept(
-            rows.slot,
-            tree.parent,
-            rows.token,
-            self._buffers,
-            self._table.state,
-            self._table.columns,
-            tree.path,
-            self.emitted,
-            (ring.output, ring.current, ring.next_index),
-            nodes_per_tree=nodes,
-            is_ngram=self._is_ngram,
-        )
+        tree_accept(tensors, tree.parent, tree.path)
 
 
 MAX_HEAD_ROWS = 64
