@@ -168,7 +168,9 @@ def test_graphs_equal_the_eager_executor_in_float32(
 def test_graphs_are_as_near_float32_as_the_eager_executor(
     kind: str, fast_prompts: bool, tmp_path: Path
 ) -> None:
-    folder, sequences = saved(kind, tmp_path), prompts_of(1)
+    folder, rng = saved(kind, tmp_path), random.Random(1)
+    # Without a common beginning: an expert that is another one there would count in all.
+    sequences = [[rng.randrange(3, VOCAB_SIZE) for _ in range(90)] for _ in range(24)]
     expected = scores(folder, sequences, executor="eager", dtype="float32")
     rounded = scores(folder, sequences, executor="eager", dtype="bfloat16")
     found = scores(folder, sequences, executor="graph", dtype="bfloat16", fast_prompts=fast_prompts)

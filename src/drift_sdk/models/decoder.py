@@ -57,12 +57,14 @@ class Decoder:
     It owns only weights. The rows of a step and the keys they see are given by an AttentionBatch; keys and
     values are kept in a KVCache.
 
+    form: of the weights, when they were loaded.
     embedding_multiplier: the spec's, rounded to the model's dtype where the spec says so.
     """
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, form: WeightForm = "expanded") -> None:
         self.spec = spec
         self.weights = weights
+        self.form: WeightForm = form
         self._frequencies = {rope: rope.frequencies().to(self.device) for rope in spec.ropes}
         self.embedding_multiplier = spec.embedding_multiplier
         if spec.has_rounded_multiplier:
@@ -101,7 +103,7 @@ class Decoder:
             on_tensor=on_tensor,
             check_bytes=check_bytes,
         )
-        return cls(spec, weights)
+        return cls(spec, weights, form)
 
     @classmethod
     def random(

@@ -549,9 +549,7 @@ class BlockManager:
 
     def match(self, sequence: Sequence) -> None:
         """Find the cached prefix of a waiting sequence, without references: it can be evicted again."""
-        # The last token is always computed, because the next token follows from its logits.
-        last = len(sequence.token_ids) - 1
-        max_hits = last // self.block_size if sequence.can_share_prefix else 0
+        max_hits = sequence.num_sharable_tokens // self.block_size
         self.trie.extend_match(sequence.prefix_nodes, sequence.token_ids, max_hits, sequence.cache_salt)
         num_hits = len(sequence.prefix_nodes)
         if self.checkpoints is not None:

@@ -320,7 +320,7 @@ class StepBuilder:
         nodes = sequence.prefix_nodes
         place = nodes[-1].checkpoint if nodes else -1
         cached: tuple[int, ...] = ()
-        if self._wants_history or sequence.sampling.has_penalties:
+        if self._wants_history or sequence.sampling.has_penalties or sequence.functions:
             cached = tuple(sequence.token_ids[: sequence.num_computed_tokens])
 
         self._assignments.append(
@@ -328,6 +328,7 @@ class StepBuilder:
                 slot=sequence.slot,
                 sampling=sequence.remaining_sampling,
                 constraint=sequence.constraint,
+                functions=sequence.functions,
                 cached_token_ids=cached,
                 arrival=sequence.arrival,
                 checkpoint=place if place >= 0 else None,

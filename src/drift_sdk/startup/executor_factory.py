@@ -175,6 +175,11 @@ def _longest_chain(speculation: Speculation) -> int:
     return max((number for number in shape.choices if tree_plan(shape, number) is None), default=0)
 
 
+KEY_ALIGNMENT = 16
+"""Bytes. Where keys with latents took no multiple of it, a kernel read a misaligned address on a GPU. No
+published model has such keys."""
+
+
 def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
     """Raise ConfigError for settings that latent attention on graphs does not have, and for a GPU without
     room for its tiles."""
@@ -192,6 +197,10 @@ def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> No
 
     if speculation is not None and speculation.checks:
         raise ConfigError.of("checks", True, f"False {where}")
+
+    if (num_bytes := head_dim * dtype.itemsize) % KEY_ALIGNMENT:
+        found = f"a key takes {num_bytes} bytes, not a multiple of {KEY_ALIGNMENT}"
+        raise ConfigError.of("executor", config.executor, f'"eager" here: {found}')
 
     try:
         latent_config(1, head_dim, dtype, Partitions().tile)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from drift_sdk.results import TokenLogprobs
+from drift_sdk.results import PromptStates, TokenLogprobs
 from drift_sdk.steps import SlotSampling
 
 if TYPE_CHECKING:  # a scripted executor has slots and no torch
     from drift_sdk.execution.eager.sampling import LogitsProcessors
+    from drift_sdk.execution.prompt_states import StateGatherer
 
 
 class Slot:
@@ -21,6 +22,7 @@ class Slot:
     is_finished:      whether it has stopped or reached its limit.
     rules:            rules that change its logits; None without any.
     prompt_logprobs:  log-probabilities of the chunks so far.
+    states:           hidden states of the chunks so far; None if they are not requested.
     draft:            state of a drafter.
     ngrams:           state of n-grams beside a draft model.
     view:             state of partial verification.
@@ -36,6 +38,7 @@ class Slot:
         "prompt_logprobs",
         "rules",
         "sampling",
+        "states",
         "view",
         "window_table",
     )
@@ -47,6 +50,7 @@ class Slot:
         self.ngrams: object = None
         self.view: object = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.states: StateGatherer | None = None
         self.block_table: list[int] = []
         self.window_table: list[int] = []
         self.length: int = 0
@@ -78,8 +82,17 @@ class Slot:
         requested or the sequence has output tokens. A sequence that is preempted after its first token has
         returned them already, and may not compute all of them again."""
         is_requested = self.sampling.num_prompt_logprobs is not None
-        is_whole = self.length == self.sampling.num_prompt_tokens
-        return tuple(self.prompt_logprobs) if is_requested and is_whole else None
+        return tuple(self.prompt_logprobs) if is_requested and self._is_whole_prompt else None
+
+    @property
+    def whole_states(self) -> PromptStates | None:
+        """The hidden states of the prompt, likewise."""
+        return self.states.result() if self.states is not None and self._is_whole_prompt else None
+
+    @property
+    def _is_whole_prompt(self) -> bool:
+        """Whether the sequence is its prompt, without output tokens."""
+        return self.length == self.sampling.num_prompt_tokens
 
     def append(self, token_id: int) -> Literal["stop", "length"] | None:
         """Append a sampled token. Returns how the sequence finished; None if it has not."""

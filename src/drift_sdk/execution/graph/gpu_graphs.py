@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundDrafter, Tr
 from drift_sdk.execution.rounds.round import (
     ChainTreeDrafter,
     MixedTensors,
+    PromptHead,
     RefreshedRows,
     Round,
     SampleCommit,
@@ -71,6 +73,7 @@ class GraphSteps:
     drafter: drafts in rounds; None without speculation. trees: drafts trees; None if drafts are chains.
     prefill_hidden: the residual stream of the latest prefill step. It is kept until the first tokens have
     been sampled from it and the drafter has read it.
+    prompt_head: scores rows of prompts outside of graphs; None for a model that GPUs divide.
     attention: the plan and scratch memory of rounds.
     views: the views of partial verification; None without it.
     """
@@ -129,6 +132,9 @@ class GraphSteps:
         most = max(buckets.prefill[-1], buckets.most_mixed_rows)
         self.prefill_hidden: HiddenStates = HiddenStates.take(workspace, "prefill", decoder, most, aux_layers)
         self._round_hidden = HiddenStates.take(workspace, "round", decoder, max_rows, aux_layers)
+        self.prompt_head: PromptHead | None = None
+        if model.exchange is None:
+            self.prompt_head = PromptHead(model, workspace, min(max_rows, most))
 
     def largest(self) -> list[Step]:
         """The largest step of each kind that needs memory. All other steps need no memory that these do not
@@ -147,7 +153,15 @@ class GraphSteps:
         ]
         steps += [self.mixed(bucket) for bucket in buckets.mixed if bucket.size == buckets.most_mixed_rows]
         steps.append(self.first_tokens(buckets.first_tokens[-1]))
+        if self.prompt_head is not None:
+            steps.append(partial(self._score_rows, self.prompt_head))
         return steps
+
+    def _score_rows(self, head: PromptHead) -> None:
+        """What is computed outside of graphs, so that its kernels are there before it is needed."""
+        rows = self.prefill_hidden.first(head.num_rows).final
+        head.normed(rows)
+        head.logits(rows)
 
     def allocate_caches(self, limits: ExecutorLimits) -> None:
         """Give the KV caches of target and draft their blocks; before anything is captured."""
