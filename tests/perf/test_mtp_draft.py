@@ -14,6 +14,7 @@ import torch
 from drift_sdk import Chain, EngineConfig, Speculation
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mtp import random_mtp
+from drift_sdk.quantised.formats import Fp8Weight
 from drift_sdk.quantised.weight import QuantisedWeight
 from perf import speculative
 from perf.harness.decoding import DecodeOptions
@@ -148,6 +149,25 @@ def test_bytes_of_a_round_with_latents(batch: int, tmp_path: Path, monkeypatch: 
     read = 6 * (1 - (1 - 2 / 6) ** batch)
     found = MtpDraft(model=model).round_bytes(3, batch, 50, 2)
     assert found == pytest.approx(3 * (shared + read * expert + head + batch * 50 * kv))
+
+
+def test_bytes_of_stored_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of FP8, with random weights too."""
+    sizes = LATENTS | {"moe_intermediate_size": 128}
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | sizes)
+    model = prepare("tiny-hybrid", tmp_path, "fp8-blocks")
+    target = Decoder.random(model.spec, device="cpu", dtype=torch.bfloat16)
+    experts: Any = random_mtp(target, form="stored").weights.layers[0].channel
+    expert = experts.gate_up[0].nbytes + experts.down[0].nbytes
+    assert isinstance(experts.down[0], Fp8Weight) and expert < 1.1 * 3 * 128 * 128
+    draft = MtpDraft(model=model)
+    assert draft.round_bytes(1, 1, 0, 2) - draft.round_bytes(1, 0, 0, 2) == pytest.approx(2 * expert)
+
+
+def test_bytes_of_a_layer_that_is_not_quantised_with_its_model(tmp_path: Path) -> None:
+    plain, quantised = (prepare("tiny-hybrid", tmp_path, weights) for weights in (None, "fp8"))
+    found, expected = (MtpDraft(model=model).round_bytes(2, 3, 40, 2) for model in (quantised, plain))
+    assert found == expected
 
 
 def test_the_layer_of_a_published_model(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def load_mtp(
 def random_mtp(target: Decoder, seed: int = 0, *, form: WeightForm = "expanded") -> DraftDecoder:
     """The draft head of a model with random weights, the same for the same seed. form: "stored" has the
     layer's matrices in FP8 with a scale for each block where that is how the config says that files have
-    them, but for a mixture of experts."""
+    them."""
     spec = target.spec
     assert spec.mtp is not None
     options: dict[str, Any] = {
@@ -91,9 +91,12 @@ def random_mtp(target: Decoder, seed: int = 0, *, form: WeightForm = "expanded")
         "norm_mean": 0.0 if spec.mtp.norm.kind == "offset" else 1.0,
     }
     blocks = () if spec.quantisation is None or form != "stored" else spec.quantisation.blocks
-    if not blocks or isinstance(spec.mtp.channel, Experts):
+    if not blocks:
         return load_mtp(target, RandomTensors(mtp_shapes(spec), **options), form=form)
 
+    if isinstance(spec.mtp.channel, Experts):  # an expert is quantised by itself
+        names = spec.names
+        spec = replace(spec, names=replace(names, experts=replace(names.experts, layout="each")))
     projections: list[str] = []
 
     def note(name: str, is_projection: bool) -> None:
