@@ -176,7 +176,7 @@ def test_an_eagle_head_changes_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "seed", "sizes"),
-    [("glm4_moe_lite", 1, {}), ("deepseek_v3", 0, {}), ("glm4_moe_lite", 1, WIDE)],
+    [("glm4_moe_lite", 1, {}), ("deepseek_v3", 0, {"qk_rope_head_dim": 8}), ("glm4_moe_lite", 1, WIDE)],
     ids=("glm", "v3", "wide"),
 )
 def test_drafts_of_the_mtp_layer_change_no_bit(
@@ -200,7 +200,7 @@ def test_drafts_of_the_mtp_layer_change_no_bit(
 
 def test_both_executors_draft_alike(tmp_path: Path) -> None:
     """In float32 as many drafts are accepted, but for near ties."""
-    make_mtp_model("deepseek_v3", 0, tmp_path)
+    make_mtp_model("deepseek_v3", 0, tmp_path, qk_rope_head_dim=8)
     make_often_right(tmp_path)
     prompts, drafts = prompts_of(3), chain_of(3, "mtp")
     shares = []
