@@ -75,9 +75,13 @@ def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pyte
     assert 1.0 <= drafted["measured_acceptance_length"] <= 3.0 and 0 < drafted["mean_drafts"] <= 2.0
 
 
-def test_a_layer_with_latents_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | LATENTS)
-    test_the_layer_drafts(None, tmp_path, monkeypatch)
+@pytest.mark.parametrize("weights", [None, "fp8-blocks"])
+def test_a_layer_with_latents_drafts(
+    weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = LATENTS | {"moe_intermediate_size": 128}
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | sizes)
+    test_the_layer_drafts(weights, tmp_path, monkeypatch)
 
 
 def test_acceptance_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
