@@ -242,7 +242,7 @@ def _assert_masks(draft: DraftDecoder, target: Decoder, reference: Reference) ->
     """Compare a draft of one pass: the row of the newest token, and those of masks behind it."""
     tokens = random_tokens(target.spec, NUM_PROMPT_TOKENS + 1, seed=4)
     aux_hidden, final = _target_states(target, tokens[:-1], draft.aux_layers)
-    features, masks = draft.fuse(aux_hidden, final), draft.mask_feature().expand(NUM_DRAFT_STEPS, -1)
+    features, masks = draft.fuse(aux_hidden, final), draft.mask_feature.expand(NUM_DRAFT_STEPS, -1)
     mask = reference.w["mask_hidden"].view(len(draft.aux_layers), -1)
     expected_mask = reference.fuse(list(mask), mask[0])
     rows = [

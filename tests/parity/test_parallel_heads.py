@@ -275,15 +275,14 @@ def test_shapes_that_a_head_does_not_draft_are_refused(
         anyio.run(start)
 
 
-def test_graph_executor_refuses_the_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ngrams", [None, NGram()], ids=str)
+def test_graph_executor_refuses_dflash_heads(ngrams: NGram | None, tmp_path: Path) -> None:
     make_model(MODELS["llama"], tmp_path)
-    make_dflash(DFLASH_SEED, tmp_path / "dflash", tmp_path)
-    make_draft("peagle", tmp_path / "peagle", tmp_path)
-    target = load_decoder(tmp_path)
-    for head, name in (("dflash", "DFlash"), ("peagle", "P-EAGLE")):
-        for ngrams in (None, NGram()):
-            speculation = Speculation(draft=tmp_path / head, shape=Chain(NUM_MASKS), ngrams=ngrams)
-            factory = open_drafter_factory(EngineConfig(speculation=speculation), target, lambda *_: None)
-            message = f'executor=.graph.: .*"eager": CUDA graphs do not support {name} heads'
-            with pytest.raises(ConfigError, match=message):
-                factory.check_graphs()
+    make_dflash(DFLASH_SEED, tmp_path / "head", tmp_path)
+    speculation = Speculation(draft=tmp_path / "head", shape=Chain(NUM_MASKS), ngrams=ngrams)
+    factory = open_drafter_factory(
+        EngineConfig(speculation=speculation), load_decoder(tmp_path), lambda *_: None
+    )
+    message = 'executor=.graph.: .*"eager": CUDA graphs do not support DFlash heads'
+    with pytest.raises(ConfigError, match=message):
+        factory.check_graphs()

@@ -45,7 +45,7 @@ def _rows(target: Decoder, draft: DraftDecoder, tokens: list[int], num_masks: in
     hidden, aux_hidden = _target_rows(target, tokens[:-1], draft.aux_layers)
     features, ids = [draft.fuse(aux_hidden, hidden)], tokens[1:]
     if num_masks:
-        features.append(draft.mask_feature().expand(num_masks, -1))
+        features.append(draft.mask_feature.expand(num_masks, -1))
         ids = [*ids, *[draft.config.mask_token_id] * num_masks]
     blocks = list(range(len(ids) + 1))
     cache = draft.empty_kv_cache(len(blocks), 1)

@@ -158,8 +158,6 @@ class EagleDrafterFactory(DrafterFactory):
         super().__init__(draft_choices, is_adaptive=is_adaptive)
         self.draft = draft
         self._tree = tree
-        if draft.config.mask_token_id is not None:
-            self.graph_obstacle = "CUDA graphs do not support P-EAGLE heads"
         self.max_tree_depth = None if tree is None else tree.depth
         if tree is not None:
             plans = {number: tree_plan(tree, number) for number in self.draft_choices}
@@ -178,7 +176,6 @@ class EagleDrafterFactory(DrafterFactory):
     ) -> RoundDrafter:
         from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 
-        self.check_graphs()
         return EagleRoundDrafter(
             self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
         )

@@ -313,6 +313,9 @@ class DraftDecoder:
     It owns weights only, in the dtype and on the device of its target; some are shared with the target. What
     rows see comes in an AttentionBatch made with `slot_offset=DRAFT_KV_OFFSET`; keys and values are kept in a
     KVCache of `num_layers` layers.
+
+    mask_feature: [1, hidden], in the place of a feature that is not known yet; None: of a head that drafts
+    one token after the other.
     """
 
     def __init__(self, config: DraftConfig, weights: DraftWeights, target: Decoder) -> None:
@@ -322,6 +325,10 @@ class DraftDecoder:
         rope = config.attention.rope
         assert rope is not None
         self._rope, self._frequencies = rope, rope.frequencies().to(self.device)
+        self.mask_feature: torch.Tensor | None = None
+        if weights.mask is not None:
+            parts = weights.mask.view(len(self.aux_layers), 1, -1).unbind(0)
+            self.mask_feature = self.fuse(parts, parts[0])
 
     @classmethod
     @torch.inference_mode()
@@ -445,13 +452,6 @@ class DraftDecoder:
             features = normalise(features, weights.input_norm, norm)
 
         return linear(features, weights.fc)
-
-    def mask_feature(self) -> torch.Tensor:
-        """The feature [1, hidden] in the place of one that is not known yet, in a parallel head."""
-        mask = self.weights.mask
-        assert mask is not None
-        parts = mask.view(len(self.aux_layers), 1, -1).unbind(0)
-        return self.fuse(parts, parts[0])
 
     @torch.inference_mode()
     def forward(

@@ -402,13 +402,14 @@ class EagleDrafter:
         """Tokens one after another, or those of a parallel head in one pass, as many as given for each
         slot."""
         hidden = [output for slot in slots if (output := state_of(slot).hidden) is not None]
-        if (mask_token_id := self._draft.config.mask_token_id) is not None:
-            return choose_drafts(slots, self._masked(slots, hidden, lengths, mask_token_id), self._logits)
+        if self._draft.mask_feature is not None:
+            outputs = self._masked(slots, hidden, lengths, self._draft.mask_feature)
+            return choose_drafts(slots, outputs, self._logits)
 
         return draft_chains(slots, hidden, lengths, self._logits, self._advance)
 
     def _masked(
-        self, slots: Sequence[Slot], hidden: Sequence[Tensor], lengths: Sequence[int], mask_token_id: int
+        self, slots: Sequence[Slot], hidden: Sequence[Tensor], lengths: Sequence[int], feature: Tensor
     ) -> list[Tensor]:
         """The outputs [length, H] of a parallel head: that of each slot's newest row, and those of rows with
         masks behind it."""
@@ -421,8 +422,9 @@ class EagleDrafter:
         number = sum(counts)
         masks = hidden[0].new_empty(0, len(hidden[0]))
         if rows:
-            features = self._draft.mask_feature().expand(number, -1)
-            masks = self._forward(features, [mask_token_id] * number, rows)
+            token_id = self._draft.config.mask_token_id
+            assert token_id is not None
+            masks = self._forward(feature.expand(number, -1), [token_id] * number, rows)
         return [
             torch.cat((newest[None], part))[:length]
             for newest, part, length in zip(hidden, masks.split(counts), lengths, strict=True)
