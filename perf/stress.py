@@ -179,8 +179,7 @@ class Bench:
         run.problems += problems_of(run)
         if self.has_failed:
             run.problems.append("the engine has ended by itself")
-        elif after.num_free_blocks != after.num_blocks or after.num_running or after.num_waiting:
-            held = after.num_blocks - after.num_free_blocks
+        elif (held := _num_held(after)) or after.num_running or after.num_waiting:
             run.problems.append(f"{held} blocks held and {after.num_running} sequences left after the load")
         return run
 
@@ -194,6 +193,16 @@ class Bench:
         except (EngineClosed, ExecutorError):
             self.has_failed = True
             return None
+
+
+def _num_held(stats: EngineStats) -> int:
+    """Blocks that sequences hold, of both pools."""
+    return sum(
+        (
+            stats.num_blocks - stats.num_free_blocks,
+            stats.num_window_blocks - stats.num_free_window_blocks,
+        )
+    )
 
 
 def problems_of(run: StressRun) -> list[str]:

@@ -73,7 +73,8 @@ def test_the_readme_is_short() -> None:
 
 
 DEPLOYMENT = tuple(f"deployment/{name}" for name in ("operations", "scaling", "server", "sizing"))
-GUIDE = tuple(f"guide/{name}" for name in ("batch", "streaming", "structured", "sync", "testing", "tools"))
+GUIDE_NAMES = ("batch", "embeddings", "streaming", "structured", "sync", "testing", "tools", "weights")
+GUIDE = tuple(f"guide/{name}" for name in GUIDE_NAMES)
 NAMES = (*DEPLOYMENT, *GUIDE, "migration", "models", "speculation", "troubleshooting")
 PAGES = tuple(f"docs/{name}.md" for name in NAMES)
 

@@ -38,6 +38,9 @@ from drift_sdk import (
     Speculation,
     StaticTree,
     SyncEngine,
+    TokenBias,
+    TokenMachine,
+    TokenState,
 )
 from drift_sdk._fields import check_fields
 from drift_sdk._validation import OTHER_NAMES
@@ -85,6 +88,14 @@ def text(*valid: Any, rejected: tuple[Any, ...] = ()) -> Case:
     return Case((*valid, None), ("", 7, True, 1.0, (), ("a",), b"a", *rejected))
 
 
+def never(token_ids: object, text: object) -> bool:
+    return False
+
+
+async def awaited(*arguments: object) -> None:
+    """No function that an engine calls."""
+
+
 WRONG_IDS = (True, -1, MOST + 1, "5", 5.0, None, b"5")
 PARAMS = {
     "max_tokens": integer(1, MOST, optional=True),
@@ -106,6 +117,12 @@ PARAMS = {
     "include_stop": flag(),
     "logprobs": integer(0, 20, optional=True),
     "prompt_logprobs": integer(0, 20, optional=True),
+    "logprob_token_ids": Case(
+        ((), (0,), (EOS_TOKEN_ID, 5, 5), tuple(range(128))),
+        (None, 7, "7", {7: 7}, tuple(range(129)), *((7, wrong) for wrong in WRONG_IDS)),
+        {"logprobs": 0},
+    ),
+    "prompt_states": Case(("last", "mean", "all", None), ("", "Last", "first", 1, True, ("last",), b"last")),
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),
     "repetition_penalty": number(0.01, 2.0),
@@ -131,6 +148,11 @@ PARAMS = {
         ("777", b"7", {"type": "integer"}, 7, True, (), Regex, (Regex("777"),)),
     ),
     "thinking_budget": integer(0, 2**31 - 1, optional=True),
+    "logits_processors": Case(
+        ((), (TokenBias({5: 1.0}),), (TokenMachine((TokenState(),)),), (TokenBias({5: 1.0}),) * 16),
+        (None, 7, "7", print, (7,), (None,), (TokenBias,), (TokenState(),), (print,) * 17, (awaited,)),
+    ),
+    "stop_when": Case((None, never), (7, "7", True, (), (print,), int, awaited)),
     "priority": integer(-(2**31), 2**31 - 1),
     "cache_salt": text("tenant 1", "\N{SNOWMAN}", "a" * 1024, rejected=("a" * 1025, "\ud800")),
     "num_draft_tokens": integer(0, 63, optional=True),

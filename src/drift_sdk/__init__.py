@@ -29,11 +29,15 @@ from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.pool.engine_pool import EnginePool
 from drift_sdk.pool.pool_state import ReplicaStats
 from drift_sdk.pool.routing import Routing
+from drift_sdk.processors import TokenBias, TokenMachine, TokenState
 from drift_sdk.remote.remote_engine import ProcessEngine
 from drift_sdk.results import (
     Chunk,
     Completion,
+    Decision,
+    Embedding,
     FinishReason,
+    PromptStates,
     SpeculationStats,
     Timing,
     TokenLogprobs,
@@ -60,9 +64,11 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConfigError",
+    "Decision",
     "Download",
     "DriftError",
     "DynamicTree",
+    "Embedding",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -84,6 +90,7 @@ __all__ = [
     "PartialVerification",
     "ProcessEngine",
     "Progress",
+    "PromptStates",
     "PromptTooLong",
     "QueueFull",
     "Regex",
@@ -101,7 +108,10 @@ __all__ = [
     "SyncEngine",
     "SyncStream",
     "Timing",
+    "TokenBias",
     "TokenLogprobs",
+    "TokenMachine",
+    "TokenState",
     "TokenStream",
     "ToolCall",
     "ToolSpec",

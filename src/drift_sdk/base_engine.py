@@ -9,11 +9,11 @@ import hashlib
 import platform
 import sys
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata, resources
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -190,6 +190,27 @@ class BaseEngine(Serving):
 
         ModelLoadError if that fails or requests cannot go on with the files as they are now; the engine then
         stays asleep. Raises as `pause` does.
+        """
+
+    @abstractmethod
+    async def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        """Replace weights between two steps. Graphs and memory are kept, so this takes about as long as
+        copying the tensors.
+
+        tensors: by the names that the model's files have for them, one or all, on any device; torch tensors
+                 of float32, bfloat16, float16 or float64, with the shapes of the files. They must not be
+                 changed before this returns. A layer whose weights are quantised when they are loaded
+                 (`EngineConfig.weights`), or stand in another order than in files, is replaced whole.
+
+        Requests go on: their text so far stays, their context is computed again with the new weights, and so
+        is what follows. The prefix cache is emptied. Drafts keep their own weights. The files are as they
+        were: `wake()` and a restart load those again. If the task is cancelled, the cancellation is raised
+        afterwards.
+
+        RequestError names the first tensor that is not part of the model, has another shape or type, is not
+        finite in the model's dtype or is missing beside others; nothing has changed then. Also for weights
+        that files store quantised and that are kept so, with `tensor_parallel`, for an engine that is asleep,
+        and for engines in other processes. Raises as `pause` does.
         """
 
     @property

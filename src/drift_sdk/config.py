@@ -96,7 +96,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_cache_tokens:          tokens that the KV cache holds, at least 2; None = as many as there is memory
                               for, at most as many as max_num_seqs sequences of full length can use. On a GPU
                               that memory is what gpu_memory_fraction leaves, on a CPU an eighth of what is
-                              available.
+                              available. Layers with windows keep fewer, in proportion.
     gpu_memory_fraction:      share of the GPU's free memory, as measured at start, that this engine may use,
                               over 0 to 1. Weights, graphs and scratch memory are subtracted; the rest holds
                               the KV cache. Without effect on a CPU. kv_cache_tokens takes precedence.

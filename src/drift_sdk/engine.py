@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from drift_sdk._cuda_driver import device_contexts
 from drift_sdk._display import html_table, model_name, state_repr
@@ -15,7 +17,7 @@ from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress
-from drift_sdk.driver.driver import Driver, Pause, Resume, Sleep, Unpause, Wake
+from drift_sdk.driver.driver import Driver, Pause, Resume, Sleep, Unpause, UpdateWeights, Wake
 from drift_sdk.driver.life_cycle import LifeCycle
 from drift_sdk.driver.loops import Latch, without_collection
 from drift_sdk.driver.model_opener import LoadedModel, OpenModel, opening_error, with_limits
@@ -146,6 +148,14 @@ class Engine(BaseEngine):
     async def wake(self) -> None:
         await self._send(Wake)
 
+    async def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        driver, done = self._running_driver(), Latch()
+        settle(tensors)
+        driver.send(UpdateWeights(done, tensors))
+        error = await done.wait_shielded()
+        if error is not None:
+            raise error
+
     async def _send(self, command: type[Resume] | type[Sleep] | type[Wake]) -> None:
         driver, done = self._running_driver(), Latch()
         driver.send(command(done))
@@ -261,6 +271,18 @@ class Engine(BaseEngine):
             driver.close(0.0)
             message = f"the engine of {self.model} was garbage-collected without being closed"
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+
+
+def settle(tensors: object) -> None:
+    """Wait for what the caller's GPU streams still write to tensors: the engine reads them on its own."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensors, Mapping):
+        return
+
+    devices = {tensor.device for tensor in tensors.values() if isinstance(tensor, torch.Tensor)}
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def description(engine: Engine) -> dict[str, str]:

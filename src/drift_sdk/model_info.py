@@ -31,6 +31,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     weight_bytes:       bytes of the weights in memory, of each GPU with tensor_parallel.
     kv_dtype:           numbers of the KV cache, such as "bfloat16", "fp8" or "nvfp4".
     kv_bytes_per_token: bytes of the KV cache for a token, without those of a draft; of each GPU likewise.
+    window_bytes_per_token: the part of these for layers with windows, if they have blocks of their own and so
+                        keep the last tokens of a sequence alone; 0 if there are none.
     state_bytes:        bytes of the recurrent states of a running sequence; 0 for a model without any.
     num_checkpoints:    checkpoints of such states that there would be room for.
     context:            the model's own context, in tokens.
@@ -40,6 +42,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     executor:           "graph" or "eager".
     kv_cache_tokens:    tokens that the KV cache would hold, by the memory that is free now. On a GPU the
                         scratch memory of the graph executor, and a draft, will leave less.
+    window_cache_tokens: tokens that it would hold in layers with windows; 0 if there are none.
     max_model_len:      most tokens of prompt and completion together.
     max_num_seqs:       most sequences running at once, by the config and the memory for recurrent states.
     downloads:          files that a start would download.
@@ -54,6 +57,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     weight_bytes: int | None = None
     kv_dtype: str | None = None
     kv_bytes_per_token: int | None = None
+    window_bytes_per_token: int | None = None
     state_bytes: int | None = None
     num_checkpoints: int | None = None
     context: int | None = None
@@ -63,6 +67,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     dtype: str | None = None
     executor: str | None = None
     kv_cache_tokens: int | None = None
+    window_cache_tokens: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int
     downloads: tuple[RemoteFile, ...] = ()
@@ -123,11 +128,17 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
         if self.kv_cache_tokens is None:
             return token
 
-        num_bytes = self.kv_bytes_per_token * self.kv_cache_tokens
-        return (
+        of_windows = self.window_bytes_per_token or 0
+        num_bytes = (self.kv_bytes_per_token - of_windows) * self.kv_cache_tokens
+        found = (
             f"{token}; room for {self.kv_cache_tokens:,} tokens ({size(num_bytes)}), "
             f"{self.num_full_sequences:,} sequences of {self.max_model_len:,}"
         )
+        if not of_windows or self.window_cache_tokens is None:
+            return found
+
+        num_bytes = of_windows * self.window_cache_tokens
+        return f"{found}; {self.window_cache_tokens:,} tokens in windows ({size(num_bytes)})"
 
     def _states(self) -> str:
         found = f"{size(self.state_bytes or 0)} a sequence"

@@ -36,6 +36,8 @@ drift_step_rows{kind}                     gauge     of the last step: prefill (c
 drift_kv_blocks                           gauge     in the KV cache
 drift_kv_blocks_free                      gauge     of them, free or only cached
 drift_kv_blocks_cached                    gauge     of them, in the prefix cache
+drift_kv_window_blocks                    gauge     of layers with windows, if these have their own
+drift_kv_window_blocks_free               gauge     of them, free or only cached
 drift_kv_use_ratio                        gauge     share held by sequences, 0 to 1
 drift_time_to_first_token_seconds         histogram from the call to the first token
 drift_time_between_tokens_seconds         histogram from one chunk of a stream to its next
@@ -391,6 +393,10 @@ def cache_and_steps(families: Families) -> Iterator[Metric]:
     yield families.gauge("kv_blocks", "Blocks of the KV cache", lambda s: s.num_blocks)
     yield families.gauge("kv_blocks_free", "Blocks free or only cached", lambda s: s.num_free_blocks)
     yield families.gauge("kv_blocks_cached", "Blocks in the prefix cache", lambda s: s.num_cached_blocks)
+    yield families.gauge("kv_window_blocks", "Blocks of layers with windows", lambda s: s.num_window_blocks)
+    yield families.gauge(
+        "kv_window_blocks_free", "Window blocks free or only cached", lambda s: s.num_free_window_blocks
+    )
     yield families.gauge("kv_use_ratio", "Share of the KV cache held by sequences", lambda s: s.kv_use)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from msgspec import Struct
 
@@ -12,11 +12,19 @@ from drift_sdk._display import html_table, struct_repr
 from drift_sdk.errors import short_repr
 from drift_sdk.grammars import JsonSchema, ParsedT_co
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 __all__ = [
     "Chunk",
     "Completion",
+    "Decision",
+    "Embedding",
     "FinishReason",
+    "PromptStates",
     "SpeculationStats",
+    "StateKind",
     "Timing",
     "TokenLogprobs",
     "ToolCall",
@@ -24,6 +32,8 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "cancelled"]
+StateKind = Literal["last", "mean", "all"]
+"""Hidden states of a prompt: of its last token, the mean of all tokens, or those of all tokens."""
 
 
 class TokenLogprobs(Struct, frozen=True, kw_only=True):
@@ -37,6 +47,8 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     text:      text of the token by itself. Bytes that are no whole character become U+FFFD:
                `engine.tokenizer.token_bytes` has them. Special tokens are spelled out.
     top_texts: texts of the tokens of `top`, in the same order.
+    given:     (token id, log-probability) of the request's `logprob_token_ids`, in their order; empty for
+               tokens of the prompt.
     """
 
     token_id: int
@@ -44,6 +56,74 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True):
     top: tuple[tuple[int, float], ...] = ()
     text: str = ""
     top_texts: tuple[str, ...] = ()
+    given: tuple[tuple[int, float], ...] = ()
+
+
+class PromptStates(Struct, frozen=True, kw_only=True):
+    """Hidden states of a prompt, after the last layer and the final norm.
+
+    num_rows: 1, or the number of the prompt's tokens with `prompt_states="all"`.
+    size:     numbers in a row, the model's hidden size.
+    data:     the rows, one after the other, as float32 in the machine's order of bytes.
+    """
+
+    num_rows: int
+    size: int
+    data: bytes
+
+    def numpy(self) -> NDArray[np.float32]:
+        """The states as an array [num_rows, size], which cannot be written to."""
+        import numpy as np
+
+        return np.frombuffer(self.data, dtype=np.float32).reshape(self.num_rows, self.size)
+
+    def __repr__(self) -> str:
+        return f"PromptStates(num_rows={self.num_rows}, size={self.size})"
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """The probabilities of given answers to a prompt.
+
+    choices:       the answers, texts or token ids, as they were given.
+    logprobs:      of each answer, the sum of the log-probabilities of its tokens after the prompt.
+    probabilities: the softmax of these sums: they add up to 1 over the given answers.
+    num_tokens:    tokens of the prompt, without an answer.
+    """
+
+    choices: tuple[str | tuple[int, ...], ...]
+    logprobs: tuple[float, ...]
+    probabilities: tuple[float, ...]
+    num_tokens: int
+
+    @property
+    def best(self) -> int:
+        """The index of the most likely answer, the first of equal ones."""
+        return self.logprobs.index(max(self.logprobs))
+
+    @property
+    def choice(self) -> str | tuple[int, ...]:
+        """The most likely answer."""
+        return self.choices[self.best]
+
+
+class Embedding(Struct, frozen=True, kw_only=True):
+    """The embedding of a text.
+
+    states:        what `embed` has made of the prompt's hidden states: one row, or with pooling "all" a row
+                   for each token.
+    num_tokens:    tokens of the prompt.
+    cached_tokens: of them, those that were found in the prefix cache.
+    """
+
+    states: PromptStates
+    num_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def vector(self) -> NDArray[np.float32]:
+        """The first row, [size]: the embedding, unless pooling is "all"."""
+        row: NDArray[np.float32] = self.states.numpy()[0]
+        return row
 
 
 class Chunk(Struct, frozen=True, kw_only=True, gc=False):
@@ -180,7 +260,8 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
     text:            the text generated; of `chat`, the answer without reasoning and tool calls.
     token_ids:       all tokens generated, including those of a stop string that was cut from the text.
     finish_reason:   "stop" (end of sequence, stop token or stop string), "length" or "cancelled".
-    stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop";
+    stop_reason:     the stop string or the stop token's id that ended it, if finish_reason is "stop", or
+                     "stop_when" if the request's function did;
                      "context" if finish_reason is "length" and the context was full before max_tokens.
     usage, timing:   numbers of tokens, and times.
     seed:            gives the same tokens again, with the same model and parameters.
@@ -188,6 +269,8 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
     logprobs:        an entry for each generated token if the request asks for them, else None.
     prompt_logprobs: an entry for each token of the prompt, None for the first, if the request asks for them;
                      else None. Also None for a request cancelled before its first token.
+    prompt_states:   hidden states of the prompt if the request asks for them, else None. Also None for a
+                     request cancelled before its first token.
     tool_calls:      those found in the answer; empty if `chat` was given no tools.
     reasoning:       what the model thought before it answered, without its markers; empty if it did not, and
                      for `generate`.
@@ -208,6 +291,7 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
     speculation: SpeculationStats | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_states: PromptStates | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     raw_text: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from inspect import iscoroutinefunction
 from typing import Annotated, Any, Generic, TypedDict, Unpack, cast
 
 import msgspec
@@ -14,14 +15,25 @@ from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs
 from drift_sdk._validation import check_int, check_str_tuple, plain_scalar
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
+from drift_sdk.processors import LogitsProcessor, StopFunction, TokenBias, TokenMachine, machines_of
+from drift_sdk.results import StateKind
 from drift_sdk.trees import MAX_TREE_DRAFTS
 
-__all__ = ["MAX_SEED", "SamplingOptions", "SamplingParams", "check_needs_no_host"]
+__all__ = [
+    "MAX_SEED",
+    "NOTHING",
+    "SamplingOptions",
+    "SamplingParams",
+    "beside_graphs",
+    "check_needs_no_host",
+]
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
+MAX_PROCESSORS = 16
 MAX_BIAS = 100.0
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 1024
@@ -46,7 +58,9 @@ class SamplingOptions(TypedDict, Generic[ParsedT], total=False):
     ignore_eos: bool
     include_stop: bool
     logprobs: int | None
+    logprob_token_ids: tuple[int, ...] | list[int] | IdArray
     prompt_logprobs: int | None
+    prompt_states: StateKind | None
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
@@ -54,6 +68,8 @@ class SamplingOptions(TypedDict, Generic[ParsedT], total=False):
     allowed_token_ids: tuple[int, ...] | list[int] | IdArray | None
     grammar: JsonSchema[ParsedT] | Regex | Lark | None
     thinking_budget: int | None
+    logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor]
+    stop_when: StopFunction | None
     priority: int
     cache_salt: str | None
     num_draft_tokens: int | None
@@ -88,7 +104,12 @@ class SamplingParams(
     include_stop:       keep the stop string or stop token that ended the text.
     logprobs:           log-probabilities of each generated token and of this many most likely ones, 0 to 20;
                         None = none.
-    prompt_logprobs:    the same for each token of the prompt but the first, 0 to 20; None = none.
+    logprob_token_ids:  ids whose log-probabilities are reported with those of each generated token, at most
+                        128; needs `logprobs`.
+    prompt_logprobs:    `logprobs` for each token of the prompt but the first, 0 to 20; None = none.
+    prompt_states:      hidden states of the prompt after the final norm: of its "last" token, the "mean" of
+                        all tokens, or those of "all"; None = none. The last two use no cached prefix, since
+                        every token has to be computed.
     presence_penalty:   subtracted from the logits of tokens that are in the output, -2 to 2.
     frequency_penalty:  subtracted for each time that a token is in the output, -2 to 2.
     repetition_penalty: divides positive logits of tokens in prompt or output and multiplies negative ones,
@@ -100,14 +121,21 @@ class SamplingParams(
                         allows nothing more.
     thinking_budget:    most tokens of reasoning in the answer of `chat`, 0 to 2,147,483,647. When they are
                         used up, the marker that ends reasoning follows, and then the answer; None = no limit.
+    logits_processors:  at most 16, each a `TokenMachine` or a `TokenBias`, which every executor runs, or a
+                        Python function of the token ids generated so far and the logits (`LogitsFunction`),
+                        which the eager executor alone runs, on the engine's thread.
+    stop_when:          a function of the token ids generated so far and their text (`StopFunction`), called
+                        on the engine's thread after each token from `min_tokens` on: the text ends with the
+                        first token for which it returns True. None = none.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
                         tenant: 1 to 1,024 characters; None = with requests that have none.
     num_draft_tokens:   most tokens drafted a step if the engine speculates, 0 to 63; 0 = none, None = as the
                         engine.
 
-    The order is logit_bias, repetition, frequency and presence penalty, min_tokens, allowed_token_ids,
-    grammar, thinking_budget, temperature, top_k, top_p, min_p. Where min_tokens leaves none of
+    The order is logit_bias and biases of processors, repetition, frequency and presence penalty, min_tokens,
+    allowed_token_ids, grammar, machines and thinking_budget, functions of processors, temperature, top_k,
+    top_p, min_p. Where min_tokens leaves none of
     allowed_token_ids, min_tokens is ignored. Where both leave no token that the grammar or the budget
     permits, both are ignored: a text that the grammar ends may have fewer tokens than min_tokens. Numbers may
     have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a library like
@@ -126,7 +154,9 @@ class SamplingParams(
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_states: StateKind | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=2.0)] = 1.0
@@ -134,6 +164,8 @@ class SamplingParams(
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: JsonSchema[ParsedT_co] | Regex | Lark | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    stop_when: StopFunction | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
     num_draft_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_DRAFTS)] | None = None
@@ -146,6 +178,7 @@ class SamplingParams(
         self._make_tuple("stop", MAX_STOPS)
         self._make_tuple("stop_token_ids", MAX_STOPS)
         self._make_tuple("allowed_token_ids", MAX_ALLOWED_IDS)
+        self._make_tuple("logprob_token_ids", MAX_LOGPROB_IDS)
         check_fields(RequestError, self)
         if self.max_tokens is not None:
             check_int(RequestError, "min_tokens", self.min_tokens, ge=0, le=self.max_tokens)
@@ -153,10 +186,32 @@ class SamplingParams(
         _check_token_ids("stop_token_ids", self.stop_token_ids, least=0, most=MAX_STOPS)
         if self.allowed_token_ids is not None:
             _check_token_ids("allowed_token_ids", self.allowed_token_ids, least=1, most=MAX_ALLOWED_IDS)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids, least=0, most=MAX_LOGPROB_IDS)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise RequestError.of("logprob_token_ids", self.logprob_token_ids, "() without logprobs")
+
         if self.logit_bias is not NO_BIAS:
             msgspec.structs.force_setattr(self, "logit_bias", _checked_bias(self.logit_bias))
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError.of("grammar", self.grammar, "a JsonSchema, a Regex, a Lark or None")
+
+        self._check_functions()
+
+    def _check_functions(self) -> None:
+        processors = self.logits_processors
+        if isinstance(processors, list):
+            processors = tuple(processors)
+            msgspec.structs.force_setattr(self, "logits_processors", processors)
+        allowed = f"at most {MAX_PROCESSORS} TokenMachines, TokenBiases and functions"
+        if not isinstance(processors, tuple) or len(processors) > MAX_PROCESSORS:
+            raise RequestError.of("logits_processors", processors, allowed)
+
+        wrong = [each for each in processors if not is_processor(each)]
+        if wrong:
+            raise RequestError.of("logits_processors", wrong[0], allowed)
+
+        if self.stop_when is not None and not is_function(self.stop_when):
+            raise RequestError.of("stop_when", self.stop_when, "a function of token ids and text, or None")
 
     def _make_tuple(self, name: str, most: int) -> None:
         """Make a tuple of a list or an array of ids. RequestError for one of more than `most` items."""
@@ -190,16 +245,36 @@ class SamplingParams(
         return replace_fields(RequestError, self, changes)
 
 
+NOTHING: dict[str, object] = {"prompt_logprobs": None, "prompt_states": None, "logprob_token_ids": ()}
+
+
+def beside_graphs(params: SamplingParams) -> dict[str, object]:
+    """The parameters that ask for what is computed beside the graphs, by name."""
+    given = {field: getattr(params, field) for field in NOTHING}
+    return {field: value for field, value in given.items() if value != NOTHING[field]}
+
+
 def check_needs_no_host(params: SamplingParams, *, is_speculating: bool) -> None:
     """RequestError for parameters that need the host in the middle of a step (strict_performance)."""
-    if params.prompt_logprobs is not None:
-        raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with strict_performance")
+    for field, value in beside_graphs(params).items():
+        raise RequestError.of(field, value, f"{NOTHING[field]!r} with strict_performance")
 
-    for field in ("grammar", "thinking_budget"):
-        value: object = getattr(params, field)
-        if value is not None and is_speculating and params.num_draft_tokens != 0:
-            allowed = "None, or num_draft_tokens=0, with strict_performance and speculation"
+    for field in ("grammar", "thinking_budget", "logits_processors"):
+        value = getattr(params, field)
+        is_given = bool(machines_of(value)) if field == "logits_processors" else value is not None
+        if is_given and is_speculating and params.num_draft_tokens != 0:
+            none = "no TokenMachine" if field == "logits_processors" else "None"
+            allowed = f"{none}, or num_draft_tokens=0, with strict_performance and speculation"
             raise RequestError.of(field, value, allowed)
+
+
+def is_processor(value: object) -> bool:
+    return isinstance(value, TokenMachine | TokenBias) or is_function(value)
+
+
+def is_function(value: object) -> bool:
+    """Whether a value can be called where no event loop runs. A class is none: one was meant to be made."""
+    return callable(value) and not isinstance(value, type) and not iscoroutinefunction(value)
 
 
 def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias, Unpack, overload
+from typing import Any, Literal, NoReturn, TypeAlias, Unpack, cast, get_args, overload
 
 from msgspec import Struct
 
@@ -21,16 +23,19 @@ from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.prompts import (
+    AnsweredPrompt,
     ChatPrompt,
     ModelText,
     Prompt,
+    TextPrompt,
+    TokenPrompt,
     as_any_prompt,
     as_chat_prompt,
     as_prompt,
     check_forced_calls,
 )
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
-from drift_sdk.errors import EngineClosed, RequestError, RequestKeywordError
+from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (
     Job,
@@ -42,8 +47,16 @@ from drift_sdk.jobs import (
     completions_of,
     results_of,
 )
-from drift_sdk.results import Completion
-from drift_sdk.sampling_params import MAX_SEED, SamplingOptions, SamplingParams, check_needs_no_host
+from drift_sdk.processors import functions_of
+from drift_sdk.results import Completion, Decision, Embedding, PromptStates, StateKind
+from drift_sdk.sampling_params import (
+    MAX_SEED,
+    NOTHING,
+    SamplingOptions,
+    SamplingParams,
+    beside_graphs,
+    check_needs_no_host,
+)
 from drift_sdk.stream import Samples, TokenStream
 
 MAX_ID_CHARS = 128
@@ -146,6 +159,76 @@ def check_request_id(request_id: object, *, is_new: bool) -> None:
         )
 
 
+def embedding_of(completion: Completion, dimensions: int | None, *, normalize: bool) -> Embedding:
+    """The embedding that `embed` makes of a prompt's hidden states. RequestError for more dimensions than
+    there are."""
+    import numpy as np  # here, as `import drift_sdk` does without
+
+    states = completion.prompt_states
+    if states is None:
+        raise DriftError(f"{completion.request_id} was cancelled before its prompt was computed")
+
+    if dimensions is not None and dimensions > states.size:
+        raise RequestError.of("dimensions", dimensions, f"1 to {states.size}, or None")
+
+    rows = states.numpy()[:, :dimensions].astype(np.float64)
+    if normalize:
+        rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    data = rows.astype(np.float32).tobytes()
+    return Embedding(
+        states=PromptStates(num_rows=states.num_rows, size=rows.shape[1], data=data),
+        num_tokens=completion.usage.prompt_tokens,
+        cached_tokens=completion.usage.cached_tokens,
+    )
+
+
+MAX_CHOICES = 1000
+MAX_CHOICES_AT_ONCE = 64
+
+
+def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, ...]]:
+    """The answers of `decide` as values. RequestError for what is no sequence of texts or token ids."""
+    allowed = f"1 to {MAX_CHOICES} texts or sequences of token ids, none of them empty"
+    if isinstance(choices, str | bytes) or not isinstance(choices, Sequence):
+        raise RequestError.of("choices", choices, allowed)
+
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise RequestError.of("choices", choices, allowed)
+
+    answers: list[str | tuple[int, ...]] = []
+    for choice in choices:
+        try:
+            answer = as_prompt(choice)
+        except RequestError as error:
+            raise RequestError.of("choices", choice, allowed) from error
+
+        value = answer.text if isinstance(answer, TextPrompt) else cast("TokenPrompt", answer).ids
+        if not value:
+            raise RequestError.of("choices", choice, allowed)
+
+        answers.append(value)
+    return answers
+
+
+def decision_of(answers: Sequence[str | tuple[int, ...]], completions: Sequence[Completion]) -> Decision:
+    """The decision between answers, from the completions of the prompt with each."""
+    scores: list[list[float]] = []
+    for completion in completions:
+        if completion.prompt_logprobs is None:
+            raise DriftError(f"{completion.request_id} was cancelled, or has a script in place of a model")
+
+        scores.append([entry.logprob for entry in completion.prompt_logprobs if entry is not None])
+    logprobs = [math.fsum(entries) for entries in scores]
+    most = max(logprobs)
+    weights = [math.exp(logprob - most) for logprob in logprobs]
+    return Decision(
+        choices=tuple(answers),
+        logprobs=tuple(logprobs),
+        probabilities=tuple(weight / math.fsum(weights) for weight in weights),
+        num_tokens=completions[0].usage.prompt_tokens - len(scores[0]),
+    )
+
+
 MAX_SAMPLES = 128
 
 log: logging.Logger = logging.getLogger("drift_sdk")
@@ -176,6 +259,16 @@ class Serving(ABC):
     @abstractmethod
     async def _count_tokens(self, prompt: Prompt) -> int:
         """The number of tokens of a prompt."""
+
+    @property
+    @abstractmethod
+    def executor(self) -> str:
+        """See `BaseEngine.executor`."""
+
+    @property
+    def _calls_functions(self) -> bool:
+        """Whether functions of requests can be called: they cannot be sent to another process."""
+        return True
 
     @property
     @abstractmethod
@@ -315,6 +408,98 @@ class Serving(ABC):
             )
         )
 
+    @with_config(EngineConfig, RequestKeywordError)
+    async def embed(
+        self,
+        prompts: Sequence[str | Sequence[int] | IdArray],
+        *,
+        pooling: StateKind = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Embedding]:
+        """The embedding of each prompt: hidden states after the final norm, in float32.
+
+        prompts:    each as of `generate`: a text, with the special tokens that the model has around one, or
+                    token ids. Any number; 64 are submitted at a time.
+        pooling:    "last": the state of the last token. "mean": the mean over all tokens. "all": the states
+                    of all tokens, [tokens, dimensions] in `Embedding.states`.
+        normalize:  divide each row by its Euclidean norm, after `dimensions`.
+        dimensions: keep the first numbers of each row, at least 1; None = all, the model's hidden size.
+        priority, cache_salt: as in SamplingParams.
+
+        Each prompt is a request like others, which generates a token that is thrown away: it is batched with
+        those that generate, and limited to `max_model_len - 1` tokens. With "last" a cached prefix is used,
+        with "mean" and "all" the whole prompt is computed.
+
+        RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong,
+        EngineClosed, ExecutorError."""
+        check_bool(RequestError, "normalize", normalize)
+        if dimensions is not None:
+            dimensions = plain_scalar(dimensions)
+            check_int(RequestError, "dimensions", dimensions, ge=1)
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise RequestError.of("prompts", prompts, "a sequence of prompts, each a text or token ids")
+
+        check_choice(RequestError, "pooling", pooling, get_args(StateKind))
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_states=pooling,
+            num_draft_tokens=0,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        async with aclosing(self.map(prompts, params)) as completions:
+            return [
+                embedding_of(completion, dimensions, normalize=normalize) async for completion in completions
+            ]
+
+    @with_config(EngineConfig, RequestKeywordError)
+    async def decide(
+        self,
+        prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
+        choices: Sequence[str | Sequence[int]],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Decision:
+        """How probable each of several answers to a prompt is: the softmax, over the answers, of the sums of
+        the log-probabilities of their tokens. Nothing is generated.
+
+        prompt:  as of `generate`, or messages as of `chat`, rendered with the model's chat template.
+        choices: the answers, 1 to 1,000. A text is tokenised by itself, without special tokens, and its
+                 tokens follow the prompt's: where words begin with a space, the answer to "The sky is" is
+                 " blue". Token ids are used as they are. A longer answer is less likely unless its tokens are
+                 all but certain.
+        priority, cache_salt: as in SamplingParams.
+
+        The prompt is computed once, with the first answer; the other answers find it in the prefix cache, but
+        for the tokens after the last full block. Each answer is a request, which generates a token that is
+        thrown away.
+
+        RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong if
+        the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
+        answers = answers_of(choices)
+        given = as_any_prompt(prompt, None, None)
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, num_draft_tokens=0, priority=priority, cache_salt=cache_salt
+        )
+        first, *others = [AnsweredPrompt(given, answer) for answer in answers]
+        async with self._submit(first, params, None) as stream:
+            completions = [await stream]
+        if others:
+            job_map = JobMap(
+                lambda job: self._submit(cast("Prompt", job), params, None),
+                lambda: self._has_room,
+                MAX_CHOICES_AT_ONCE,
+                is_ordered=True,
+                yields_errors=False,
+            )
+            async with aclosing(completions_of(job_map, cast("list[Any]", others))) as found:
+                completions += [completion async for completion in found]
+        return decision_of(answers, completions)
+
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
         such; False also if the engine is closed. RequestError for a value that cannot be an id."""
@@ -415,12 +600,36 @@ class Serving(ABC):
         is_strict, is_speculating = self.config.strict_performance, self.config.speculation is not None
         if is_strict:
             check_needs_no_host(params, is_speculating=is_speculating)
-        if self.config.tensor_parallel > 1 and params.prompt_logprobs is not None:
-            raise RequestError.of("prompt_logprobs", params.prompt_logprobs, "None with tensor_parallel")
+        if self.config.tensor_parallel > 1:
+            for field, value in beside_graphs(params).items():
+                raise RequestError.of(field, value, f"{NOTHING[field]!r} with tensor_parallel")
 
+        self._check_functions(params)
         check_forced_calls(prompt, params, needs_no_host=is_strict and is_speculating)
         if request_id is not None:
             check_request_id(request_id, is_new=True)
+
+    def _check_functions(self, params: SamplingParams) -> None:
+        """RequestError for functions that this engine does not call. A warning, once, if it does."""
+        functions = functions_of(params.logits_processors)
+        if not functions and params.stop_when is None:
+            return
+
+        if not self._calls_functions:
+            field, value = ("logits_processors", functions) if functions else ("stop_when", params.stop_when)
+            allowed = "no Python function: the engine runs in another process"
+            raise RequestError.of(field, value, allowed)
+
+        if functions and (executor := self.executor) != "eager":
+            allowed = f"TokenMachines and TokenBiases: the executor {executor!r} calls no Python functions"
+            raise RequestError.of("logits_processors", functions, allowed)
+
+        if functions and "functions" not in self._warnings:
+            self._warnings.add("functions")
+            log.warning(
+                "logits_processors: Python functions run on the engine's thread for every token, while all "
+                "other requests wait; a TokenMachine or a TokenBias does not"
+            )
 
     def _job_map(
         self,

@@ -34,6 +34,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_blocks:        blocks of the KV cache.
     num_free_blocks:   of them, those that no sequence uses, cached ones included.
     num_cached_blocks: of them, those in the prefix cache.
+    num_window_blocks: blocks of layers with windows, if these have blocks of their own; else 0.
+    num_free_window_blocks: of them, those that no sequence uses, cached ones included.
     num_checkpoints:   states of recurrent layers that the prefix cache keeps.
     num_prefill_rows:  prefill chunks of the last step.
     num_decode_rows:   decoding sequences of the last step.
@@ -53,7 +55,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_cached_tokens:        of them, those found in the prefix cache.
     num_checkpoint_hits:      times that a sequence went on from a checkpoint of recurrent states.
     num_recomputed_tokens:    tokens that a sequence computed, although their blocks were cached, for want of
-                              a checkpoint.
+                              a checkpoint, or of blocks of the window before them.
     num_generated_tokens:     tokens generated.
     num_draft_rounds:         rounds of a sequence in which tokens were drafted.
     num_drafted_tokens:       tokens drafted in them.
@@ -77,6 +79,9 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     step_seconds:             device time of these steps.
     kv_dtype:                 numbers of the KV cache, such as "bfloat16", "fp8" or "nvfp4"; "" before the
                               start.
+    kv_bytes:                 bytes of the KV cache, with those of a draft, on each GPU of a model; without
+                              the next ones.
+    window_kv_bytes:          bytes of `num_window_blocks` blocks.
     start_seconds:            stages of starting and the seconds that each took, in order. "imports" is the
                               time before the first report, mostly the import of torch.
 
@@ -99,6 +104,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_window_blocks: int = 0
+    num_free_window_blocks: int = 0
     num_checkpoints: int = 0
     num_prefill_rows: int = 0
     num_decode_rows: int = 0
@@ -137,6 +144,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     step_seconds: float = 0.0
     kv_dtype: str = ""
+    kv_bytes: int = 0
+    window_kv_bytes: int = 0
     start_seconds: tuple[tuple[str, float], ...] = ()
     num_tuned_shapes: int = 0
     num_untuned_shapes: int = 0
@@ -162,8 +171,13 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_use(self) -> float:
-        """Share of the KV cache that sequences hold, 0 to 1; blocks that are only cached do not count."""
-        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+        """Share of the KV cache that sequences hold, 0 to 1; blocks that are only cached do not count. With
+        blocks of layers with windows, the larger share of the two."""
+        pools = (
+            (self.num_free_blocks, self.num_blocks),
+            (self.num_free_window_blocks, self.num_window_blocks),
+        )
+        return max(1.0 - num_free / number if number else 0.0 for num_free, number in pools)
 
     @property
     def speculation(self) -> SpeculationStats:
@@ -183,7 +197,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 STATE = (
     "is_paused", "is_asleep", "num_running", "num_waiting", "num_queued", "num_free_slots", "num_blocks",
-    "num_free_blocks", "num_cached_blocks", "num_prefill_rows", "num_decode_rows", "tokens_per_second",
+    "num_free_blocks", "num_cached_blocks", "num_window_blocks", "num_free_window_blocks", "num_prefill_rows",
+    "num_decode_rows", "tokens_per_second",
 )  # fmt: skip
 """Fields of `EngineStats` that are its current state."""
 

@@ -11,12 +11,14 @@ launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from drift_sdk.results import TokenLogprobs
+from drift_sdk.errors import RequestError
+from drift_sdk.processors import LogitsFunction
+from drift_sdk.results import PromptStates, StateKind, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,10 +37,12 @@ __all__ = [
     "SlotSampling",
     "StepPlan",
     "StepResult",
+    "TakesWeights",
     "TokenConstraint",
     "VIOLATIONS",
     "Verification",
     "Violation",
+    "scored_tokens",
 ]
 
 
@@ -70,7 +74,10 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     logit_bias:            (token id, addend to its logit) pairs.
     allowed_token_ids:     the only ids that may be sampled; None = all.
     num_logprobs:          number of most likely tokens to report at each output position; None = no report.
-    num_prompt_logprobs:   the same at each prompt position.
+    logprob_token_ids:     further ids whose log-probabilities are reported at each output position.
+    num_prompt_logprobs:   number of most likely tokens to report at each prompt position.
+    first_prompt_logprob:  the first prompt token that gets one, at least 1. Those before may be cached.
+    prompt_states:         hidden states of the prompt to report; None = no report.
     """
 
     temperature: float
@@ -88,7 +95,10 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     num_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
+    first_prompt_logprob: int = 1
+    prompt_states: StateKind | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -118,11 +128,20 @@ class TokenConstraint(Protocol):
         """
 
 
+def scored_tokens(chunk: PrefillChunk, sampling: SlotSampling) -> tuple[int, tuple[int, ...]]:
+    """The prompt tokens whose log-probabilities follow from a chunk's rows: the row of the chunk that the
+    first of them follows, and the tokens."""
+    following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
+    first = min(max(0, sampling.first_prompt_logprob - chunk.start - 1), len(following))
+    return first, following[first:]
+
+
 class SlotAssignment(Struct, frozen=True, kw_only=True):
     """A sequence is placed in a slot, whose row of the slot tables is initialised.
 
+    functions:        change the logits before a token is sampled; for the eager executor alone.
     cached_token_ids: the tokens found in the prefix cache, which no chunk contains. Given only for sampling
-                      with penalties, which count them, and to executors that want the history
+                      with penalties, which count them, with functions, and to executors that want the history
                       (`SchedulerConfig.wants_history`); else empty.
     arrival:          number of requests that were submitted to the engine before the sequence's. It names the
                       sequence: it is the same when a preempted sequence is placed again.
@@ -133,6 +152,7 @@ class SlotAssignment(Struct, frozen=True, kw_only=True):
     slot: int
     sampling: SlotSampling
     constraint: TokenConstraint | None = None
+    functions: tuple[LogitsFunction, ...] = ()
     cached_token_ids: tuple[int, ...] = ()
     arrival: int = 0
     checkpoint: int | None = None
@@ -188,11 +208,14 @@ class DecodeRow(Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """One step. Assignments are applied first, then block updates; then the prefill part runs, then the
-    decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS chunks.
-    A chunk may write a checkpoint to the place that an assignment of the same plan reads before.
+    """One step. Assignments are applied first, then the updates of block tables; then the prefill part runs,
+    then the decode part. A slot has at most one chunk or one row, never both. There are at most MAX_CHUNKS
+    chunks. A chunk may write a checkpoint to the place that an assignment of the same plan reads before.
 
     verification: of the decode part, see `Verification`.
+    window_updates: of the second block table, that of layers with windows, if these have blocks of their own.
+                    Its entries are at the same indices. Those behind the window may name any block, and are
+                    not read.
     """
 
     step_id: int
@@ -201,6 +224,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[DecodeRow, ...]
     verification: Verification = "whole"
+    window_updates: tuple[BlockUpdate, ...] = ()
 
 
 class Violation(Struct, frozen=True, kw_only=True):
@@ -237,13 +261,15 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
 
     finish:           how the slot finished; None if it has not.
     logprobs:         an entry for each token; None if not requested.
-    prompt_logprobs:  an entry for each prompt token from the second on, with the first output token alone;
-                      None if not requested.
+    prompt_logprobs:  an entry for each prompt token from `first_prompt_logprob` on, with the first output
+                      token alone; None if not requested.
+    prompt_states:    hidden states of the prompt, with the first output token alone; None if not requested.
     num_drafted:      tokens that were drafted for the row.
     num_accepted:     how many of them, one after another, were accepted.
     accepted_nodes:   of a tree of drafts, the numbers of those that were accepted, the first draft being 1;
                       empty for a chain.
     is_ngram:         the drafts were n-grams in place of those of a draft model.
+    error:            of one of the slot's functions: its sequence ends.
     violation:        what the checks of speculation found wrong; None if nothing was, or without checks.
     """
 
@@ -251,11 +277,13 @@ class SlotOutput(Struct, frozen=True, kw_only=True, gc=False):
     finish: Literal["stop", "length"] | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_states: PromptStates | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_nodes: tuple[int, ...] = ()
     is_ngram: bool = False
     violation: Violation | None = None
+    error: RequestError | None = None
 
 
 class HostWork(Struct, frozen=True, kw_only=True):
@@ -293,6 +321,7 @@ class ExecutorLimits(Struct, frozen=True, kw_only=True):
 
     max_num_seqs:   number of slots.
     max_model_len:  longest sequence, in tokens of prompt and output.
+    num_window_blocks: blocks of the layers with windows; 0: they share the blocks of the others.
     """
 
     max_num_seqs: int
@@ -300,6 +329,7 @@ class ExecutorLimits(Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     vocab_size: int
+    num_window_blocks: int = 0
 
 
 class Executor(Protocol):
@@ -323,3 +353,13 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release memory and handles. Launched steps are abandoned. Idempotent."""
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An executor whose weights can be replaced while no step is in flight."""
+
+    def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        """Replace weights by tensors of torch with the names of the model's files, in the memory that they
+        have. Keys and values that were computed are those of the weights before. RequestError for a wrong
+        tensor, before anything has changed."""

@@ -26,7 +26,7 @@ from drift_sdk.errors import EngineClosed, RequestError, RequestKeywordError
 from drift_sdk.events import Event, Progress
 from drift_sdk.grammars import ParsedT, ParsedT_co
 from drift_sdk.jobs import JobDone, JobFailed, JobMap, JobResult, PromptLike, check_prompts
-from drift_sdk.results import Chunk, Completion
+from drift_sdk.results import Chunk, Completion, Decision, Embedding, StateKind
 from drift_sdk.sampling_params import SamplingOptions, SamplingParams
 from drift_sdk.stats import EngineMetrics, EngineStats
 from drift_sdk.stream import TokenStream, completion_within, description_of_stream, updates_of
@@ -404,6 +404,47 @@ class SyncEngine:
         count = partial(engine.count_tokens, tool_choice=tool_choice, continue_final=continue_final)
         number: int = self._call(count, prompt, tools, template_args)
         return number
+
+    @with_config(EngineConfig, RequestKeywordError)
+    def embed(
+        self,
+        prompts: Sequence[str | Sequence[int] | IdArray],
+        *,
+        pooling: StateKind = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Embedding]:
+        """The embedding of each prompt; see `Engine.embed`."""
+        embed = partial(
+            self._engine.embed,
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=dimensions,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        found: list[Embedding] = self._call(embed, prompts)
+        return found
+
+    @with_config(EngineConfig, RequestKeywordError)
+    def decide(
+        self,
+        prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
+        choices: Sequence[str | Sequence[int]],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Decision:
+        """How probable each of several answers to a prompt is; see `Engine.decide`."""
+        decide = partial(self._engine.decide, priority=priority, cache_salt=cache_salt)
+        decision: Decision = self._call(decide, prompt, choices)
+        return decision
+
+    def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        """Replace weights between two steps; see `Engine.update_weights`."""
+        self._call(self._engine.update_weights, tensors)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; see `Engine.cancel`."""

@@ -31,6 +31,7 @@ from drift_sdk import (
 from drift_sdk._plain_data import IdArray
 from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.driver.prompts import ModelText, TextPrompt
+from drift_sdk.processors import LogitsProcessor
 from drift_sdk.steps import SlotOutput, StepResult
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedExecutor, ScriptedModel, scripted_engine
 
@@ -113,6 +114,8 @@ def test_options_name_the_fields_of_sampling_params() -> None:
         "stop": list[str],
         "stop_token_ids": list[int] | IdArray,
         "allowed_token_ids": list[int] | IdArray,
+        "logprob_token_ids": list[int] | IdArray,
+        "logits_processors": list[LogitsProcessor],
     }
     for hints in (options, fields):
         hints["grammar"] = hints["grammar"][Any]  # each has a type variable of its own

@@ -60,12 +60,14 @@ def one_token() -> SimpleNamespace:
 
 def idle_scheduler() -> Any:
     return SimpleNamespace(
-        config=SimpleNamespace(max_num_seqs=1, num_blocks=1),
+        config=SimpleNamespace(max_num_seqs=1, num_blocks=1, num_window_blocks=0),
         num_running=0,
         num_waiting=0,
         num_queued=0,
         num_free_blocks=1,
         num_cached_blocks=0,
+        num_free_window_blocks=0,
+        num_recomputed_tokens=0,
         num_preemptions=0,
         checkpoints=None,
     )

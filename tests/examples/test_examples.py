@@ -411,6 +411,14 @@ def test_structured_prints_a_recipe(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert out.endswith("a date: 1969-07-20\n")
 
 
+def test_embed_decide_prints_similarities_and_probabilities(run: Run, real: str) -> None:
+    lines = run("embed_decide", real)[0].splitlines()
+    similarities = {line[8:]: float(line[:6]) for line in lines[:3]}
+    assert max(similarities, key=similarities.__getitem__).startswith("Dogs bark")
+    assert [line.split()[-1] for line in lines[3:]] == ["dog", "cat", "fish"]
+    assert sum(float(line.split("%")[0]) for line in lines[3:]) == pytest.approx(100, abs=0.3)
+
+
 def test_tools_prints_call_and_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     call = ToolCall(name="get_weather", arguments={"city": "Lisbon", "unit": "celsius"})
     use_script(monkeypatch, [call, "Sunny, 21 degrees."])

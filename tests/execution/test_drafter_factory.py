@@ -104,24 +104,28 @@ def test_eagle_drafter_needs_draft_kv(target: Decoder, draft: DraftDecoder) -> N
     assert drafter.aux_layers == draft.aux_layers
 
 
+def block_bytes(decoder: Decoder, factory: DrafterFactory) -> int:
+    return kv_demand(EngineConfig(), decoder, factory, LIMITS.block_size, "eager").bytes_per_block
+
+
 def test_kv_demand_is_what_caches_allocate(target: Decoder, draft: DraftDecoder) -> None:
     """Bytes of a block: keys and values of the target, and all that the drafter keeps for it."""
-    block_size, itemsize = LIMITS.block_size, 4
+    itemsize = 4
     cache = PagedKVCache(target, LIMITS)
     (tensors,) = cache.groups
     target_bytes = (tensors.keys.numel() + tensors.values.numel()) * itemsize  # of its only block
-    assert kv_demand(target, NO_DRAFTER, block_size).bytes_per_block == target_bytes
+    assert block_bytes(target, NO_DRAFTER) == target_bytes
     ngrams = NGramDrafterFactory(NGram(), (3,))
-    assert kv_demand(target, ngrams, block_size).bytes_per_block == target_bytes
+    assert block_bytes(target, ngrams) == target_bytes
 
     factory = EagleDrafterFactory(draft, (3,))
     drafter = round_drafter(factory, target)
     assert drafter is not None and drafter.kv_cache is not None
     kept = drafter.kv_cache
     draft_bytes = (kept.keys.numel() + kept.values.numel() + kept.block_features.numel()) * itemsize
-    assert kv_demand(target, factory, block_size).bytes_per_block == target_bytes + draft_bytes
+    assert block_bytes(target, factory) == target_bytes + draft_bytes
 
     # A cache of e4m3 has a byte for each number of the target; the draft's remains as it is.
     narrow = Decoder.random(target.spec, device="cpu", dtype=torch.float32, kv_form="fp8")
     assert PagedKVCache(narrow, LIMITS).groups[0].keys.nbytes == tensors.keys.numel()
-    assert kv_demand(narrow, factory, block_size).bytes_per_block == target_bytes // itemsize + draft_bytes
+    assert block_bytes(narrow, factory) == target_bytes // itemsize + draft_bytes

@@ -21,6 +21,8 @@ from drift_sdk import (
     RequestError,
     SamplingParams,
     Speculation,
+    TokenMachine,
+    TokenState,
 )
 from drift_sdk._kernels.gemm import fastest_gemm as cublas_gemm
 from drift_sdk._kernels.gemm.gemm import GemmTiles
@@ -252,15 +254,17 @@ def test_requests_that_need_host_work_are_rejected(loop: str) -> None:
             strict_performance=True,
             speculation=Speculation(draft=NGram()),
         )
-        grammar = Regex("777")
+        grammar, machine = Regex("777"), TokenMachine((TokenState(),))
         async with scripted_engine("777", config=config) as engine:
             for params, field in (
                 (SamplingParams(prompt_logprobs=0), "prompt_logprobs"),
+                (SamplingParams(prompt_states="mean"), "prompt_states"),
+                (SamplingParams(logprobs=0, logprob_token_ids=(5,)), "logprob_token_ids"),
                 (SamplingParams(grammar=grammar), "grammar"),
+                (SamplingParams(logits_processors=(machine,)), "logits_processors"),
             ):
-                with pytest.raises(
-                    RequestError, match=f"{field}=.*: expected None.* strict_performance"
-                ) as e:
+                expected = r"expected (None|\(\)|no TokenMachine).* strict_performance"
+                with pytest.raises(RequestError, match=f"{field}=.*: {expected}") as e:
                     engine.generate("x", params)
                 assert (e.value.field, e.value.value) == (field, getattr(params, field))
             assert engine.stats().num_submitted == 0

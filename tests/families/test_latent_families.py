@@ -220,6 +220,15 @@ def test_gpus_without_room_for_latents_are_named() -> None:
             )
 
 
+def test_keys_of_odd_sizes_are_named() -> None:
+    spec = read_spec(GLM_FLASH | {"qk_rope_head_dim": 60})
+    with (
+        limited_gpu(GPUS[90]),
+        pytest.raises(ConfigError, match="a key takes 1144 bytes, not a multiple of 16"),
+    ):
+        executor_factory.check_attention_room(EngineConfig(), spec, torch.bfloat16, torch.device("cuda"))
+
+
 def test_layers_behind_the_last_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The layer that predicts one more token, with an embedding and a head of its own."""
     model = draw_model("deepseek_v3", 1)

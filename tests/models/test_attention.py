@@ -212,3 +212,32 @@ def test_wrong_token_shapes_and_aux_layers_are_rejected(decoder: Decoder) -> Non
 
     with pytest.raises(ValueError, match="expected each from 0"):
         decoder.forward(torch.tensor([1, 2]), batch, cache, (decoder.spec.num_layers + 1,))
+
+
+def test_layers_with_windows_have_a_table_of_their_own(tmp_path: Path) -> None:
+    """Other blocks, and none behind the window: the same rows as with one table for all layers."""
+    make_model(WINDOWED, tmp_path)
+    decoder = load_decoder(tmp_path)
+    (window,) = {each for each in decoder.spec.windows if each is not None}
+    expected, _ = _run(decoder, MIXED, together=True)
+    lengths = [start + num_rows for start, num_rows in MIXED]
+    tables = _tables(lengths)
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).tolist()
+    window_tables = [[free.pop() for _ in table] for table in tables]
+    cache = decoder.empty_kv_cache(NUM_BLOCKS, BLOCK_SIZE, NUM_BLOCKS + 1)
+    tokens, rows = [], []
+    for index, (start, num_rows) in enumerate(MIXED):
+        token_ids = random_tokens(decoder.spec, start + num_rows, seed=index)
+        own = window_tables[index]
+        if start:
+            batch = AttentionBatch([SequenceRows(tables[index], 0, start, own)], cache)
+            decoder.forward(token_ids[:start], batch, cache)
+        # A block that was never written takes the place of those behind the window.
+        first = max(start - window + 1, 0) // BLOCK_SIZE
+        tokens.append(token_ids[start:])
+        rows.append(SequenceRows(tables[index], start, num_rows, [NUM_BLOCKS] * first + own[first:]))
+    hidden, _ = decoder.forward(torch.cat(tokens), AttentionBatch(rows, cache), cache)
+    for found, wanted in zip(hidden.split([num_rows for _, num_rows in MIXED]), expected, strict=True):
+        assert torch.equal(found, wanted)
+    with pytest.raises(ValueError, match="1 blocks for 13 tokens: expected 2 or more"):
+        AttentionBatch([SequenceRows([0, 1], 12, 1, [2])], cache)

@@ -169,3 +169,11 @@ def test_slots_of_all_shapes_are_stored_read_and_moved() -> None:
     for index, expected in enumerate(stored):
         for found, wanted in zip(cache.read(index, targets), expected, strict=True):
             assert torch.equal(found, wanted)
+
+
+def test_layers_with_blocks_of_their_own_have_tensors_of_their_own() -> None:
+    shapes = [KVShape(2, 8, 8)] * 3 + [KVShape(1, 4, 4)]
+    cache = KVCache(shapes, 6, 4, torch.float32, "cpu", num_blocks_of={1: 2, 3: 2})
+    found = [tuple(tensor.shape) for tensor in cache.tensors[::2]]
+    assert found == [(2, 24, 2, 8), (1, 8, 2, 8), (1, 8, 1, 4)]
+    assert [len(cache.layer(index)[0]) for index in range(4)] == [24, 8, 24, 8]

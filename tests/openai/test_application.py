@@ -29,8 +29,10 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 50},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/score": {"text_1": "hi", "text_2": "ho"},
 }
-STREAMS = [path for path in ENDPOINTS if not path.endswith("count_tokens")]
+STREAMS = [path for path in ENDPOINTS if not path.endswith(("count_tokens", "embeddings", "score"))]
 every_endpoint = pytest.mark.parametrize("path", ENDPOINTS)
 
 

@@ -104,7 +104,10 @@ def test_every_field_of_the_clients_is_supported_ignored_or_refused(endpoint: st
 def test_parameters_that_no_field_sets() -> None:
     set_elsewhere = {"max_tokens", "logprobs", "grammar", "include_stop"}
     missing = set(SamplingParams.__struct_fields__) - set(conversation.SAMPLING) - set_elsewhere
-    assert missing == {"prompt_logprobs", "num_draft_tokens"}
+    assert missing == {
+        *("prompt_logprobs", "prompt_states", "logprob_token_ids", "num_draft_tokens"),
+        *("logits_processors", "stop_when"),
+    }
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,12 +14,15 @@ import pytest
 from letters import letters, outcome, tokens_of
 from local_host import LocalHostEngine
 from loops import WAIT_S, on_every_loop, run, until
+from model_zoo import make_model
+from placement import engine_config
 
 from drift_sdk import (
     BaseEngine,
     Completion,
     ConfigError,
     DriftError,
+    Engine,
     EngineClosed,
     EngineConfig,
     EnginePool,
@@ -31,6 +35,8 @@ from drift_sdk import (
     RequestError,
     Routing,
     SamplingParams,
+    TokenMachine,
+    TokenState,
 )
 from drift_sdk.driver.prompts import TextPrompt
 from drift_sdk.remote import connection
@@ -458,3 +464,29 @@ async def test_closed_connection_stays_closed_when_a_batch_of_an_open_host_comes
     assert closing.is_open
     await closing._hand_out(Batch())  # type: ignore[arg-type]
     assert not closing.is_open
+
+
+def test_embeddings_and_decisions_are_those_of_the_engine(tmp_path: Path) -> None:
+    make_model(3, tmp_path)
+    config = engine_config(max_model_len=64, max_num_seqs=1)  # equal batches, equal bits
+    prompts, choices = [[5, 6, 7], [8] * 40], [(7, 8), (9,)]
+
+    async def main() -> None:
+        async with (
+            Engine(tmp_path, config) as engine,
+            LocalHostEngine(partial(Engine, tmp_path, config)) as remote,
+        ):
+            for pooling in ("last", "mean", "all"):
+                assert await remote.embed(prompts, pooling=pooling) == await engine.embed(
+                    prompts, pooling=pooling
+                )
+            found = await remote.decide(prompts[1], choices)
+            assert found == await engine.decide(prompts[1], choices) and found.logprobs[0] < 0
+            machine = TokenMachine((TokenState(allowed=(7,)),))
+            assert (await remote.generate([5], max_tokens=2, logits_processors=[machine])).token_ids == (7, 7)
+            for options in ({"stop_when": max}, {"logits_processors": [max]}):
+                with pytest.raises(RequestError, match="the engine runs in another process"):
+                    remote.generate([5], **options)
+            check_nothing_is_left(remote)
+
+    anyio.run(main)

@@ -10,7 +10,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from drift_sdk.draft_policy import ViewCosts
-from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, SchedulerConfig
+from drift_sdk.scheduling.planning import (
+    MAX_STEPS_WITHOUT_TOKENS,
+    SchedulerConfig,
+    least_window_blocks,
+)
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
@@ -51,21 +55,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             else data.draw(st.sampled_from(self.block_sizes), label="block_size")
         )
         num_checkpoints, checkpoint_tokens = self.draw_checkpoints(data, block_size)
+        window = self.draw_window(data)
+        max_tree_depth = None
+        if layout is None:
+            max_tree_depth = data.draw(st.sampled_from([None, 1, 2, 6]), label="max_tree_depth")
+        least = least_window_blocks(window, block_size, 1 + min(num_draft_tokens, max_tree_depth or 6))
         self.config = SchedulerConfig(
             max_num_seqs=data.draw(st.integers(self.min_num_seqs, 6), label="max_num_seqs"),
             num_blocks=data.draw(st.integers(6, self.max_num_blocks), label="num_blocks"),
             block_size=block_size,
             prefill_token_budget=data.draw(st.integers(1, 12), label="prefill_token_budget"),
             draft_choices=(num_draft_tokens,) if num_draft_tokens else (),
-            max_tree_depth=None
-            if layout is not None
-            else data.draw(st.sampled_from([None, 1, 2, 6]), label="max_tree_depth"),
+            max_tree_depth=max_tree_depth,
             view_layout=layout,
             view_costs=None if layout is None else ViewCosts(refresh_tokens=9, view_tokens=9),
             is_draft_adaptive=False,
             has_draft_kv=num_draft_tokens > 0 and data.draw(st.booleans(), label="has_draft_kv"),
             num_checkpoints=num_checkpoints,
             checkpoint_tokens=checkpoint_tokens,
+            window=window,
+            num_window_blocks=least + data.draw(st.sampled_from([0, 0, 1, 4, 12]), label="more blocks")
+            if window
+            else 0,
             target_latency_ms_p50=target_ms,
             prefer_high_throughput=prefers_throughput,
         )
@@ -83,6 +94,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def draw_checkpoints(self, data: st.DataObject, block_size: int) -> tuple[int, int]:
         """No recurrent states."""
         return 0, 0
+
+    def draw_window(self, data: st.DataObject) -> int:
+        """One block for all layers."""
+        return 0
 
     @rule(
         data=st.data(),
@@ -247,6 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.is_sound()
         assert not self.unended()
         assert self.scheduler.num_free_blocks == self.config.num_blocks
+        assert self.scheduler.num_free_window_blocks == self.config.num_window_blocks
         assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_queued == 0
         assert self.scheduler.schedule() is None
         for sequence, token_ids in self.delivered.items():
@@ -309,6 +325,42 @@ class CheckpointMachine(SchedulerMachine):
             self.holds_states()
 
 
+class WindowMachine(SchedulerMachine):
+    """Layers with windows that have blocks of their own, few enough that cached ones are evicted all the time
+    and prompts have to wait for them."""
+
+    max_tokens = 30
+    max_num_blocks = 80
+    prefixes = [*PREFIXES, [number % 5 for number in range(40)], [number // 7 % 5 for number in range(47)]]
+
+    def draw_window(self, data: st.DataObject) -> int:
+        return data.draw(st.integers(1, 9), label="window")
+
+    @precondition(lambda self: not self.scheduler.num_in_flight)
+    @rule()
+    def lose_kv(self) -> None:
+        self.scheduler.forget_kv()
+        self.device.lose_kv()
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_free_window_blocks == self.config.num_window_blocks
+
+    @invariant()
+    def holds_windows(self) -> None:
+        """The window block of each node has the tokens of its block, and of the path to it."""
+        if not hasattr(self, "scheduler"):
+            return
+
+        size = self.config.block_size
+        paths: list[tuple[PrefixNode, list[int | str]]] = [(self.scheduler._blocks.trie.root, [])]
+        for node, path in paths:
+            paths += [(child, [*path, *key]) for key, child in node.children.items()]
+            if node.window_block >= 0:
+                found = self.device.window_kv[node.window_block * size : (node.window_block + 1) * size]
+                assert found == self.device.kv[node.block_id * size : (node.block_id + 1) * size]
+                token_ids = [token_id for token_id in path if isinstance(token_id, int)]
+                assert [content[0] for content in found] == token_ids[-size:]
+
+
 class ViewMachine(SchedulerMachine):
     """Verification over views, with so few rows in a refresh that some sequences have to wait for it."""
 
@@ -333,8 +385,10 @@ MANY = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 TestTinyPool = TinyPoolMachine.TestCase
 TestCheckpoints = CheckpointMachine.TestCase
+TestWindows = WindowMachine.TestCase
 TestViews = ViewMachine.TestCase
 TestScheduler.settings = TestTinyPool.settings = TestCheckpoints.settings = TestViews.settings = FEW
+TestWindows.settings = FEW
 
 
 @pytest.mark.slow
@@ -349,6 +403,11 @@ class TestTinyPoolAtLength(TestTinyPool):
 
 @pytest.mark.slow
 class TestCheckpointsAtLength(TestCheckpoints):
+    settings = MANY
+
+
+@pytest.mark.slow
+class TestWindowsAtLength(TestWindows):
     settings = MANY
 
 

@@ -65,7 +65,10 @@ def test_model_of_the_same_vocabulary_drafts(target: Path, tmp_path: Path) -> No
 
     # Memory and tuning at start include it.
     decoder = Decoder.random(read_spec(TARGET), device="cpu", dtype=torch.float32)
-    kv = [kv_demand(decoder, each, 4).bytes_per_block for each in (NO_DRAFTER, factory, both)]
+    kv = [
+        kv_demand(EngineConfig(), decoder, each, 4, "eager").bytes_per_block
+        for each in (NO_DRAFTER, factory, both)
+    ]
     assert kv[1] == kv[2] == kv[0] * 3 // 2
     assert factory.num_graph_layers == both.num_graph_layers == 3  # a layer for each of three drafts
     tuned = {weight.key for weight in weights_to_tune(decoder.weights, factory.draft.weights)}

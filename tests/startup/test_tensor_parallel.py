@@ -117,7 +117,7 @@ def test_inspection_of_a_model_with_fewer_kv_heads_than_gpus(tmp_path: Path) -> 
     assert info.weight_bytes is None and info.kv_bytes_per_token is None and info.kv_cache_tokens is None
 
 
-def test_prompt_logprobs_are_refused() -> None:
+def test_reports_beside_the_graphs_are_refused() -> None:
     engine = scripted_engine(config=EngineConfig(tensor_parallel=2))
 
     async def main() -> None:
@@ -125,5 +125,13 @@ def test_prompt_logprobs_are_refused() -> None:
             await engine.generate("a", SamplingParams(max_tokens=1))
             with pytest.raises(RequestError, match="prompt_logprobs=1: expected None with tensor_parallel"):
                 engine.generate("a", SamplingParams(max_tokens=1, prompt_logprobs=1))
+            with pytest.raises(
+                RequestError, match="prompt_states='last': expected None with tensor_parallel"
+            ):
+                await engine.embed(["a"])
+            with pytest.raises(
+                RequestError, match=r"logprob_token_ids=\(5,\): expected \(\) with tensor_par"
+            ):
+                engine.generate("a", logprobs=0, logprob_token_ids=(5,))
 
     anyio.run(main)

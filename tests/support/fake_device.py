@@ -75,6 +75,7 @@ class FakeSlot:
     def __init__(self, story: Story) -> None:
         self.story = story
         self.table: dict[int, int] = {}
+        self.window_table: dict[int, int] = {}
         self.length = 0  # 0 until the last chunk has run
         self.num_computed: int | None = None  # None until the first chunk
         self.num_pending = 0  # positions before the newest token's that rounds over views have written
@@ -94,6 +95,7 @@ class FakeDevice:
         self.stories: dict[int, Story] = {}  # by sampling seed
         self.slots: dict[int, FakeSlot] = {}
         self.kv: list[tuple[int, int, int]] = [JUNK] * (config.num_blocks * config.block_size)
+        self.window_kv: list[tuple[int, int, int]] = [JUNK] * (config.num_window_blocks * config.block_size)
         self.places: list[list[tuple[int, int, int]]] = [[JUNK] for _ in range(config.num_checkpoints)]
         self.launched: deque[StepPlan] = deque()
         self._random = random.Random(seed)
@@ -154,6 +156,11 @@ class FakeDevice:
             assert update.block_ids, "an empty block update"
             table.update(enumerate(update.block_ids, update.first_index))
 
+        for update in plan.window_updates:
+            assert update.block_ids, "an empty block update"
+            table = self.slots[update.slot].window_table
+            table.update(enumerate(update.block_ids, update.first_index))
+
         prefill = tuple(self._run_chunk(self.slots[chunk.slot], chunk) for chunk in plan.prefill)
         decode = tuple(
             self._run_row(self.slots[row.slot], row.max_emitted_tokens, plan.verification)
@@ -165,7 +172,7 @@ class FakeDevice:
 
     def lose_kv(self) -> None:
         """Overwrite all KV and all checkpoints."""
-        self.kv = [JUNK] * len(self.kv)
+        self.kv, self.window_kv = [JUNK] * len(self.kv), [JUNK] * len(self.window_kv)
         self.places = [[JUNK] for _ in self.places]
 
     def _run_chunk(self, slot: FakeSlot, chunk: PrefillChunk) -> SlotOutput:
@@ -257,9 +264,22 @@ class FakeDevice:
             assert found == slot.story.kv[position], (
                 f"KV of position {position} holds {found}, not {slot.story.kv[position]}"
             )
+        window = self.config.window
+        for position in range(max(length - window + 1, 0), length) if window else ():
+            found = self.window_kv[self._window_address(slot, position)]
+            assert found == slot.story.kv[position], (
+                f"the window's KV of position {position} holds {found}, not {slot.story.kv[position]}"
+            )
 
     def _write(self, slot: FakeSlot, position: int, content: tuple[int, int, int]) -> None:
         self.kv[self._address(slot, position)] = content
+        if self.config.window:
+            self.window_kv[self._window_address(slot, position)] = content
+
+    def _window_address(self, slot: FakeSlot, position: int) -> int:
+        index, offset = divmod(position, self.config.block_size)
+        assert index in slot.window_table, f"no window block for position {position}"
+        return slot.window_table[index] * self.config.block_size + offset
 
     def _address(self, slot: FakeSlot, position: int) -> int:
         index, offset = divmod(position, self.config.block_size)

@@ -40,6 +40,7 @@ def run_scheduled(
     has_draft_kv: bool = False,
     wants_history: bool = False,
     num_checkpoints: int = 0,
+    window: int = 0,
     constraints: Mapping[int, TokenConstraint] = MappingProxyType({}),
     on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
@@ -51,6 +52,7 @@ def run_scheduled(
     has_draft_kv:   the drafter has a KV cache.
     wants_history:  the drafter reads the tokens of prefix hits.
     num_checkpoints: places for checkpoints of recurrent layers.
+    window:         tokens that layers with windows keep, if the executor has blocks for these.
     constraints:    by index of the requests, which draft nothing; they are not advanced.
     on_step:        called with the plan and the result of each step.
     """
@@ -67,6 +69,8 @@ def run_scheduled(
             wants_history=wants_history,
             num_checkpoints=num_checkpoints,
             checkpoint_tokens=math.lcm(BORDER, limits.block_size) if num_checkpoints else 0,
+            window=window,
+            num_window_blocks=limits.num_window_blocks,
         )
     )
     sequences = [

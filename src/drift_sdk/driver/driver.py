@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
@@ -28,12 +29,12 @@ from drift_sdk.driver.requests import Request, RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder
 from drift_sdk.driver.stream_updates import PendingUpdates, Update
 from drift_sdk.driver.text_worker import MaskComputed, Prepared, TextWorker
-from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, error_repr
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, RequestError, error_repr
 from drift_sdk.events import Event, Report
 from drift_sdk.results import Chunk
 from drift_sdk.scheduling.scheduler import Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
-from drift_sdk.steps import VIOLATIONS, Executor, StepPlan, StepResult
+from drift_sdk.steps import VIOLATIONS, Executor, StepPlan, StepResult, TakesWeights
 
 
 class Driver(Startable):
@@ -65,7 +66,7 @@ class Driver(Startable):
         self._timer = PlanTimer()
         self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
         self._pauses: set[Pause] = set()
-        self._deferred: list[Pause | Sleep | Wake] = []  # carried out when no step is in flight
+        self._deferred: list[Deferred] = []  # carried out when no step is in flight
 
     def start(self) -> None:
         """Start the engine's thread, which opens the model first. Called once."""
@@ -306,7 +307,7 @@ class Driver(Startable):
                 self._pauses.clear()
                 self._note_state()
                 done.set()
-            case Sleep() | Wake():
+            case Sleep() | Wake() | UpdateWeights():
                 self._deferred.append(command)
 
     def _carry_out_deferred(self) -> bool:
@@ -318,6 +319,8 @@ class Driver(Startable):
                 if isinstance(command, Sleep):
                     self._fall_asleep()
                 error = self._wake() if isinstance(command, Wake) else None
+                if isinstance(command, UpdateWeights):
+                    error = self._update_weights(command.tensors)
                 self._note_state()
             except BaseException:
                 self._deferred = commands[number:]  # `_shut_down` ends them
@@ -354,6 +357,24 @@ class Driver(Startable):
 
         self._executor, self.model_text = model.executor, model.text
         log.info("awake in %.2f s", time.monotonic() - started_at)
+        return None
+
+    def _update_weights(self, tensors: Mapping[str, Any]) -> Exception | None:
+        """Replace weights, and have all requests compute their context again. Returns the error of a wrong
+        tensor, which changes nothing."""
+        if self._executor is None or not isinstance(self._executor, TakesWeights):
+            state = "asleep" if self._executor is None else f"one of the executor {self.executor_name!r}"
+            allowed = f"an engine that computes a model and is awake: this one is {state}"
+            return RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
+
+        started_at = time.monotonic()
+        try:
+            self._executor.update_weights(tensors)
+        except RequestError as error:
+            return error
+
+        self._scheduler.forget_kv()
+        log.info("%d tensors of weights replaced in %.2f s", len(tensors), time.monotonic() - started_at)
         return None
 
     def _has_ended(self) -> bool:
@@ -429,7 +450,19 @@ class Wake(Struct, frozen=True):
     done: Latch
 
 
-Command = Prepared | MaskComputed | Cancel | Close | Pause | Unpause | Resume | Sleep | Wake
+class UpdateWeights(Struct, frozen=True):
+    """Replace weights once no step is in flight; `done` is set with the error if that fails.
+
+    tensors: of torch, by the names of the model's files.
+    """
+
+    done: Latch
+    tensors: Mapping[str, Any]
+
+
+Deferred = Pause | Sleep | Wake | UpdateWeights
+"""Commands that are carried out when no step is in flight."""
+Command = Prepared | MaskComputed | Cancel | Close | Unpause | Resume | Deferred
 
 
 class CommandQueue:
@@ -470,7 +503,7 @@ class CommandQueue:
 
     def _reject_all(self, rejection: Callable[[], DriftError]) -> None:
         while (command := self.get_nowait()) is not None:
-            if isinstance(command, Pause | Resume | Sleep | Wake):
+            if isinstance(command, Resume | Deferred):
                 command.done.set(rejection())
 
 
@@ -529,7 +562,15 @@ class Delivery:
 
         if request.followers:
             self._prepare_followers(request)
-        chunk = request.extend(delta.output, delta.verification)
+        try:
+            if delta.output.error is not None:
+                raise delta.output.error
+
+            chunk = request.extend(delta.output, delta.verification)
+        except RequestError as error:  # of a function of the request
+            self._fail(request, error)
+            return
+
         self._stats_recorder.extended(request, delta, chunk)
         if request.is_done:
             self._finish(request, chunk)

@@ -33,7 +33,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     num_tuned_shapes: shapes of weights whose kernels run as measured on this GPU.
     untuned_shapes: shapes of weights whose kernels were never measured on this GPU, or cannot be run as
                     measured.
-    kv_dtype:       numbers of its KV cache, as in EngineStats.
+    kv_dtype, kv_bytes, window_kv_bytes: of its KV cache, as in EngineStats.
     start_seconds:  stages of opening it and the seconds that each took, in order.
     """
 
@@ -45,6 +45,8 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     num_tuned_shapes: int = 0
     untuned_shapes: tuple[str, ...] = ()
     kv_dtype: str = ""
+    kv_bytes: int = 0
+    window_kv_bytes: int = 0
     start_seconds: tuple[tuple[str, float], ...] = ()
 
 

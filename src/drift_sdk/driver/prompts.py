@@ -63,11 +63,13 @@ class PreparedPrompt(Struct, frozen=True):
     new_answer:   makes what the answer to a conversation is read with; it is called with the request's own
                   grammar, or None, and raises RequestError. None for other prompts, whose answer is text.
     is_continued: the completion continues a text that the prompt ends with.
+    first_scored: the first token that gets a log-probability, if the request asks for them.
     """
 
     token_ids: list[int]
     new_answer: Callable[[Grammar | None], Answer] | None = None
     is_continued: bool = False
+    first_scored: int = 1
 
 
 def message_ends(token_ids: list[int], eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -119,6 +121,35 @@ class TokenPrompt(Struct, frozen=True):
 
     def num_tokens(self, model: ModelText) -> int:
         return len(checked_ids(self.ids, model, given=list(self.ids))) if self.ids else 0
+
+
+class AnsweredPrompt(Struct, frozen=True):
+    """A prompt and an answer to it, whose tokens are scored. answer: a text, tokenised by itself without
+    special tokens, or token ids; neither is empty."""
+
+    prompt: Prompt
+    answer: str | tuple[int, ...]
+
+    @property
+    def field(self) -> str:
+        return self.prompt.field
+
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        ids = self.prompt.prepare(model).token_ids
+        answer_ids: Sequence[int] = self.answer if isinstance(self.answer, tuple) else ()
+        if isinstance(self.answer, str):
+            answer_ids = encode(self.answer, model, add_special_tokens=False)
+        try:
+            answer_ids = checked_ids(answer_ids, model, given=self.answer)
+        except RequestError as error:
+            message = f"choices: {str(error).removeprefix('prompt').lstrip(': ')}"
+            raise RequestError(message, field="choices", value=self.answer, allowed=error.allowed) from error
+
+        check_length(len(ids) + len(answer_ids), model)
+        return PreparedPrompt([*ids, *answer_ids], first_scored=len(ids))
+
+    def num_tokens(self, model: ModelText) -> int:
+        return len(self.prepare(model).token_ids)
 
 
 class SharedPrompt:

@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from drift_sdk.draft_policy import DraftCount
 from drift_sdk.driver.callbacks import NO_EVENTS, EventSender
@@ -18,23 +18,19 @@ from drift_sdk.driver.prompts import ModelText, Prompt, message_ends
 from drift_sdk.driver.stream_updates import UpdateReceiver
 from drift_sdk.errors import EngineClosed, ExecutorError, QueueFull, RequestError, error_repr
 from drift_sdk.grammars import AnyGrammar, JsonSchema
-from drift_sdk.results import Chunk, Completion, FinishReason, Timing, TokenLogprobs, Usage
+from drift_sdk.processors import StopFunction, TokenBias, TokenMachine, functions_of, machines_of
+from drift_sdk.results import Chunk, Completion, FinishReason, PromptStates, Timing, TokenLogprobs, Usage
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
+from drift_sdk.steps import SlotOutput, SlotSampling, Verification
 from drift_sdk.text.answers.reader import Split, StopMatcher
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
     from drift_sdk.text.answers.answer import Answer
     from drift_sdk.text.answers.formats import AnswerSplitter
+    from drift_sdk.text.answers.reasoning import ThinkingBudget
     from drift_sdk.text.grammar import GrammarConstraint
-
-
-class Limits(TokenConstraint, Protocol):
-    """A constraint that follows the tokens of its request."""
-
-    def advance(self, token_ids: Items[int]) -> None:
-        """Move on by newly generated tokens. RequestError if they are not allowed."""
+    from drift_sdk.text.token_machine import Limits
 
 
 def check_text_params(params: SamplingParams, grammar: AnyGrammar | None, model: ModelText) -> None:
@@ -54,33 +50,56 @@ def check_text_params(params: SamplingParams, grammar: AnyGrammar | None, model:
 def limits_of(
     params: SamplingParams, answer: Answer | None, grammar: GrammarConstraint | None, model: ModelText
 ) -> Limits | None:
-    """What the tokens of a request have to follow: its grammar and its thinking budget, as far as they limit
-    anything. answer: None = the prompt is no conversation. RequestError for a budget that cannot be kept."""
+    """What the tokens of a request have to follow: its grammar, its machines and its thinking budget, as far
+    as they limit anything. answer: None = the prompt is no conversation. RequestError for a budget that
+    cannot be kept."""
+    budget, machines = budget_of(params, answer, model), machines_of(params.logits_processors)
+    if grammar is not None and budget is None and not machines:
+        return grammar
+
+    if not machines:
+        return budget if grammar is None else all_limits([grammar, budget])
+
+    from drift_sdk.text.token_machine import MachineLimits
+
+    limits: list[Limits | None] = [grammar, budget]
+    return all_limits([*limits, *(MachineLimits(each, model.vocab_size) for each in machines)])
+
+
+def all_limits(parts: Items[Limits | None]) -> Limits:
+    """Limits of which each applies that is not None; there is one."""
+    from drift_sdk.text.token_machine import AllLimits
+
+    found = [part for part in parts if part is not None]
+    return found[0] if len(found) == 1 else AllLimits(found)
+
+
+def budget_of(params: SamplingParams, answer: Answer | None, model: ModelText) -> ThinkingBudget | None:
+    """The thinking budget of a request, if it limits anything. RequestError for one that cannot be kept."""
     num_tokens = params.thinking_budget
     if num_tokens is None:
-        return grammar
+        return None
 
     if answer is None:
         allowed = "None for a prompt that is no conversation: only chat() tells reasoning from text"
         raise RequestError.of("thinking_budget", num_tokens, allowed)
 
     if answer.thinking is None or (params.max_tokens is not None and num_tokens >= params.max_tokens):
-        return grammar
+        return None
 
     if not model.tokenizer.has_token_bytes:
         allowed = "None: the text of a token depends on its neighbours"
         raise RequestError.of("thinking_budget", num_tokens, allowed)
 
-    from drift_sdk.text.answers.reasoning import BudgetedGrammar, ThinkingBudget
+    from drift_sdk.text.answers.reasoning import ThinkingBudget
 
-    budget = ThinkingBudget(
+    return ThinkingBudget(
         answer.thinking,
         num_tokens,
         model.tokenizer,
         marker_ids=answer.marker_ids,
         vocab_size=model.vocab_size,
     )
-    return budget if grammar is None else BudgetedGrammar(grammar, budget)
 
 
 def slot_sampling(
@@ -89,16 +108,21 @@ def slot_sampling(
     *,
     seed: int,
     num_prompt_tokens: int,
+    first_scored: int = 1,
     eos_token_ids: tuple[int, ...],
 ) -> SlotSampling:
     """The parameters in the executor's terms: lengths count the prompt.
 
+    first_scored:  of the prompt, see `PreparedPrompt`.
     eos_token_ids: end the text, in addition to the request's own stop ids.
 
     Raises RequestError naming the first token id that is outside the vocabulary.
     """
-    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         _check_vocabulary(field, getattr(params, field) or (), model.vocab_size)
+    for index, processor in enumerate(params.logits_processors):
+        if isinstance(processor, TokenMachine | TokenBias):
+            _check_vocabulary(f"logits_processors[{index}]", processor.token_ids, model.vocab_size)
 
     max_length = model.max_model_len
     if params.max_tokens is not None:
@@ -117,11 +141,27 @@ def slot_sampling(
         presence_penalty=float(params.presence_penalty),
         frequency_penalty=float(params.frequency_penalty),
         repetition_penalty=float(params.repetition_penalty),
-        logit_bias=tuple(params.logit_bias.items()),
+        logit_bias=tuple(bias_of(params).items()),
         allowed_token_ids=params.allowed_token_ids,
         num_logprobs=params.logprobs,
+        logprob_token_ids=params.logprob_token_ids,
         num_prompt_logprobs=params.prompt_logprobs,
+        first_prompt_logprob=first_scored,
+        prompt_states=params.prompt_states,
     )
+
+
+def bias_of(params: SamplingParams) -> Mapping[int, float]:
+    """The addends of `logit_bias` and of the processors together."""
+    tables = [each.biases for each in params.logits_processors if isinstance(each, TokenBias)]
+    if not tables:
+        return params.logit_bias
+
+    found = dict(params.logit_bias)
+    for table in tables:
+        for token_id, addend in table.items():
+            found[token_id] = found.get(token_id, 0.0) + addend
+    return found
 
 
 def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -159,7 +199,10 @@ class Request:
         "_num_chars",
         "_prompt",
         "_prompt_logprobs",
+        "_prompt_states",
         "_stop_reason",
+        "_seen_ids",
+        "_seen_text",
         "_splitter",
         "_text",
         "_token_starts",
@@ -211,9 +254,12 @@ class Request:
         self._answer: list[Split] = []  # what it has found
         self._token_starts = array("L")  # with a splitter: where in the text each token begins
         self._num_chars = 0
+        self._seen_ids: list[int] = []  # what `stop_when` has been shown
+        self._seen_text = ""
         self._completion_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._prompt_states: PromptStates | None = None
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
         self._drafts: DraftCount | None = None
@@ -247,6 +293,7 @@ class Request:
             priority=params.priority,
             arrival=self._arrival,
             constraint=self._limits,
+            functions=functions_of(params.logits_processors),
             max_draft_tokens=params.num_draft_tokens,
             cache_salt=params.cache_salt,
             borders=message_ends(prompt.token_ids, model.eos_token_ids) if model.has_states else (),
@@ -255,6 +302,7 @@ class Request:
                 model,
                 seed=self.seed,
                 num_prompt_tokens=len(prompt.token_ids),
+                first_scored=prompt.first_scored,
                 eos_token_ids=eos_token_ids,
             ),
         )
@@ -313,7 +361,11 @@ class Request:
         if self._first_token_at is None and token_ids:
             self._first_token_at = time.monotonic()
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs = (None, *with_texts(output.prompt_logprobs, self._token_texts))
+            assert self.sequence is not None
+            unscored = (None,) * self.sequence.sampling.first_prompt_logprob
+            self._prompt_logprobs = (*unscored, *with_texts(output.prompt_logprobs, self._token_texts))
+        if output.prompt_states is not None:
+            self._prompt_states = output.prompt_states
 
         shown_ids = token_ids
         if finish == "stop":
@@ -322,10 +374,10 @@ class Request:
             if not self.params.include_stop:
                 shown_ids = token_ids[:-1]
 
-        if self._matcher is None:
+        if self._matcher is None and self.params.stop_when is None:
             text = self._text_of(shown_ids)
         else:
-            text, num_used, stop = self._match_stops(self._matcher, shown_ids)
+            text, num_used, stop = self._match_stops(shown_ids)
             if stop is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
                 self._stop_reason = stop
@@ -378,6 +430,7 @@ class Request:
             speculation=self._drafts.stats() if self._drafts is not None else None,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs,
+            prompt_states=self._prompt_states,
             tool_calls=tool_calls,
             reasoning="".join(part.reasoning for part in self._answer),
             raw_text=raw_text,
@@ -391,20 +444,35 @@ class Request:
         is_complete = constraint is not None and self._stop_reason in constraint.eos_token_ids
         return grammar if is_complete and isinstance(grammar, JsonSchema) else None
 
-    def _match_stops(self, matcher: StopMatcher, token_ids: tuple[int, ...]) -> tuple[str, int, str | None]:
-        """(text, number of tokens used, the stop string that ended the text or None). Tokens are matched one
-        by one, so that those emitted in the same step behind a stop string are left out."""
+    def _match_stops(self, token_ids: tuple[int, ...]) -> tuple[str, int, str | None]:
+        """(text, number of tokens used, the stop string that ended the text, "stop_when" or None). Tokens are
+        matched one by one, so that those emitted in the same step behind a stop string are left out."""
+        matcher, stop_when = self._matcher, self.params.stop_when
         texts: list[str] = []
         num_unmatched = self.params.min_tokens - len(self._completion_ids)
         for index, token_id in enumerate(token_ids):
             text, stop = self._text_of((token_id,)), None
-            if index >= num_unmatched:
+            if index >= num_unmatched and matcher is not None:
                 text, stop = matcher.push(text)
             texts.append(text)
+            if stop_when is not None and stop is None:
+                self._seen_ids.append(token_id)
+                self._seen_text += text
+                is_long = len(self._seen_ids) >= self.params.min_tokens
+                if is_long and self._should_stop(stop_when):
+                    return "".join(texts), index + 1, "stop_when"
+
             if stop is not None:
                 return "".join(texts), index + 1, stop
 
         return "".join(texts), len(token_ids), None
+
+    def _should_stop(self, stop_when: StopFunction) -> bool:
+        """What the request's function says. RequestError if it fails."""
+        try:
+            return bool(stop_when(self._seen_ids, self._seen_text))
+        except Exception as error:
+            raise RequestError(f"stop_when: {error_repr(error)}", field="stop_when") from error
 
     def _text_of(self, token_ids: tuple[int, ...]) -> str:
         """The text that the next tokens complete."""
@@ -490,6 +558,7 @@ def with_texts(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> tu
                 top=entry.top,
                 text=text_of(entry.token_id),
                 top_texts=tuple([text_of(token_id) for token_id, _ in entry.top]),
+                given=entry.given,
             )
             for entry in entries
         ]

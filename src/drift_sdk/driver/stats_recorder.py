@@ -114,7 +114,7 @@ class StatsRecorder:
         self._num_generated_tokens = 0
         self._drafts = DraftCount()
         self._start_seconds: tuple[tuple[str, float], ...] = ()
-        self._kv_dtype = ""
+        self._kv_dtype, self._kv_bytes, self._window_kv_bytes = "", 0, 0
         self._num_tuned_shapes = 0
         self._num_untuned_shapes = 0
         self._num_host = {"waits": 0, "rounds": 0, "copies": 0, "allocations": 0}
@@ -146,19 +146,21 @@ class StatsRecorder:
         scheduling = model.scheduling
         self._start_seconds = model.start_seconds
         self._kv_dtype = model.kv_dtype
+        self._kv_bytes, self._window_kv_bytes = model.kv_bytes, model.window_kv_bytes
         self._stalled_steps = StalledSteps() if model.executor_name == "eager" else None
         self._num_tuned_shapes = model.num_tuned_shapes
         self._num_untuned_shapes = len(model.untuned_shapes)
         self._events.started(model.executor_name, seconds)
         log.info("started: %s", ", ".join(f"{stage} {length:.2f} s" for stage, length in model.start_seconds))
         log.info(
-            "ready in %.2f s: %s executor, %d sequences of up to %d tokens, %d KV blocks of %d tokens",
+            "ready in %.2f s: %s executor, %d sequences of up to %d tokens, %d KV blocks of %d tokens%s",
             seconds,
             model.executor_name,
             scheduling.max_num_seqs,
             model.text.max_model_len,
             scheduling.num_blocks,
             scheduling.block_size,
+            f", {scheduling.num_window_blocks} in windows" if scheduling.window else "",
         )
         if model.fallback is not None:
             log.warning("executor=auto chose %s: %s", model.executor_name, model.fallback)
@@ -278,7 +280,8 @@ class StatsRecorder:
         self.publish(scheduler)
 
     def publish(self, scheduler: Scheduler) -> None:
-        """Replace the snapshot. Called once a step, and when requests come or go between steps."""
+        """Replace the snapshot. Called once a step, and when requests come or go between steps. Longer than
+        others: a line for each field."""
         self._close_gap()
         self._add_mark()
         config, num_running, ended = scheduler.config, scheduler.num_running, self._num_ended
@@ -293,6 +296,8 @@ class StatsRecorder:
             num_blocks=config.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=scheduler.num_cached_blocks,
+            num_window_blocks=config.num_window_blocks,
+            num_free_window_blocks=scheduler.num_free_window_blocks,
             num_checkpoints=0 if checkpoints is None else checkpoints.pool.num_held,
             num_prefill_rows=self._num_prefill_rows,
             num_decode_rows=self._num_decode_rows,
@@ -306,7 +311,7 @@ class StatsRecorder:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_checkpoint_hits=0 if checkpoints is None else checkpoints.num_hits,
-            num_recomputed_tokens=0 if checkpoints is None else checkpoints.num_lost_tokens,
+            num_recomputed_tokens=scheduler.num_recomputed_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_draft_rounds=drafts.num_rounds,
             num_drafted_tokens=drafts.num_drafted,
@@ -330,6 +335,8 @@ class StatsRecorder:
             step_seconds=self._step_seconds,
             start_seconds=self._start_seconds,
             kv_dtype=self._kv_dtype,
+            kv_bytes=self._kv_bytes,
+            window_kv_bytes=self._window_kv_bytes,
             num_tuned_shapes=self._num_tuned_shapes,
             num_untuned_shapes=self._num_untuned_shapes,
             num_host_waits=self._num_host["waits"],

@@ -113,6 +113,11 @@ class Allocation:
             self._reordered.append((tensor, order))
         return tensor
 
+    @property
+    def has_reordered(self) -> bool:
+        """Whether `finish` puts rows of any tensor in another order."""
+        return bool(self._reordered)
+
     def finish(self) -> None:
         """Put rows in order, once all places are filled."""
         for tensor, order in self._reordered:

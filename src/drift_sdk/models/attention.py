@@ -33,11 +33,14 @@ class SequenceRows(Struct, frozen=True):
 
     block_ids: the sequence's KV blocks from position 0 on. They hold its context and receive the keys and
     values of the rows, all shifted by the batch's `slot_offset`.
+    window_ids: those of layers with windows, of which the ones behind the window are not read; None: they are
+    the same.
     """
 
     block_ids: Sequence[int]
     start: int
     num_rows: int
+    window_ids: Sequence[int] | None = None
 
     @property
     def num_keys(self) -> int:
@@ -56,6 +59,7 @@ class AttentionBatch:
     num_rows:      N, over all sequences.
     positions:     [N] int64, on the cache's device, without the offset.
     slot_mapping:  [N] int64, the cache slot that receives each row's key and value.
+    window_slot_mapping: the same in layers with windows.
 
     Raises ValueError for rows or an offset below the allowed range, and for too few blocks.
     """
@@ -72,8 +76,12 @@ class AttentionBatch:
         ]
         self.positions: torch.Tensor = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
         self.slot_mapping: torch.Tensor = torch.empty(self.num_rows, dtype=torch.int64, device=cache.device)
+        self.window_slot_mapping: torch.Tensor = self.slot_mapping
+        if any(sequence.window_ids is not None for sequence in sequences):
+            self.window_slot_mapping = torch.empty_like(self.slot_mapping)
         for group in self._groups:
             self.positions[group.rows] = group.positions
+            self.window_slot_mapping[group.rows] = group.window_row_slots
             self.slot_mapping[group.rows] = group.row_slots
 
     def attend(
@@ -100,7 +108,8 @@ class AttentionBatch:
         Returns [N, num_heads * value_dim].
         """
         if key is not None and value is not None:
-            cache.store(layer, self.slot_mapping, key, value)
+            slots = self.slot_mapping if window is None else self.window_slot_mapping
+            cache.store(layer, slots, key, value)
         if len(self._groups) == 1:
             return self._groups[0].attend(query, cache, layer, window, scale, sinks)
 
@@ -130,11 +139,19 @@ class _Group:
         max_keys = max(sequence.num_keys for sequence in sequences)
         self._starts = torch.tensor([[s.start] for s in sequences], dtype=torch.int64, device="cpu")
         self._positions = self._starts + torch.arange(self.num_rows, device="cpu")
-        self._slots = _slots(sequences, max_keys, cache.block_size, slot_offset)
+        tables = [sequence.block_ids for sequence in sequences]
+        self._slots = _slots(tables, max_keys, cache.block_size, slot_offset)
+        self._window_slots = self._slots
+        if any(sequence.window_ids is not None for sequence in sequences):
+            tables = [each.block_ids if each.window_ids is None else each.window_ids for each in sequences]
+            self._window_slots = _slots(tables, max_keys, cache.block_size, slot_offset)
         self._dtype, self._device = cache.dtype, cache.device
         self._keys: dict[tuple[int | None, bool], _Keys] = {}
         self.positions = self._positions.view(-1).to(cache.device)
         self.row_slots = self._slots.gather(1, self._positions).view(-1).to(cache.device)
+        self.window_row_slots = self.row_slots
+        if self._window_slots is not self._slots:
+            self.window_row_slots = self._window_slots.gather(1, self._positions).view(-1).to(cache.device)
 
     def attend(
         self,
@@ -184,7 +201,8 @@ class _Group:
         firsts = torch.zeros_like(ends) if window is None else (self._starts - window + 1).clamp_(min=0)
         num_keys = int((ends - firsts).max())
         key_positions = firsts + torch.arange(num_keys, device="cpu")
-        slots = self._slots.gather(1, torch.where(key_positions < ends, key_positions, firsts))
+        all_slots = self._slots if window is None else self._window_slots
+        slots = all_slots.gather(1, torch.where(key_positions < ends, key_positions, firsts))
         num_columns = num_keys + has_sinks
         reach = num_columns if window is None else window
         is_alone = self.num_sequences == 1
@@ -276,20 +294,18 @@ def _rows(first_rows: Sequence[int], num_rows: int, device: torch.device) -> sli
     return (firsts[:, None] + torch.arange(num_rows, device="cpu")).view(-1).to(device)
 
 
-def _slots(
-    sequences: Sequence[SequenceRows], max_keys: int, block_size: int, slot_offset: int
-) -> torch.Tensor:
+def _slots(tables: Sequence[Sequence[int]], max_keys: int, block_size: int, slot_offset: int) -> torch.Tensor:
     """The cache slot of each position, [num_sequences, max_keys] int64 on the CPU. Slots beyond the end of a
     sequence's table are those of its first block."""
     max_blocks = -(-(max_keys + slot_offset) // block_size)
-    tables = []
-    for sequence in sequences:
-        block_ids = list(sequence.block_ids[:max_blocks])
-        tables.append(block_ids + block_ids[:1] * (max_blocks - len(block_ids)))
+    padded = []
+    for table in tables:
+        block_ids = list(table[:max_blocks])
+        padded.append(block_ids + block_ids[:1] * (max_blocks - len(block_ids)))
 
-    first_slots = torch.tensor(tables, dtype=torch.int64, device="cpu") * block_size
+    first_slots = torch.tensor(padded, dtype=torch.int64, device="cpu") * block_size
     slots = first_slots[:, :, None] + torch.arange(block_size, device="cpu")
-    return slots.view(len(sequences), -1)[:, slot_offset : slot_offset + max_keys]
+    return slots.view(len(tables), -1)[:, slot_offset : slot_offset + max_keys]
 
 
 def _check(sequence: SequenceRows, cache: KVCache, slot_offset: int) -> None:
@@ -304,10 +320,10 @@ def _check(sequence: SequenceRows, cache: KVCache, slot_offset: int) -> None:
 
     num_slots = sequence.num_keys + slot_offset
     num_blocks = -(-num_slots // cache.block_size)
-    if len(sequence.block_ids) < num_blocks:
-        raise ValueError(
-            f"{len(sequence.block_ids)} blocks for {num_slots} tokens: expected {num_blocks} or more"
-        )
+    tables = [sequence.block_ids, sequence.block_ids if sequence.window_ids is None else sequence.window_ids]
+    found = min(map(len, tables))
+    if found < num_blocks:
+        raise ValueError(f"{found} blocks for {num_slots} tokens: expected {num_blocks} or more")
 
 
 class ViewRows(Struct, frozen=True):

@@ -57,12 +57,14 @@ class Decoder:
     It owns only weights. The rows of a step and the keys they see are given by an AttentionBatch; keys and
     values are kept in a KVCache.
 
+    form: of the weights, when they were loaded.
     embedding_multiplier: the spec's, rounded to the model's dtype where the spec says so.
     """
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, form: WeightForm = "expanded") -> None:
         self.spec = spec
         self.weights = weights
+        self.form: WeightForm = form
         self._frequencies = {rope: rope.frequencies().to(self.device) for rope in spec.ropes}
         self.embedding_multiplier = spec.embedding_multiplier
         if spec.has_rounded_multiplier:
@@ -101,7 +103,7 @@ class Decoder:
             on_tensor=on_tensor,
             check_bytes=check_bytes,
         )
-        return cls(spec, weights)
+        return cls(spec, weights, form)
 
     @classmethod
     def random(
@@ -146,10 +148,13 @@ class Decoder:
         """The dtype of its KV cache."""
         return stored_shape(self.spec.attention.head_dim, self.dtype, self.kv_form)[0]
 
-    def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A KV cache for this decoder, not initialised."""
+    def empty_kv_cache(self, num_blocks: int, block_size: int, num_window_blocks: int = 0) -> KVCache:
+        """A KV cache for this decoder, not initialised. num_window_blocks: of layers with windows; 0: they
+        share the blocks of the others."""
         shapes = [layer.kv for layer in self.spec.layers]
-        return KVCache(shapes, num_blocks, block_size, self.dtype, self.device, self.weights.kv_scales)
+        windows = dict.fromkeys(self.spec.window_layers, num_window_blocks) if num_window_blocks else {}
+        scales = self.weights.kv_scales
+        return KVCache(shapes, num_blocks, block_size, self.dtype, self.device, scales, num_blocks_of=windows)
 
     @cached_property
     def max_expert_scale(self) -> int:

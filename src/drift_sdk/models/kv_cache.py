@@ -6,7 +6,7 @@ two in a byte, then the e4m3 scales of its groups of 16 dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -107,10 +107,10 @@ class KVCache:
     token's.
 
     dtype: of the keys and values that are stored and read.
-    tensors: keys, then values, of the layers of each shape: [layers, num_blocks * block_size, num_kv_heads,
-    head_dim or value_dim], not initialised: a slot must be written before it is read. Of latents, there are
-    no values. They are of `dtype`, or with scales e4m3: what is read was rounded then. In NVFP4 they are
-    uint8, and the last dimension has the bytes of a head.
+    tensors: keys, then values, of the layers of each shape and number of blocks: [layers, blocks *
+    block_size, num_kv_heads, head_dim or value_dim], not initialised: a slot must be written before it is
+    read. Of latents, there are no values. They are of `dtype`, or with scales e4m3: what is read was rounded
+    then. In NVFP4 they are uint8, and the last dimension has the bytes of a head.
     """
 
     def __init__(
@@ -121,19 +121,24 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         scales: KVScales | None = None,
+        *,
+        num_blocks_of: Mapping[int, int] = {},
     ) -> None:
-        """shapes: of each layer; None: it keeps none."""
+        """shapes: of each layer; None: it keeps none. num_blocks_of: of layers that have another number of
+        blocks than `num_blocks`."""
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
         self._scales = scales
         self._shapes = {index: shape for index, shape in enumerate(shapes) if shape is not None}
         form = None if scales is None else scales.form
         self.tensors: list[torch.Tensor] = []
         by_layer: dict[int, list[torch.Tensor]] = {index: [] for index in self._shapes}
-        for shape in dict.fromkeys(self._shapes.values()):
-            layers = [index for index, each in self._shapes.items() if each == shape]
+        groups: dict[tuple[KVShape, int], list[int]] = {}
+        for index, shape in self._shapes.items():
+            groups.setdefault((shape, num_blocks_of.get(index, num_blocks)), []).append(index)
+        for (shape, number), layers in groups.items():
             for size in shape.stored_dims:
                 stored, length = stored_shape(size, dtype, form)
-                sizes = len(layers), num_blocks * block_size, shape.num_kv_heads, length
+                sizes = len(layers), number * block_size, shape.num_kv_heads, length
                 self.tensors.append(torch.empty(sizes, dtype=stored, device=device))
                 for index, tensor in zip(layers, self.tensors[-1].unbind(0), strict=True):
                     by_layer[index].append(tensor)
@@ -172,7 +177,8 @@ class KVCache:
         return found[0], found[0][..., : shape.value_dim] if shape.is_latent else found[1]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy slots [N] int64 to others in all layers, as they are. All are read before any is written."""
+        """Copy slots [N] int64 to others in all layers, which have the same blocks, as they are. All are read
+        before any is written."""
         for cache in self.tensors:
             bits = cache.view(torch.uint8)
             bits.index_copy_(1, targets, bits.index_select(1, sources))

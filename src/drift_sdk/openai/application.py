@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from drift_sdk import BaseEngine, ConfigError, DriftError, EngineClosed
 from drift_sdk.openai.chat import chat, completions
+from drift_sdk.openai.embeddings import embeddings, scores
 from drift_sdk.openai.messages import count_tokens, messages
 from drift_sdk.openai.responses import responses
 from drift_sdk.openai.service import Keys, Service
@@ -65,6 +66,8 @@ def app(
         route("POST", "/v1/chat/completions", chat, service),
         route("POST", "/v1/completions", completions, service),
         route("POST", "/v1/responses", responses, service),
+        route("POST", "/v1/embeddings", embeddings, service),
+        route("POST", "/v1/score", scores, service),
         route("POST", "/v1/messages", messages, service),
         route("POST", "/v1/messages/count_tokens", count_tokens, service),
         route("GET", "/v1/models", list_models, service),

@@ -118,13 +118,18 @@ class Service:
 
     def salted(self, request: Request, params: SamplingParams) -> SamplingParams:
         """The parameters with the salt of the request's key."""
+        salt = self.salt(request, params.cache_salt)
+        return params if salt == params.cache_salt else params.replace(cache_salt=salt)
+
+    def salt(self, request: Request, own: str | None) -> str | None:
+        """The salt of a request, which has `own`, with the salt of its key."""
         key = request.state.key
         if key is None or not self._salts_keys:
-            return params
+            return own
 
         # The salt of the request may be as long as salts can be.
-        own = hashlib.sha256((params.cache_salt or "").encode(errors="replace")).hexdigest()
-        return params.replace(cache_salt=f"{key}-{own[:DIGEST_CHARS]}")
+        digest = hashlib.sha256((own or "").encode(errors="replace")).hexdigest()
+        return f"{key}-{digest[:DIGEST_CHARS]}"
 
 
 class Model(Struct, frozen=True, eq=False):
@@ -335,6 +340,31 @@ async def while_connected(
     except BaseException:
         generation.cancel()
         raise
+
+
+async def unless_disconnected(receive: Receive, wait: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Wait for a result. If the client disconnects, waiting is cancelled and Cancelled raised."""
+    results: list[ResultT] = []
+    error: DriftError | None = None
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            await disconnected(receive)
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        try:
+            results.append(await wait())
+        except DriftError as caught:  # raised outside of the group, which would wrap it
+            error = caught
+        tasks.cancel_scope.cancel()
+    if error is not None:
+        raise error
+
+    if not results:
+        raise Cancelled("the client has left")
+
+    return results[0]
 
 
 async def disconnected(receive: Receive) -> None:

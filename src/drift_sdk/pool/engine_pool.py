@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 from msgspec.structs import replace
@@ -197,6 +198,16 @@ class EnginePool(BaseEngine):
         self._state.is_asleep = False
         await for_each(engines, lambda engine: engine.wake())
 
+    async def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        """See `BaseEngine.update_weights`. The replicas get the weights one after the other, and serve
+        meanwhile; a wrong tensor is found by the first. One that is restarted loads its files."""
+        if not self._calls_functions:
+            allowed = "replicas of this process: tensors are not sent to another one"
+            raise RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
+
+        for engine in self._open_engines():
+            await engine.update_weights(tensors)
+
     @property
     def is_open(self) -> bool:
         """Whether requests are admitted: at least one replica is open and not drained."""
@@ -284,6 +295,10 @@ class EnginePool(BaseEngine):
 
     async def _count_tokens(self, prompt: Prompt) -> int:
         return await self._open_engines()[0]._count_tokens(prompt)
+
+    @property
+    def _calls_functions(self) -> bool:
+        return all(engine._calls_functions for engine in self.engines)
 
     @property
     def _has_room(self) -> bool:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,6 +139,10 @@ class RemoteEngine(BaseEngine):
     async def wake(self) -> None:
         await self._ask("wake")
 
+    async def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        allowed = "an engine of this process: tensors are not sent to another one"
+        raise RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
+
     @property
     def is_open(self) -> bool:
         """Whether requests are admitted, as far as is known here."""
@@ -211,6 +215,10 @@ class RemoteEngine(BaseEngine):
             raise
         except Exception as error:  # a prompt that cannot be pickled, say
             raise unsendable(error) from error
+
+    @property
+    def _calls_functions(self) -> bool:
+        return False
 
     @property
     def _has_room(self) -> bool:

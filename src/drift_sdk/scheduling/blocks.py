@@ -1,6 +1,7 @@
 """Allocation of KV blocks to sequences, with a cache of prefixes, and checkpoints of recurrent states.
 
-Checkpoints: the places that hold them, from which a sequence goes on, and where it leaves new ones.
+Checkpoints: the places that hold them, from which a sequence goes on, and where it leaves new ones. Blocks of
+layers with windows: which are kept, and from where a sequence can go on with them.
 """
 
 from __future__ import annotations
@@ -293,6 +294,229 @@ class BlockPool:
         assert all(self._is_free[block_id] for block_id in self._free), "a listed block is not flagged free"
 
 
+class WindowBlocks:
+    """The owner of every block of the layers with a window, which keep what their rows can still see.
+
+    A block is free, private to one running sequence, or cached by a node of the prefix cache, beside the
+    node's block of the other layers. A sequence's table has an entry for each of its blocks, of which the
+    first `num_recycled_blocks` lie behind the window: it owns and reads them no more. Such a block is never
+    overwritten, but loses a reference, and behind committed tokens alone: no row in flight or planned later
+    can see it, whatever drafts are rejected. A cached block that no window contains stays until it is needed;
+    then the least recently used one is evicted, and its node remains. First are blocks that sequences have
+    passed, or one long prompt would evict the windows at the ends of all others. Last are those at the ends
+    of prompts and sequences, and where prompts have parted.
+
+    A sequence goes on from the deepest node of its cached prefix in front of which a window of cached blocks
+    lies. It computes the tokens behind this node again, as `CheckpointPlanner` says, and gives the window
+    blocks of nodes that have none back to these.
+
+    A prompt gets as many blocks as a window needs when it is admitted, and those of a chunk when this is
+    planned, because a whole prompt is longer than what is kept of it.
+
+    num_lost_tokens: cached tokens that admitted sequences compute again for want of a window before them.
+    """
+
+    def __init__(self, config: SchedulerConfig, trie: PrefixTrie) -> None:
+        self.num_lost_tokens: int = 0
+        self.pool: BlockPool = BlockPool(config.num_window_blocks)
+        self._trie = trie
+        self._size, self._window = config.block_size, config.window
+        self._max_emitted_tokens = config.max_emitted_tokens
+        # Left free by admissions beside other sequences, for their chunks.
+        self._chunk_room = min(-(-config.prefill_token_budget // self._size), config.num_window_blocks // 4)
+        self._num_admitted = 0
+        # Nodes without references, oldest first: passed ones, and those of windows to go on from.
+        self._passed: OrderedDict[PrefixNode, None] = OrderedDict()
+        self._ends: OrderedDict[PrefixNode, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated: free ones, and cached ones that no window contains."""
+        return self.pool.num_free + self.num_cached
+
+    @property
+    def num_cached(self) -> int:
+        """Cached blocks that no window contains."""
+        return len(self._passed) + len(self._ends)
+
+    def first_block(self, position: int) -> int:
+        """The index of the first block that a row at `position` sees."""
+        return max(position - self._window + 1, 0) // self._size
+
+    def num_resumable(self, nodes: list[PrefixNode]) -> int:
+        """The number of nodes of a path from the root to the deepest one that ends a whole window; 0: none
+        does."""
+        number = index = len(nodes)
+        while index > self.first_block(number * self._size):
+            index -= 1
+            if nodes[index].window_block < 0:
+                number = index
+        return number
+
+    def can_admit(self, sequence: Sequence, num_cached: int, num_blocks: int) -> bool:
+        """Return True if there are the blocks of a window for a sequence, which has that many cached nodes
+        and whose table gets `num_blocks` entries."""
+        nodes = sequence.prefix_nodes[self.first_block(num_cached * self._size) : num_cached]
+        room = self.num_available - sum([not node.num_window_references for node in nodes])
+        if self._num_admitted:
+            room -= self._chunk_room
+        return self._num_first(num_cached, num_blocks) - num_cached <= room
+
+    def admit(self, sequence: Sequence, num_blocks: int) -> None:
+        """Give a sequence the window before the end of its cached prefix, and blocks behind it."""
+        nodes = sequence.prefix_nodes
+        first = self.first_block(len(nodes) * self._size)
+        for node in nodes[first:]:
+            if not node.num_window_references:
+                self._forget(node)
+            node.num_window_references += 1
+
+        sequence.window_table = [0] * first + [node.window_block for node in nodes[first:]]
+        sequence.num_recycled_blocks = first
+        sequence.num_matched_blocks = len(sequence.matched_nodes)
+        self._num_admitted += 1
+        self.num_lost_tokens += (len(sequence.matched_nodes) - len(nodes)) * self._size
+        self.extend(sequence, self._num_first(len(nodes), num_blocks))
+
+    def extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """Lengthen a sequence's table to `num_blocks` entries, unless it is longer, evicting cached blocks if
+        necessary. The caller has checked `num_available`."""
+        count = max(num_blocks - len(sequence.window_table), 0)
+        while count > self.pool.num_free:
+            self.evict(next(iter(self._passed or self._ends)))
+
+        sequence.window_table += self.pool.allocate(count)
+
+    def extend_for_chunk(self, sequence: Sequence, num_tokens: int) -> int:
+        """Lengthen the table of a sequence for its next chunk, of at most `num_tokens` tokens, and return the
+        number of tokens that there are blocks for."""
+        end = sequence.num_planned_tokens + num_tokens
+        most = len(sequence.window_table) + self.num_available
+        if self.num_blocks_of_chunk(sequence, end) > most:
+            end = min(most * self._size, sequence.num_prefill_tokens - 1)
+        self.extend(sequence, self.num_blocks_of_chunk(sequence, end))
+        return max(end - sequence.num_planned_tokens, 0)
+
+    def num_blocks_of_chunk(self, sequence: Sequence, end: int) -> int:
+        """The length of the table for a chunk that ends before position `end`. The last one makes it as long
+        as the table of the other layers."""
+        return len(sequence.block_table) if end == sequence.num_prefill_tokens else -(-end // self._size)
+
+    def trim(self, sequence: Sequence, num_blocks: int) -> None:
+        """Free the blocks behind the first `num_blocks`, which are private."""
+        self.pool.free(sequence.window_table[num_blocks:])
+        del sequence.window_table[num_blocks:]
+
+    def publish(self, sequence: Sequence, node: PrefixNode, index: int) -> None:
+        """Let a node that the sequence has just inserted have its block at `index`."""
+        if index >= sequence.num_recycled_blocks:
+            node.window_block = sequence.window_table[index]
+            node.num_window_references = 1
+
+    def recycle(self, sequence: Sequence) -> None:
+        """Drop the blocks that no row at or behind the first token that is not committed can see. Called
+        after the sequence's blocks have been published."""
+        first = self.first_block(sequence.num_computed_tokens)
+        ends = sequence.num_matched_blocks, (sequence.num_prompt_tokens - 1) // self._size
+        while sequence.num_recycled_blocks < first:
+            index = sequence.num_recycled_blocks
+            is_before_end = any(self.first_block(end * self._size) <= index < end for end in ends)
+            unused = self._ends if is_before_end else self._passed
+            if index < len(sequence.prefix_nodes):
+                self._release(sequence.prefix_nodes[index], unused)
+            else:
+                nodes = sequence.matched_nodes
+                self._trie.extend_match(nodes, sequence.token_ids, index + 1, sequence.cache_salt)
+                node = nodes[index] if index < len(nodes) else None
+                self._give(sequence.window_table[index], node, unused)
+            sequence.num_recycled_blocks = index + 1
+
+    def release(self, sequence: Sequence, num_published: int) -> None:
+        """Take all blocks from a sequence whose path has all nodes that it can publish, of which it had the
+        first `num_published` before."""
+        nodes, table = sequence.prefix_nodes, sequence.window_table
+        for index in range(len(table) - 1, sequence.num_recycled_blocks - 1, -1):
+            if index < num_published:
+                self._release(nodes[index], self._ends)
+            else:
+                self._give(table[index], nodes[index] if index < len(nodes) else None, self._ends)
+
+        self._num_admitted -= 1
+        sequence.window_table = []
+        sequence.matched_nodes = []
+        sequence.num_recycled_blocks = 0
+
+    def evict(self, node: PrefixNode) -> None:
+        """Free the window block of a node without references, if it has one."""
+        if node.window_block >= 0:
+            self._forget(node)
+            self.pool.free([node.window_block])
+            node.window_block = -1
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every block has exactly one owner, all references are counted, and
+        windows are whole. running: all sequences that hold blocks."""
+        self.pool.check_integrity()
+        nodes = [node for node in self._trie.iter_nodes() if node.window_block >= 0]
+        cached = {node.window_block for node in nodes}
+        assert len(cached) == len(nodes), "two nodes hold one window block"
+        references = dict.fromkeys(nodes, 0)
+        private: list[int] = []
+        running = list(running)
+        assert len(running) == self._num_admitted, f"{self._num_admitted} sequences counted"
+        for sequence in running:
+            first, table, path = sequence.num_recycled_blocks, sequence.window_table, sequence.prefix_nodes
+            least = self.first_block(sequence.num_computed_tokens)
+            assert first <= least or sequence.has_wrong_drafts, f"{sequence}: block {least} was recycled"
+            for index, node in enumerate(path[first:], first):
+                assert node.window_block == table[index], f"{sequence}: window and path differ at {index}"
+                references[node] += 1
+            private += table[max(first, len(path)) :]
+            length, planned = len(table), sequence.num_planned_tokens
+            is_right = length == len(sequence.block_table)
+            if sequence.is_prefilling:
+                is_right = -(-planned // self._size) <= length <= len(sequence.block_table)
+            assert is_right, f"{sequence}: {length} window blocks held, {planned} tokens planned"
+
+        for node, count in references.items():
+            assert node.num_window_references == count, (
+                f"window block {node.window_block}: {node.num_window_references} references, {count} held"
+            )
+        unreferenced = {node for node, count in references.items() if not count}
+        assert unreferenced == {*self._passed, *self._ends}, "cached window blocks and their LRU order differ"
+        assert len(unreferenced) == self.num_cached, "a window block is in the LRU order twice"
+        assert len({*private, *cached}) == len(private) + len(cached), "a window block has two owners"
+        assert not any(map(self.pool.is_free, [*private, *cached])), "an owned window block is free"
+        num_owned = self.pool.num_free + len(cached) + len(private)
+        assert num_owned == self.pool.num_blocks, f"{num_owned} owned of {self.pool.num_blocks} window blocks"
+
+    def _num_first(self, num_cached: int, num_blocks: int) -> int:
+        """Entries of the table of a sequence that is admitted with so many cached nodes: it holds what it
+        holds later, or the window before it and a block."""
+        num_held = -(-(self._window + self._max_emitted_tokens) // self._size) + 1
+        first = self.first_block(num_cached * self._size)
+        return min(num_blocks, max(first + num_held, num_cached + 1))
+
+    def _forget(self, node: PrefixNode) -> None:
+        """Take a node out of the LRU order."""
+        del (self._passed if node in self._passed else self._ends)[node]
+
+    def _release(self, node: PrefixNode, unused: OrderedDict[PrefixNode, None]) -> None:
+        """Drop a reference from a node's window block. unused: where the node goes without any."""
+        assert node.num_window_references > 0, f"window block {node.window_block} is not referenced"
+        node.num_window_references -= 1
+        if not node.num_window_references:
+            unused[node] = None
+
+    def _give(self, block_id: int, node: PrefixNode | None, unused: OrderedDict[PrefixNode, None]) -> None:
+        """Let a node of the same tokens have a private block; free it if there is none, or it has one."""
+        if node is None or node.window_block >= 0:
+            self.pool.free([block_id])
+        else:
+            node.window_block = block_id
+            unused[node] = None
+
+
 class BlockManager:
     """The owner of every KV block. A block is free, private to one running sequence, or cached.
 
@@ -301,7 +525,8 @@ class BlockManager:
     so never into a cached block. A freed block can be allocated in the next plan even with steps in flight:
     steps run in the order of their launch, so the writes of the new owner come after those of the old one.
 
-    checkpoints: None without recurrent states.
+    checkpoints: None without recurrent states. windows: None if layers with windows have no blocks of their
+    own; blocks are those of the other layers then.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -311,6 +536,7 @@ class BlockManager:
         self.checkpoints: CheckpointPlanner | None = None
         if config.checkpoint_tokens:
             self.checkpoints = CheckpointPlanner(config.num_checkpoints, config.checkpoint_tokens, self.trie)
+        self.windows: WindowBlocks | None = WindowBlocks(config, self.trie) if config.window else None
 
     @property
     def num_available(self) -> int:
@@ -323,13 +549,13 @@ class BlockManager:
 
     def match(self, sequence: Sequence) -> None:
         """Find the cached prefix of a waiting sequence, without references: it can be evicted again."""
-        # The last token is always computed, because the next token follows from its logits.
-        last = len(sequence.token_ids) - 1
-        max_hits = last // self.block_size if sequence.can_share_prefix else 0
+        max_hits = sequence.num_sharable_tokens // self.block_size
         self.trie.extend_match(sequence.prefix_nodes, sequence.token_ids, max_hits, sequence.cache_salt)
         num_hits = len(sequence.prefix_nodes)
         if self.checkpoints is not None:
             num_hits = self.checkpoints.num_resumable(sequence.prefix_nodes)
+        elif self.windows is not None:
+            num_hits = self.windows.num_resumable(sequence.prefix_nodes)
         sequence.num_computed_tokens = num_hits * self.block_size
 
     def try_admit(self, sequence: Sequence, max_emitted_tokens: int) -> bool:
@@ -339,9 +565,8 @@ class BlockManager:
         most `max_emitted_tokens` tokens.
         """
         self.match(sequence)
-        length, nodes = len(sequence.token_ids), sequence.prefix_nodes
-        if self.checkpoints is not None:
-            nodes = nodes[: sequence.num_computed_tokens // self.block_size]
+        length = len(sequence.token_ids)
+        nodes = sequence.prefix_nodes[: sequence.num_computed_tokens // self.block_size]
         num_needed = self.num_blocks(sequence.num_kv_slots(length + 1 + max_emitted_tokens))
         num_missing = num_needed - len(nodes)
         if num_missing > self.num_available:
@@ -351,19 +576,39 @@ class BlockManager:
         if num_missing > self.num_available - self.trie.count_unreferenced(nodes):
             return False
 
+        num_blocks = self.num_blocks(sequence.num_kv_slots(length + 1))
+        if self.windows is not None and not self.windows.can_admit(sequence, len(nodes), num_blocks):
+            return False
+
         self.trie.acquire(nodes)
         sequence.block_table = [node.block_id for node in nodes]
         sequence.is_publishing = True
         if self.checkpoints is not None:
             self.checkpoints.admit(sequence)
-        self.extend(sequence, self.num_blocks(sequence.num_kv_slots(length + 1)))
+        elif self.windows is not None:
+            sequence.matched_nodes, sequence.prefix_nodes = sequence.prefix_nodes, nodes
+            self.windows.admit(sequence, num_blocks)
+        self._extend(sequence, num_blocks)
         return True
 
-    def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Lengthen a sequence's table to `num_blocks` entries, evicting cached blocks if necessary.
+    def has_room(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Return True if a sequence's tables can be lengthened to `num_blocks` entries."""
+        if num_blocks - len(sequence.block_table) > self.num_available:
+            return False
 
-        The caller has checked `num_available`.
+        windows = self.windows
+        return windows is None or num_blocks - len(sequence.window_table) <= windows.num_available
+
+    def extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """Lengthen a sequence's tables to `num_blocks` entries, evicting cached blocks if necessary.
+
+        The caller has checked `has_room`.
         """
+        if self.windows is not None:
+            self.windows.extend(sequence, num_blocks)
+        self._extend(sequence, num_blocks)
+
+    def _extend(self, sequence: Sequence, num_blocks: int) -> None:
         count = num_blocks - len(sequence.block_table)
         if count > self.pool.num_free:
             self._evict(count - self.pool.num_free)
@@ -378,9 +623,12 @@ class BlockManager:
         assert num_blocks >= len(sequence.prefix_nodes), f"{sequence}: a cached block would be freed"
         self.pool.free(sequence.block_table[num_blocks:])
         del sequence.block_table[num_blocks:]
+        if self.windows is not None:
+            self.windows.trim(sequence, num_blocks)
 
     def publish(self, sequence: Sequence) -> None:
-        """Insert the sequence's blocks that have become full and committed into the prefix cache."""
+        """Insert the sequence's blocks that have become full and committed into the prefix cache, and drop
+        those behind its window."""
         nodes = sequence.prefix_nodes
         while sequence.is_publishing and (len(nodes) + 1) * self.block_size <= sequence.num_computed_tokens:
             parent = nodes[-1] if nodes else self.trie.root
@@ -393,12 +641,18 @@ class BlockManager:
                 break
 
             nodes.append(self.trie.insert(parent, key, sequence.block_table[len(nodes)]))
+            if self.windows is not None:
+                self.windows.publish(sequence, nodes[-1], len(nodes) - 1)
+
+        if self.windows is not None:
+            self.windows.recycle(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence. Full committed blocks stay cached, the others are freed."""
         nodes = sequence.prefix_nodes
         table = sequence.block_table
         num_full = sequence.num_computed_tokens // self.block_size
+        num_published = len(nodes)
         private = table[num_full:]
         for index in range(len(nodes), num_full):
             parent = nodes[-1] if nodes else self.trie.root
@@ -413,6 +667,8 @@ class BlockManager:
 
         if self.checkpoints is not None:
             self.checkpoints.release(sequence)
+        elif self.windows is not None:
+            self.windows.release(sequence, num_published)
         self.trie.release(nodes)
         self.pool.free(private)
         sequence.prefix_nodes = []
@@ -429,6 +685,9 @@ class BlockManager:
         """
         self.pool.check_integrity()
         self.trie.check_integrity()
+        running = list(running)
+        if self.windows is not None:
+            self.windows.check_integrity(running)
         nodes = self.trie.iter_nodes()
         cached = {node.block_id for node in nodes}
         references = dict.fromkeys(nodes, 0)
@@ -463,13 +722,16 @@ class BlockManager:
         assert num_owned == self.pool.num_blocks, f"{num_owned} owned of {self.pool.num_blocks} blocks"
 
     def _evict(self, count: int) -> None:
-        """Free the blocks of `count` nodes, and the places of their checkpoints."""
-        if self.checkpoints is None:
+        """Free the blocks of `count` nodes, and what else they hold."""
+        if self.checkpoints is None and self.windows is None:
             self.pool.free([self.trie.evict() for _ in range(count)])
             return
 
         for _ in range(count):
-            self.checkpoints.evict(self.trie.oldest)
+            if self.checkpoints is not None:
+                self.checkpoints.evict(self.trie.oldest)
+            if self.windows is not None:
+                self.windows.evict(self.trie.oldest)
             self.pool.free([self.trie.evict()])
 
     def _key(self, sequence: Sequence, index: int) -> BlockKey:

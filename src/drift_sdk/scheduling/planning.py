@@ -48,6 +48,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     num_checkpoints:       places for checkpoints of recurrent states.
     checkpoint_tokens:     checkpoints are taken at multiples of it, which is a multiple of `block_size`; 0:
                            the model has no recurrent states.
+    window:                tokens that layers with windows see, a row's own included, if these layers have
+                           blocks of their own; 0: they have none.
+    num_window_blocks:     their number.
     target_latency_ms_p50, target_latency_ms_p95, prefer_high_throughput: as in EngineConfig.
     """
 
@@ -66,6 +69,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     wants_history: bool = False
     num_checkpoints: int = 0
     checkpoint_tokens: int = 0
+    window: int = 0
+    num_window_blocks: int = 0
     target_latency_ms_p50: float | None = None
     target_latency_ms_p95: float | None = None
     prefer_high_throughput: bool = False
@@ -74,12 +79,22 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         tokens = self.checkpoint_tokens
         assert tokens % self.block_size == 0, f"checkpoint_tokens: {tokens}, blocks of {self.block_size}"
         assert tokens or not self.num_checkpoints, f"num_checkpoints: {self.num_checkpoints}, at no positions"
+        least = least_window_blocks(self.window, self.block_size, self.max_emitted_tokens)
+        assert self.num_window_blocks >= least, f"num_window_blocks: {self.num_window_blocks} of {least}"
+        assert not (tokens and self.window), f"window: {self.window}, in a model with recurrent states"
 
     @property
     def max_emitted_tokens(self) -> int:
         """Most tokens that a row emits in one step."""
         most = max(self.draft_choices, default=0)
         return 1 + (most if self.max_tree_depth is None else min(most, self.max_tree_depth))
+
+
+def least_window_blocks(window: int, block_size: int, max_emitted_tokens: int) -> int:
+    """The fewest blocks with which a sequence alone can be computed whose layers have a window: the keys that
+    its next row sees, a row for each token that this may emit, and one more, none of which need begin with a
+    block."""
+    return -(-(window + max_emitted_tokens + 1) // block_size) + 2 if window else 0
 
 
 MIN_TOKENS = 16
@@ -292,6 +307,7 @@ class StepBuilder:
         self._rows: list[DecodeRow] = []
         self._assignments: list[SlotAssignment] = []
         self._block_updates: list[BlockUpdate] = []
+        self._window_updates: list[BlockUpdate] = []
         self._chunks: list[PrefillChunk] = []
 
     @property
@@ -304,7 +320,7 @@ class StepBuilder:
         nodes = sequence.prefix_nodes
         place = nodes[-1].checkpoint if nodes else -1
         cached: tuple[int, ...] = ()
-        if self._wants_history or sequence.sampling.has_penalties:
+        if self._wants_history or sequence.sampling.has_penalties or sequence.functions:
             cached = tuple(sequence.token_ids[: sequence.num_computed_tokens])
 
         self._assignments.append(
@@ -312,6 +328,7 @@ class StepBuilder:
                 slot=sequence.slot,
                 sampling=sequence.remaining_sampling,
                 constraint=sequence.constraint,
+                functions=sequence.functions,
                 cached_token_ids=cached,
                 arrival=sequence.arrival,
                 checkpoint=place if place >= 0 else None,
@@ -324,6 +341,14 @@ class StepBuilder:
         self._block_updates.append(
             BlockUpdate(slot=sequence.slot, first_index=first_index, block_ids=block_ids)
         )
+
+    def update_window(self, sequence: Sequence, first_index: int) -> None:
+        """Add the entries of the sequence's window table from `first_index` on, if there are any."""
+        block_ids = tuple(sequence.window_table[first_index:])
+        if block_ids:
+            self._window_updates.append(
+                BlockUpdate(slot=sequence.slot, first_index=first_index, block_ids=block_ids)
+            )
 
     def add_row(self, sequence: Sequence, row: DecodeRow, max_emitted_tokens: int) -> None:
         """Add a decode row of a sequence. max_emitted_tokens: the row's, which the caller has computed."""
@@ -360,6 +385,7 @@ class StepBuilder:
             prefill=tuple(self._chunks),
             decode=tuple(self._rows),
             verification=self.verification if self._rows else "whole",
+            window_updates=tuple(self._window_updates),
         )
         return PlannedStep(plan, self.prefill, self.decode)
 

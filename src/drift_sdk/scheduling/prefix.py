@@ -17,9 +17,21 @@ class PrefixNode:
     block_id:        the KV block; -1 at the root and once the node has been evicted.
     num_references:  running sequences whose tables contain the block.
     checkpoint:      place of the recurrent states after the block's last token; -1: they are not kept.
+    window_block:    block of the layers with windows for the same tokens; -1: it is not kept, or there is one
+                     block for all layers.
+    num_window_references: running sequences whose windows contain it.
     """
 
-    __slots__ = ("block_id", "checkpoint", "children", "key", "num_references", "parent")
+    __slots__ = (
+        "block_id",
+        "checkpoint",
+        "children",
+        "key",
+        "num_references",
+        "num_window_references",
+        "parent",
+        "window_block",
+    )
 
     def __init__(self, parent: PrefixNode | None, key: BlockKey, block_id: int) -> None:
         self.parent: PrefixNode | None = parent
@@ -28,6 +40,8 @@ class PrefixNode:
         self.children: dict[BlockKey, PrefixNode] = {}
         self.num_references: int = 0
         self.checkpoint: int = -1
+        self.window_block: int = -1
+        self.num_window_references: int = 0
 
 
 class PrefixTrie:

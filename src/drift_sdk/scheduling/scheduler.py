@@ -94,6 +94,17 @@ class Scheduler:
         return self._blocks.num_available
 
     @property
+    def num_free_window_blocks(self) -> int:
+        """Blocks of layers with windows that can be allocated; 0 if these have none of their own."""
+        return 0 if self._blocks.windows is None else self._blocks.windows.num_available
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Cached tokens that admitted sequences compute again for want of states or of a window."""
+        source = self.checkpoints or self._blocks.windows
+        return 0 if source is None else source.num_lost_tokens
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks in the prefix cache, referenced or not."""
         return self._blocks.trie.num_nodes
@@ -204,7 +215,10 @@ class Scheduler:
             sequence = running[index]
             index += 1
             if sequence.is_prefilling:
-                prefilling.append(sequence)
+                if self._blocks.windows is None or self._reserve_window(step, sequence):
+                    prefilling.append(sequence)
+                else:
+                    lacks_blocks = True
                 continue
 
             if sequence.constraint is not None and sequence.awaits_host:
@@ -229,6 +243,7 @@ class Scheduler:
                     continue
 
                 step.update_blocks(sequence, first_index)
+                step.update_window(sequence, first_index)
 
             step.add_row(sequence, row, most)
             self._rounds.launch(sequence, step.verification, self._next_step_id, most)
@@ -262,7 +277,12 @@ class Scheduler:
                 shares = share_tokens(budget, prompts)
                 break
 
+        windows = self._blocks.windows
         for sequence, share in zip(prompts, shares, strict=True):
+            if share and windows is not None:
+                first_index = len(sequence.window_table)
+                share = windows.extend_for_chunk(sequence, share)
+                step.update_window(sequence, first_index)
             if share:
                 sequence.num_steps_without_tokens = 0
                 checkpoints = () if self.checkpoints is None else self.checkpoints.plan(sequence, share)
@@ -271,22 +291,42 @@ class Scheduler:
                 sequence.num_steps_without_tokens += 1
 
     def _reserve(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Lengthen a running sequence's table to `num_blocks` entries, preempting sequences if necessary.
+        """Lengthen a running sequence's tables to `num_blocks` entries, preempting sequences if necessary.
 
         Returns False if the row has to be left out: the sequence has steps in flight that may free blocks, or
         was preempted itself.
         """
-        while num_blocks - len(sequence.block_table) > self._blocks.num_available:
-            if sequence.num_in_flight:
-                return False
-
-            preempted = self._running.lowest_priority
-            self._preempt(preempted)
-            if preempted is sequence:
+        while not self._blocks.has_room(sequence, num_blocks):
+            if not self._preempt_for(sequence):
                 return False
 
         self._blocks.extend(sequence, num_blocks)
         return True
+
+    def _reserve_window(self, step: StepBuilder, sequence: Sequence) -> bool:
+        """Give a running sequence window blocks for the next token of its prompt, preempting sequences if
+        necessary. Returns False if it has to be left out."""
+        windows = self._blocks.windows
+        assert windows is not None
+        first_index = len(sequence.window_table)
+        num_blocks = windows.num_blocks_of_chunk(sequence, sequence.num_planned_tokens + 1)
+        while num_blocks - first_index > windows.num_available:
+            if not self._preempt_for(sequence):
+                return False
+
+        windows.extend(sequence, num_blocks)
+        step.update_window(sequence, first_index)
+        return True
+
+    def _preempt_for(self, sequence: Sequence) -> bool:
+        """Preempt the last sequence in the order, for one that lacks blocks. Returns False if this has steps
+        in flight that may free blocks, or was preempted itself."""
+        if sequence.num_in_flight:
+            return False
+
+        preempted = self._running.lowest_priority
+        self._preempt(preempted)
+        return preempted is not sequence
 
     def _admit(self, step: StepBuilder, sequence: Sequence) -> bool:
         """Give a waiting sequence a free slot and blocks. Returns False if that is not possible."""
@@ -307,6 +347,7 @@ class Scheduler:
 
         step.assign_slot(sequence)
         step.update_blocks(sequence, 0)
+        step.update_window(sequence, sequence.num_recycled_blocks)
         if self._watcher is not None:
             self._watcher.admitted(sequence)
         return True

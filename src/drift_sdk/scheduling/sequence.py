@@ -9,6 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from drift_sdk.processors import LogitsFunction
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
@@ -39,6 +40,7 @@ class Sequence:
         "block_table",
         "constraint",
         "finish",
+        "functions",
         "awaits_mask",
         "borders",
         "cache_salt",
@@ -56,9 +58,11 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight",
+        "num_matched_blocks",
         "num_planned_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
+        "num_recycled_blocks",
         "num_steps_without_tokens",
         "order",
         "prefix_nodes",
@@ -70,6 +74,7 @@ class Sequence:
         "started_at",
         "token_ids",
         "wanted_checkpoints",
+        "window_table",
     )
 
     def __init__(
@@ -81,6 +86,7 @@ class Sequence:
         priority: int,
         arrival: int,
         constraint: TokenConstraint | None = None,
+        functions: tuple[LogitsFunction, ...] = (),
         max_draft_tokens: int | None = None,
         cache_salt: str | None = None,
         borders: tuple[int, ...] = (),
@@ -92,6 +98,7 @@ class Sequence:
         self.order: tuple[int, int] = (priority, arrival)
         self.max_length: int = sampling.max_length
         self.constraint: TokenConstraint | None = constraint
+        self.functions: tuple[LogitsFunction, ...] = functions  # that change its logits
         self.max_draft_tokens: int | None = max_draft_tokens  # None = as many as the batch drafts
         self.cache_salt: str | None = cache_salt  # cached blocks are shared with sequences of an equal one
         self.borders: tuple[int, ...] = borders  # where other prompts may branch off: for checkpoints
@@ -110,10 +117,16 @@ class Sequence:
         self.block_table: list[int] = []
         # Cached nodes of the table's first entries. While waiting, an earlier match that may be outdated.
         self.prefix_nodes: list[PrefixNode] = []
-        # Of a running sequence with recurrent states: cached nodes of its tokens from the root on, of which
-        # it references `prefix_nodes` alone, so that others may have been evicted; positions at which
-        # checkpoints are still to be planned, ascending; and checkpoints at blocks that it has not published.
+        # Blocks of layers with windows, if these have blocks of their own; the first ones, behind the window,
+        # are no longer the sequence's.
+        self.window_table: list[int] = []
+        self.num_recycled_blocks: int = 0
+        self.num_matched_blocks: int = 0  # cached nodes of its tokens at its admission
+        # Of a running sequence with recurrent states or windows: cached nodes of its tokens from the root on,
+        # of which it references `prefix_nodes` alone, so that others may have been evicted.
         self.matched_nodes: list[PrefixNode] = []
+        # With recurrent states: positions at which checkpoints are still to be planned, ascending; and
+        # checkpoints at blocks that it has not published.
         self.wanted_checkpoints: list[int] = []
         self.kept_checkpoints: list[KeptCheckpoint] = []
         self.is_publishing: bool = True  # False once another sequence has published an equal block
@@ -166,19 +179,29 @@ class Sequence:
         return self.num_prefill_tokens - self.num_planned_tokens
 
     @property
-    def can_share_prefix(self) -> bool:
-        """Whether the sequence may use cached blocks: not if its prompt's log-probabilities are still to be
-        computed, which need every position."""
-        return self.remaining_sampling.num_prompt_logprobs is None
+    def num_sharable_tokens(self) -> int:
+        """The most tokens that the sequence may take from the cache. Log-probabilities of its prompt that are
+        still to be computed need all positions before the tokens that get one, from the first of these on;
+        the hidden states of all tokens need every position. The last token is always computed, because the
+        next token follows from its logits."""
+        remaining, last = self.remaining_sampling, len(self.token_ids) - 1
+        if remaining.prompt_states in ("mean", "all"):
+            return 0
+
+        return (
+            last if remaining.num_prompt_logprobs is None else min(last, remaining.first_prompt_logprob - 1)
+        )
 
     @property
     def remaining_sampling(self) -> SlotSampling:
-        """The parameters for what is still to be computed: the prompt's log-probabilities are reported with
-        the first token, and not again after a preemption."""
-        if self.sampling.num_prompt_logprobs is None or self.num_output_tokens == 0:
-            return self.sampling
+        """The parameters for what is still to be computed: the prompt's log-probabilities and hidden states
+        are reported with the first token, and not again after a preemption."""
+        sampling = self.sampling
+        is_reported = sampling.num_prompt_logprobs is not None or sampling.prompt_states is not None
+        if not is_reported or self.num_output_tokens == 0:
+            return sampling
 
-        return replace(self.sampling, num_prompt_logprobs=None)
+        return replace(sampling, num_prompt_logprobs=None, prompt_states=None)
 
     @property
     def awaits_host(self) -> bool:

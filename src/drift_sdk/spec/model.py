@@ -533,6 +533,10 @@ class LayerInputs(Struct, frozen=True, kw_only=True):
     activation: Activation = "gelu_tanh"
 
 
+def _window(mixer: Mixer) -> int | None:
+    return mixer.window if isinstance(mixer, Attention) else None
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """A decoder.
 
@@ -586,6 +590,12 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention."""
         return tuple(each.mixer.window for each in self.layers if isinstance(each.mixer, AnyAttention))
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values and see the last of them alone."""
+        kept = [index for index, layer in enumerate(self.layers) if layer.kv is not None]
+        return tuple(index for index in kept if _window(self.layers[index].mixer) is not None)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

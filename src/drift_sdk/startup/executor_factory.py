@@ -27,7 +27,15 @@ from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.spec.model import Attention, GatedDelta, LatentAttention, ModelSpec, experts_of
 from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout, tree_plan
 from drift_sdk.startup.model_parts import ModelPart, shards_of
-from drift_sdk.startup.sizing import KVDemand, MemoryRoom, StateSize, size_kv, size_states
+from drift_sdk.startup.sizing import (
+    KVDemand,
+    MemoryRoom,
+    StateSize,
+    kv_layers,
+    size_kv,
+    size_states,
+    window_demand,
+)
 from drift_sdk.steps import Executor, ExecutorLimits, HostWork, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -167,6 +175,11 @@ def _longest_chain(speculation: Speculation) -> int:
     return max((number for number in shape.choices if tree_plan(shape, number) is None), default=0)
 
 
+KEY_ALIGNMENT = 16
+"""Bytes. Where keys with latents took no multiple of it, a kernel read a misaligned address on a GPU. No
+published model has such keys."""
+
+
 def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
     """Raise ConfigError for settings that latent attention on graphs does not have, and for a GPU without
     room for its tiles."""
@@ -184,6 +197,10 @@ def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> No
 
     if speculation is not None and speculation.checks:
         raise ConfigError.of("checks", True, f"False {where}")
+
+    if (num_bytes := head_dim * dtype.itemsize) % KEY_ALIGNMENT:
+        found = f"a key takes {num_bytes} bytes, not a multiple of {KEY_ALIGNMENT}"
+        raise ConfigError.of("executor", config.executor, f'"eager" here: {found}')
 
     try:
         latent_config(1, head_dim, dtype, Partitions().tile)
@@ -302,21 +319,41 @@ buckets load kernels that larger ones do not use, and log-probabilities of promp
 graphs."""
 
 
-def kv_demand(decoder: Decoder, drafter_factory: DrafterFactory, block_size: int) -> KVDemand:
-    """KV cache demand of a model, including what its drafter keeps for each block."""
-    spec = decoder.spec
-    target_bytes = kv_bytes_per_token(spec, decoder.dtype, decoder.kv_form) * block_size
+def kv_demand(
+    config: EngineConfig, decoder: Decoder, drafter_factory: DrafterFactory, block_size: int, executor: str
+) -> KVDemand:
+    """KV cache demand of a model, including what its drafter keeps for each block. executor: "graph" or
+    "eager"."""
+    demand = target_demand(config, decoder.spec, decoder.dtype, decoder.kv_form, block_size, executor)
     draft_bytes = drafter_factory.num_values_per_block(block_size) * decoder.dtype.itemsize
+    return replace(demand, bytes_per_block=demand.bytes_per_block + draft_bytes)
+
+
+def target_demand(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    form: KVForm | None,
+    block_size: int,
+    executor: str,
+) -> KVDemand:
+    """KV cache demand of a model of `dtype` without a drafter."""
+    layers, windows = kv_layers(config, spec)
+    each, of_windows = (kv_bytes_per_token(spec, dtype, form, some) for some in (layers, windows))
     return KVDemand(
         context=spec.max_position_embeddings,
         block_size=block_size,
-        bytes_per_block=target_bytes + draft_bytes,
+        bytes_per_block=each * block_size,
+        windows=window_demand(config, spec, of_windows, block_size, executor) if windows else None,
     )
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype, form: KVForm | None) -> int:
-    """Bytes in the KV cache for a token of a model of `dtype`, of all layers."""
-    shapes = [layer.kv for layer in spec.layers if layer.kv is not None]
+def kv_bytes_per_token(
+    spec: ModelSpec, dtype: torch.dtype, form: KVForm | None, layers: Sequence[int] | None = None
+) -> int:
+    """Bytes in the KV cache for a token of a model of `dtype`, of some layers; None: of all."""
+    chosen = spec.layers if layers is None else [spec.layers[index] for index in layers]
+    shapes = [layer.kv for layer in chosen if layer.kv is not None]
     return sum(
         shape.num_kv_heads * bytes_of_head(size, dtype, form)
         for shape in shapes
@@ -377,10 +414,11 @@ def open_graph_executor(
         """The room on the GPU that has least."""
         return min((part.memory.room(reserve=reserve) for part in parts), key=lambda room: room.share)
 
-    def fit_blocks(num_graphs: int) -> int:
+    def fit_blocks(num_graphs: int) -> tuple[int, int]:
         num_layers = decoder.spec.num_layers + drafter_factory.num_graph_layers
         reserve = RESERVE_BYTES + num_graphs * num_layers * GRAPH_BYTES_PER_LAYER
-        return size_kv(config, demand, least_room(reserve)).num_blocks
+        size = size_kv(config, demand, least_room(reserve))
+        return size.num_blocks, size.num_window_blocks
 
     shard = shards_of(config)[0]
     table = engine_table(config, decoder, None if draft is None else draft.weights, report, shard)
@@ -452,6 +490,7 @@ def _limits(config: EngineConfig, decoder: Decoder, demand: KVDemand, room: Memo
         max_num_seqs=config.max_num_seqs,
         max_model_len=size.max_model_len,
         num_blocks=size.num_blocks,
+        num_window_blocks=size.num_window_blocks,
         block_size=demand.block_size,
         vocab_size=decoder.spec.vocab_size,
     )

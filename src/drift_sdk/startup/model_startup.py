@@ -41,6 +41,7 @@ from drift_sdk.startup.executor_factory import (
     kv_demand,
     open_eager_executor,
     open_graph_executor,
+    target_demand,
     view_costs,
     view_layout,
 )
@@ -159,15 +160,14 @@ def open_model(
         parts = _load_parts(weights, config, checked(report, loading_text))
         first, drafter_factory = parts[0], parts[0].drafter_factory
         text = loading_text.result()
-        demand = kv_demand(first.decoder, drafter_factory, config.block_size or BLOCK_SIZES[executor_name])
+        block_size = config.block_size or BLOCK_SIZES[executor_name]
+        demand = kv_demand(config, first.decoder, drafter_factory, block_size, executor_name)
         if executor_name == "graph":
             opened = open_graph_executor(config, parts, demand, report, acceptance, stages)
         else:
             opened = open_eager_executor(config, first, demand)
     kv_dtype = first.decoder.kv_form or dtype_name(first.decoder.dtype)
-    _log_kv_cache(opened.executor.limits, demand, kv_dtype)
-    if opened.states is not None:
-        _log_states(opened.states)
+    _log_sizes(opened, demand, kv_dtype)
     report("ready", 1.0)
     return LoadedModel(
         executor=opened.executor,
@@ -176,7 +176,9 @@ def open_model(
         num_tuned_shapes=opened.num_tuned,
         untuned_shapes=opened.untuned,
         kv_dtype=kv_dtype,
-        scheduling=_scheduling(config, device, opened, drafter_factory, spec),
+        kv_bytes=opened.executor.limits.num_blocks * demand.bytes_per_block,
+        window_kv_bytes=demand.num_window_bytes(opened.executor.limits.num_window_blocks),
+        scheduling=_scheduling(config, device, opened, drafter_factory, spec, demand),
         text=model_text(
             text,
             opened.executor.limits,
@@ -201,6 +203,7 @@ def _scheduling(
     opened: OpenedExecutor,
     drafter_factory: DrafterFactory,
     model: ModelSpec,
+    demand: KVDemand,
 ) -> SchedulerConfig:
     limits = opened.executor.limits
     layout = view_layout(config, limits, drafter_factory.draft_choices)
@@ -220,6 +223,8 @@ def _scheduling(
         wants_history=drafter_factory.needs_history,
         num_checkpoints=0 if opened.states is None else opened.states.num_checkpoints,
         checkpoint_tokens=0 if opened.states is None else opened.states.checkpoint_tokens(limits.block_size),
+        window=0 if demand.windows is None else demand.windows.window,
+        num_window_blocks=limits.num_window_blocks,
         target_latency_ms_p50=config.target_latency_ms_p50,
         target_latency_ms_p95=config.target_latency_ms_p95,
         prefer_high_throughput=config.prefer_high_throughput,
@@ -231,6 +236,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _log_sizes(opened: OpenedExecutor, demand: KVDemand, kv_dtype: str) -> None:
+    _log_kv_cache(opened.executor.limits, demand, kv_dtype)
+    if opened.states is not None:
+        _log_states(opened.states)
+
+
 def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> None:
     log.info(
         "KV cache: %d tokens in %s, %s, for up to %d sequences of up to %d tokens",
@@ -240,6 +251,13 @@ def _log_kv_cache(limits: ExecutorLimits, demand: KVDemand, kv_dtype: str) -> No
         limits.max_num_seqs,
         limits.max_model_len,
     )
+    if demand.windows is not None:
+        log.info(
+            "KV cache of layers with windows: %d tokens, %s, of which a sequence takes %d",
+            limits.num_window_blocks * limits.block_size,
+            gib(demand.num_window_bytes(limits.num_window_blocks)),
+            demand.windows.window,
+        )
 
 
 def _log_states(states: StateSize) -> None:
@@ -395,9 +413,13 @@ class Inspection:
                 chosen = executor or "eager"
                 states = self._try(lambda: size_states(self._config, part, dtype, memory, chosen))
                 room = memory if states is None else states.left(memory)
-                size = self._try(lambda: self._kv_size(part, kv_bytes, executor or "eager", room))
+                size = self._try(lambda: self._kv_size(part, dtype, chosen, room))
 
         block_size = self._block_size(executor or "eager")
+        demand = None
+        if part is not None and dtype is not None:
+            demand = self._demand(part, dtype, executor or "eager")
+        window_bytes = 0 if demand is None or demand.windows is None else demand.windows.bytes_per_block
         return ModelInfo(
             model=str(self._model),
             reasons=tuple(self._reasons),
@@ -419,6 +441,8 @@ class Inspection:
             dtype=None if dtype is None else dtype_name(dtype),
             executor=executor,
             kv_cache_tokens=None if size is None else size.num_blocks * block_size,
+            window_bytes_per_token=None if demand is None else window_bytes // block_size,
+            window_cache_tokens=None if size is None else size.num_window_blocks * block_size,
             max_model_len=None if size is None else size.max_model_len,
             max_num_seqs=self._config.max_num_seqs if states is None else states.num_slots,
             downloads=self._downloads(),
@@ -480,14 +504,12 @@ class Inspection:
         memory.check_weights(held)
         return memory.room(to_load=held)
 
-    def _kv_size(self, shapes: ModelSpec, kv_bytes: int, executor: str, room: MemoryRoom) -> KVSize:
-        block_size = self._block_size(executor)
-        demand = KVDemand(
-            context=shapes.max_position_embeddings,
-            block_size=block_size,
-            bytes_per_block=kv_bytes * block_size,
-        )
-        return size_kv(self._config, demand, room)
+    def _kv_size(self, shapes: ModelSpec, dtype: torch.dtype, executor: str, room: MemoryRoom) -> KVSize:
+        return size_kv(self._config, self._demand(shapes, dtype, executor), room)
+
+    def _demand(self, shapes: ModelSpec, dtype: torch.dtype, executor: str) -> KVDemand:
+        block_size, form = self._block_size(executor), self._config.kv_dtype
+        return target_demand(self._config, shapes, dtype, form, block_size, executor)
 
     def _block_size(self, executor: str) -> int:
         return self._config.block_size or BLOCK_SIZES[executor]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from bisect import bisect_right
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +19,9 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from drift_sdk.config import EngineConfig
+from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.errors import ConfigError, FieldError
+from drift_sdk.scheduling.planning import least_window_blocks
 from drift_sdk.spec.model import BORDER, ModelSpec, checkpoint_bytes, graph_slot_bytes, slot_bytes
 from drift_sdk.speculation import Chain
 
@@ -28,21 +30,81 @@ MIN_DEFAULT_MODEL_LEN = 512
 model's own context if that is shorter, does not start."""
 
 
+SEQUENCE_WINDOWS = 4
+"""Windows in a sequence for which the blocks of layers with windows are in proportion to those of the others.
+Shorter sequences leave blocks of the others unused, longer ones blocks of the windows, which keep more of the
+prefix cache then."""
+KEPT_WINDOWS = 2
+"""Most windows for each sequence that runs at once: its own, and another one in the prefix cache."""
+STEPS_IN_FLIGHT = 2
+ATTENTION_TILE = 64
+"""Keys that kernels read at once. They may read keys before a window, in the tile of its first one."""
+
+
+class WindowDemand(Struct, frozen=True, kw_only=True):
+    """Memory that layers with windows take which have blocks of their own.
+
+    window:          tokens that they keep: the longest window, and what kernels may read before it.
+    bytes_per_block: bytes of a block of these layers.
+    row_tokens:      most tokens that a row emits.
+    chunk_tokens:    most tokens of prompts that steps in flight compute.
+    """
+
+    window: int
+    bytes_per_block: int
+    row_tokens: int
+    chunk_tokens: int
+
+
 class KVDemand(Struct, frozen=True, kw_only=True):
     """Memory that a model's KV takes.
 
     context:         the model's own context, in tokens.
     block_size:      tokens in a block.
-    bytes_per_block: bytes of a block, of all layers, those of a draft model included.
+    bytes_per_block: bytes of a block, those of a draft model included: of all layers, or of the ones that
+                     keep all tokens, if those with windows have blocks of their own.
+    windows:         of these; None: they have none.
     """
 
     context: int
     block_size: int
     bytes_per_block: int
+    windows: WindowDemand | None = None
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens of one sequence."""
         return -(-num_tokens // self.block_size)
+
+    def num_window_blocks(self, config: EngineConfig, num_blocks: int) -> int:
+        """Blocks of layers with windows beside `num_blocks` of the others: as many as sequences of
+        SEQUENCE_WINDOWS windows use, at least those of one sequence and its chunks, and at most KEPT_WINDOWS
+        windows for each sequence that runs at once."""
+        windows = self.windows
+        if windows is None:
+            return 0
+
+        length = min(config.max_model_len or self.context, num_blocks * self.block_size)
+        ratio = min(max(length / windows.window, 1.0), SEQUENCE_WINDOWS)
+        each = self.num_blocks(windows.window + windows.row_tokens) + 1
+        chunks = self.num_blocks(windows.chunk_tokens) + 1
+        wanted = max(math.ceil(num_blocks / ratio), each + chunks)
+        least = least_window_blocks(windows.window, self.block_size, windows.row_tokens)
+        return max(min(wanted, KEPT_WINDOWS * config.max_num_seqs * each + chunks, num_blocks), least)
+
+    def num_bytes(self, config: EngineConfig, num_blocks: int) -> int:
+        """Bytes of `num_blocks` blocks, and of those of layers with windows beside them."""
+        beside = self.num_window_bytes(self.num_window_blocks(config, num_blocks))
+        return num_blocks * self.bytes_per_block + beside
+
+    def num_window_bytes(self, num_window_blocks: int) -> int:
+        """Bytes of so many blocks of layers with windows."""
+        return 0 if self.windows is None else num_window_blocks * self.windows.bytes_per_block
+
+    def num_fitting(self, config: EngineConfig, num_bytes: int) -> int:
+        """The most blocks that fit into so many bytes."""
+        numbers = range(max(num_bytes, 0) // self.bytes_per_block + 1)
+        # The number of window blocks does not fall.
+        return max(bisect_right(numbers, num_bytes, key=lambda number: self.num_bytes(config, number)) - 1, 0)
 
 
 class MemoryRoom(Struct, frozen=True, kw_only=True):
@@ -63,10 +125,12 @@ class MemoryRoom(Struct, frozen=True, kw_only=True):
 
 
 class KVSize(Struct, frozen=True, kw_only=True):
-    """Blocks of the KV cache, and most tokens of a sequence."""
+    """Blocks of the KV cache, and most tokens of a sequence. num_window_blocks: of layers with windows; 0:
+    they share those of the others."""
 
     num_blocks: int
     max_model_len: int
+    num_window_blocks: int = 0
 
 
 def size_kv(config: EngineConfig, demand: KVDemand, room: MemoryRoom) -> KVSize:
@@ -74,7 +138,8 @@ def size_kv(config: EngineConfig, demand: KVDemand, room: MemoryRoom) -> KVSize:
     cache.
 
     There are as many blocks as kv_cache_tokens needs; without it, as many as fit into the share, and at most
-    as many as max_num_seqs sequences of full length can use. If that is less than the model's context and no
+    as many as max_num_seqs sequences of full length can use. Blocks of layers with windows are in proportion
+    to them. If that is less than the model's context and no
     max_model_len is given, the context is cut to it. Raises ConfigError, with the numbers, for a cache that
     does not fit."""
     check_model_len(config, demand.context)
@@ -83,16 +148,20 @@ def size_kv(config: EngineConfig, demand: KVDemand, room: MemoryRoom) -> KVSize:
 
     max_model_len = config.max_model_len or demand.context
     num_used = config.max_num_seqs * demand.num_blocks(max_model_len)
-    num_blocks = min(max(room.share, 0) // demand.bytes_per_block, num_used)
+    num_blocks = min(demand.num_fitting(config, room.share), num_used)
     least = config.max_model_len or min(demand.context, MIN_DEFAULT_MODEL_LEN)
     if num_blocks < demand.num_blocks(least):
         num_blocks = demand.num_blocks(least)
         most = room.for_length if config.max_model_len is not None else room.share
-        if num_blocks * demand.bytes_per_block > most:
+        if demand.num_bytes(config, num_blocks) > most:
             raise _room_error(config, demand, room, least, max(most, 0))
 
     num_tokens = num_blocks * demand.block_size
-    return KVSize(num_blocks=num_blocks, max_model_len=min(max_model_len, num_tokens))
+    return KVSize(
+        num_blocks=num_blocks,
+        max_model_len=min(max_model_len, num_tokens),
+        num_window_blocks=demand.num_window_blocks(config, num_blocks),
+    )
 
 
 def check_model_len(config: EngineConfig, context: int) -> None:
@@ -105,8 +174,8 @@ def check_model_len(config: EngineConfig, context: int) -> None:
 def _room_error(
     config: EngineConfig, demand: KVDemand, room: MemoryRoom, num_tokens: int, most: int
 ) -> FieldError:
-    needed = gib(demand.num_blocks(num_tokens) * demand.bytes_per_block)
-    fitting = most // demand.bytes_per_block * demand.block_size
+    needed = gib(demand.num_bytes(config, demand.num_blocks(num_tokens)))
+    fitting = demand.num_fitting(config, most) * demand.block_size
     figures = (
         f"KV of {num_tokens} tokens takes {needed}, there is room for {gib(most)} or {fitting} tokens "
         f"({room.account})"
@@ -125,9 +194,9 @@ def _configured_size(config: EngineConfig, num_tokens: int, demand: KVDemand, ro
         raise ConfigError.of("kv_cache_tokens", num_tokens, allowed)
 
     num_blocks = demand.num_blocks(num_tokens)
-    most = max(room.most, 0) // demand.bytes_per_block
+    most = demand.num_fitting(config, room.most)
     if num_blocks > most:
-        needed = gib(num_blocks * demand.bytes_per_block)
+        needed = gib(demand.num_bytes(config, num_blocks))
         allowed = (
             f"at most {most * demand.block_size}: {num_tokens} tokens take {needed}, "
             f"there is room for {gib(max(room.most, 0))} ({room.account})"
@@ -135,7 +204,47 @@ def _configured_size(config: EngineConfig, num_tokens: int, demand: KVDemand, ro
         raise ConfigError.of("kv_cache_tokens", num_tokens, allowed)
 
     return KVSize(
-        num_blocks=num_blocks, max_model_len=min(config.max_model_len or demand.context, num_tokens)
+        num_blocks=num_blocks,
+        max_model_len=min(config.max_model_len or demand.context, num_tokens),
+        num_window_blocks=demand.num_window_blocks(config, num_blocks),
+    )
+
+
+def kv_layers(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The layers that keep keys and values of all tokens, and those that keep them of a window, in blocks of
+    their own.
+
+    There are none of the latter in a model without layers of both kinds or with recurrent ones, if no
+    sequence is longer than the longest window, and for drafts that are trees or checked: what moves and
+    checks their rows knows one block table.
+    """
+    kept = tuple(index for index, layer in enumerate(spec.layers) if layer.kv is not None)
+    windows = spec.window_layers
+    others = tuple(index for index in kept if index not in windows)
+    speculation = config.speculation
+    is_chain = speculation is None or (isinstance(speculation.shape, Chain) and not speculation.checks)
+    longest = max((window for window in spec.windows if window is not None), default=0)
+    is_longer = (config.max_model_len or spec.max_position_embeddings) > longest
+    if not (windows and others and is_chain and is_longer) or spec.recurrent_layers:
+        return kept, ()
+
+    return others, windows
+
+
+def window_demand(
+    config: EngineConfig, spec: ModelSpec, bytes_per_token: int, block_size: int, executor: str
+) -> WindowDemand:
+    """Memory of the layers of `kv_layers` with windows. bytes_per_token: of these. executor: "graph" or
+    "eager"."""
+    speculation = config.speculation
+    longest = max(window for window in spec.windows if window is not None)
+    is_cut = executor == "graph" and block_size % ATTENTION_TILE != 0
+    budget = prefill_token_budget(config, "cuda" if executor == "graph" else "cpu")
+    return WindowDemand(
+        window=longest + (ATTENTION_TILE - 1 if is_cut else 0),
+        bytes_per_block=bytes_per_token * block_size,
+        row_tokens=1 + (0 if speculation is None else speculation.shape.num_draft_tokens),
+        chunk_tokens=STEPS_IN_FLIGHT * budget,
     )
 
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from drift_sdk._fields import with_config
 from drift_sdk._validation import check_float, check_int
@@ -26,7 +29,7 @@ from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.events import Report
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.results import TokenLogprobs
+from drift_sdk.results import PromptStates, StateKind, TokenLogprobs
 from drift_sdk.scheduling.planning import SchedulerConfig
 from drift_sdk.steps import (
     DecodeRow,
@@ -137,7 +140,12 @@ class ScriptedExecutor:
             return SlotOutput()
 
         slot.length = chunk.start + len(chunk.token_ids)
-        return self._emit(chunk.slot, 1)
+        output = self._emit(chunk.slot, 1)
+        kind, num_prompt_tokens = slot.sampling.prompt_states, slot.sampling.num_prompt_tokens
+        if kind is None or chunk.start + len(chunk.token_ids) > num_prompt_tokens:
+            return output
+
+        return replace(output, prompt_states=scripted_states(self._tokens(slot, num_prompt_tokens), kind))
 
     def _decode(self, row: DecodeRow) -> SlotOutput:
         return self._emit(row.slot, min(row.num_draft_tokens + 1, self._tokens_per_step))
@@ -210,6 +218,22 @@ def may_end(constraint: TokenConstraint | None, token_ids: Sequence[int]) -> boo
     return bool(mask[EOS_TOKEN_ID // 32] >> EOS_TOKEN_ID % 32 & 1)
 
 
+def scripted_states(token_ids: Sequence[int], kind: StateKind) -> PromptStates:
+    """Hidden states of `STATE_SIZE` numbers: the shares of the tokens so far that have each remainder of a
+    division by it. Equal texts have equal ones, and texts of similar letters similar ones."""
+    counts = [0] * STATE_SIZE
+    rows: list[list[float]] = []
+    for number, token_id in enumerate(token_ids, 1):
+        counts[token_id % STATE_SIZE] += 1
+        rows.append([count / number for count in counts])
+    if kind == "mean":
+        rows = [[sum(column) / len(rows) for column in zip(*rows, strict=True)]]
+    rows = rows if kind == "all" else rows[-1:]
+    data = array("f", [number for row in rows for number in row]).tobytes()
+    return PromptStates(num_rows=len(rows), size=STATE_SIZE, data=data)
+
+
+STATE_SIZE = 32
 MAX_TOKENS_PER_STEP = 1024
 
 # It takes tools, so that there is no warning, and leaves them out: each of their characters would be a token.

@@ -56,10 +56,10 @@ def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
     counts: list[int] = []
     fractions: list[float] = []
 
-    def fit_blocks(num_graphs: int) -> int:
+    def fit_blocks(num_graphs: int) -> tuple[int, int]:
         device.calls.append("fit")
         counts.append(num_graphs)
-        return NUM_BLOCKS
+        return NUM_BLOCKS, 0
 
     def report(stage: str, fraction: float) -> None:
         if stage == "capture graphs":
@@ -74,8 +74,8 @@ def test_cache_is_sized_between_warm_up_and_captures(has_drafter: bool) -> None:
         drafter_factory=drafter_factory,
         hooks=StartupHooks(fit_blocks=fit_blocks, report=report),
     )
-    # Of prompts, rounds, first tokens and mixed steps, and with a drafter of draft extensions.
-    num_kinds = 5 if has_drafter else 4
+    # Of prompts, rounds, first tokens, mixed steps and scored rows, and with a drafter of draft extensions.
+    num_kinds = 6 if has_drafter else 5
     num_graphs = device.calls.count("capture")
     assert device.calls == ["warm up"] * num_kinds + ["fit"] + ["capture"] * num_graphs + ["finish"]
     assert counts == [num_graphs]

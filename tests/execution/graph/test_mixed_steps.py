@@ -71,12 +71,14 @@ def requests_of() -> list[tuple[list[int], SlotSampling]]:
     shared = drawn(9)
     return [
         request(drawn(6), 14),
-        request([*shared, 7], 3, temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+        request(
+            [*shared, 7], 3, temperature=0.8, top_p=0.9, seed=3, num_logprobs=2, logprob_token_ids=(9, 70, 1)
+        ),
         request([5], 2, temperature=1.0, seed=12),
         request(shared, 4),
         request([8, 9] * 5, 3, num_prompt_logprobs=1, presence_penalty=0.4, logit_bias=((17, 0.5),)),
         request([*shared, 27], 4, repetition_penalty=4.0, frequency_penalty=0.5),
-        request([8, 9] * 5, 8),
+        request([8, 9] * 5, 8, num_logprobs=0, logprob_token_ids=(40,)),
         request(drawn(16), 2),
     ]
 
@@ -217,6 +219,8 @@ def test_steps_and_drafts_equal_those_of_the_eager_executor(
     assert tokens == eager_tokens == expected
     found, others = ([[summary(output) for output in step] for step in each] for each in (steps, eager_steps))
     assert found == others
+    given, other_given = given_logprobs(steps), given_logprobs(eager_steps)
+    assert given == pytest.approx(other_given, abs=1e-4) and len(given) == 3 * 3 + 8
     assert sum(bucket.num_drafts == NUM_DRAFTS for _, bucket, _ in launched) > 1
     assert not any(leaves_one_token(plan) for plan, _, _ in launched)
     assert max(tokens[0]) < 32 <= min(tokens[4]) and max(tokens[4]) < 64
@@ -240,6 +244,12 @@ def check_products(file: Path, small: Decoder) -> None:
     assert {role: logged[f"draft {role}"] for role in roles} == {
         role: tuple(weight.shape) for role, weight in found.items()
     }
+
+
+def given_logprobs(steps: list[list[SlotOutput]]) -> list[float]:
+    """The log-probabilities of given tokens, of all generated tokens."""
+    entries = [entry for step in steps for output in step for entry in output.logprobs or ()]
+    return [logprob for entry in entries for _, logprob in entry.given]
 
 
 def summary(output: SlotOutput) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ import torch
 from draft_zoo import make_draft
 from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
+from msgspec.structs import replace
 from tiny_llama import tiny_llama
 
 from drift_sdk import DynamicTree, NGram, StaticTree
@@ -28,6 +29,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import Executor, ExecutorLimits
+from perf.harness import manual_driver
 from perf.harness.manual_driver import ManualDriver
 
 pytestmark = pytest.mark.kernel
@@ -51,12 +53,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, DraftDeco
     return target, DraftDecoder.load(folder / "draft", target)
 
 
-def rounds(executor: Executor, num_drafts: int, depth: int | None) -> list[Any]:
+def rounds(
+    executor: Executor, num_drafts: int, depth: int | None, logprobs: list[float] | None = None
+) -> list[Any]:
+    """logprobs: takes those of given tokens."""
     slots = ManualDriver(executor, prefill_token_budget=BUDGET)
     slots.fill(6, [12, 10])
     found = []
     while slots.active:
         outputs = slots.round(num_drafts, max_depth=depth).decode
+        entries = [entry for output in outputs for entry in output.logprobs or ()]
+        if logprobs is not None:
+            logprobs += [logprob for entry in entries for _, logprob in entry.given]
         found.append(
             [
                 (
@@ -91,14 +99,21 @@ def graph_executor(
     ("shape", "has_checks"), [(STATIC, True), (DYNAMIC, False)], ids=["static", "dynamic"]
 )
 def test_rounds_equal_those_of_the_eager_executor(
-    models: tuple[Decoder, DraftDecoder], shape: Any, has_checks: bool
+    models: tuple[Decoder, DraftDecoder], shape: Any, has_checks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Log-probabilities of given tokens follow the accepted path."""
+    given = {"num_logprobs": 0, "logprob_token_ids": (3, 50)}
+    greedy = manual_driver._greedy
+    monkeypatch.setattr(manual_driver, "_greedy", lambda *lengths: replace(greedy(*lengths), **given))
     factory = EagleDrafterFactory(models[1], (shape.num_draft_tokens,), tree=shape)
     eager = EagerExecutor(models[0], LIMITS, factory.eager_drafter(models[0], LIMITS))
-    expected = rounds(eager, shape.num_draft_tokens, shape.depth)
+    logprobs: list[list[float]] = [[], []]
+    expected = rounds(eager, shape.num_draft_tokens, shape.depth, logprobs[0])
     executor = graph_executor(models, factory, has_checks=has_checks)
-    assert rounds(executor, shape.num_draft_tokens, shape.depth) == expected
-    assert len(expected) > 2
+    assert rounds(executor, shape.num_draft_tokens, shape.depth, logprobs[1]) == expected
+    assert len(expected) > 2 and any(output[3] for outputs in expected for output in outputs)
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
+    assert len(logprobs[1]) == 2 * sum(len(output[0]) for outputs in expected for output in outputs) > 0
 
 
 @pytest.mark.parametrize("kind", ["head", "model and ngrams"])

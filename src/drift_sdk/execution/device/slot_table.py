@@ -76,6 +76,7 @@ class SlotTable:
     words: the arena, int32. The others are views of it.
     columns: what sampling reads. state: lengths, newest tokens and finished flags.
     block_table [S, max_blocks] int32.
+    window_table [S, max_blocks] int32: of layers with windows; [S, 0] if they have no blocks of their own.
     history [S, max_model_len + 1] int32: the token at each position; [S, 0] without `has_history`.
     ngram_score [S] int32: see `execution.ngram_history`; 0 of a new sequence. [0] without `has_history`.
     dropped, pending [S] int32: see `Retrieval`; 0 of a new sequence. [0] without `has_views`.
@@ -100,6 +101,7 @@ class SlotTable:
         self._num_slots = num_slots
         widths = {name: dtype.itemsize // 4 for name, dtype in COLUMNS.items()}
         widths |= {"block_table": max_blocks, "bias": vocab_size, "counts": vocab_size}
+        widths |= {"window_table": max_blocks if limits.num_window_blocks else 0}
         widths |= {"history": limits.max_model_len + 1, "ngram_score": 1} if has_history else NO_HISTORY
         widths |= dict.fromkeys(NO_VIEWS, 1) if has_views else NO_VIEWS
         widths |= dict.fromkeys(("prompt_bits", "stop_bits", "allowed_bits"), num_words)
@@ -120,6 +122,7 @@ class SlotTable:
             for name in widths
         }
         self.block_table: torch.Tensor = table.pop("block_table").view(num_slots, max_blocks)
+        self.window_table: torch.Tensor = table.pop("window_table").view(num_slots, -1)
         self.history: torch.Tensor = table.pop("history").view(num_slots, -1)
         self.ngram_score: torch.Tensor = table.pop("ngram_score")
         self.dropped, self.pending = table.pop("dropped"), table.pop("pending")
@@ -178,10 +181,10 @@ class SlotTable:
             columns.prompt_bits[slot].zero_()
             columns.counts[slot].zero_()
 
-    def place_blocks(self, update: BlockUpdate, updates: Updates) -> None:
-        """Set entries of a slot's block table."""
+    def place_blocks(self, update: BlockUpdate, updates: Updates, table: str = "block_table") -> None:
+        """Set entries of a slot's block table. table: this one, or "window_table"."""
         places = np.arange(update.first_index, update.first_index + len(update.block_ids))
-        self._set(updates, "block_table", update.slot, np.array(update.block_ids, dtype=np.int32), places)
+        self._set(updates, table, update.slot, np.array(update.block_ids, dtype=np.int32), places)
 
     def set_length(self, slot: int, length: int, last_token: int, updates: Updates) -> None:
         """Set how many tokens a slot has, and the newest of them."""

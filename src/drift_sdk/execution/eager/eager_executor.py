@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic, process_time
 
@@ -33,13 +34,23 @@ from drift_sdk.execution.eager.rounds import (
     num_tree_blocks,
     place_rows,
     rewind,
+    sequence_rows,
 )
-from drift_sdk.execution.eager.sampling import LogitsProcessors, apply_processors, choose, token_logprobs
+from drift_sdk.execution.eager.sampling import (
+    LogitsProcessors,
+    apply_functions,
+    apply_processors,
+    choose,
+    token_logprobs,
+    with_given,
+)
 from drift_sdk.execution.eager.slot import Slot
-from drift_sdk.models.attention import AttentionBatch, RefreshBatch, SequenceRows, StepRows
+from drift_sdk.execution.prompt_states import StateGatherer
+from drift_sdk.models.attention import AttentionBatch, RefreshBatch, StepRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.states import Checkpoint, SequenceState, StateRows
+from drift_sdk.models.weight_update import update_weights
 from drift_sdk.steps import (
     DecodeRow,
     ExecutorLimits,
@@ -48,6 +59,7 @@ from drift_sdk.steps import (
     StepPlan,
     StepResult,
     Verification,
+    scored_tokens,
 )
 from drift_sdk.trees import Draft
 
@@ -144,7 +156,9 @@ class EagerExecutor:
         self._decoder: Decoder | None = decoder
         max_tree_rows = drafter.max_tree_rows if drafter is not None else 0
         num_blocks = limits.num_blocks + num_tree_blocks(max_tree_rows, limits.block_size)
-        self._cache: KVCache | None = decoder.empty_kv_cache(num_blocks, limits.block_size)
+        self._cache: KVCache | None = decoder.empty_kv_cache(
+            num_blocks, limits.block_size, limits.num_window_blocks
+        )
         self._device = decoder.device
         self._drafter = drafter
         self._checks = checks
@@ -175,6 +189,13 @@ class EagerExecutor:
         self._busy_cores.look()
         return StepResult(step_id=plan.step_id, prefill=prefill, decode=decode, duration_s=duration_s)
 
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `TakesWeights`."""
+        if self._decoder is None:
+            raise ExecutorError("the executor is closed")
+
+        update_weights(self._decoder, tensors)
+
     def close(self) -> None:
         self._launched.clear()
         self._slots.clear()
@@ -187,6 +208,8 @@ class EagerExecutor:
         for assignment in plan.assignments:
             rules = LogitsProcessors.of(assignment, self.limits.vocab_size, self._device)
             slot = self._slots[assignment.slot] = Slot(assignment.sampling, rules)
+            if assignment.sampling.prompt_states is not None:
+                slot.states = StateGatherer(assignment.sampling.prompt_states)
             if self._drafter is not None:
                 self._drafter.enter(slot, assignment.cached_token_ids)
             if self._partial is not None:
@@ -195,16 +218,15 @@ class EagerExecutor:
                 self._states[assignment.slot] = self._state(assignment.checkpoint)
         for update in plan.block_updates:
             self._slots[update.slot].place_blocks(update.first_index, update.block_ids)
+        for update in plan.window_updates:
+            self._slots[update.slot].place_window_blocks(update.first_index, update.block_ids)
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[SlotOutput, ...]:
         """Run the prefill part: an output for each chunk, with a token for each last one."""
         if not chunks:
             return ()
 
-        rows = [
-            SequenceRows(self._slots[chunk.slot].block_table, chunk.start, len(chunk.token_ids))
-            for chunk in chunks
-        ]
+        rows = [sequence_rows(self._slots[chunk.slot], chunk.start, len(chunk.token_ids)) for chunk in chunks]
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         states = [self._chunk_rows(chunk) for chunk in chunks] if self._has_states else []
         hidden, aux_hidden = self._forward(token_ids, AttentionBatch(rows, self._open_cache()), states)
@@ -221,6 +243,10 @@ class EagerExecutor:
                 slot.rules.count(chunk.token_ids, chunk.start)
             if slot.sampling.num_prompt_logprobs is not None:
                 self._score_prompt(hidden[first_row : first_row + len(chunk.token_ids)], chunk, slot)
+            if slot.states is not None:
+                assert self._decoder is not None
+                chunk_hidden = hidden[first_row : first_row + len(chunk.token_ids)]
+                slot.states.add(chunk_hidden, self._decoder.final_normed, is_last=chunk.is_last)
             first_row += len(chunk.token_ids)
             if chunk.is_last:
                 last_rows.append(first_row - 1)
@@ -260,11 +286,12 @@ class EagerExecutor:
     def _score_prompt(self, hidden: Tensor, chunk: PrefillChunk, slot: Slot) -> None:
         """Add the log-probabilities of the prompt tokens that follow a chunk's rows, hidden [N, H], to the
         slot."""
-        following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
+        row, scored = scored_tokens(chunk, slot.sampling)
+        hidden = hidden[row:]
         num_top = slot.sampling.num_prompt_logprobs
         assert num_top is not None and self._decoder is not None
-        for first in range(0, len(following), LOGITS_ROWS):
-            token_ids = following[first : first + LOGITS_ROWS]
+        for first in range(0, len(scored), LOGITS_ROWS):
+            token_ids = scored[first : first + LOGITS_ROWS]
             tokens = torch.tensor(token_ids, dtype=torch.int64, device=hidden.device)
             logits = self._decoder.logits(hidden[first : first + len(tokens)])
             entries = token_logprobs(logits, tokens, [num_top] * len(tokens))
@@ -425,17 +452,24 @@ class EagerExecutor:
         logits = decoder.logits(hidden)
         lengths = [slot.length for slot in slots]
         ruled = apply_processors(logits, [slot.rules for slot in slots], lengths)
+        ruled, errors = apply_functions(ruled, [slot.rules for slot in slots])
         tokens = choose(ruled, [slot.sampling for slot in slots], lengths)
         logprobs = token_logprobs(logits, tokens, [slot.sampling.num_logprobs for slot in slots])
-        prompts = [slot.whole_prompt_logprobs for slot in slots]  # before a token is appended
+        logprobs = with_given(logprobs, logits, [slot.sampling.logprob_token_ids for slot in slots])
+        # Before a token is appended:
+        prompts = [(slot.whole_prompt_logprobs, slot.whole_states) for slot in slots]
         return [
             SlotOutput(
                 token_ids=(token,),
                 finish=slot.append(token),
                 logprobs=(entry,) if entry is not None else None,
-                prompt_logprobs=prompt,
+                prompt_logprobs=prompt_logprobs,
+                prompt_states=prompt_states,
+                error=errors.get(row),
             )
-            for slot, token, entry, prompt in zip(slots, tokens.tolist(), logprobs, prompts, strict=True)
+            for row, (slot, token, entry, (prompt_logprobs, prompt_states)) in enumerate(
+                zip(slots, tokens.tolist(), logprobs, prompts, strict=True)
+            )
         ]
 
 
@@ -453,4 +487,5 @@ def _join_outputs(outputs: list[SlotOutput], draft: Draft, accepted: list[int]) 
         num_accepted=len(accepted),
         accepted_nodes=() if draft.tree.is_chain else tuple(accepted),
         is_ngram=draft.is_ngram,
+        error=next((output.error for output in outputs if output.error is not None), None),
     )

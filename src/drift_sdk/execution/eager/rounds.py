@@ -96,12 +96,17 @@ def place_rows(slots: Sequence[Slot], drafts: Sequence[Draft], limits: ExecutorL
     return slot_rows
 
 
+def sequence_rows(slot: Slot, start: int, num_rows: int) -> SequenceRows:
+    """Rows of the target at positions `start ... start + num_rows - 1` of a slot."""
+    return SequenceRows(slot.block_table, start, num_rows, slot.window_table or None)
+
+
 def attention_batch(slot_rows: Sequence[SlotRows], cache: KVCache) -> StepRows:
     """The rows of a round, and what each of them sees: its sequence's tokens before the round, and the nodes
     on its path."""
     if all(each.draft.tree.is_chain for each in slot_rows):
         return AttentionBatch(
-            [SequenceRows(each.slot.block_table, each.start, len(each.kv_slots)) for each in slot_rows], cache
+            [sequence_rows(each.slot, each.start, len(each.kv_slots)) for each in slot_rows], cache
         )
 
     rows = [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from drift_sdk._kernels.sampling.torch_reference import (
     top_logprobs,
     unpack_mask,
 )
+from drift_sdk.errors import RequestError, error_repr
+from drift_sdk.processors import LogitsFunction
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.steps import SlotAssignment, SlotSampling
 
@@ -46,6 +49,8 @@ class LogitsProcessors:
         sampling = assignment.sampling
         self.sampling = sampling
         self.constraint = assignment.constraint
+        self.functions = assignment.functions
+        self.output_ids: list[int] = []  # with functions
         self.stop_ids: torch.Tensor = tensor(sampling.stop_token_ids, torch.int64)
         self.bias_ids: torch.Tensor = tensor([token_id for token_id, _ in sampling.logit_bias], torch.int64)
         self.bias: torch.Tensor = tensor([addend for _, addend in sampling.logit_bias], torch.float32)
@@ -70,11 +75,15 @@ class LogitsProcessors:
             or (bool(sampling.stop_token_ids) and sampling.min_length > sampling.num_prompt_tokens)
             or sampling.allowed_token_ids is not None
             or assignment.constraint is not None
+            or bool(assignment.functions)
         )
         return cls(assignment, vocab_size, device) if has_rules else None
 
     def count(self, token_ids: Sequence[int], start: int) -> None:
-        """Count tokens of the prompt or of the output, at positions from `start` on, for the penalties."""
+        """Count tokens of the prompt or of the output, at positions from `start` on, for the penalties and
+        functions."""
+        if self.functions:
+            self.output_ids += token_ids[max(0, self.sampling.num_prompt_tokens - start) :]
         if not token_ids or not self.sampling.has_penalties:
             return
 
@@ -139,6 +148,47 @@ def apply_processors(
     changed = _penalise(changed, ruled)
     changed = _forbid(changed, ruled, [lengths[row] for row in rows])
     return _replace_rows(logits, rows, changed)
+
+
+def apply_functions(
+    logits: Tensor, rules: Sequence[LogitsProcessors | None]
+) -> tuple[Tensor, dict[int, RequestError]]:
+    """logits [M, V] fp32 after the functions of each row, and the errors of functions, by row: its logits are
+    left as they were."""
+    errors: dict[int, RequestError] = {}
+    rows: list[int] = []
+    changed: list[Tensor] = []
+    for row, rule in enumerate(rules):
+        if rule is None or not rule.functions:
+            continue
+
+        try:
+            values = called(rule.functions, rule.output_ids, logits[row])
+        except Exception as error:
+            errors[row] = RequestError(f"logits_processors: {error_repr(error)}", field="logits_processors")
+            errors[row].__cause__ = error
+        else:
+            rows.append(row)
+            changed.append(values)
+    return (_replace_rows(logits, rows, torch.stack(changed)) if rows else logits), errors
+
+
+def called(functions: Sequence[LogitsFunction], output_ids: Sequence[int], logits: Tensor) -> Tensor:
+    """Logits [V] after functions. ValueError for a result that is no such row."""
+    values = logits.cpu().numpy().copy()
+    for function in functions:
+        found = function(tuple(output_ids), values)
+        if found is None:
+            continue
+
+        values = np.array(found, dtype=np.float32)  # a copy: the next function may change it
+        if values.shape != tuple(logits.shape):
+            raise ValueError(f"a result of shape {values.shape}: expected {tuple(logits.shape)}")
+
+    if np.isnan(values).any() or not (values > -np.inf).any() or (values == np.inf).any():
+        raise ValueError("expected logits without NaN and infinity, of which some are finite")
+
+    return torch.from_numpy(values).to(logits.device)
 
 
 def _add_biases(logits: Tensor, rules: list[LogitsProcessors]) -> Tensor:
@@ -288,3 +338,17 @@ def token_logprobs(
         entries[row] = TokenLogprobs(token_id=token, logprob=logprob, top=top)
 
     return entries
+
+
+def with_given(
+    entries: Sequence[TokenLogprobs | None], logits: Tensor, wanted: Sequence[tuple[int, ...]]
+) -> list[TokenLogprobs | None]:
+    """The entries of rows of logits [M, V] with the log-probabilities of given tokens. wanted: of each row,
+    the ids."""
+    found = list(entries)
+    for row, (entry, token_ids) in enumerate(zip(entries, wanted, strict=True)):
+        if entry is not None and token_ids:
+            values = logits[row].log_softmax(dim=-1)[list(token_ids)].tolist()
+            found[row] = replace(entry, given=tuple(zip(token_ids, values, strict=True)))
+
+    return found

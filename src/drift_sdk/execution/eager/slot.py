@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from drift_sdk.results import TokenLogprobs
+from drift_sdk.results import PromptStates, TokenLogprobs
 from drift_sdk.steps import SlotSampling
 
 if TYPE_CHECKING:  # a scripted executor has slots and no torch
     from drift_sdk.execution.eager.sampling import LogitsProcessors
+    from drift_sdk.execution.prompt_states import StateGatherer
 
 
 class Slot:
@@ -17,9 +18,11 @@ class Slot:
     length:           tokens of prompt and output computed or sampled so far.
     last_token:       the newest token; -1 before the first one is sampled.
     block_table:      its KV blocks.
+    window_table:     those of layers with windows; empty if they are the same.
     is_finished:      whether it has stopped or reached its limit.
     rules:            rules that change its logits; None without any.
     prompt_logprobs:  log-probabilities of the chunks so far.
+    states:           hidden states of the chunks so far; None if they are not requested.
     draft:            state of a drafter.
     ngrams:           state of n-grams beside a draft model.
     view:             state of partial verification.
@@ -35,7 +38,9 @@ class Slot:
         "prompt_logprobs",
         "rules",
         "sampling",
+        "states",
         "view",
+        "window_table",
     )
 
     def __init__(self, sampling: SlotSampling, rules: LogitsProcessors | None = None) -> None:
@@ -45,7 +50,9 @@ class Slot:
         self.ngrams: object = None
         self.view: object = None
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.states: StateGatherer | None = None
         self.block_table: list[int] = []
+        self.window_table: list[int] = []
         self.length: int = 0
         self.last_token: int = -1
         self.is_finished: bool = False
@@ -54,6 +61,11 @@ class Slot:
         """Set the entries of the block table from `first_index` on; later ones belonged to blocks that were
         freed."""
         self.block_table[first_index:] = block_ids
+
+    def place_window_blocks(self, first_index: int, block_ids: tuple[int, ...]) -> None:
+        """The same for layers with windows. Entries before the first update lie behind the window."""
+        self.window_table += [0] * (first_index - len(self.window_table))
+        self.window_table[first_index:] = block_ids
 
     @property
     def room(self) -> int:
@@ -70,8 +82,17 @@ class Slot:
         requested or the sequence has output tokens. A sequence that is preempted after its first token has
         returned them already, and may not compute all of them again."""
         is_requested = self.sampling.num_prompt_logprobs is not None
-        is_whole = self.length == self.sampling.num_prompt_tokens
-        return tuple(self.prompt_logprobs) if is_requested and is_whole else None
+        return tuple(self.prompt_logprobs) if is_requested and self._is_whole_prompt else None
+
+    @property
+    def whole_states(self) -> PromptStates | None:
+        """The hidden states of the prompt, likewise."""
+        return self.states.result() if self.states is not None and self._is_whole_prompt else None
+
+    @property
+    def _is_whole_prompt(self) -> bool:
+        """Whether the sequence is its prompt, without output tokens."""
+        return self.length == self.sampling.num_prompt_tokens
 
     def append(self, token_id: int) -> Literal["stop", "length"] | None:
         """Append a sampled token. Returns how the sequence finished; None if it has not."""

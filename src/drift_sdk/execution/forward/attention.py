@@ -481,6 +481,7 @@ class AttentionForward:
     ) -> None:
         """block_table [S, max_blocks] int32. attention: of the rows."""
         self._cache, self._rows, self._block_table = model.cache, rows, block_table
+        self._window_table = block_table if model.window_table is None else model.window_table
         self._attention, self._products = attention, products
         self._buffers = LayerBuffers.take(workspace, model.decoder, rows.slot.shape[0])
 
@@ -493,13 +494,14 @@ class AttentionForward:
         query, attended = self._buffers.heads[spec.num_heads, spec.head_dim]
         kv = cache.layer(index if spec.kv_of is None else spec.kv_of)
         rotation, projected = cache.rotation(spec), _projected(spec)
+        block_table = self._block_table if spec.window is None else self._window_table
         product, bias = self._products.multiply(x, weights.qkv, weights.qkv_bias)
         width = (spec.num_heads + (len(projected) - 1) * spec.num_kv_heads) * spec.head_dim
         rotate_and_store(
             product[..., :width],
             rows.slot,
             rows.position,
-            self._block_table,
+            block_table,
             rotation.cos,
             rotation.sin,
             query,
@@ -519,7 +521,7 @@ class AttentionForward:
                 query=query,
                 out=attended,
                 kv=kv,
-                block_table=self._block_table,
+                block_table=block_table,
                 window=spec.window or 0,
                 scale=spec.scale,
                 sinks=weights.sinks,

@@ -57,9 +57,9 @@ class Rotation(NamedTuple):
 class PagedKVCache:
     """Keys and values of all sequences.
 
-    groups: the tensors of each shape, of the decoder's `kv_dtype`, uninitialised. They have a single block
-    until `allocate` is called, which is enough for steps whose rows are all padding. Behind these blocks
-    there are more, for nodes of trees.
+    groups: the tensors of each shape, of the decoder's `kv_dtype`, uninitialised; of layers with windows
+    apart, if these have blocks of their own. They have a single block until `allocate` is called, which is
+    enough for steps whose rows are all padding. Behind these blocks there are more, for nodes of trees.
     first_tree_slot: the first cache slot behind the blocks.
     """
 
@@ -71,20 +71,26 @@ class PagedKVCache:
         self._num_tree_blocks = -(-num_tree_rows // limits.block_size)
         self._positions = torch.arange(limits.max_model_len + 1, dtype=torch.float32, device=decoder.device)
         self._rotations: dict[tuple[Rope | None, QueryScaling | None], Rotation] = {}
+        windows = decoder.spec.window_layers if limits.num_window_blocks else ()
+        self._layers: dict[tuple[KVShape, bool], list[int]] = {}  # by shape, and whether in `windows`
+        for shape, layers in decoder.spec.kv_groups.items():
+            for layer in layers:
+                self._layers.setdefault((shape, layer in windows), []).append(layer)
         self._places = {
             layer: (group, place)
-            for group, layers in enumerate(decoder.spec.kv_groups.values())
+            for group, layers in enumerate(self._layers.values())
             for place, layer in enumerate(layers)
         }
-        self.allocate(1)
+        self.allocate(1, 1)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Replace keys and values. Graphs that were captured before still use the old ones."""
+    def allocate(self, num_blocks: int, num_window_blocks: int = 0) -> None:
+        """Replace keys and values. Graphs that were captured before still use the old ones.
+        num_window_blocks: of layers with windows, if these have blocks of their own."""
         self.groups = []  # the old ones are freed before the new ones are allocated
         self.first_tree_slot = num_blocks * self.block_size
-        num_all = num_blocks + self._num_tree_blocks
-        for shape, layers in self._decoder.spec.kv_groups.items():
-            self.groups.append(self._tensors(shape, len(layers), num_all))
+        for (shape, is_window), layers in self._layers.items():
+            number = num_window_blocks if is_window else num_blocks + self._num_tree_blocks
+            self.groups.append(self._tensors(shape, len(layers), number))
 
     def _tensors(self, shape: KVShape, num_layers: int, num_blocks: int) -> KVTensors:
         decoder = self._decoder
@@ -287,6 +293,8 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits:  most sequences, tokens and blocks.
     states:  of recurrent layers; None: the model has none.
     exchange: with the other GPUs of a tensor-parallel model; None: the decoder is the whole model.
+    window_table: [S, max_blocks] int32, the block table of layers with windows; None: they have no blocks of
+             their own.
     """
 
     decoder: Decoder
@@ -295,3 +303,4 @@ class ModelResources(Struct, frozen=True, kw_only=True):
     limits: ExecutorLimits
     states: RecurrentStates | None = None
     exchange: Exchange | None = None
+    window_table: Tensor | None = None

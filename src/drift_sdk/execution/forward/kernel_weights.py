@@ -20,6 +20,7 @@ from drift_sdk._kernels.quantised.packing import (
 from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.models.layer_inputs import LayerInputWeights
 from drift_sdk.models.weights import ChannelWeights, DecoderWeights, LayerWeights
 from drift_sdk.quantised.formats import NVFP4_GROUP, Fp8Weight, Int4Weight, Nvfp4Weight
 from drift_sdk.quantised.weight import GroupedIntegers, Matrix, QuantisedWeight, dequantised
@@ -101,20 +102,14 @@ def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = Non
     embedding = dequantised(weights.embedding, dtype)
     is_tied = weights.head is weights.embedding
     head = embedding if is_tied else arrange_matrix(weights.head, dtype, is_whole=True)
-    inputs = weights.layer_inputs
-    if inputs is not None:
-        inputs = replace(
-            inputs,
-            embedding=dequantised(inputs.embedding, dtype),
-            projection=arrange_matrix(inputs.projection, dtype),
-        )
+    inputs = None if weights.layer_inputs is None else _arrange_inputs(weights.layer_inputs, dtype)
     arranged = replace(weights, embedding=embedding, head=head, layer_inputs=inputs, layers=())
     if isinstance(draft, DraftDecoder):
         _arrange_draft(draft, weights, arranged)
     decoder.weights = arranged
     del weights
     for index, channel in enumerate(channels):
-        layers[index] = _arrange_layer(layers[index], dtype, channel)
+        layers[index] = arrange_layer(layers[index], dtype, channel)
     decoder.weights = replace(decoder.weights, layers=tuple(layers))
 
 
@@ -129,11 +124,29 @@ def _arrange_draft(draft: DraftDecoder, target: DecoderWeights, arranged: Decode
         head=arranged.head if shares_head else arrange_matrix(weights.head, dtype),
         fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
         joint=None if weights.joint is None else arrange_matrix(weights.joint, dtype),
-        layers=tuple(_arrange_layer(layer, dtype, draft.config.layer.channel) for layer in weights.layers),
+        layers=tuple(arrange_layer(layer, dtype, draft.config.layer.channel) for layer in weights.layers),
     )
 
 
-def _arrange_layer(layer: LayerWeights, dtype: torch.dtype, spec: Channel) -> LayerWeights:
+def arrange_part(weights: Any, dtype: torch.dtype, channel: Channel | None) -> Any:
+    """A part of a decoder's weights with arranged matrices. channel: of a layer."""
+    if isinstance(weights, LayerWeights):
+        assert channel is not None
+        return arrange_layer(weights, dtype, channel)
+
+    return _arrange_inputs(weights, dtype) if isinstance(weights, LayerInputWeights) else weights
+
+
+def _arrange_inputs(inputs: LayerInputWeights, dtype: torch.dtype) -> LayerInputWeights:
+    return replace(
+        inputs,
+        embedding=dequantised(inputs.embedding, dtype),
+        projection=arrange_matrix(inputs.projection, dtype),
+    )
+
+
+def arrange_layer(layer: LayerWeights, dtype: torch.dtype, spec: Channel) -> LayerWeights:
+    """The weights of a layer with arranged matrices. spec: of its channel."""
     matrices: dict[str, Any] = {
         name: arrange_matrix(matrix, dtype) for name, matrix in layer.mixer.matrices.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundDrafter, Tr
 from drift_sdk.execution.rounds.round import (
     ChainTreeDrafter,
     MixedTensors,
+    PromptHead,
     RefreshedRows,
     Round,
     SampleCommit,
@@ -71,6 +73,7 @@ class GraphSteps:
     drafter: drafts in rounds; None without speculation. trees: drafts trees; None if drafts are chains.
     prefill_hidden: the residual stream of the latest prefill step. It is kept until the first tokens have
     been sampled from it and the drafter has read it.
+    prompt_head: scores rows of prompts outside of graphs; None for a model that GPUs divide.
     attention: the plan and scratch memory of rounds.
     views: the views of partial verification; None without it.
     """
@@ -129,6 +132,9 @@ class GraphSteps:
         most = max(buckets.prefill[-1], buckets.most_mixed_rows)
         self.prefill_hidden: HiddenStates = HiddenStates.take(workspace, "prefill", decoder, most, aux_layers)
         self._round_hidden = HiddenStates.take(workspace, "round", decoder, max_rows, aux_layers)
+        self.prompt_head: PromptHead | None = None
+        if model.exchange is None:
+            self.prompt_head = PromptHead(model, workspace, min(max_rows, most))
 
     def largest(self) -> list[Step]:
         """The largest step of each kind that needs memory. All other steps need no memory that these do not
@@ -147,13 +153,21 @@ class GraphSteps:
         ]
         steps += [self.mixed(bucket) for bucket in buckets.mixed if bucket.size == buckets.most_mixed_rows]
         steps.append(self.first_tokens(buckets.first_tokens[-1]))
+        if self.prompt_head is not None:
+            steps.append(partial(self._score_rows, self.prompt_head))
         return steps
 
-    def allocate_caches(self, num_blocks: int) -> None:
+    def _score_rows(self, head: PromptHead) -> None:
+        """What is computed outside of graphs, so that its kernels are there before it is needed."""
+        rows = self.prefill_hidden.first(head.num_rows).final
+        head.normed(rows)
+        head.logits(rows)
+
+    def allocate_caches(self, limits: ExecutorLimits) -> None:
         """Give the KV caches of target and draft their blocks; before anything is captured."""
-        self._model.cache.allocate(num_blocks)
+        self._model.cache.allocate(limits.num_blocks, limits.num_window_blocks)
         if self.drafter is not None and self.drafter.kv_cache is not None:
-            self.drafter.kv_cache.allocate(num_blocks)
+            self.drafter.kv_cache.allocate(limits.num_blocks)
 
     def update(self) -> None:
         """Apply slot table updates and nothing else."""
@@ -420,7 +434,7 @@ class GraphSteps:
         )
 
 
-FitBlocks = Callable[[int], int]
+FitBlocks = Callable[[int], tuple[int, int]]
 """Takes the number of graphs to be captured and returns how many KV blocks there is room for beside them.
 Called once everything else has its memory."""
 
@@ -453,7 +467,8 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
 class StartupHooks(Struct, frozen=True, kw_only=True):
     """Called while an executor starts.
 
-    fit_blocks: how many KV blocks there is room for; None = limits.num_blocks. report: progress.
+    fit_blocks: how many KV blocks there is room for, and how many of layers with windows, beside so many
+    graphs; None = those of the limits. report: progress.
     """
 
     fit_blocks: FitBlocks | None = None
@@ -505,11 +520,11 @@ class CapturedGraphs:
         self._compile()
         self._warm_up()
 
-    def capture(self, num_blocks: int) -> None:
-        """Capture all graphs, with KV caches of `num_blocks` blocks. To be called once."""
+    def capture(self, limits: ExecutorLimits) -> None:
+        """Capture all graphs, with KV caches of as many blocks as the limits have. To be called once."""
         resources, steps, buckets = self._resources, self._steps, self._buckets
         with resources.device.work():
-            steps.allocate_caches(num_blocks)
+            steps.allocate_caches(limits)
         self._capture_prefill()
         self._capture_mixed()
         self._capture_rounds()
@@ -727,6 +742,7 @@ def open_graphs(
         states = RecurrentStates(decoder, limits.max_num_seqs, most, options.num_checkpoints)
     target = ModelResources(
         decoder=decoder,
+        window_table=table.window_table if limits.num_window_blocks else None,
         cache=PagedKVCache(decoder, limits, num_tree_rows),
         tuned=model.tuned,
         limits=limits,

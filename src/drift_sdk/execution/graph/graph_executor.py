@@ -20,7 +20,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.gemm.tuning import LoggedProduct, TunedTable, add_products
-from drift_sdk.errors import ExecutorError
+from drift_sdk.errors import ExecutorError, RequestError
 from drift_sdk.events import ignore_progress
 from drift_sdk.execution.device.device import Device, DeviceGroup, Event, Replay, ServingDevice
 from drift_sdk.execution.device.errors import is_kept, typed_errors
@@ -28,6 +28,7 @@ from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_ex
 from drift_sdk.execution.device.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
+from drift_sdk.execution.forward.kernel_weights import arrange_part
 from drift_sdk.execution.graph.buckets import GraphBuckets
 from drift_sdk.execution.graph.gpu_graphs import (
     NO_HOOKS,
@@ -41,11 +42,12 @@ from drift_sdk.execution.graph.gpu_graphs import (
     open_graphs,
     open_ring,
 )
-from drift_sdk.execution.graph.step_launcher import PromptLogprobs, ResultPlaces, StepLauncher
+from drift_sdk.execution.graph.step_launcher import PromptOutputs, ResultPlaces, StepLauncher
 from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
 from drift_sdk.models.shard import Shard
+from drift_sdk.models.weight_update import update_weights
 from drift_sdk.models.weights import LayerWeights
 from drift_sdk.quantised.weight import dense
 from drift_sdk.steps import ExecutorLimits, StepPlan, StepResult
@@ -258,7 +260,7 @@ class GraphExecutor:
         """
         first, *others = gpus
         first.graphs.join([gpu.graphs for gpu in others])
-        self._device, self._gpus = device, gpus
+        self._device, self._gpus, self._decoder = device, gpus, model.decoder
         self._resources = first.resources
         self._graphs: CapturedGraphs | None = first.graphs
         self._step_timeout_s = options.step_timeout_s
@@ -267,13 +269,13 @@ class GraphExecutor:
         if options.shape_log is not None:
             self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)
             self._product_log.watch(self._graphs, is_exact=not options.fast_prompts)
-        prompt_logprobs = PromptLogprobs(model.decoder, first.steps.prefill_hidden.final)
+        prompt_outputs = PromptOutputs(first.steps.prompt_head, first.steps.prefill_hidden.final)
         mirrors = [gpu.resources for gpu in others]
         self._launcher = StepLauncher(
             self._resources,
             self._graphs,
             buckets,
-            prompt_logprobs,
+            prompt_outputs,
             mirrors,
             first.states,
             needs_first_token=model.drafter_factory.needs_first_token,
@@ -283,16 +285,19 @@ class GraphExecutor:
         self._last_ended: Event | None = None  # of the latest collected step
         self._allocations = AllocationCount(device)
 
-    def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> int:
-        """The number of blocks that the cache gets. A sequence can be no longer than all of them together, so
-        `limits` is reduced to that."""
+    def _fit(self, fit_blocks: FitBlocks | None, num_graphs: int) -> ExecutorLimits:
+        """The limits with the numbers of blocks that the cache gets. A sequence can be no longer than all of
+        them together."""
         limits = self.limits
         if fit_blocks is not None:
-            num_blocks = fit_blocks(num_graphs)
-            max_model_len = min(limits.max_model_len, num_blocks * limits.block_size)
-            limits = msgspec.structs.replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
-            self.limits = limits
-        return limits.num_blocks
+            num_blocks, num_window_blocks = fit_blocks(num_graphs)
+            self.limits = msgspec.structs.replace(
+                limits,
+                num_blocks=num_blocks,
+                num_window_blocks=num_window_blocks,
+                max_model_len=min(limits.max_model_len, num_blocks * limits.block_size),
+            )
+        return self.limits
 
     def round_costs(self) -> dict[tuple[int, int], float]:
         """Seconds that rounds of (slots, drafts) take without any context. Call it before anything is
@@ -354,6 +359,19 @@ class GraphExecutor:
             host_work=self._resources.ring.take_work(self._allocations.step()),
         )
 
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `TakesWeights`. The graphs read the weights where they were."""
+        if self._graphs is None:
+            raise ExecutorError("the executor is closed")
+
+        if len(self._gpus) > 1:
+            raise RequestError.of("tensors", f"{len(tensors)} tensors", "an engine without tensor_parallel")
+
+        with typed_errors(self), self._device.work():
+            update_weights(self._decoder, tensors, arrange_part)
+            (event := self._event()).record()
+            event.wait(self._step_timeout_s)
+
     def close(self) -> None:
         if self._graphs is None or is_kept(self):
             return
@@ -370,7 +388,7 @@ class GraphExecutor:
         self._launched.clear()
         self._graphs.close()
         self._graphs = None
-        del self._resources, self._launcher, self._gpus
+        del self._resources, self._launcher, self._gpus, self._decoder
         self._device.close()
 
     def _finish(self) -> None:
@@ -473,10 +491,10 @@ class ParallelExecutor(GraphExecutor):
                             hooks.report if is_first else ignore_progress,
                         )
                     )
-            num_blocks = self._fit(hooks.fit_blocks, gpus[0].graphs.num_graphs)
+            fitted = self._fit(hooks.fit_blocks, gpus[0].graphs.num_graphs)
             for gpu in gpus:
                 with gpu.device.work():
-                    gpu.graphs.capture(num_blocks)
+                    gpu.graphs.capture(fitted)
             self._arm(group, options, gpus)
         self._prepare_serving(group, models[0], gpus, buckets, options)
 

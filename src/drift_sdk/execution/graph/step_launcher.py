@@ -1,6 +1,6 @@
 """Launching of steps: the replays of a plan, their input words, and results once the step has ended.
 
-Log-probabilities of prompt tokens are computed by torch, outside the graphs.
+Log-probabilities and hidden states of prompts are computed outside the graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from drift_sdk._kernels.attention.prefill import prefill_tiles
 from drift_sdk._kernels.commit import (
@@ -30,12 +31,11 @@ from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 from drift_sdk.execution.device.resources import DeviceResources, Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
 from drift_sdk.execution.device.stages import forward_stage
-from drift_sdk.execution.eager.eager_executor import LOGITS_ROWS
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs
-from drift_sdk.execution.rounds.round import violation_of
-from drift_sdk.models.decoder import Decoder
+from drift_sdk.execution.prompt_states import StateGatherer
+from drift_sdk.execution.rounds.round import PromptHead, violation_of
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.spec.model import BORDER
 from drift_sdk.steps import (
@@ -46,6 +46,7 @@ from drift_sdk.steps import (
     SlotSampling,
     StepPlan,
     TokenConstraint,
+    scored_tokens,
 )
 
 Words = NDArray[np.int32]
@@ -288,38 +289,78 @@ ScoredParts = list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]]
 [N, num_top]. The tensors are in pinned memory and being copied to."""
 
 
-class PromptLogprobs:
-    """Scores the token after each prompt position, from `hidden` [N, H] of the prefill step launched last.
+VECTOR = 4
+"""Numbers of fp32 that torch loads at once."""
 
-    The results are valid on the host once that step has ended.
+
+def aligned(logits: Tensor) -> Tensor:
+    """Logits [N, V] fp32, with columns of -inf if the rows begin at addresses of different alignment: torch's
+    softmax sums a row in an order that depends on that."""
+    num_missing = -logits.shape[1] % VECTOR
+    return functional.pad(logits, (0, num_missing), value=-torch.inf) if num_missing else logits
+
+
+class PromptOutputs:
+    """Computes what requests report of their prompts from `hidden` [N, H] of the prefill step launched last:
+    log-probabilities of the token after each position, and hidden states.
+
+    The results are valid on the host once that step has ended. head: None = no request reports any.
     """
 
-    def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
-        self._decoder = decoder
+    def __init__(self, head: PromptHead | None, hidden: Tensor) -> None:
+        self._head = head
         self._hidden = hidden
         self._parts: dict[int, ScoredParts] = {}
+        self._states: dict[int, StateGatherer] = {}
 
-    def score(self, chunk: PrefillChunk, first_row: int, num_top: int) -> None:
-        """Start to score the known tokens after a chunk's rows, the first of which is `first_row`.
+    def enter(self, slot: int, sampling: SlotSampling) -> None:
+        """Prepare for the prompt of a sequence that is placed in a slot."""
+        self._parts.pop(slot, None)
+        self._states.pop(slot, None)
+        if sampling.prompt_states is not None:
+            self._states[slot] = StateGatherer(sampling.prompt_states)
 
-        num_top: how many of the most likely tokens to report at each position.
-        """
-        if chunk.start == 0:
-            self._parts[chunk.slot] = []
-        following = (*chunk.token_ids[1:], *([] if chunk.next_token_id is None else [chunk.next_token_id]))
-        for first in range(0, len(following), LOGITS_ROWS):
-            token_ids = following[first : first + LOGITS_ROWS]
+    def score(self, chunk: PrefillChunk, first_row: int, sampling: SlotSampling) -> None:
+        """Start to score the known tokens after a chunk's rows, the first of which is `first_row`."""
+        head, num_top = self._open_head, sampling.num_prompt_logprobs
+        assert num_top is not None
+        row, scored = scored_tokens(chunk, sampling)
+        first_row += row
+        for first in range(0, len(scored), head.num_rows):
+            token_ids = scored[first : first + head.num_rows]
             tokens = torch.tensor(token_ids, dtype=torch.int64).to(self._hidden.device, non_blocking=True)
             rows = self._hidden[first_row + first : first_row + first + len(token_ids)]
-            parts = top_logprobs(self._decoder.logits(rows), tokens, num_top)
+            parts = top_logprobs(aligned(head.logits(rows)), tokens, num_top)
             host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts]
             for target, part in zip(host, parts, strict=True):
                 target.copy_(part, non_blocking=True)
             self._parts.setdefault(chunk.slot, []).append((token_ids, host[0], host[1], host[2]))
 
-    def take(self, slot: int) -> ScoredParts:
+    def gather(self, chunk: PrefillChunk, rows: Sequence[range]) -> None:
+        """Start to gather the hidden states of a chunk's rows, which lie in runs, one after the other."""
+        head, states = self._open_head, self._states[chunk.slot]
+        for run in rows:
+            for first in range(run.start, run.stop, head.num_rows):
+                end = min(first + head.num_rows, run.stop)
+                is_last = chunk.is_last and end == run.stop and run is rows[-1]
+                states.add(self._hidden[first:end], head.normed, is_last=is_last)
+
+    def take_logprobs(self, slot: int) -> ScoredParts:
         """Remove and return all parts of a slot, so that the slot's next sequence does not find them."""
         return self._parts.pop(slot, [])
+
+    def take_states(self, slot: int) -> StateGatherer:
+        """Remove and return the hidden states of a slot, likewise."""
+        return self._states.pop(slot)
+
+    def stored_logits(self, num_rows: int) -> Tensor:
+        """See `PromptHead.stored_logits`."""
+        return self._open_head.stored_logits(num_rows)
+
+    @property
+    def _open_head(self) -> PromptHead:
+        assert self._head is not None, "requests that report anything of their prompts are refused"
+        return self._head
 
     @staticmethod
     def entries(parts: ScoredParts) -> tuple[TokenLogprobs, ...]:
@@ -339,7 +380,9 @@ class ResultPlaces(Struct):
     first_tokens: of the prompts that end in the step. decode: of its round, with `rows_per_slot` rows a slot,
     or with trees of which the results are those of `num_trees` slots. is_mixed: the step has one pass, and
     the results of `decode` are those of the round and then of the prompts that end.
-    prompt_logprobs: by slot, of prompts that end in the step and report log-probabilities.
+    prompt_logprobs, prompt_states: by slot, of prompts that end in the step and report them.
+    given_logprobs: by slot that reports the log-probabilities of given tokens, these ids and [rows, ids] in
+    pinned memory: behind each row of the slot.
     num_logprobs: by slot, how many log-probabilities of a token its sequence reports. A later step may give
     the slot to another one before this step is read.
     """
@@ -350,6 +393,8 @@ class ResultPlaces(Struct):
     num_trees: int = 0
     is_mixed: bool = False
     prompt_logprobs: dict[int, ScoredParts] = {}
+    prompt_states: dict[int, StateGatherer] = {}
+    given_logprobs: dict[int, tuple[tuple[int, ...], Tensor]] = {}
     num_logprobs: Mapping[int, int] = {}
 
 
@@ -366,7 +411,7 @@ class StepLauncher:
         resources: DeviceResources,
         graphs: CapturedGraphs,
         buckets: GraphBuckets,
-        prompt_logprobs: PromptLogprobs,
+        prompt_outputs: PromptOutputs,
         mirrors: Sequence[DeviceResources] = (),
         states: RecurrentStates | None = None,
         *,
@@ -375,31 +420,32 @@ class StepLauncher:
         """mirrors: resources of the further GPUs on which the graphs run. states: of recurrent layers.
         needs_first_token: see `DrafterFactory.needs_first_token`."""
         self._resources, self._graphs, self._buckets = resources, graphs, buckets
-        self._prompt_logprobs, self._mirrors, self._states = prompt_logprobs, mirrors, states
+        self._prompt_outputs, self._mirrors, self._states = prompt_outputs, mirrors, states
         self._sampling: dict[int, SlotSampling] = {}
         # By slot, only of slots that have any: in most steps no slot does.
         self._constraints: dict[int, TokenConstraint] = {}
         self._num_logprobs: dict[int, int] = {}
+        self._given_ids: dict[int, tuple[int, ...]] = {}
         self._needs_first_token = needs_first_token
         self._fresh: set[int] = set()  # slots whose first chunk is still to come
 
     def launch(self, plan: StepPlan) -> ResultPlaces:
         """Start all replays of a plan, in order: updates, prefill, decode."""
         updates = self._launch_early_updates(self._updates(plan))
-        found = ResultPlaces(num_logprobs=self._num_logprobs)
+        found = ResultPlaces(num_logprobs=self._num_logprobs, given_logprobs={})
         if self._states is not None:  # assignments have been carried out
             self._states.note(plan.prefill)
         bucket = self._mixed_bucket(plan)
         if bucket is not None:
             with self._resources.stages("mixed"):
                 self._launch_mixed(plan, bucket, updates, found)
-            found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
+            self._take_prompt_outputs(plan.prefill, found)
             return found
 
         if plan.prefill:
             with self._resources.stages("prefill"):
-                found.first_tokens = self._launch_prefill(plan.prefill, updates)
-            found.prompt_logprobs = self._take_prompt_logprobs(plan.prefill)
+                found.first_tokens = self._launch_prefill(plan.prefill, updates, found)
+            self._take_prompt_outputs(plan.prefill, found)
             updates = NO_UPDATES
         if plan.decode:
             if plan.verification == "whole":
@@ -408,6 +454,7 @@ class StepLauncher:
                 (num_slots, num_drafts), found.decode = self._launch_partial(plan, updates)
             is_tree = num_drafts in self._buckets.trees
             found.rows_per_slot, found.num_trees = num_drafts + 1, num_slots if is_tree else 0
+            self._report_given([row.slot for row in plan.decode], num_drafts + 1, num_slots, found)
         return found
 
     def read(
@@ -422,9 +469,7 @@ class StepLauncher:
         else:
             decode, sampled = self._decoded(found, slots), _outputs(found, found.first_tokens, 1, last)
         prefill = tuple(
-            _with_prompt_logprobs(next(sampled), found.prompt_logprobs.get(chunk.slot))
-            if chunk.is_last
-            else SlotOutput()
+            _with_prompt_outputs(next(sampled), found, chunk.slot) if chunk.is_last else SlotOutput()
             for chunk in plan.prefill
         )
         return prefill, decode
@@ -439,7 +484,9 @@ class StepLauncher:
         outputs_of_trees = tree_outputs(
             found.decode.words, found.num_trees, slots, found.num_logprobs, has_checks=has_checks
         )
-        return tuple(outputs_of_trees)
+        return tuple(
+            _with_given(output, found, slot) for output, slot in zip(outputs_of_trees, slots, strict=True)
+        )
 
     def _updates(self, plan: StepPlan) -> Updates:
         """The slot table updates of a plan's assignments, block updates and finished prompts."""
@@ -448,6 +495,8 @@ class StepLauncher:
             self._assign(assignment, updates)
         for update in plan.block_updates:
             table.place_blocks(update, updates)
+        for update in plan.window_updates:
+            table.place_blocks(update, updates, "window_table")
         for chunk in plan.prefill:
             if chunk.is_last:
                 length = chunk.start + len(chunk.token_ids)
@@ -460,6 +509,10 @@ class StepLauncher:
         self._sampling[slot] = sampling
         self._fresh.add(slot)
         self._constraints.pop(slot, None)
+        self._given_ids.pop(slot, None)
+        self._prompt_outputs.enter(slot, sampling)
+        if sampling.logprob_token_ids:
+            self._given_ids[slot] = sampling.logprob_token_ids
         # A copy: `read` takes those of the steps in flight.
         self._num_logprobs = {other: number for other, number in self._num_logprobs.items() if other != slot}
         if assignment.constraint is not None:
@@ -483,7 +536,9 @@ class StepLauncher:
             ring.start(ring.acquire(pairs), self._graphs.update)
         return rest
 
-    def _launch_prefill(self, chunks: tuple[PrefillChunk, ...], updates: Pairs) -> Results | None:
+    def _launch_prefill(
+        self, chunks: tuple[PrefillChunk, ...], updates: Pairs, found: ResultPlaces
+    ) -> Results | None:
         """Compute chunks, sample the first token of prompts that end, and update the drafter. Return the
         results of the first tokens; None if no prompt ends."""
         ring = self._resources.ring
@@ -492,7 +547,11 @@ class StepLauncher:
         ring.start(entry, self._graphs.prefill[bucket])
         firsts = first_rows(chunks)
         self._score_prompts(chunks, firsts)
+        for chunk, first in zip(chunks, firsts, strict=False):
+            self._gather_states(chunk, [range(first, first + len(chunk.token_ids))])
         results = self._launch_first_tokens(chunks, firsts)
+        ends = [chunk.slot for chunk in chunk_ends(chunks)]
+        self._report_given(ends, 1, bucket_of(self._buckets.decode, len(ends)) if ends else 0, found)
         if self._graphs.draft_extend:
             self._launch_draft_extend(chunks)
         return results
@@ -529,7 +588,17 @@ class StepLauncher:
         fill_masks(self._constraints, slots, ring.mask(entry))
         ring.start(entry, self._graphs.mixed[bucket])
         found.decode, found.rows_per_slot, found.is_mixed = ring.results(entry), bucket.num_drafts + 1, True
-        self._score_prompts(plan.prefill, first_rows(without_last_tokens(plan.prefill)))
+        self._report_given(slots, bucket.num_drafts + 1, bucket.num_slots, found)
+        firsts = first_rows(without_last_tokens(plan.prefill))
+        self._score_prompts(plan.prefill, firsts)
+        place = len(plan.decode)
+        for chunk, first, end in zip(plan.prefill, firsts, firsts[1:], strict=False):
+            rows = [range(first, end)]
+            if chunk.is_last:  # its last token is a row of the round
+                last = bucket.num_rows + place * (bucket.num_drafts + 1)
+                rows.append(range(last, last + 1))
+                place += 1
+            self._gather_states(chunk, rows)
 
     def _slots_with_lead_row(self, chunks: Sequence[PrefillChunk]) -> set[int]:
         """Slots whose chunk is led by a row of the draft for the token before it: the first chunk after a
@@ -543,10 +612,39 @@ class StepLauncher:
     def _score_prompts(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> None:
         """firsts: the first row of each chunk, see `first_rows`."""
         for chunk, first in zip(chunks, firsts, strict=False):
-            num_top = self._sampling[chunk.slot].num_prompt_logprobs
-            if num_top is not None:
+            sampling = self._sampling[chunk.slot]
+            if sampling.num_prompt_logprobs is not None:
                 with self._resources.device.work():
-                    self._prompt_logprobs.score(chunk, first, num_top)
+                    self._prompt_outputs.score(chunk, first, sampling)
+
+    def _gather_states(self, chunk: PrefillChunk, rows: Sequence[range]) -> None:
+        """rows: of the chunk in the step, see `PromptOutputs.gather`."""
+        if self._sampling[chunk.slot].prompt_states is not None:
+            with self._resources.device.work():
+                self._prompt_outputs.gather(chunk, rows)
+
+    def _report_given(
+        self, slots: Sequence[int], rows_per_slot: int, num_slots: int, found: ResultPlaces
+    ) -> None:
+        """Start to copy the log-probabilities of given tokens behind each row of the slots that report them,
+        from the logits of the step launched last, which has room for `num_slots` slots."""
+        if not self._given_ids:
+            return
+
+        with self._resources.device.work():
+            logits = self._prompt_outputs.stored_logits(num_slots * rows_per_slot)
+            for place, slot in enumerate(slots):
+                token_ids = self._given_ids.get(slot)
+                if token_ids is None:
+                    continue
+
+                rows = aligned(logits[place * rows_per_slot : (place + 1) * rows_per_slot]).log_softmax(
+                    dim=-1
+                )
+                columns = torch.tensor(token_ids, dtype=torch.int64).to(rows.device, non_blocking=True)
+                values = rows.index_select(1, columns)
+                host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                found.given_logprobs[slot] = token_ids, host.copy_(values, non_blocking=True)
 
     def _launch_first_tokens(self, chunks: tuple[PrefillChunk, ...], firsts: Sequence[int]) -> Results | None:
         """firsts: the first row of each chunk, see `first_rows`."""
@@ -621,18 +719,20 @@ class StepLauncher:
             row.num_draft_tokens > 0 and row.slot in constraints for row in (rows if constraints else ())
         )
 
-    def _take_prompt_logprobs(self, chunks: tuple[PrefillChunk, ...]) -> dict[int, ScoredParts]:
-        """By slot, of prompts that end in this step. They are taken now because the slot may have another
-        sequence when the step is collected. A preempted sequence that recomputes generated tokens too does
-        not report them again."""
-        found = {}
+    def _take_prompt_outputs(self, chunks: tuple[PrefillChunk, ...], found: ResultPlaces) -> None:
+        """Note what the prompts that end in this step report. It is taken now because the slot may have
+        another sequence when the step is collected. A preempted sequence that recomputes generated tokens too
+        does not report it again."""
+        logprobs: dict[int, ScoredParts] = {}
+        states: dict[int, StateGatherer] = {}
         for chunk in chunks:
             sampling = self._sampling[chunk.slot]
             is_whole = chunk.start + len(chunk.token_ids) == sampling.num_prompt_tokens
             if chunk.is_last and is_whole and sampling.num_prompt_logprobs is not None:
-                found[chunk.slot] = self._prompt_logprobs.take(chunk.slot)
-
-        return found
+                logprobs[chunk.slot] = self._prompt_outputs.take_logprobs(chunk.slot)
+            if chunk.is_last and is_whole and sampling.prompt_states is not None:
+                states[chunk.slot] = self._prompt_outputs.take_states(chunk.slot)
+        found.prompt_logprobs, found.prompt_states = logprobs, states
 
 
 def _outputs(
@@ -643,12 +743,34 @@ def _outputs(
         return iter(())
 
     results.is_pending = False
-    return outputs(results.words, rows_per_slot, slots, found.num_logprobs)
+    found_outputs = outputs(results.words, rows_per_slot, slots, found.num_logprobs)
+    if not found.given_logprobs:
+        return found_outputs
+
+    return (_with_given(output, found, slot) for output, slot in zip(found_outputs, slots, strict=True))
 
 
-def _with_prompt_logprobs(output: SlotOutput, parts: ScoredParts | None) -> SlotOutput:
-    """The output of a prompt's last chunk, with the prompt's log-probabilities if it reports them."""
-    if parts is None:
+def _with_given(output: SlotOutput, found: ResultPlaces, slot: int) -> SlotOutput:
+    """The output of a slot with the log-probabilities of given tokens."""
+    given = found.given_logprobs.get(slot)
+    if given is None or output.logprobs is None:
         return output
 
-    return msgspec.structs.replace(output, prompt_logprobs=PromptLogprobs.entries(parts))
+    token_ids, values = given
+    rows = values.tolist()
+    path = (0, *output.accepted_nodes) if output.accepted_nodes else range(len(output.token_ids))
+    entries = [
+        msgspec.structs.replace(entry, given=tuple(zip(token_ids, rows[row], strict=True)))
+        for entry, row in zip(output.logprobs, path, strict=False)
+    ]
+    return msgspec.structs.replace(output, logprobs=tuple(entries))
+
+
+def _with_prompt_outputs(output: SlotOutput, found: ResultPlaces, slot: int) -> SlotOutput:
+    """The output of a prompt's last chunk, with what the prompt reports."""
+    parts, states = found.prompt_logprobs.get(slot), found.prompt_states.get(slot)
+    if parts is not None:
+        output = msgspec.structs.replace(output, prompt_logprobs=PromptOutputs.entries(parts))
+    if states is not None:
+        output = msgspec.structs.replace(output, prompt_states=states.result())
+    return output

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
@@ -171,7 +172,8 @@ class ModelRoundDrafter:
         stages: StageMarks = NO_STAGE_MARKS,
     ) -> None:
         """sizes: of the largest round and the largest prefill step."""
-        limits, spec = target.limits, draft.spec
+        # All of its layers use the blocks of layers that keep all tokens.
+        limits, spec = replace(target.limits, num_window_blocks=0), draft.spec
         self.kv_cache = PagedKVCache(draft, limits)
         self._model = ModelResources(decoder=draft, cache=self.kv_cache, tuned=target.tuned, limits=limits)
         self._table, self._workspace, self._stages = table, workspace, stages

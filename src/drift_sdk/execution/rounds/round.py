@@ -19,6 +19,7 @@ from drift_sdk._kernels.commit import CommitTensors, commit
 from drift_sdk._kernels.exchange.exchanges import gather_logits
 from drift_sdk._kernels.exchange.peer_memory import PeerTensor
 from drift_sdk._kernels.launch.launch_order import note_library_kernel
+from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows
@@ -175,6 +176,56 @@ class SampleCommit:
             nodes = self._rows_per_slot
             self._acceptance.choose(rows.slot, tree.parent, rows.token, self.chosen, nodes_per_tree=nodes)
         tree_accept(tensors, tree.parent, tree.path)
+
+
+MAX_HEAD_ROWS = 64
+"""Most rows of `PromptHead`. A product with the head of fewer rows takes about as long."""
+
+
+class PromptHead:
+    """The final norm and the logits of rows of prompts, computed outside of graphs, for requests that report
+    them. A row has the bits that it has in a round.
+
+    num_rows: most rows at a time.
+    """
+
+    def __init__(self, model: ModelResources, workspace: Workspace, max_rows: int) -> None:
+        """max_rows: the most rows of a round, whose memory this uses."""
+        self._decoder, self._tuned, self._workspace = model.decoder, model.tuned, workspace
+        self.num_rows: int = min(MAX_HEAD_ROWS, max_rows)
+        self._logits_shape = self.num_rows, model.limits.vocab_size
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H], N at most `num_rows`: the residual stream after the last layer, normalised. Valid
+        until the next call."""
+        return self._normalise(hidden, 1.0)[: hidden.shape[0]]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] fp32 of rows [N, H], N at most `num_rows`. Valid until the next step."""
+        normed = self._normalise(hidden, 1.0 / self._decoder.spec.logits_divisor)
+        # All rows, so that one kernel serves any number; the others have what was there before.
+        logits = self._workspace.take("logits", self._logits_shape, torch.float32)
+        multiply_head(normed, self._decoder.weights.head, logits, self._tuned, self._decoder.spec.logits_cap)
+        return logits[: hidden.shape[0]]
+
+    def stored_logits(self, num_rows: int) -> Tensor:
+        """The logits [num_rows, V] fp32 of the step that was launched last, before its rules: those behind
+        each row of its round, or of its first tokens. num_rows: as many as the graph has."""
+        return self._workspace.take("logits", (num_rows, self._logits_shape[1]), torch.float32)
+
+    def _normalise(self, hidden: Tensor, multiplier: float) -> Tensor:
+        norm, num_rows = self._decoder.spec.final_norm, hidden.shape[0]
+        normed = self._workspace.take("head_normed", (self.num_rows, hidden.shape[1]), hidden.dtype)
+        add_norm(
+            hidden,
+            None,
+            self._decoder.weights.final_norm,
+            normed[:num_rows],
+            eps=norm.eps,
+            normed_multiplier=multiplier,
+            norm_kind=norm.kind,
+        )
+        return normed
 
 
 class MixedTensors(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,6 @@ from drift_sdk.text.answers.tool_formats import CallReader, ToolFormat, read_cal
 from drift_sdk.text.tools import ToolSet
 
 if TYPE_CHECKING:
-    from drift_sdk.text.grammar import GrammarConstraint
     from drift_sdk.text.tokenizer import Tokenizer
 
 
@@ -360,25 +359,3 @@ class ThinkingBudget:
 
     def _text_of(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self._bytes_of.__getitem__, ids))
-
-
-class BudgetedGrammar:
-    """A grammar whose part that is reasoning has a budget. Implements `TokenConstraint`."""
-
-    def __init__(self, grammar: GrammarConstraint, budget: ThinkingBudget) -> None:
-        self._grammar = grammar
-        self._budget = budget
-
-    @property
-    def is_slow(self) -> bool:
-        return self._grammar.is_slow
-
-    def masks(self, draft_token_ids: Sequence[int]) -> Masks:
-        """See `TokenConstraint`."""
-        masks: Masks = self._grammar.masks(draft_token_ids) & self._budget.masks(draft_token_ids)
-        return masks
-
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """See `GrammarConstraint`."""
-        self._grammar.advance(token_ids)
-        self._budget.advance(token_ids)

@@ -1,0 +1,295 @@
+"""New numbers for the weights of a decoder that is in use, in the memory that they have.
+
+Weights that are numbers of the model's dtype are written tensor by tensor, also those that are fused with
+others: each stored tensor has its own rows there. A layer whose weights are quantised, or in another order
+than files have them, is loaded as at the start, whole, and copied to its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from msgspec import Struct, structs
+from torch import Tensor
+
+from drift_sdk.errors import RequestError
+from drift_sdk.loading.tensors import STORED_DTYPES
+from drift_sdk.models.allocation import Allocation, MatrixReader, fill_places
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.layer_inputs import allocate_inputs
+from drift_sdk.models.weights import LayerWeights, allocate_layer, stored_layout
+from drift_sdk.quantised.weight import QuantisedWeight
+from drift_sdk.spec.model import Channel, ModelSpec, experts_of
+
+Arrange = Callable[[Any, torch.dtype, Channel | None], Any]
+"""Arranges the quantised matrices of a part for kernels. channel: of a layer."""
+
+FIELD = "tensors"
+
+
+class GivenTensors:
+    """Tensors of a caller as a `TensorSource`."""
+
+    location = "update_weights()"
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def file(self, name: str) -> str:
+        return self.location
+
+    def get(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class Part(Struct, frozen=True):
+    """A layer, or what all layers share.
+
+    label:    for errors.
+    weights:  what is in use, a tree of dataclasses and tuples.
+    allocate: makes the same anew.
+    channel:  of a layer.
+    """
+
+    label: str
+    weights: Any
+    allocate: Callable[[Allocation], Any]
+    channel: Channel | None = None
+
+
+class Write(Struct, frozen=True):
+    """The tensors of a part that are to be written. places: by name, where their numbers are; None: the part
+    is loaded whole."""
+
+    part: Part
+    names: list[str]
+    places: dict[str, Tensor] | None
+
+
+@torch.inference_mode()
+def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arrange | None = None) -> None:
+    """Replace weights of a decoder by tensors with the names of its files.
+
+    arrange: of the executor, if it arranges quantised matrices.
+
+    All is checked before anything changes. RequestError for a tensor that is not part of the model, has
+    another shape, is no tensor of floating-point numbers, or is not finite in the model's dtype; for a layer
+    that can only be replaced whole if one of its tensors is missing; and for weights that files store
+    quantised.
+    """
+    check_kind(tensors)
+    check_form(decoder)
+    writes = planned(decoder, tensors)
+    check_finite(tensors, decoder.dtype)
+    source = GivenTensors(tensors)
+    for write in writes:
+        if write.places is None:
+            copy_leaves(write.part, loaded(decoder, write.part, source, arrange))
+            continue
+
+        for name, place in write.places.items():
+            place.copy_(tensors[name])
+
+
+def check_kind(tensors: Mapping[str, Tensor]) -> None:
+    """RequestError for what is no mapping of names to tensors of floating-point numbers."""
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise RequestError.of(FIELD, tensors, "a mapping of names to tensors, not empty")
+
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise RequestError.of(FIELD, {name: type(tensor).__name__}, "names, each with a tensor of torch")
+
+        if tensor.dtype not in STORED_DTYPES:
+            raise wrong(name, f"stored as {tensor.dtype}", "float32, bfloat16, float16 or float64")
+
+
+def check_form(decoder: Decoder) -> None:
+    """RequestError for weights that files store quantised."""
+    has_experts = decoder.spec.experts is not None
+    if has_experts and decoder.spec.names.experts.layout == "mxfp4":
+        allowed = "a model whose experts are not stored in MXFP4"
+        raise RequestError(f"{FIELD}: expected {allowed}", field=FIELD, allowed=allowed)
+
+    is_quantised = any(isinstance(leaf, QuantisedWeight) for leaf in leaves(decoder.weights))
+    if decoder.form == "stored" and is_quantised:
+        allowed = 'an engine with another form than weights="stored": its files are quantised'
+        raise RequestError(f"{FIELD}: expected {allowed}", field=FIELD, allowed=allowed)
+
+
+def check_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """RequestError for the first tensor with NaN, infinity or numbers too large for the model's dtype."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and not bool(torch.stack(torch.aminmax(tensor.to(dtype))).isfinite().all()):
+            raise wrong(name, "not finite", f"finite numbers in {str(dtype).removeprefix('torch.')}")
+
+
+def wrong(name: str, found: str, allowed: str) -> RequestError:
+    """The error for a tensor."""
+    message = f"{FIELD}[{name!r}]: {found}: expected {allowed}"
+    return RequestError(message, field=FIELD, value=name, allowed=allowed)
+
+
+def planned(decoder: Decoder, tensors: Mapping[str, Tensor]) -> list[Write]:
+    """What is written for the tensors, part by part. RequestError if they do not fit the model."""
+    spec, weights = spec_of(decoder, tensors), decoder.weights
+    names, hidden = spec.names, spec.hidden_size
+
+    def root(allocation: Allocation) -> tuple[Any, ...]:
+        embedding = allocation.matrix(names.embedding, spec.vocab_size, hidden, is_projection=False)
+        head = None
+        if not spec.is_head_tied:
+            head = allocation.matrix(names.head, spec.vocab_size, hidden, is_projection=False)
+        norm = allocation.tensor(names.final_norm, hidden)
+        return embedding, norm, head
+
+    head = None if spec.is_head_tied else weights.head
+    parts = [
+        Part("the model", (weights.embedding, weights.final_norm, head), root),
+        Part("the inputs of layers", weights.layer_inputs, partial(allocate_inputs, spec)),
+    ]
+    for index, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        prefix = names.layer.format(index)
+
+        def allocate(allocation: Allocation, layer: Any = layer, prefix: str = prefix) -> LayerWeights:
+            return allocate_layer(layer, names, prefix, hidden, allocation, spec.layer_inputs)
+
+        parts.append(Part(f"layer {index}", own, allocate, layer.channel))
+
+    left = {name for name in tensors if not is_ignored(spec, name)}
+    if spec.is_head_tied and names.head in left:
+        check_tied(spec, tensors)
+        left.remove(names.head)
+    writes = []
+    for part in parts:
+        write = written(part, tensors, decoder.dtype)
+        if write.names:
+            writes.append(write)
+            left -= set(write.names)
+    if left:
+        raise wrong(min(left), f"shape {list(tensors[min(left)].shape)}", "a tensor of this model")
+
+    return writes
+
+
+def spec_of(decoder: Decoder, tensors: Mapping[str, Tensor]) -> ModelSpec:
+    """The spec with the layout of experts that the tensors have, and the head that the decoder has."""
+    spec = structs.replace(decoder.spec, is_head_tied=decoder.weights.head is decoder.weights.embedding)
+    source = GivenTensors(tensors)
+    for index, layer in enumerate(spec.layers):
+        experts, prefix = experts_of(layer.channel), spec.names.layer.format(index)
+        if experts is not None and any(name.startswith(f"{prefix}.") for name in tensors):
+            names = stored_layout(spec.names.experts, experts, prefix, spec.hidden_size, source)
+            return structs.replace(spec, names=structs.replace(spec.names, experts=names))
+
+    return spec
+
+
+def is_ignored(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor has no effect on the model when it is loaded from files either."""
+    return name.endswith("rotary_emb.inv_freq") or name.startswith(spec.names.unread)
+
+
+def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    """RequestError for a head that is not the embedding, of a model where both are one matrix."""
+    head, embedding = (tensors.get(name) for name in (spec.names.head, spec.names.embedding))
+    if embedding is None or head is None or not torch.equal(head, embedding.to(head)):
+        raise wrong(
+            spec.names.head, "another matrix than the embedding", f"{spec.names.embedding}, which it is"
+        )
+
+
+def written(part: Part, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Write:
+    """What is written to a part. RequestError for a tensor of another shape, and for one that is missing
+    where a part is loaded whole."""
+    allocation = Allocation(torch.device("meta"), dtype)
+    shaped = part.allocate(allocation)
+    names = [name for name in allocation.places if name in tensors]
+    for name in names:
+        found, expected = list(tensors[name].shape), list(allocation.places[name].shape)
+        if found != expected:
+            raise wrong(name, f"shape {found}", f"shape {expected}")
+
+    places = None if allocation.has_reordered else places_in(part.weights, shaped, allocation.places)
+    if places is not None:
+        return Write(part, names, {name: places[name] for name in names})
+
+    missing = [name for name in allocation.places if name not in tensors]
+    if names and missing:
+        reason = f"the other tensors of {part.label} beside it, as its weights are quantised or rearranged"
+        raise wrong(missing[0], "missing", reason)
+
+    return Write(part, names, None)
+
+
+def places_in(weights: Any, shaped: Any, places: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The places of stored tensors in weights that are in use; None if these are not only tensors of the same
+    layout. shaped: the same weights on the "meta" device, in which `places` lie."""
+    own, others = list(leaves(weights)), list(leaves(shaped))
+    if len(own) != len(others):
+        return None
+
+    found: dict[int, tuple[Tensor, int]] = {}
+    for tensor, other in zip(own, others, strict=True):
+        if not (isinstance(tensor, Tensor) and isinstance(other, Tensor)):
+            return None
+
+        if tensor.shape != other.shape or tensor.stride() != other.stride():
+            return None
+
+        found[memory_of(other)] = tensor, int(tensor.storage_offset() - other.storage_offset())
+    views: dict[str, Tensor] = {}
+    for name, place in places.items():
+        tensor, offset = found[memory_of(place)]
+        views[name] = tensor.as_strided(place.shape, place.stride(), place.storage_offset() + offset)
+    return views
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What is equal for a tensor and its views alone."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange: Arrange | None) -> Any:
+    """The weights of a part, loaded as at the start."""
+    reader = MatrixReader(
+        source, decoder.form, device=decoder.device, dtype=decoder.dtype, on_read=lambda: None
+    )
+    allocation = Allocation(decoder.device, decoder.dtype, reader.read)
+    weights = part.allocate(allocation)
+    for _ in fill_places(allocation.places, source):
+        pass
+    allocation.finish()
+    return weights if arrange is None else arrange(weights, decoder.dtype, part.channel)
+
+
+def copy_leaves(part: Part, weights: Any) -> None:
+    """Copy new weights to the memory of those in use."""
+    pairs = list(zip(leaves(part.weights), leaves(weights), strict=True))
+    for own, new in pairs:
+        targets = [own] if isinstance(own, Tensor) else own.tensors()
+        sources = [new] if isinstance(new, Tensor) else new.tensors()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def leaves(weights: Any) -> Iterator[Tensor | QuantisedWeight]:
+    """The tensors and quantised matrices of a tree of dataclasses and tuples, in order."""
+    if isinstance(weights, Tensor | QuantisedWeight):
+        yield weights
+    elif isinstance(weights, tuple):
+        for each in weights:
+            yield from leaves(each)
+    elif is_dataclass(weights):
+        for field in fields(weights):
+            yield from leaves(getattr(weights, field.name))

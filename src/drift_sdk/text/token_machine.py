@@ -1,0 +1,96 @@
+"""Token machines as constraints of sequences, and several constraints as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drift_sdk.errors import RequestError
+from drift_sdk.processors import TokenMachine, TokenState
+
+Masks = NDArray[np.int32]
+
+
+class Limits(Protocol):
+    """A constraint that follows the tokens of its request, see `TokenConstraint`."""
+
+    @property
+    def is_slow(self) -> bool: ...
+
+    def masks(self, draft_token_ids: Sequence[int]) -> Masks: ...
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Move on by newly generated tokens. RequestError if they are not allowed."""
+
+
+class MachineLimits:
+    """The tokens that a `TokenMachine` allows. Implements `TokenConstraint`; the masks of its states are made
+    when they are first needed."""
+
+    is_slow = False
+
+    def __init__(self, machine: TokenMachine, vocab_size: int) -> None:
+        self._machine = machine
+        self._vocab_size = vocab_size
+        self._number = 0  # of the state
+        self._rows: dict[int, Masks] = {}  # by state
+
+    def masks(self, draft_token_ids: Sequence[int]) -> Masks:
+        """See `TokenConstraint`."""
+        number = self._number
+        rows = [self._row(number)]
+        for token_id in draft_token_ids:
+            number = self._machine.states[number].after(token_id, number)
+            rows.append(self._row(number))
+        return np.stack(rows)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """See `Limits`."""
+        for token_id in token_ids:
+            if not self._row(self._number)[token_id // 32] >> token_id % 32 & 1:
+                allowed = "machines that leave a token, also with the grammar"
+                raise RequestError.of("logits_processors", token_id, allowed)
+
+            self._number = self._machine.states[self._number].after(token_id, self._number)
+
+    def _row(self, number: int) -> Masks:
+        row = self._rows.get(number)
+        if row is None:
+            row = self._rows[number] = self._made(self._machine.states[number])
+        return row
+
+    def _made(self, state: TokenState) -> Masks:
+        num_words = -(-self._vocab_size // 32)
+        is_allowed = np.zeros(32 * num_words, dtype=np.bool_)
+        is_allowed[: self._vocab_size] = state.allowed is None
+        if state.allowed is not None:
+            is_allowed[list(state.allowed)] = True
+        is_allowed[list(state.forbidden)] = False
+        words: Masks = np.packbits(is_allowed, bitorder="little").view("<i4").astype(np.int32)
+        return words
+
+
+class AllLimits:
+    """Several constraints, all of which apply. Implements `TokenConstraint`."""
+
+    def __init__(self, parts: Sequence[Limits]) -> None:
+        self._parts = parts
+
+    @property
+    def is_slow(self) -> bool:
+        return any(part.is_slow for part in self._parts)
+
+    def masks(self, draft_token_ids: Sequence[int]) -> Masks:
+        """See `TokenConstraint`."""
+        masks = self._parts[0].masks(draft_token_ids)
+        for part in self._parts[1:]:
+            masks = masks & part.masks(draft_token_ids)
+        return masks
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """See `Limits`."""
+        for part in self._parts:
+            part.advance(token_ids)

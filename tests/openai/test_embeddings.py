@@ -1,0 +1,157 @@
+"""Embeddings under uvicorn, through OpenAI's own client and without it."""
+
+from __future__ import annotations
+
+import base64
+import time
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from asgi_calls import call
+from model_zoo import make_model
+from openai.types import embedding_create_params
+from openai_server import MODEL, serving
+from placement import engine_config
+
+import drift_sdk.openai
+from drift_sdk import Engine, SyncEngine
+from drift_sdk.openai.embeddings import EmbeddingBody
+from drift_sdk.testing import scripted_engine
+
+PATH = "/v1/embeddings"
+INPUTS = ["a b", "c d e f", "a b"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(MODEL)
+    make_model(18, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with serving(Engine(folder, engine_config(max_model_len=64))) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[np.ndarray]:
+    with SyncEngine(folder, engine_config(max_model_len=64)) as engine:
+        return [each.vector for each in engine.embed(INPUTS)]
+
+
+def ask(url: str, **body: Any) -> dict[str, Any]:
+    reply = httpx.post(f"{url}{PATH}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def test_the_client_gets_what_the_engine_computes(url: str, expected: list[np.ndarray]) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k")
+    found = client.embeddings.create(model=MODEL, input=INPUTS)
+    assert [each.index for each in found.data] == [0, 1, 2]
+    for each, vector in zip(found.data, expected, strict=True):
+        assert np.allclose(each.embedding, vector, atol=1e-6)
+    assert found.model == MODEL and found.usage.prompt_tokens == found.usage.total_tokens > 0
+    shorter = client.embeddings.create(model=MODEL, input=INPUTS[0], dimensions=8)
+    first = expected[0][:8] / np.linalg.norm(expected[0][:8])
+    assert np.allclose(shorter.data[0].embedding, first, atol=1e-6)
+
+
+def test_numbers_and_base64_are_the_same(url: str) -> None:
+    as_floats = ask(url, input="a b", encoding_format="float")["data"][0]
+    as_text = ask(url, input="a b", encoding_format="base64")["data"][0]
+    decoded = np.frombuffer(base64.b64decode(as_text["embedding"]), dtype="<f4")
+    assert decoded.tolist() == as_floats["embedding"] and len(decoded) == 64
+
+
+def test_inputs_may_be_token_ids(url: str, folder: Path) -> None:
+    with SyncEngine(folder, engine_config(max_model_len=64)) as engine:
+        ids = [engine.tokenizer.encode(text) for text in INPUTS[:2]]
+    texts, arrays = ask(url, input=INPUTS[:2]), ask(url, input=ids)
+    single = ask(url, input=ids[0])
+    for one, other in zip(texts["data"], arrays["data"], strict=True):
+        assert np.allclose(one["embedding"], other["embedding"], atol=1e-6)
+    assert len(single["data"]) == 1
+    assert arrays["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert arrays["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("input", {"input": []}),
+        ("input", {"input": ["a", ""]}),
+        ("input", {"input": [["a"]]}),
+        ("input", {"input": ["a"] * 2049}),
+        ("input", {"input": "x" * 4000}),
+        ("input", {"input": [5, 10**6]}),
+        ("dimensions", {"input": "a", "dimensions": 65}),
+        ("dimensions", {"input": "a", "dimensions": 0}),
+        ("encoding_format", {"input": "a", "encoding_format": "int8"}),
+        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": 5}),
+        ("what", {"input": "a", "what": 5}),
+    ],
+)
+def test_wrong_requests_name_the_field(url: str, field: str, body: dict[str, Any]) -> None:
+    reply = httpx.post(f"{url}{PATH}", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith(field), reply.text
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    for name in typing.get_type_hints(embedding_create_params.EmbeddingCreateParams):
+        assert name in (*EmbeddingBody.__struct_fields__, *EmbeddingBody.ignored, *EmbeddingBody.refused), (
+            name
+        )
+
+
+def test_a_client_that_leaves_cancels_its_inputs() -> None:
+    engine = scripted_engine("Paris.", step_s=0.05)
+    with serving(engine) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}{PATH}", json={"input": ["a" * 3000] * 200}, timeout=0.5)
+        deadline = time.monotonic() + 10
+        while engine.stats().num_running or engine.stats().num_waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert engine.stats().num_cancelled > 0
+
+
+async def test_keys_share_no_prefixes(folder: Path) -> None:
+    async with Engine(folder, engine_config(max_model_len=64)) as engine:
+        app = drift_sdk.openai.app(engine, api_keys=["a", "b"], salts_keys=True)
+        cached = []
+        for key in ("a", "b", "a"):
+            reply = await call(app, PATH, {"input": [[5] * 40]}, headers={"authorization": f"Bearer {key}"})
+            cached.append(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 0, 32]
+
+
+def test_scores_are_cosines_of_embeddings(url: str, expected: list[np.ndarray]) -> None:
+    def scores(**texts: Any) -> list[float]:
+        reply = httpx.post(f"{url}/v1/score", json=texts, timeout=60)
+        assert reply.status_code == 200, reply.text
+        data = reply.json()["data"]
+        assert [each["index"] for each in data] == list(range(len(data)))
+        return [each["score"] for each in data]
+
+    cosine = float(expected[0] @ expected[1])
+    assert abs(cosine) < 0.99
+    assert scores(text_1=INPUTS[0], text_2=INPUTS) == pytest.approx([1.0, cosine, 1.0], abs=1e-5)
+    assert scores(text_1=INPUTS[:2], text_2=INPUTS[1::-1]) == pytest.approx([cosine, cosine], abs=1e-5)
+    for body, param in (
+        ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2"),
+        ({"text_1": [], "text_2": "a"}, "text_1"),
+        ({"text_1": "a", "text_2": ["a", ""]}, "text_2"),
+    ):
+        reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param

@@ -1,0 +1,247 @@
+"""Probabilities of given answers against forced runs and transformers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from model_zoo import make_model
+from placement import engine_config
+
+from drift_sdk import (
+    Chain,
+    Decision,
+    DriftError,
+    Engine,
+    EngineConfig,
+    EnginePool,
+    NGram,
+    RequestError,
+    SamplingParams,
+    Speculation,
+    SyncEngine,
+)
+from drift_sdk.testing import scripted_engine
+
+MODEL = 3
+CHOICES = [(7, 8, 9), (7, 8, 10), (11,), (12, 13), (7,)]
+TOLERANCE = 2e-5
+
+
+def prompts_of(seed: int, lengths: Sequence[int] = (1, 15, 16, 17, 33, 90)) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 500) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(MODEL, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_model(MODEL, tmp_path_factory.mktemp("reference"))
+
+
+def config(**fields: Any) -> EngineConfig:
+    return engine_config(max_model_len=256, prefill_token_budget=32, **fields)
+
+
+@torch.inference_mode()
+def reference(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    logprobs = model(torch.tensor([[*prompt, *answer]])).logits[0].double().log_softmax(-1)
+    return sum(
+        logprobs[position, token].item() for position, token in enumerate(answer, start=len(prompt) - 1)
+    )
+
+
+async def forced(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """The log-probability of an answer, whose tokens are the only ones that may be generated."""
+    total = 0.0
+    for index, token in enumerate(answer):
+        completion = await engine.generate(
+            [*prompt, *answer[:index]], max_tokens=1, allowed_token_ids=(token,), logprobs=0
+        )
+        assert completion.token_ids == (token,) and completion.logprobs is not None
+        total += completion.logprobs[0].logprob
+    return total
+
+
+def softmax(logprobs: Sequence[float]) -> list[float]:
+    weights = np.exp(np.array(logprobs) - max(logprobs))
+    found: list[float] = (weights / weights.sum()).tolist()
+    return found
+
+
+def test_probabilities_are_the_softmax_of_forced_runs(folder: Path, model: Any) -> None:
+    async def main() -> None:
+        async with Engine(folder, config()) as engine:
+            for prompt in prompts_of(1):
+                found = await engine.decide(prompt, CHOICES)
+                runs = [await forced(engine, prompt, answer) for answer in CHOICES]
+                expected = [reference(model, prompt, answer) for answer in CHOICES]
+                assert found.choices == tuple(CHOICES) and found.num_tokens == len(prompt)
+                assert found.logprobs == pytest.approx(runs, abs=TOLERANCE)
+                assert found.logprobs == pytest.approx(expected, abs=TOLERANCE)
+                assert found.probabilities == pytest.approx(softmax(runs), abs=TOLERANCE)
+                assert math.fsum(found.probabilities) == pytest.approx(1.0)
+                assert found.choice == CHOICES[int(np.argmax(expected))]
+
+    anyio.run(main)
+
+
+def test_the_prompt_is_computed_once(folder: Path) -> None:
+    """Its full blocks, that is: an answer computes the rest of the prompt, and itself."""
+    prompt = prompts_of(2)[-1]
+
+    async def main() -> None:
+        async with Engine(folder, config()) as engine:
+            before = engine.stats()
+            await engine.decide(prompt, CHOICES)
+            stats = engine.stats()
+            num_prompt = stats.num_prompt_tokens - before.num_prompt_tokens
+            num_cached = stats.num_cached_tokens - before.num_cached_tokens
+            assert num_prompt == len(CHOICES) * len(prompt) + sum(map(len, CHOICES))
+            assert num_cached == (len(CHOICES) - 1) * 80 > 0
+
+    anyio.run(main)
+
+
+def test_decisions_in_a_crowd(folder: Path) -> None:
+    """With little room: prompts are cut into chunks, and requests preempted."""
+    prompts = prompts_of(3, (40, 70, 33, 90, 40, 51))
+
+    async def main() -> None:
+        async with Engine(folder, config(max_num_seqs=1)) as engine:
+            alone = [await engine.decide(prompt, CHOICES) for prompt in prompts]
+        crowded = engine_config(
+            max_model_len=160, prefill_token_budget=16, kv_cache_tokens=240, block_size=8, max_num_seqs=12
+        )
+        found: dict[int, Decision] = {}
+        async with Engine(folder, crowded) as engine:
+
+            async def decide(index: int) -> None:
+                found[index] = await engine.decide(prompts[index], CHOICES, priority=-index)
+
+            async with anyio.create_task_group() as tasks:
+                for index in range(len(prompts)):
+                    tasks.start_soon(decide, index)
+                others = [engine.generate(prompt, max_tokens=50, ignore_eos=True) for prompt in prompts]
+                for other in others:
+                    await other
+            stats = engine.stats()
+            assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
+        for index, expected in enumerate(alone):
+            assert found[index].choices == expected.choices
+            assert found[index].logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+
+    anyio.run(main)
+
+
+def test_texts_follow_the_prompts_tokens(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with SyncEngine(folder, config()) as engine:
+        encode = engine.tokenizer.encode
+        texts = ["b", "c d"]
+        ids = [tuple(encode(text, add_special_tokens=False)) for text in texts]
+        by_text, by_ids = engine.decide("a b", texts), engine.decide(encode("a b"), ids)
+        assert by_text.logprobs == pytest.approx(by_ids.logprobs, abs=TOLERANCE)
+        assert by_text.choices == tuple(texts)
+        messages = engine.decide([{"role": "user", "content": "a b"}], texts)
+        plain = engine.decide(encode("a b", add_special_tokens=False), ids)
+        assert messages.logprobs == pytest.approx(plain.logprobs, abs=TOLERANCE)
+
+
+def test_a_pool_decides_too(folder: Path) -> None:
+    async def main() -> None:
+        pool = EnginePool([Engine(folder, config()), Engine(folder, config())])
+        async with pool:
+            prompt = prompts_of(5)[-1]
+            found = await pool.decide(prompt, CHOICES)
+            assert pool.stats().num_cached_tokens > 0  # all answers went to one replica
+        async with Engine(folder, config()) as engine:
+            assert found.logprobs == pytest.approx(
+                (await engine.decide(prompt, CHOICES)).logprobs, abs=TOLERANCE
+            )
+
+    anyio.run(main)
+
+
+def test_wrong_arguments(folder: Path) -> None:
+    with SyncEngine(folder, config()) as engine:
+        for choices, words in (
+            ([], "choices=.*expected 1 to 1000 texts"),
+            ("ab", "choices='ab'"),
+            (["a", ""], "choices=''"),
+            ([[5], []], "choices="),
+            ([[5], 7], "choices=7"),
+            ([[5], [500]], r"choices: \[0\]=500"),
+            ([[5] * 250], "prompt of 2"),
+        ):
+            with pytest.raises(RequestError, match=words):
+                engine.decide([5, 6, 7, 8, 9, 10], choices)
+        with pytest.raises(RequestError, match="prompt=7"):
+            engine.decide(7, [[5]])
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+async def test_a_scripted_engine_says_that_it_cannot() -> None:
+    async with scripted_engine("yes") as engine:
+        with pytest.raises(DriftError, match="a script in place of a model"):
+            await engine.decide("a", ["yes", "no"])
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_logprobs_of_given_tokens_equal_transformers(folder: Path, model: Any, num_drafts: int) -> None:
+    """At each generated token, with drafts and without."""
+    speculation = (
+        Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False) if num_drafts else None
+    )
+    token_ids = (499, 3, 77)
+
+    async def main() -> None:
+        async with Engine(folder, config(speculation=speculation)) as engine:
+            streams = [
+                engine.generate(
+                    [*prompt, *prompt],
+                    max_tokens=30,
+                    ignore_eos=True,
+                    logprobs=index % 2,
+                    logprob_token_ids=token_ids,
+                )
+                for index, prompt in enumerate(prompts_of(9, (5, 9, 20)))
+            ]
+            others = [engine.generate(prompt, max_tokens=30, logprobs=1) for prompt in prompts_of(10, (5, 9))]
+            for prompt, stream in zip(prompts_of(9, (5, 9, 20)), streams, strict=True):
+                found = await stream
+                ids = [*prompt, *prompt, *found.token_ids]
+                with torch.inference_mode():
+                    rows = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+                assert found.logprobs is not None and len(found.logprobs) == 30
+                for entry, row in zip(found.logprobs, rows[2 * len(prompt) - 1 :], strict=False):
+                    assert [token_id for token_id, _ in entry.given] == list(token_ids)
+                    values = [logprob for _, logprob in entry.given]
+                    assert values == pytest.approx(row[list(token_ids)].tolist(), abs=TOLERANCE)
+            for other in others:
+                assert all(entry.given == () for entry in (await other).logprobs or ())
+            stats = engine.stats().speculation
+            assert (stats is not None and stats.num_accepted > 0) == (num_drafts > 0)
+
+    anyio.run(main)
+
+
+def test_given_tokens_need_logprobs_and_a_vocabulary(folder: Path) -> None:
+    with pytest.raises(RequestError, match="expected \\(\\) without logprobs"):
+        SamplingParams(logprob_token_ids=(5,))
+    with SyncEngine(folder, config()) as engine:
+        with pytest.raises(RequestError, match="logprob_token_ids=500: expected token ids of the model"):
+            engine.generate([5], logprobs=0, logprob_token_ids=(500,)).result()

@@ -1,0 +1,332 @@
+"""Logits processors: machines and tables equal their Python functions, with drafts and with grammars."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from model_zoo import logprob_bound, make_model
+from near_ties import no_near_ties
+from placement import engine_config
+
+from drift_sdk import (
+    Chain,
+    Completion,
+    Engine,
+    EngineConfig,
+    EnginePool,
+    NGram,
+    Regex,
+    RequestError,
+    SamplingParams,
+    Speculation,
+    SyncEngine,
+    TokenBias,
+    TokenMachine,
+    TokenState,
+)
+from drift_sdk.processors import LogitsProcessor
+from drift_sdk.testing import scripted_engine
+
+MODEL = 0
+VOCAB_SIZE = 500
+DRAFTS = Speculation(draft=NGram(min_length=1), shape=Chain(3), adaptive=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(MODEL, folder)
+    return folder
+
+
+def config(**fields: Any) -> EngineConfig:
+    return engine_config(**{"max_model_len": 256, "block_size": 8, "prefill_token_budget": 32, **fields})
+
+
+def drawn_machine(seed: int, num_states: int = 4) -> TokenMachine:
+    """A machine of which each state allows or forbids half of the tokens."""
+    rng = random.Random(seed)
+    states = []
+    for number in range(num_states):
+        ids = tuple(rng.sample(range(3, VOCAB_SIZE), 250))
+        steps = {token: rng.randrange(num_states) for token in rng.sample(range(VOCAB_SIZE), 300)}
+        chosen = {"allowed": ids} if number % 2 else {"forbidden": ids}
+        states.append(TokenState(**chosen, next=steps, otherwise=rng.choice([None, 0, number])))
+    return TokenMachine(tuple(states))
+
+
+def drawn_bias(seed: int) -> TokenBias:
+    rng = random.Random(seed)
+    return TokenBias({token: rng.uniform(-4, 4) for token in range(3, VOCAB_SIZE)})
+
+
+def requests_of() -> list[tuple[list[int], SamplingParams, tuple[TokenMachine | TokenBias, ...]]]:
+    """Prompts that repeat themselves, so that n-grams are drafted."""
+    rng = random.Random(6)
+    processors: list[tuple[TokenMachine | TokenBias, ...]] = [
+        (drawn_machine(1),),
+        (drawn_bias(2),),
+        (drawn_machine(3), drawn_bias(4)),
+        (drawn_machine(5, 2), drawn_machine(6, 3)),
+        (),
+    ]
+    found = []
+    for index in range(10):
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 12))] * 4
+        params = SamplingParams(
+            max_tokens=40,
+            ignore_eos=True,
+            seed=index,
+            temperature=0.7 * (index % 3 == 1),
+            grammar=Regex("[a-z ]{200}") if index % 4 == 3 else None,
+        )
+        found.append((prompt, params, processors[index % 5]))
+    return found
+
+
+async def run(engine: Engine, *, as_functions: bool) -> list[Completion]:
+    streams = []
+    for prompt, params, processors in requests_of():
+        given: list[LogitsProcessor] = [each.function() if as_functions else each for each in processors]
+        streams.append(engine.generate(prompt, params, logits_processors=given))
+    return [await stream for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[tuple[int, ...]]:
+    """The tokens with Python functions, one request at a time, without drafts."""
+
+    async def main() -> list[tuple[int, ...]]:
+        async with Engine(folder, config(max_num_seqs=1)) as engine:
+            with no_near_ties(logprob_bound(MODEL)):
+                return [each.token_ids for each in await run(engine, as_functions=True)]
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize("as_functions", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "drafts", "preempted"])
+def test_machines_and_tables_equal_their_functions(
+    folder: Path, expected: list[tuple[int, ...]], kind: str, as_functions: bool
+) -> None:
+    fields: dict[str, Any] = {"plain": {}, "drafts": {"speculation": DRAFTS}, "preempted": {}}[kind]
+    if kind == "preempted":
+        fields = {"max_model_len": 104, "kv_cache_tokens": 200}
+
+    async def main() -> None:
+        async with Engine(folder, config(**fields)) as engine:
+            found = await run(engine, as_functions=as_functions)
+            assert [each.token_ids for each in found] == expected
+            stats = engine.stats()
+            assert (stats.num_preemptions > 0) == (kind == "preempted")
+            has_accepted = stats.speculation is not None and stats.speculation.num_accepted > 0
+            assert has_accepted == (kind == "drafts")
+
+    anyio.run(main)
+
+
+def test_each_processor_changes_tokens(folder: Path, expected: list[tuple[int, ...]]) -> None:
+    async def main() -> None:
+        async with Engine(folder, config(max_num_seqs=1)) as engine:
+            for (prompt, params, processors), tokens in zip(requests_of(), expected, strict=True):
+                plain = (await engine.generate(prompt, params)).token_ids
+                assert (plain != tokens) == bool(processors)
+
+    anyio.run(main)
+
+
+def test_a_machine_follows_its_states(folder: Path) -> None:
+    """After 7 comes 8 or 9, after 8 nothing but 9, and after 9 anything but 9."""
+    machine = TokenMachine(
+        (
+            TokenState(allowed=(7,), otherwise=1),
+            TokenState(allowed=(8, 9), next={8: 2, 9: 3}),
+            TokenState(allowed=(9,), next={9: 3}),
+            TokenState(forbidden=(9,)),
+        )
+    )
+    with SyncEngine(folder, config(speculation=DRAFTS)) as engine:
+        for seed in range(6):
+            found = engine.generate(
+                [5, 6],
+                max_tokens=12,
+                ignore_eos=True,
+                temperature=9.0,
+                seed=seed,
+                logits_processors=[machine],
+            ).result()
+            first, second, *rest = found.token_ids
+            assert first == 7 and second in (8, 9)
+            assert rest[0] == 9 if second == 8 else rest[0] != 9
+            assert 9 not in rest[1:]
+
+
+def test_a_function_sees_the_tokens_so_far_and_all_logits(folder: Path) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def alternate(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        assert logits.shape == (VOCAB_SIZE,) and logits.dtype == np.float32
+        seen.append(tuple(token_ids))
+        found = np.full(VOCAB_SIZE, -np.inf)
+        found[5 + len(token_ids) % 2] = 0.0
+        return found
+
+    with SyncEngine(folder, config()) as engine:
+        found = engine.generate(
+            [9, 9], max_tokens=4, ignore_eos=True, logits_processors=(alternate,)
+        ).result()
+        assert found.token_ids == (5, 6, 5, 6)
+        assert seen == [(), (5,), (5, 6), (5, 6, 5)]
+
+
+@pytest.mark.parametrize("speculation", [None, DRAFTS])
+def test_a_function_that_fails_ends_its_request_alone(folder: Path, speculation: Speculation | None) -> None:
+    def fail(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        if len(token_ids) == 3:
+            raise ValueError("three tokens")
+
+    def wrong(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        return logits[:3]
+
+    def nothing(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        return np.full(VOCAB_SIZE, -np.inf, dtype=np.float32)
+
+    async def main() -> None:
+        async with Engine(folder, config(speculation=speculation)) as engine:
+            other = engine.generate([5, 6] * 5, max_tokens=30, ignore_eos=True)
+            for function, words in ((fail, "three tokens"), (wrong, "of shape"), (nothing, "finite")):
+                with pytest.raises(RequestError, match=words):
+                    await engine.generate([5, 6] * 5, max_tokens=9, logits_processors=[function])
+            assert len((await other).token_ids) == 30
+            assert engine.stats().num_running == 0
+
+    anyio.run(main)
+
+
+def test_a_machine_that_leaves_no_token_ends_its_request(folder: Path) -> None:
+    machine = TokenMachine((TokenState(allowed=(7,)), TokenState()))
+    with SyncEngine(folder, config()) as engine:
+        with pytest.raises(RequestError, match="logits_processors=.*expected machines that leave a token"):
+            both = [machine, TokenMachine((TokenState(forbidden=(7,)),))]
+            engine.generate([5], max_tokens=5, logits_processors=both).result()
+        assert engine.generate([5], max_tokens=2, logits_processors=[machine]).result().token_ids == (7, 7)
+
+
+def test_functions_are_warned_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SyncEngine(folder, config()) as engine, caplog.at_level(logging.WARNING, "drift_sdk"):
+        for _ in range(3):
+            engine.generate([5], max_tokens=1, logits_processors=[drawn_bias(1)]).result()
+        assert not caplog.records
+        for _ in range(3):
+            engine.generate([5], max_tokens=1, logits_processors=[lambda ids, logits: None]).result()
+        (record,) = caplog.records
+        assert "Python functions run on the engine's thread" in record.message
+
+
+async def test_functions_are_refused_where_nothing_calls_them(folder: Path) -> None:
+    def function(token_ids: Sequence[int], logits: np.ndarray) -> None: ...
+
+    async with scripted_engine("yes") as engine:
+        with pytest.raises(RequestError, match="executor 'scripted' calls no Python functions"):
+            engine.generate("a", logits_processors=[function])
+        assert (await engine.generate("a", logits_processors=[TokenBias({5: 1.0})])).text == "yes"
+
+
+def test_ids_outside_the_vocabulary_are_named(folder: Path) -> None:
+    with SyncEngine(folder, config()) as engine:
+        for index, wrong in enumerate((TokenBias({500: 1.0}), TokenMachine((TokenState(next={501: 0}),)))):
+            given = [*[TokenBias({5: 1.0})] * index, wrong]
+            with pytest.raises(RequestError, match=rf"logits_processors\[{index}\]=50{index}"):
+                engine.generate([5], logits_processors=given).result()
+
+
+def test_machines_and_tables_are_values() -> None:
+    machine, bias = drawn_machine(1), drawn_bias(2)
+    for each in (machine, bias):
+        assert pickle.loads(pickle.dumps(each)) == each and hash(each) == hash(
+            pickle.loads(pickle.dumps(each))
+        )
+    for make, words in (
+        (lambda: TokenMachine(()), "states=.*1 to 10000 TokenStates"),
+        (lambda: TokenMachine((5,)), r"states\[0\]=5: expected a TokenState"),
+        (lambda: TokenMachine((TokenState(next={5: 1}),)), r"states\[0\]=1: expected states from 0 to 0"),
+        (lambda: TokenMachine((TokenState(otherwise=2), TokenState())), r"states\[0\]=2"),
+        (lambda: TokenState(allowed=()), "allowed=.*1 to"),
+        (lambda: TokenState(forbidden=(5, -1)), "forbidden=-1"),
+        (lambda: TokenState(next={5: "a"}), "next="),
+        (lambda: TokenState(otherwise=-1), "otherwise=-1"),
+        (lambda: TokenBias({5: 101.0}), "biases="),
+        (lambda: TokenBias({-5: 1.0}), "biases="),
+        (lambda: TokenBias([5]), "biases="),
+    ):
+        with pytest.raises(RequestError, match=words):
+            make()
+
+
+STOPPED = "stop_when"
+
+
+@pytest.mark.parametrize("speculation", [None, DRAFTS])
+def test_a_text_ends_with_the_first_token_for_which_the_function_is_true(
+    folder: Path, speculation: Speculation | None
+) -> None:
+    seen: list[tuple[list[int], str]] = []
+
+    def stop_when(token_ids: Sequence[int], text: str) -> bool:
+        seen.append((list(token_ids), text))
+        return len(token_ids) >= 9 and token_ids[-1] % 3 == 0
+
+    with SyncEngine(folder, config(speculation=speculation)) as engine:
+        prompt, params = [5, 6, 7] * 6, SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)
+        plain = engine.generate(prompt, params).result()
+        found = engine.generate(prompt, params, stop_when=stop_when).result()
+        end = next(n for n in range(9, 60) if plain.token_ids[n - 1] % 3 == 0)
+        assert found.token_ids == plain.token_ids[:end] and len(found.logprobs or ()) == end < 60
+        assert (found.finish_reason, found.stop_reason) == ("stop", STOPPED)
+        assert [ids for ids, _ in seen] == [list(plain.token_ids[:n]) for n in range(1, end + 1)]
+        assert plain.text.startswith(found.text) and found.text.startswith(seen[-1][1])
+        if speculation is not None:
+            assert found.speculation is not None and found.speculation.num_accepted > 0
+        later = engine.generate(prompt, params, stop_when=lambda ids, text: True, min_tokens=5).result()
+        assert later.token_ids == plain.token_ids[:5]
+
+
+def test_a_stop_function_that_fails_ends_its_request(folder: Path) -> None:
+    def fail(token_ids: Sequence[int], text: str) -> bool:
+        raise KeyError("x")
+
+    with SyncEngine(folder, config()) as engine:
+        with pytest.raises(RequestError, match="stop_when: KeyError"):
+            engine.generate([5], max_tokens=5, stop_when=fail).result()
+        assert engine.stats().num_running == 0
+        assert len(engine.generate([5], max_tokens=5, ignore_eos=True).result().token_ids) == 5
+
+
+def test_a_pool_calls_functions_of_its_own_process(folder: Path) -> None:
+    async def main() -> None:
+        async with EnginePool([Engine(folder, config()), Engine(folder, config())]) as pool:
+            found = await pool.generate([5], max_tokens=9, stop_when=lambda ids, text: len(ids) == 2)
+            assert len(found.token_ids) == 2
+            machine = TokenMachine((TokenState(allowed=(7,)),))
+            assert (await pool.generate([5], max_tokens=3, logits_processors=[machine])).token_ids == (7,) * 3
+
+    anyio.run(main)
+
+
+def test_masks_of_a_machine_have_no_bits_behind_the_vocabulary() -> None:
+    from drift_sdk.text.token_machine import MachineLimits
+
+    limits = MachineLimits(TokenMachine((TokenState(forbidden=(0, 33)),)), 70)
+    (words,) = limits.masks(())
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits == 0).tolist() == [0, 33, *range(70, 96)]
+    assert torch.from_numpy(words).dtype == torch.int32

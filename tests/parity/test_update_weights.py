@@ -1,0 +1,314 @@
+"""Weights replaced while an engine is open: the tokens are those of an engine started with the new files."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from expert_zoo import QUANTISED, make_expert_model, quantise_folder
+from family_zoo import draw_model
+from hybrid_zoo import make_hybrid_model
+from local_host import LocalHostEngine
+from model_zoo import make_model, save_tokenizer
+from placement import engine_config
+from safetensors.torch import load_file, save_file
+
+from drift_sdk import Engine, EngineConfig, EnginePool, NGram, RequestError, Speculation, SyncEngine
+from drift_sdk.models.weight_update import leaves
+from drift_sdk.testing import scripted_engine
+
+MODELS = {"llama": 1, "qwen2": 13, "qwen3": 19, "gemma3": 30, "granite": 32, "gemma4": 33}
+"""Indices in the zoo: fused projections with biases, norms of heads, a tied head, norms after layers."""
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_of(folder: Path) -> Tensors:
+    found: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def changed(tensors: Mapping[str, torch.Tensor], seed: int = 1) -> Tensors:
+    """Other tensors of the same size: of matrices, rows and columns are drawn anew."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape))
+        for name, tensor in sorted(tensors.items())
+    }
+
+
+def moved(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Tensors a little apart from the given ones."""
+    generator = torch.Generator().manual_seed(2)
+    return {
+        name: tensor + 0.1 * tensor.abs().mean() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in sorted(tensors.items())
+    }
+
+
+def saved(folder: Path, tensors: Tensors) -> Path:
+    """A copy of a model's folder with these tensors in place of its own."""
+    target = folder.parent / f"{folder.name}-new"
+    shutil.copytree(folder, target)
+    for file in target.glob("*.safetensors*"):
+        file.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+def config(**fields: Any) -> EngineConfig:
+    return engine_config(**{"max_model_len": 128, "max_num_seqs": 1, **fields})
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, 90) for _ in range(length)] for length in (1, 9, 40)]
+
+
+def answers(engine: SyncEngine) -> list[tuple[int, ...]]:
+    return [
+        engine.generate(prompt, max_tokens=12, ignore_eos=True).result().token_ids for prompt in prompts()
+    ]
+
+
+def weights_of(engine: SyncEngine | Engine) -> list[torch.Tensor]:
+    """Copies of all tensors of the weights in use."""
+    owner = engine._engine if isinstance(engine, SyncEngine) else engine
+    decoder = owner._driver._executor._decoder  # type: ignore[union-attr]
+    found = [each if isinstance(each, torch.Tensor) else each.tensors() for each in leaves(decoder.weights)]
+    flat = [tensor for each in found for tensor in ([each] if isinstance(each, torch.Tensor) else each)]
+    return [tensor.clone() for tensor in flat]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def check(folder: Path, new: Tensors, **fields: Any) -> None:
+    """All weights are the ones of an engine that is started with the new tensors, and so are the tokens."""
+    with SyncEngine(saved(folder, new), config(**fields)) as engine:
+        expected, wanted = answers(engine), weights_of(engine)
+    with SyncEngine(folder, config(**fields)) as engine:
+        before = answers(engine)
+        assert not same(weights_of(engine), wanted)
+        engine.update_weights(new)
+        assert same(weights_of(engine), wanted)
+        assert answers(engine) == expected != before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_an_engine_with_the_new_files(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(MODELS[name], folder)
+    check(folder, changed(tensors_of(folder)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_models_with_recurrent_layers(family: str, tmp_path: Path) -> None:
+    """Rows of their projections stand in another order than in files, and experts beside them."""
+    folder = tmp_path / "model"
+    make_hybrid_model(family, 3, folder)
+    check(folder, moved(tensors_of(folder)))
+
+
+def test_models_with_latent_attention(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    sizes = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+    draw_model("glm4_moe_lite", 9, **sizes).save_pretrained(folder)
+    save_tokenizer(folder, 160)
+    check(folder, moved(tensors_of(folder)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_mixtures_of_experts(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_expert_model(name, folder)
+    check(folder, moved(tensors_of(folder)))
+
+
+def test_experts_in_mxfp4_are_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "mxfp4"
+    quantise_folder(make_expert_model(QUANTISED, tmp_path), tmp_path, folder)
+    with SyncEngine(folder, config()) as engine:
+        with pytest.raises(RequestError, match="experts are not stored in MXFP4"):
+            engine.update_weights({"model.norm.weight": torch.ones(4)})
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4"])
+def test_weights_that_are_quantised_when_they_are_loaded(form: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(1, folder)
+    check(folder, changed(tensors_of(folder)), weights=form)
+
+
+def test_one_tensor_of_a_fused_matrix(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(13, folder)
+    old = tensors_of(folder)
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.bias"):
+        part = changed({name: old[name]})
+        with SyncEngine(saved(folder, old | part), config()) as engine:
+            wanted = weights_of(engine)
+        shutil.rmtree(folder.parent / f"{folder.name}-new")
+        with SyncEngine(folder, config()) as engine:
+            engine.update_weights(part)
+            assert same(weights_of(engine), wanted)
+
+
+def test_prefixes_of_the_old_weights_are_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(1, folder)
+    new = changed(tensors_of(folder))
+    prompt = prompts()[-1]
+    with SyncEngine(saved(folder, new), config()) as engine:
+        expected = engine.generate(prompt, max_tokens=9, ignore_eos=True).result().token_ids
+    with SyncEngine(folder, config()) as engine:
+        engine.generate(prompt, max_tokens=1).result()
+        assert engine.generate(prompt, max_tokens=1).result().usage.cached_tokens > 0
+        engine.update_weights(new)
+        found = engine.generate(prompt, max_tokens=9, ignore_eos=True).result()
+        assert found.usage.cached_tokens == 0 and found.token_ids == expected
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(draft=NGram(min_length=1), adaptive=False)])
+def test_requests_go_on_with_the_new_weights(speculation: Speculation | None, tmp_path: Path) -> None:
+    """What follows is what the new weights generate behind the tokens so far."""
+    folder = tmp_path / "model"
+    make_model(1, folder)
+    new = changed(tensors_of(folder))
+    prompt = [5, 6, 7] * 8
+    options = {"max_tokens": 90, "ignore_eos": True}
+
+    async def main() -> None:
+        async with Engine(folder, config(speculation=speculation)) as engine:
+            plain = (await engine.generate(prompt, **options)).token_ids
+            stream = engine.generate(prompt, **options)
+            waiting = engine.generate(prompt, **options)
+            num_seen = 0
+            async for chunk in stream:
+                num_seen += len(chunk.token_ids)
+                if num_seen >= 5:
+                    break
+            await engine.pause()
+            updating = anyio.Event()
+
+            async def update() -> None:
+                await engine.update_weights(new)
+                updating.set()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(update)
+                await engine.resume()
+            assert updating.is_set()
+            found, other = (await stream).token_ids, (await waiting).token_ids
+            assert engine.stats().num_preemptions > 0
+        async with Engine(saved(folder, new), config(speculation=speculation)) as engine:
+            assert other == (await engine.generate(prompt, **options)).token_ids
+            kept = next(n for n in range(91) if found[:n] != plain[:n]) - 1
+            assert kept >= 5
+            rest = await engine.generate(
+                [*prompt, *found[:kept]], max_tokens=len(found) - kept, ignore_eos=True
+            )
+            assert found[kept:] == rest.token_ids
+
+    anyio.run(main)
+
+
+def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
+    make_model(13, tmp_path)
+    old = tensors_of(tmp_path)
+    new = changed(old)
+    up, norm = "model.layers.2.mlp.up_proj.weight", "model.norm.weight"
+    nan = new[norm].clone()
+    nan[3] = float("nan")
+    wrong: list[tuple[Any, str]] = [
+        ({"model.layers.3.mlp.up_proj.weight": new[up]}, r"layers.3.mlp.up_proj.weight'\]: .* of this model"),
+        ({up: new[up].T.contiguous()}, rf"{up}'\]: shape \[48, 80\]: expected shape \[80, 48\]"),
+        ({up: new[up].to(torch.int32)}, rf"{up}'\]: stored as torch.int32: expected float32"),
+        ({norm: nan}, rf"{norm}'\]: not finite: expected finite numbers"),
+        ({up: new[up].numpy()}, "names, each with a tensor of torch"),
+        ({5: new[up]}, "names, each with a tensor of torch"),
+        ({}, "not empty"),
+        ([new[up]], "a mapping of names to tensors"),
+    ]
+    shape = list(new[up].shape)
+    with SyncEngine(tmp_path, config()) as engine:
+        before, tokens = weights_of(engine), answers(engine)
+        for given, words in wrong:
+            words = words.replace(r"\[48, 80\]", rf"\[{shape[1]}, {shape[0]}\]")
+            words = words.replace(r"\[80, 48\]", rf"\[{shape[0]}, {shape[1]}\]")
+            every = new | given if isinstance(given, dict) and given else given
+            with pytest.raises(RequestError, match=words):
+                engine.update_weights(every)
+            assert same(weights_of(engine), before)
+        assert answers(engine) == tokens
+        engine.update_weights(new)
+        assert not same(weights_of(engine), before)
+
+
+def test_a_part_of_a_quantised_layer_is_refused_by_name(tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with SyncEngine(tmp_path, config(weights="int4")) as engine:
+        before = weights_of(engine)
+        with pytest.raises(RequestError, match=r"layers.1.*missing: expected the other tensors of layer 1"):
+            engine.update_weights(changed({name: tensors_of(tmp_path)[name]}))
+        assert same(weights_of(engine), before)
+
+
+def test_a_tied_head_has_to_be_the_embedding(tmp_path: Path) -> None:
+    make_model(19, tmp_path)
+    new = changed(tensors_of(tmp_path))
+    embedding = new["model.embed_tokens.weight"]
+    with SyncEngine(tmp_path, config()) as engine:
+        with pytest.raises(RequestError, match="lm_head.weight'.*expected model.embed_tokens.weight"):
+            engine.update_weights(new | {"lm_head.weight": embedding + 1})
+        engine.update_weights(new | {"lm_head.weight": embedding.clone()})
+        tokens = answers(engine)
+        engine.update_weights(new)
+        assert answers(engine) == tokens
+
+
+def test_engines_that_cannot_refuse_by_name(tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    new = changed(tensors_of(tmp_path))
+
+    async def main() -> None:
+        async with scripted_engine("a") as engine:
+            with pytest.raises(RequestError, match="one of the executor 'scripted'"):
+                await engine.update_weights(new)
+            assert (await engine.generate("b")).text == "a"
+        async with Engine(tmp_path, config()) as engine:
+            await engine.sleep()
+            with pytest.raises(RequestError, match="this one is asleep"):
+                await engine.update_weights(new)
+        async with LocalHostEngine(lambda: scripted_engine("a")) as remote:
+            with pytest.raises(RequestError, match="expected an engine of this process"):
+                await remote.update_weights(new)
+
+    anyio.run(main)
+
+
+def test_a_pool_updates_its_replicas(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(1, folder)
+    new = changed(tensors_of(folder))
+
+    async def main() -> None:
+        engines = [Engine(folder, config()), Engine(folder, config())]
+        async with EnginePool(engines) as pool:
+            before = weights_of(engines[0])
+            await pool.update_weights(new)
+            assert same(*map(weights_of, engines)) and not same(before, weights_of(engines[0]))
+            found = (await pool.generate([5, 6], max_tokens=9, ignore_eos=True)).token_ids
+        async with Engine(saved(folder, new), config()) as engine:
+            assert found == (await engine.generate([5, 6], max_tokens=9, ignore_eos=True)).token_ids
+
+    anyio.run(main)
