@@ -151,7 +151,8 @@ def project(
     if not spec.has_values:
         value = query_key[:, spec.num_heads * spec.head_dim :]
     query, key = _rotated(query_key.view(-1, rotated, spec.head_dim), weights, spec, step)
-    return query, key, _values(value, spec) if has_own else value, projected[:, sum(sizes) :]
+    gate = projected[:, sum(sizes) :]
+    return query, key, _values(value, spec) if has_own else value, gate
 
 
 def _values(projected: torch.Tensor, spec: Attention) -> torch.Tensor:
