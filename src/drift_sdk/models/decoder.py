@@ -194,7 +194,7 @@ class Decoder:
             raise ValueError(f"aux_layers={list(aux_layers)}: expected each from 0 to {num_layers}")
 
         step = AttentionStep(batch, cache, self._rotary(batch))
-        hidden = self._embed(token_ids)
+        hidden = self.embedded(token_ids)
         aux_hidden, inputs, given = {}, self.spec.layer_inputs, None
         if inputs is not None and self.weights.layer_inputs is not None:
             given = inputs_of(token_ids, hidden, self.weights.layer_inputs, inputs)
@@ -237,7 +237,8 @@ class Decoder:
             for rope, frequencies in self._frequencies.items()
         }
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream [N, hidden] before the first layer, of token ids [N] int64."""
         embedded = embed(token_ids, self.weights.embedding, self.dtype)
         embedded = embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
         norm = self.spec.embedding_norm

@@ -17,7 +17,6 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.random import RandomFp8Tensors, RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.allocation import (
-    PAIRED,
     Allocation,
     MatrixReader,
     ReadMatrix,
@@ -27,7 +26,7 @@ from drift_sdk.models.allocation import (
 )
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
+from drift_sdk.models.draft_head import DraftDecoder, DraftWeights, check_pairs
 from drift_sdk.models.weights import DecoderWeights, allocate_layer, others, stored_layout
 from drift_sdk.spec.model import Experts, ModelSpec
 
@@ -179,7 +178,5 @@ def _check(spec: ModelSpec, tensors: TensorSource, form: WeightForm) -> None:
             found = f"tensor {name} has shape {copy}, expected {expected}, as {copies[name]}"
             raise ModelLoadError(f"{tensors.file(name)}: {found}")
 
-    for name in projections if form in PAIRED else ():
-        if (num_columns := places[name].shape[1]) % 2:
-            found = f"tensor {name} has {num_columns} columns, an odd number"
-            raise ModelLoadError(f'{tensors.file(name)}: {found}: expected draft_weights other than "{form}"')
+    for name in projections:
+        check_pairs(tensors, name, form)
