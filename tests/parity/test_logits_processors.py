@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +271,20 @@ def test_ids_outside_the_vocabulary_are_named(folder: Path) -> None:
                 engine.generate([5], logits_processors=given).result()
 
 
+class Unreadable(Mapping[Any, Any]):
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ValueError("no such place")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
 def test_machines_and_tables_are_values() -> None:
     machine, bias = drawn_machine(1), drawn_bias(2)
     for each in (machine, bias):
@@ -289,6 +303,8 @@ def test_machines_and_tables_are_values() -> None:
         (lambda: TokenBias({5: 101.0}), "biases="),
         (lambda: TokenBias({-5: 1.0}), "biases="),
         (lambda: TokenBias([5]), "biases="),
+        (lambda: TokenBias(Unreadable({5: 1.0})), r"biases=.*\(ValueError\('no such place'\)\)"),
+        (lambda: TokenState(next=Unreadable({5: 0})), r"next=.*\(ValueError\('no such place'\)\)"),
     ):
         with pytest.raises(RequestError, match=words):
             make()
