@@ -162,7 +162,9 @@ def test_settings_that_are_refused(fields: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", {"a": 1}, ["gemma4_text"], 5])
-@pytest.mark.parametrize("architecture", ["Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "architecture", ["Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration"]
+)
 def test_text_part_of_another_type_is_refused_by_name(architecture: str, model_type: Any) -> None:
     config = outer_of(PUBLISHED["E2B"]) | {"architectures": [architecture]}
     config["text_config"] = config["text_config"] | {"model_type": model_type}
