@@ -186,7 +186,7 @@ def called(functions: Sequence[LogitsFunction], output_ids: Sequence[int], logit
             raise ValueError(f"a result of shape {values.shape}: expected {tuple(logits.shape)}")
 
     if np.isnan(values).any() or not (values > -np.inf).any() or (values == np.inf).any():
-        raise ValueError("expected logits without NaN and infinity, of which some are finite")
+        raise ValueError("expected logits that are finite or -inf, at least one of them finite")
 
     return torch.from_numpy(values).to(logits.device)
 
