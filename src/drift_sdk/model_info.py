@@ -124,11 +124,13 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
         if self.kv_bytes_per_token is None:
             return None
 
+        of_windows = self.window_bytes_per_token or 0
         token = f"{self.kv_dtype}, {self.kv_bytes_per_token:,} bytes a token"
+        if of_windows:
+            token += f" ({of_windows:,} of them in windows)"
         if self.kv_cache_tokens is None:
             return token
 
-        of_windows = self.window_bytes_per_token or 0
         num_bytes = (self.kv_bytes_per_token - of_windows) * self.kv_cache_tokens
         found = (
             f"{token}; room for {self.kv_cache_tokens:,} tokens ({size(num_bytes)}), "

@@ -126,7 +126,8 @@ class SamplingParams(
                         which the eager executor alone runs, on the engine's thread.
     stop_when:          a function of the token ids generated so far and their text (`StopFunction`), called
                         on the engine's thread after each token from `min_tokens` on: the text ends with the
-                        first token for which it returns True. None = none.
+                        first token for which it returns True. The text is the raw one, with reasoning and
+                        markers. None = none.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
                         tenant: 1 to 1,024 characters; None = with requests that have none.
@@ -202,7 +203,7 @@ class SamplingParams(
         if isinstance(processors, list):
             processors = tuple(processors)
             msgspec.structs.force_setattr(self, "logits_processors", processors)
-        allowed = f"at most {MAX_PROCESSORS} TokenMachines, TokenBiases and functions"
+        allowed = f"a list of at most {MAX_PROCESSORS} TokenMachines, TokenBiases and functions (not async)"
         if not isinstance(processors, tuple) or len(processors) > MAX_PROCESSORS:
             raise RequestError.of("logits_processors", processors, allowed)
 
@@ -211,7 +212,8 @@ class SamplingParams(
             raise RequestError.of("logits_processors", wrong[0], allowed)
 
         if self.stop_when is not None and not is_function(self.stop_when):
-            raise RequestError.of("stop_when", self.stop_when, "a function of token ids and text, or None")
+            allowed = "a function (not async) of token ids and text, or None"
+            raise RequestError.of("stop_when", self.stop_when, allowed)
 
     def _make_tuple(self, name: str, most: int) -> None:
         """Make a tuple of a list or an array of ids. RequestError for one of more than `most` items."""

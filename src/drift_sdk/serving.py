@@ -439,8 +439,10 @@ class Serving(ABC):
         if dimensions is not None:
             dimensions = plain_scalar(dimensions)
             check_int(RequestError, "dimensions", dimensions, ge=1)
-        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
-            raise RequestError.of("prompts", prompts, "a sequence of prompts, each a text or token ids")
+        is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
+        if not is_list or isinstance(next(iter(prompts), None), int):
+            allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
+            raise RequestError.of("prompts", prompts, allowed)
 
         jobs = [each for each in prompts if isinstance(each, Job)]  # they have parameters of their own
         if jobs:
@@ -465,6 +467,7 @@ class Serving(ABC):
         prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
         choices: Sequence[str | Sequence[int]],
         *,
+        template_args: Mapping[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Decision:
@@ -476,6 +479,8 @@ class Serving(ABC):
                  tokens follow the prompt's: where words begin with a space, the answer to "The sky is" is
                  " blue". Token ids are used as they are. A longer answer is less likely unless its tokens are
                  all but certain.
+        template_args: of a prompt of messages, as of `chat`: {"enable_thinking": False} where the template
+                       has it, since the answers follow the prompt without reasoning.
         priority, cache_salt: as in SamplingParams.
 
         The prompt is computed once, with the first answer; the other answers find it in the prefix cache, but
@@ -485,7 +490,7 @@ class Serving(ABC):
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong if
         the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
         answers = answers_of(choices)
-        given = as_any_prompt(prompt, None, None)
+        given = as_any_prompt(prompt, None, template_args)
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, num_draft_tokens=0, priority=priority, cache_salt=cache_salt
         )

@@ -434,11 +434,14 @@ class SyncEngine:
         prompt: str | Sequence[int] | IdArray | Sequence[Message | Mapping[str, Any]],
         choices: Sequence[str | Sequence[int]],
         *,
+        template_args: Mapping[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Decision:
         """How probable each of several answers to a prompt is; see `Engine.decide`."""
-        decide = partial(self._engine.decide, priority=priority, cache_salt=cache_salt)
+        decide = partial(
+            self._engine.decide, template_args=template_args, priority=priority, cache_salt=cache_salt
+        )
         decision: Decision = self._call(decide, prompt, choices)
         return decision
 

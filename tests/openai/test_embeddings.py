@@ -148,12 +148,13 @@ def test_scores_are_cosines_of_embeddings(url: str, expected: list[np.ndarray]) 
     assert abs(cosine) < 0.99
     assert scores(text_1=INPUTS[0], text_2=INPUTS) == pytest.approx([1.0, cosine, 1.0], abs=1e-5)
     assert scores(text_1=INPUTS[:2], text_2=INPUTS[1::-1]) == pytest.approx([cosine, cosine], abs=1e-5)
-    for body, param in (
-        ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2"),
-        ({"text_1": [], "text_2": "a"}, "text_1"),
-        ({"text_1": "a", "text_2": ["a", ""]}, "text_2"),
-        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1"),
-        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2"),
+    for body, param, words in (
+        ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "text_2 has 1: expected 2 texts"),
+        ({"text_1": [], "text_2": "a"}, "text_1", "expected 1 to"),
+        ({"text_1": "a", "text_2": ["a", ""]}, "text_2", "none of them empty"),
+        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1", "tokens"),
+        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2", "tokens"),
     ):
         reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["param"] == param and words in error["message"]

@@ -161,6 +161,20 @@ def test_texts_follow_the_prompts_tokens(folder: Path) -> None:
         assert messages.logprobs == pytest.approx(plain.logprobs, abs=TOLERANCE)
 
 
+def test_arguments_of_the_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ after }}"
+    )
+    with SyncEngine(folder, config()) as engine:
+        ids, messages = [[5], [6, 7]], [{"role": "user", "content": "a b"}]
+        found = engine.decide(messages, ids, template_args={"after": " c"})
+        plain = engine.decide(engine.tokenizer.encode("a b c", add_special_tokens=False), ids)
+        assert found.num_tokens == plain.num_tokens > engine.decide(messages, ids).num_tokens
+        assert found.logprobs == pytest.approx(plain.logprobs, abs=TOLERANCE)
+        with pytest.raises(RequestError, match="template_args="):
+            engine.decide("a b", ids, template_args={"after": " c"})
+
+
 def test_a_pool_decides_too(folder: Path) -> None:
     async def main() -> None:
         pool = EnginePool([Engine(folder, config()), Engine(folder, config())])

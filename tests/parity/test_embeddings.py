@@ -150,8 +150,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         assert engine.embed([]) == []
         job = Job(key=1, prompt=[5], params=SamplingParams(prompt_states="mean"))
         for arguments, keywords, words in (
-            (("a text",), {}, "prompts='a text': expected a sequence of prompts"),
-            (([5, 6],), {}, "prompt=5: expected a string or a sequence of token ids"),
+            (("a text",), {}, r"prompts='a text': expected a sequence of prompts.*; \[prompt\] for one"),
+            (([5, 6],), {}, r"prompts=\[5, 6\]: expected a sequence of prompts.*; \[prompt\] for one"),
+            (([[6], 5],), {}, "prompt=5: expected a string or a sequence of token ids"),
             (([[5]],), {"pooling": "first"}, "pooling='first': expected one of"),
             (([[5]],), {"dimensions": 0}, "dimensions=0: expected an integer of at least 1"),
             (([[5]],), {"dimensions": 65}, "dimensions=65: expected 1 to 64, or None"),

@@ -243,6 +243,29 @@ def test_a_machine_that_leaves_no_token_ends_its_request(folder: Path) -> None:
         assert engine.generate([5], max_tokens=2, logits_processors=[machine]).result().token_ids == (7, 7)
 
 
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize("speculation", [None, DRAFTS])
+def test_a_machine_that_leaves_no_token_is_named_where_a_text_ends(
+    folder: Path, num_before: int, speculation: Speculation | None
+) -> None:
+    """Also if the token that is generated all the same ends texts, or is the last of `max_tokens`."""
+    left = [TokenState(allowed=(7,), otherwise=number + 1) for number in range(num_before)]
+    machine = TokenMachine((*left, TokenState(allowed=(7,), forbidden=(7,))))
+    with SyncEngine(folder, config(speculation=speculation)) as engine:
+        for options in (
+            {"max_tokens": 9, "stop_token_ids": (0,)},
+            {"max_tokens": num_before + 1, "ignore_eos": True},
+        ):
+            with pytest.raises(
+                RequestError, match="logits_processors=.*expected machines that leave a token"
+            ):
+                engine.generate([7] * 20, logits_processors=[machine], **options).result()
+        assert engine.stats().num_running == 0
+        enough = TokenMachine((*left, TokenState(allowed=(7,))))
+        found = engine.generate([7] * 20, max_tokens=num_before + 1, logits_processors=[enough]).result()
+        assert found.token_ids == (7,) * (num_before + 1)
+
+
 def test_functions_are_warned_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SyncEngine(folder, config()) as engine, caplog.at_level(logging.WARNING, "drift_sdk"):
         for _ in range(3):

@@ -249,6 +249,8 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
     nan[3] = float("nan")
     wrong: list[tuple[Any, str]] = [
         ({"model.layers.3.mlp.up_proj.weight": new[up]}, r"layers.3.mlp.up_proj.weight'\]: .* of this model"),
+        ({f"base_model.{up}": new[up]}, f"no tensor of this model: expected names as '{up}'"),
+        ({"layers.2.mlp.up_proj.weight": new[up]}, f"no tensor of this model: expected names as '{up}'"),
         ({up: new[up].T.contiguous()}, rf"{up}'\]: shape \[48, 80\]: expected shape \[80, 48\]"),
         ({up: new[up].to(torch.int32)}, rf"{up}'\]: stored as torch.int32: expected float32"),
         ({norm: nan}, rf"{norm}'\]: not finite: expected finite numbers"),
@@ -306,12 +308,12 @@ def test_engines_that_cannot_refuse_by_name(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with scripted_engine("a") as engine:
-            with pytest.raises(RequestError, match="one of the executor 'scripted'"):
+            with pytest.raises(RequestError, match="this one has the executor 'scripted'"):
                 await engine.update_weights(new)
             assert (await engine.generate("b")).text == "a"
         async with Engine(tmp_path, config()) as engine:
             await engine.sleep()
-            with pytest.raises(RequestError, match="this one is asleep"):
+            with pytest.raises(RequestError, match=r"this one is asleep, until wake\(\)"):
                 await engine.update_weights(new)
         async with LocalHostEngine(lambda: scripted_engine("a")) as remote:
             with pytest.raises(RequestError, match="expected an engine of this process"):

@@ -99,6 +99,27 @@ def test_tokens_that_fit_on_a_gpu_of_139_gib(name: str, before: int, after: int,
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "token", "windows_mib", "all_gib", "kept_gib"),
+    [
+        ("gemma-3-27b", 81_920, 494, 62.0, 10.5),
+        ("gemma-4-26b-a4b", 20_480, 238, 27.5, 2.7),
+        ("gpt-oss-120b", 36_864, 11, 9.0, 4.5),
+    ],
+)
+def test_memory_of_a_sequence(
+    name: str, token: int, windows_mib: int, all_gib: float, kept_gib: float
+) -> None:
+    """Of 131,072 tokens, as the page of models has it."""
+    demand = target_demand(EngineConfig(), spec_of(name), torch.bfloat16, None, 64, "graph")
+    windows, num_tokens = demand.windows, 131_072
+    assert windows is not None and demand.bytes_per_block == 64 * token
+    num_bytes = least_window_blocks(windows.window, 64, windows.row_tokens) * windows.bytes_per_block
+    assert num_bytes / 2**20 == pytest.approx(windows_mib, abs=0.5)
+    assert (num_tokens * token + num_bytes) / GIB == pytest.approx(kept_gib, abs=0.05)
+    assert num_tokens // 64 * (demand.bytes_per_block + windows.bytes_per_block) / GIB == all_gib
+
+
 SIZES = st.integers(1, 2**12)
 
 

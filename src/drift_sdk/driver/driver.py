@@ -363,8 +363,9 @@ class Driver(Startable):
         """Replace weights, and have all requests compute their context again. Returns the error of a wrong
         tensor, which changes nothing."""
         if self._executor is None or not isinstance(self._executor, TakesWeights):
-            state = "asleep" if self._executor is None else f"one of the executor {self.executor_name!r}"
-            allowed = f"an engine that computes a model and is awake: this one is {state}"
+            allowed = f"an engine that computes a model: this one has the executor {self.executor_name!r}"
+            if self._executor is None:
+                allowed = "an engine that is awake: this one is asleep, until wake()"
             return RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
 
         started_at = time.monotonic()

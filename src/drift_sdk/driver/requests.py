@@ -391,7 +391,17 @@ class Request:
                 self._stop_reason = stop
                 logprobs = logprobs[: len(shown_ids)] if logprobs is not None else None
 
+        if finish is not None and token_ids and machines_of(self.params.logits_processors):
+            self._check_last(token_ids)
         return self._record(text, token_ids, logprobs, finish)
+
+    def _check_last(self, token_ids: tuple[int, ...]) -> None:
+        """RequestError if token machines do not allow the tokens that end the text: `advance` gets the others
+        alone."""
+        from drift_sdk.text.token_machine import check_last
+
+        assert self._limits is not None
+        check_last(self._limits, token_ids)
 
     def end(self, finish: FinishReason) -> Chunk:
         """End the request without a further token; returns its last chunk."""

@@ -21,7 +21,7 @@ from drift_sdk.loading.tensors import STORED_DTYPES
 from drift_sdk.models.allocation import Allocation, MatrixReader, fill_places
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.layer_inputs import allocate_inputs
-from drift_sdk.models.weights import LayerWeights, allocate_layer, stored_layout
+from drift_sdk.models.weights import LayerWeights, allocate_layer, stored_layout, tensor_shapes
 from drift_sdk.quantised.weight import QuantisedWeight
 from drift_sdk.spec.model import Channel, ModelSpec, experts_of
 
@@ -197,9 +197,18 @@ def planned(decoder: Decoder, tensors: Mapping[str, Tensor]) -> list[Write]:
             writes.append(write)
             left -= set(write.names)
     if left:
-        raise wrong(min(left), f"shape {list(tensors[min(left)].shape)}", "a tensor of this model")
+        raise unknown(min(left), spec)
 
     return writes
+
+
+def unknown(name: str, spec: ModelSpec) -> RequestError:
+    """The error for a name that the model does not have, with one that ends alike, if there is one."""
+    names = tensor_shapes(spec)
+    alike = [own for own in names if f".{name}".endswith(f".{own}") or own.endswith(f".{name}")]
+    return wrong(
+        name, "no tensor of this model", f"names as {alike[0] if alike else spec.names.final_norm!r}"
+    )
 
 
 def spec_of(decoder: Decoder, tensors: Mapping[str, Tensor]) -> ModelSpec:

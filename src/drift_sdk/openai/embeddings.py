@@ -84,7 +84,10 @@ class ScoreBody(Body, kw_only=True):
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
-            raise RequestError.of("text_2", len(second), f"{len(first)} texts, as text_1 has, or one text_1")
+            allowed = f"{len(first)} texts, as many as text_1, which may also be one text for all"
+            raise RequestError(
+                f"text_2 has {len(second)}: expected {allowed}", field="text_2", allowed=allowed
+            )
 
         return list(zip(first, second, strict=True))
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from drift_sdk.errors import RequestError
+from drift_sdk.errors import FieldError, RequestError
 from drift_sdk.processors import TokenMachine, TokenState
 
 Masks = NDArray[np.int32]
@@ -24,6 +24,23 @@ class Limits(Protocol):
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Move on by newly generated tokens. RequestError if they are not allowed."""
+
+
+def check_last(limits: Limits, token_ids: Sequence[int]) -> None:
+    """RequestError if one of the tokens that end a text was not allowed: where machines leave none, a token
+    is generated all the same, perhaps one that ends texts. limits: before these tokens."""
+    for row, token_id in zip(limits.masks(token_ids[:-1]), token_ids, strict=True):
+        if not is_allowed(row, token_id):
+            raise without_choice(token_id)
+
+
+def is_allowed(row: Masks, token_id: int) -> bool:
+    return bool(row[token_id // 32] >> token_id % 32 & 1)
+
+
+def without_choice(token_id: int) -> FieldError:
+    allowed = "machines that leave a token, also with the grammar"
+    return RequestError.of("logits_processors", token_id, allowed)
 
 
 class MachineLimits:
@@ -50,9 +67,8 @@ class MachineLimits:
     def advance(self, token_ids: Sequence[int]) -> None:
         """See `Limits`."""
         for token_id in token_ids:
-            if not self._row(self._number)[token_id // 32] >> token_id % 32 & 1:
-                allowed = "machines that leave a token, also with the grammar"
-                raise RequestError.of("logits_processors", token_id, allowed)
+            if not is_allowed(self._row(self._number), token_id):
+                raise without_choice(token_id)
 
             self._number = self._machine.states[self._number].after(token_id, self._number)
 

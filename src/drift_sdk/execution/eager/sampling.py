@@ -187,7 +187,7 @@ def called(functions: Sequence[LogitsFunction], output_ids: Sequence[int], logit
         values = result.astype(np.float32)  # a copy: the next function may change it
 
     if np.isnan(values).any() or not (values > -np.inf).any() or (values == np.inf).any():
-        raise ValueError("expected logits without NaN and infinity, of which some are finite")
+        raise ValueError("expected logits that are finite or -inf, at least one of them finite")
 
     return torch.from_numpy(values).to(logits.device)
 
