@@ -35,7 +35,7 @@ from drift_sdk.driver.prompts import (
     check_forced_calls,
 )
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
-from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError
+from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError, error_repr
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (
     Job,
@@ -182,6 +182,14 @@ def embedding_of(completion: Completion, dimensions: int | None, *, normalize: b
     )
 
 
+def items_of(field: str, values: Sequence[Any], allowed: str) -> list[Any]:
+    """The items of a sequence of the caller's. RequestError if they cannot be read."""
+    try:
+        return list(values)
+    except Exception as error:  # a class of the caller may run any code
+        raise RequestError.of(field, values, f"{allowed} ({error_repr(error)})") from error
+
+
 MAX_CHOICES = 1000
 MAX_CHOICES_AT_ONCE = 64
 
@@ -196,7 +204,7 @@ def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, 
         raise RequestError.of("choices", choices, allowed)
 
     answers: list[str | tuple[int, ...]] = []
-    for choice in choices:
+    for choice in items_of("choices", choices, allowed):
         try:
             answer = as_prompt(choice)
         except RequestError as error:
@@ -439,12 +447,13 @@ class Serving(ABC):
         if dimensions is not None:
             dimensions = plain_scalar(dimensions)
             check_int(RequestError, "dimensions", dimensions, ge=1)
+        allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
         is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
-        if not is_list or isinstance(next(iter(prompts), None), int):
-            allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
+        given = items_of("prompts", prompts, allowed) if is_list else []
+        if not is_list or isinstance(next(iter(given), None), int):
             raise RequestError.of("prompts", prompts, allowed)
 
-        jobs = [each for each in prompts if isinstance(each, Job)]  # they have parameters of their own
+        jobs = [each for each in given if isinstance(each, Job)]  # they have parameters of their own
         if jobs:
             raise RequestError.of("prompts", jobs[0], "texts and token ids")
 
@@ -456,7 +465,7 @@ class Serving(ABC):
             priority=priority,
             cache_salt=cache_salt,
         )
-        async with aclosing(self.map(prompts, params)) as completions:
+        async with aclosing(self.map(given, params)) as completions:
             return [
                 embedding_of(completion, dimensions, normalize=normalize) async for completion in completions
             ]

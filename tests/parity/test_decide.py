@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,11 @@ def test_a_pool_decides_too(folder: Path) -> None:
     anyio.run(main)
 
 
+class Unreadable(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("no such place")
+
+
 def test_wrong_arguments(folder: Path) -> None:
     with SyncEngine(folder, config()) as engine:
         for choices, words in (
@@ -199,6 +204,7 @@ def test_wrong_arguments(folder: Path) -> None:
             ([[5], []], "choices="),
             ([[5], 7], "choices=7"),
             ([[5], [500]], r"choices: \[0\]=500"),
+            (Unreadable([[5]]), r"choices=.*\(ValueError\('no such place'\)\)"),
             (["a", "\ud800"], "choices: expected text without lone surrogates"),
             ([[5] * 250], "prompt of 2"),
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,11 @@ def test_a_request_that_generates_reports_states_too(tmp_path: Path) -> None:
     anyio.run(main)
 
 
+class Unreadable(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("no such place")
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     make_model(MODELS["qwen3"], tmp_path)
     with SyncEngine(tmp_path, engine_config(max_model_len=64)) as engine:
@@ -159,6 +165,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             (([[5]],), {"normalize": 1}, "normalize=1"),
             (([[5], [7] * 64],), {}, "prompt of 64 tokens"),
             (([[5], [500]],), {}, r"prompt\[0\]=500"),
+            ((Unreadable([[5]]),), {}, r"prompts=.*\(ValueError\('no such place'\)\)"),
             (([[5], job],), {}, "prompts=Job.*expected texts and token ids"),
         ):
             with pytest.raises(RequestError, match=words):
