@@ -20,7 +20,7 @@ MTP = "mtp"
 class MtpDraft(Struct, frozen=True, kw_only=True):
     """The MTP layer of a model.
 
-    weights: `Speculation.draft_weights` for it; None: the layer is stored as the model's weights are.
+    weights: `Speculation.draft_weights` for it; None: the layer is kept as files store it.
 
     Raises ValueError for a model without such a layer.
     """
@@ -43,12 +43,14 @@ class MtpDraft(Struct, frozen=True, kw_only=True):
         spec = self.model.spec
         shapes = mtp_shapes(spec)
         weights = sum(
-            self._tensor_bytes(shape, itemsize) for name, shape in shapes.items() if EXPERTS not in name
+            self._tensor_bytes(name, shape, itemsize) for name, shape in shapes.items() if EXPERTS not in name
         )
         channel = self._layer.channel
         if isinstance(channel, Experts):
-            numbers = sum(math.prod(shape) for name, shape in shapes.items() if EXPERTS in name)
-            weights += self.model.spread_experts(batch) * itemsize * numbers / channel.num_experts
+            size, hidden = channel.intermediate_size, spec.hidden_size
+            matrices = (size, hidden), (size, hidden), (hidden, size)
+            expert = sum(self._matrix_bytes(*shape, itemsize) for shape in matrices)
+            weights += self.model.spread_experts(batch) * expert
         head = itemsize * spec.vocab_size * spec.hidden_size
         assert self._layer.kv is not None
         kv = itemsize * batch * mean_context * self._layer.kv.size
@@ -60,12 +62,19 @@ class MtpDraft(Struct, frozen=True, kw_only=True):
         assert layer is not None
         return layer
 
-    def _tensor_bytes(self, shape: tuple[int, ...], itemsize: int) -> float:
-        """Bytes of a tensor, of which matrices are quantised if the weights of draft or model say so."""
-        if len(shape) != 2:
+    def _tensor_bytes(self, name: str, shape: tuple[int, ...], itemsize: int) -> float:
+        """Bytes of a tensor, of which matrices are quantised if the weights of draft or model say so, but for
+        those of the heads of latent attention."""
+        latent = self.model.spec.names.latent
+        if len(shape) != 2 or name.endswith(f"{latent.module}.{latent.up}.weight"):
             return itemsize * math.prod(shape)
 
-        if self.weights is None:
-            return self.model.matrix_bytes(shape[0], shape[1], itemsize)
+        return self._matrix_bytes(shape[0], shape[1], itemsize)
 
-        return quantised_bytes(shape[0], shape[1], self.weights)
+    def _matrix_bytes(self, rows: int, columns: int, itemsize: int) -> float:
+        if self.weights is not None:
+            return quantised_bytes(rows, columns, self.weights)
+
+        # A model whose weights are quantised when they are loaded does not have its layer so.
+        is_stored = self.model.weights == "stored"
+        return self.model.matrix_bytes(rows, columns, itemsize) if is_stored else itemsize * rows * columns

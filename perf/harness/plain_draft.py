@@ -45,8 +45,8 @@ class PlainDraft:
         stages = {"fc": hidden}
         embedded = self._norm(self._embedding()[token_ids], "layers.0.input_layernorm.weight")
         normed = self._norm(hidden, "layers.0.hidden_norm.weight")
-        is_nested = "transformer_layer_config" in settings
-        hidden = normed if settings.get("norm_before_residual", is_nested) else hidden
+        is_first = "transformer_layer_config" in settings and "mask_token_id" not in settings
+        hidden = normed if settings.get("norm_before_residual", is_first) else hidden
         for index in range(settings["num_hidden_layers"]):
             layer = f"layers.{index}"
             first = torch.cat((embedded, normed), -1)

@@ -130,6 +130,7 @@ GLM_4_7_FLASH = COMMON | {
     "qk_nope_head_dim": 192,
     "qk_rope_head_dim": 64,
     "v_head_dim": 256,
+    "num_nextn_predict_layers": 1,
     "n_routed_experts": 64,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1536,

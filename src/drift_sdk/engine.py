@@ -23,7 +23,7 @@ from drift_sdk.driver.loops import Latch, without_collection
 from drift_sdk.driver.model_opener import LoadedModel, OpenModel, opening_error, with_limits
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
 from drift_sdk.driver.requests import Request
-from drift_sdk.errors import ConfigError, DriftError, EngineClosed, RequestError, short_repr
+from drift_sdk.errors import ConfigError, DriftError, EngineClosed, RequestError, error_repr, short_repr
 from drift_sdk.events import Event, Progress, Report
 from drift_sdk.model_info import ModelInfo
 from drift_sdk.serving import Submission
@@ -150,8 +150,7 @@ class Engine(BaseEngine):
 
     async def update_weights(self, tensors: Mapping[str, Any]) -> None:
         driver, done = self._running_driver(), Latch()
-        settle(tensors)
-        driver.send(UpdateWeights(done, tensors))
+        driver.send(UpdateWeights(done, settled(tensors)))
         error = await done.wait_shielded()
         if error is not None:
             raise error
@@ -273,16 +272,25 @@ class Engine(BaseEngine):
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
 
 
-def settle(tensors: object) -> None:
-    """Wait for what the caller's GPU streams still write to tensors: the engine reads them on its own."""
+def settled(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A copy of a mapping of tensors, after what the caller's GPU streams still write to these: the engine
+    reads them on its own. What is no mapping is returned as it is. RequestError for one that cannot be read.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensors, Mapping):
-        return
+        return tensors
 
-    devices = {tensor.device for tensor in tensors.values() if isinstance(tensor, torch.Tensor)}
+    try:
+        given = {name: tensors[name] for name in tensors}
+        devices = {tensor.device for tensor in given.values() if isinstance(tensor, torch.Tensor)}
+    except Exception as error:  # the class of a caller may run any code
+        allowed = f"a mapping of names to tensors that can be read ({error_repr(error)})"
+        raise RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed) from error
+
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+    return given
 
 
 def description(engine: Engine) -> dict[str, str]:

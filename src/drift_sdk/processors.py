@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Struct
 
 from drift_sdk._fields import RequestFields
-from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, ids_of_array
+from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, first_pairs, ids_of_array
 from drift_sdk._validation import check_int, plain_scalar
-from drift_sdk.errors import RequestError
+from drift_sdk.errors import RequestError, error_repr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,14 +65,11 @@ class TokenState(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
 
             if not all(map(is_id, value)):
                 raise RequestError.of(field, next(each for each in value if not is_id(each)), allowed)
-        steps = self.next
-        if not isinstance(steps, Mapping) or len(steps) > MAX_ITEMS:
-            raise RequestError.of("next", steps, f"a mapping of at most {MAX_ITEMS} token ids to states")
-
+        steps = plain_pairs("next", self.next, f"a mapping of at most {MAX_ITEMS} token ids to states")
         for token_id, state in steps.items():
             if not (is_id(token_id) and is_id(state)):
                 raise RequestError.of("next", {token_id: state}, "token ids, each with the number of a state")
-        msgspec.structs.force_setattr(self, "next", FrozenMapping(dict(steps)))
+        msgspec.structs.force_setattr(self, "next", FrozenMapping(steps))
         if self.otherwise is not None:
             check_int(RequestError, "otherwise", self.otherwise, ge=0)
 
@@ -146,10 +143,8 @@ class TokenBias(Struct, frozen=True, metaclass=RequestFields):
 
     def __post_init__(self) -> None:
         allowed = f"at most {MAX_ITEMS} token ids, each with a number from {-MAX_ADDEND} to {MAX_ADDEND}"
-        if not isinstance(self.biases, Mapping) or len(self.biases) > MAX_ITEMS:
-            raise RequestError.of("biases", self.biases, allowed)
-
-        plain = {plain_scalar(key): plain_scalar(value) for key, value in self.biases.items()}
+        pairs = plain_pairs("biases", self.biases, allowed)
+        plain = {plain_scalar(key): plain_scalar(value) for key, value in pairs.items()}
         for token_id, addend in plain.items():
             is_number = type(addend) in (int, float) and -MAX_ADDEND <= addend <= MAX_ADDEND
             if not is_id(token_id) or not is_number:
@@ -174,6 +169,18 @@ class TokenBias(Struct, frozen=True, metaclass=RequestFields):
 
 
 LogitsProcessor: TypeAlias = TokenMachine | TokenBias | LogitsFunction
+
+
+def plain_pairs(field: str, value: object, allowed: str) -> dict[Any, Any]:
+    """The items of a mapping as a dict. RequestError for what is none, has more than MAX_ITEMS items, or
+    cannot be read."""
+    if not isinstance(value, Mapping):
+        raise RequestError.of(field, value, allowed)
+
+    try:
+        return first_pairs(value, MAX_ITEMS)
+    except Exception as error:  # a class of the caller may run any code
+        raise RequestError.of(field, value, f"{allowed} ({error_repr(error)})") from error
 
 
 def is_id(value: object) -> bool:

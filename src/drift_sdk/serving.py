@@ -444,6 +444,10 @@ class Serving(ABC):
             allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
             raise RequestError.of("prompts", prompts, allowed)
 
+        jobs = [each for each in prompts if isinstance(each, Job)]  # they have parameters of their own
+        if jobs:
+            raise RequestError.of("prompts", jobs[0], "texts and token ids")
+
         check_choice(RequestError, "pooling", pooling, get_args(StateKind))
         params = SamplingParams(
             max_tokens=1,

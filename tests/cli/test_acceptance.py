@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dflash_zoo import make_dflash
 from draft_zoo import make_draft
 from model_zoo import make_model
 
-from drift_sdk import ConfigError, EngineConfig, Progress, SamplingParams, Speculation, SpeculationStats
+from drift_sdk import (
+    Chain,
+    ConfigError,
+    EngineConfig,
+    Progress,
+    SamplingParams,
+    Speculation,
+    SpeculationStats,
+)
 from drift_sdk.cli import drafts
 from drift_sdk.cli.command_line import main
 from drift_sdk.cli.drafts import PROMPTS, Measured, layers_by_convention, measure, read_prompts, verdict
@@ -70,6 +79,20 @@ async def test_ids_that_one_convention_alone_permits_are_measured_so(
     assert found[0].speculation is None and str(num_layers) in found[0].reason
     assert found[1].layers == (0, 1, num_layers)
     assert verdict(found).startswith('"boundary" fits')
+
+
+async def test_dflash_head_is_measured_under_both_conventions(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, seed = folders[0], 4
+    make_dflash(seed, tmp_path, target)
+    table = json.loads((tmp_path / "config.json").read_text())["dflash_config"]
+    config = CONFIG.replace(speculation=Speculation(draft=tmp_path, shape=Chain(2)))
+    found = await measure(target, config, PROMPTS[:1], PARAMS)
+    outputs, boundaries = (found[index].layers for index in range(2))
+    assert boundaries == tuple(table["target_layer_ids"])
+    assert outputs == tuple(layer + 1 for layer in boundaries)
+    assert all(one.speculation is not None and one.speculation.num_rounds >= 2 for one in found)
 
 
 def counts(right: int, num_rounds: int = 1000) -> SpeculationStats:

@@ -150,12 +150,26 @@ def test_heads_as_transformers_writes_them() -> None:
         ({"num_kv_shared_layers": 34}, "num_kv_shared_layers=34: expected a layer of type 'full_attention'"),
         ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input=7: expected 262144"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not implemented"),
-        ({"enable_moe_block": True, "num_experts": 4}, "num_experts_per_tok"),
+        ({"enable_moe_block": True, "num_experts": 4}, "top_k_experts=None"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts=5"),
+        ({"global_head_dim": "x"}, "global_head_dim='x'"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 0}, "num_global_key_value_heads=0"),
     ],
 )
 def test_settings_that_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_spec(PUBLISHED["E2B"] | fields)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", {"a": 1}, ["gemma4_text"], 5])
+@pytest.mark.parametrize(
+    "architecture", ["Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration"]
+)
+def test_text_part_of_another_type_is_refused_by_name(architecture: str, model_type: Any) -> None:
+    config = outer_of(PUBLISHED["E2B"]) | {"architectures": [architecture]}
+    config["text_config"] = config["text_config"] | {"model_type": model_type}
+    with pytest.raises(ModelLoadError, match="text_config with model_type=.*: expected one of"):
+        read_spec(config)
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

@@ -29,6 +29,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.latent_attention import LatentWeights
+from drift_sdk.models.mtp import mtp_shapes
 from drift_sdk.models.shard import shard_obstacles
 from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.quantised.formats import Fp8Weight, quantise_fp8
@@ -243,6 +244,27 @@ def test_layers_behind_the_last_are_not_read(tmp_path: Path, caplog: pytest.LogC
     decoder = load_decoder(tmp_path)
     assert_parity(decoder, model, random_tokens(decoder.spec, 30), (17, 1, 12))
     assert not [record for record in caplog.records if record.name.startswith("drift_sdk")]
+
+
+@pytest.mark.parametrize("name", ["GLM-4.7-Flash", "DeepSeek-V3"])
+def test_the_layer_that_predicts_one_more_token_is_described(name: str) -> None:
+    spec = read_spec(PUBLISHED[name])
+    layer, number = spec.mtp, spec.num_layers
+    assert layer is not None and layer == spec.layers[-1]
+    assert isinstance(layer.mixer, LatentAttention) and isinstance(layer.channel, Experts)
+    assert spec.names.mtp.prefix == f"model.layers.{number}." == spec.names.unread[0]
+    shapes, hidden = mtp_shapes(spec), spec.hidden_size
+    assert shapes[f"model.layers.{number}.eh_proj.weight"] == (hidden, 2 * hidden)
+    assert f"model.layers.{number}.self_attn.kv_b_proj.weight" in shapes
+    assert not any(part in tensor for tensor in shapes for part in ("embed_tokens", "shared_head.head"))
+    for changes in ({"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": 2}):
+        assert read_spec(PUBLISHED[name] | changes).mtp is None
+
+
+def test_a_dense_decoder_has_experts_in_that_layer() -> None:
+    spec = read_spec(GLM_FLASH | {"first_k_dense_replace": 47})
+    assert spec.experts is None
+    assert spec.mtp is not None and isinstance(spec.mtp.channel, Experts)
 
 
 EXPANDED = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")

@@ -39,7 +39,8 @@ FAMILIES: tuple[dict[str, Any], ...] = (
     {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
-        "text_config": {name: value for name, value in MODEL.items() if name != "architectures"},
+        "text_config": {name: value for name, value in MODEL.items() if name != "architectures"}
+        | {"model_type": "gemma3_text"},
     },
     {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1]},
     {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 2.0},
@@ -51,6 +52,46 @@ FAMILIES: tuple[dict[str, Any], ...] = (
         "model_type": "gpt_oss",
         "quantization_config": {"quant_method": "mxfp4"},
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "q_lora_rank": 16,
+    },
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 16,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 3,
+    },
+    {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 100,
+    },
+    {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": {name: value for name, value in MODEL.items() if name != "architectures"}
+        | {"model_type": "gemma4_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"vocab_size_per_layer_input": 100, "per_layer_config": {"3": {"head_dim": 32}}},
     },
 )
 DRAFT: dict[str, Any] = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 50}
@@ -66,6 +107,12 @@ SETTINGS = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"),
     *("decoder_sparse_step", "norm_topk_prob", "swiglu_limit", "beta_fast", "beta_slow", "truncate"),
     *("attention_factor", "mscale", "mscale_all_dim"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave"),
+    *("topk_method", "scoring_func", "moe_layer_freq", "n_group", "topk_group", "routed_scaling_factor"),
+    *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"),
+    *("mlp_layer_types", "global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers"),
+    *("attention_k_eq_v", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block"),
+    *("top_k_experts", "use_double_wide_mlp", "per_layer_config", "use_bidirectional_attention"),
     *("eagle_config", "transformer_layer_config", "speculators_config", "algorithm", "norm_before_fc"),
     *("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "use_aux_hidden_state", "fc_norm"),
     *("target_hidden_size", "truncated_vocab_size", "norm_output", "bias", "parallel_draft_step"),
@@ -78,7 +125,9 @@ LIKELY = (
         {"quant_method": "fp8"},
     ),
     *("llama", "qwen2", "qwen3", "silu", "full_attention", "linear", "default", "factors", "eagle3"),
-    *("qwen3_moe", "mixtral", "gpt_oss", "mxfp4", "yarn"),
+    *("qwen3_moe", "mixtral", "gpt_oss", "mxfp4", "yarn", "noaux_tc", "greedy", "sigmoid", "softmax"),
+    *("dense", "sparse", ["dense"] * 4, ["full_attention"] * 4, ["sliding_attention"] * 4, "proportional"),
+    *({"3": {"head_dim": 32}}, {"3": {"num_key_value_heads": 3}}, {"0": {}}, {"full_attention": {}}),
     *("LlamaForCausalLM", "Qwen3ForCausalLM", 1, 2, 4, 16, 64, 1.0, 2**24, 2**31, 2**63, 10**4000, 0.5),
 )
 

@@ -29,10 +29,10 @@ TASKS = (
 )
 
 
-def save_random_head(folder: Path) -> Path:
-    """An EAGLE-3 head of the model, with random weights."""
+def save_random_head(folder: Path, **options: int) -> Path:
+    """An EAGLE-3 or P-EAGLE head of the model, with random weights. options: settings of its config."""
     target = resolve(smollm2.path()).config
-    settings = target | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    settings = target | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1} | options
     settings["draft_vocab_size"] = settings["vocab_size"]
     settings.pop("quantization_config", None)
     config = DraftConfig.from_hf(settings, read_spec(target))
@@ -85,10 +85,11 @@ def answers(speculation: Speculation | None) -> tuple[list[Completion], EngineSt
     return anyio.run(main)
 
 
-@pytest.mark.parametrize("kind", ["itself", "itself and ngrams", "head and ngrams"])
+@pytest.mark.parametrize("kind", ["itself", "itself and ngrams", "head and ngrams", "masks and ngrams"])
 def test_drafts_do_not_change_the_output(kind: str, tmp_path: Path) -> None:
     plain, _ = answers(None)
-    draft = save_random_head(tmp_path) if kind == "head and ngrams" else smollm2.path()
+    heads: dict[str, dict[str, int]] = {"head and ngrams": {}, "masks and ngrams": {"mask_token_id": 2}}
+    draft = save_random_head(tmp_path, **heads[kind]) if kind in heads else smollm2.path()
     ngrams = NGram() if kind.endswith("and ngrams") else None
     speculation = Speculation(draft=draft, ngrams=ngrams, shape=Chain(NUM_DRAFTS), adaptive=False)
     found, stats = answers(speculation)

@@ -11,6 +11,8 @@ import pytest
 from draft_zoo import make_draft
 from family_zoo import draw_model
 from model_zoo import save_tokenizer
+from mtp_zoo import make_mtp_model, make_often_right
+from quantised_files import quantise_folder
 
 from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
 from drift_sdk.stats import EngineStats
@@ -116,8 +118,8 @@ def assert_same_in_crowds(
         assert "speculation" not in mode or 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
 
 
-def chain_of(number: int, draft: Path | NGram) -> Speculation:
-    return Speculation(draft=draft, shape=Chain(number), adaptive=False)
+def chain_of(number: int, draft: Path | str | NGram, **fields: NGram) -> Speculation:
+    return Speculation(draft=draft, shape=Chain(number), adaptive=False, **fields)
 
 
 @pytest.mark.parametrize(
@@ -170,3 +172,53 @@ def test_an_eagle_head_changes_no_bit(tmp_path: Path) -> None:
     assert stats.num_drafted_tokens > 0
     for one, other in zip(found, expected, strict=True):
         assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "sizes"),
+    [("glm4_moe_lite", 1, {}), ("deepseek_v3", 0, {"qk_rope_head_dim": 8}), ("glm4_moe_lite", 1, WIDE)],
+    ids=("glm", "v3", "wide"),
+)
+def test_drafts_of_the_mtp_layer_change_no_bit(
+    family: str, seed: int, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """Drafts of the model's own layer, alone and with n-grams beside it."""
+    make_mtp_model(family, seed, tmp_path, **sizes)
+    make_often_right(tmp_path)
+    prompts = prompts_of(4)
+    expected, _ = answers(tmp_path, prompts, is_alone=True)
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": chain_of(1, "mtp")},
+        {"max_num_seqs": 16, "speculation": chain_of(3, "mtp"), "prefill_token_budget": 40},
+        {"max_num_seqs": 16, "speculation": chain_of(3, "mtp", ngrams=NGram(min_length=1))},
+        {"max_num_seqs": 8, "speculation": chain_of(5, "mtp"), "kv_cache_tokens": 640},
+    ]
+    assert_same_in_crowds(tmp_path, prompts, expected, modes)
+    found, _ = answers(tmp_path, prompts, is_alone=True, speculation=chain_of(3, "mtp"))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_both_executors_draft_alike(tmp_path: Path) -> None:
+    """In float32 as many drafts are accepted, but for near ties."""
+    make_mtp_model("deepseek_v3", 0, tmp_path, qk_rope_head_dim=8)
+    make_often_right(tmp_path)
+    prompts, drafts = prompts_of(3), chain_of(3, "mtp")
+    shares = []
+    for executor in ("eager", "graph"):
+        _, stats = answers(tmp_path, prompts, executor=executor, dtype="float32", speculation=drafts)
+        shares.append(stats.num_accepted_tokens / stats.num_drafted_tokens)
+    assert 0.05 < shares[0] == pytest.approx(shares[1], abs=0.01)
+
+
+def test_drafts_of_files_in_fp8_change_no_bit(tmp_path: Path) -> None:
+    """Weights of the model and of its MTP layer in blocks of FP8, as published."""
+    plain, folder, prompts = tmp_path / "plain", tmp_path / "quantised", prompts_of(6)
+    sizes = WIDE | {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 144}
+    make_mtp_model("glm4_moe_lite", 1, plain, **sizes, tie_word_embeddings=False)
+    make_often_right(plain)
+    quantise_folder(plain, folder, ignored=("lm_head", "embed_tokens", "mlp.gate.", "eh_proj", "shared_head"))
+    expected, _ = answers(folder, prompts, is_alone=True, weights="stored")
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": chain_of(3, "mtp"), "weights": "stored"}
+    ]
+    assert_same_in_crowds(folder, prompts, expected, modes)

@@ -88,7 +88,7 @@ def test_embeddings_round_as_transformers(family: str, dtype: torch.dtype) -> No
     expected = model.model.embed_tokens(token_ids)
     if family == "granite":
         expected = expected * model.model.embedding_multiplier
-    assert torch.equal(decoder._embed(token_ids), expected)
+    assert torch.equal(decoder.embedded(token_ids), expected)
 
 
 def _rope_off_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:

@@ -44,7 +44,9 @@ class Reference:
         nested = config.get("transformer_layer_config")
         self.options = {**config, **config.get("eagle_config", {})}
         self.shape = config if nested is None else nested
-        self.is_normed_first = self.options.get("norm_before_residual", nested is not None)
+        self.mask_token_id = self.options.get("mask_token_id", self.options.get("pard_token"))
+        is_first = nested is not None and self.mask_token_id is None
+        self.is_normed_first = self.options.get("norm_before_residual", is_first)
         self.feeds_normed = self.options.get("norm_output") or self.options.get("return_hidden_post_norm")
         files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
         stored: dict[str, torch.Tensor] = {}
@@ -235,6 +237,26 @@ def _assert_parity(draft: DraftDecoder, target: Decoder, reference: Reference) -
     _assert_cache(cache, blocks, reference, depth)
 
 
+@torch.inference_mode()
+def _assert_masks(draft: DraftDecoder, target: Decoder, reference: Reference) -> None:
+    """Compare a draft of one pass: the row of the newest token, and those of masks behind it."""
+    tokens = random_tokens(target.spec, NUM_PROMPT_TOKENS + 1, seed=4)
+    aux_hidden, final = _target_states(target, tokens[:-1], draft.aux_layers)
+    features, masks = draft.fuse(aux_hidden, final), draft.mask_feature.expand(NUM_DRAFT_STEPS, -1)
+    mask = reference.w["mask_hidden"].view(len(draft.aux_layers), -1)
+    expected_mask = reference.fuse(list(mask), mask[0])
+    rows = [
+        reference.row(each.double(), int(token)) for each, token in zip(features, tokens[1:], strict=True)
+    ]
+    rows += [reference.row(expected_mask, reference.mask_token_id) for _ in range(NUM_DRAFT_STEPS)]
+    ids = torch.cat((tokens[1:], torch.full((NUM_DRAFT_STEPS,), draft.config.mask_token_id)))
+    cache, blocks = _cache(draft), shuffled_blocks(NUM_BLOCKS)
+    batch = _batch(blocks, 0, len(ids), cache)
+    logits = draft.logits(draft.forward(torch.cat((features, masks)), ids, batch, cache))
+    expected = torch.stack([reference.logits(row) for row in rows])
+    assert_near(logits, expected, inner=INNER, depth=draft.num_layers + 1, name="logits")
+
+
 def _assert_cache(cache: KVCache, blocks: list[int], reference: Reference, depth: int) -> None:
     """Row i lies at slot i + 1 of the sequence, and no other slot was written."""
     num_rows = len(reference.keys[0])
@@ -263,6 +285,16 @@ def test_draft_equals_the_reference(name: str, target: Decoder, target_folder: P
     draft = DraftDecoder.load(tmp_path, target)
     assert draft.num_layers == VARIANTS[name].num_layers
     _assert_parity(draft, target, Reference(tmp_path, target_folder, target.spec.num_layers))
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.has_masks])
+def test_draft_of_one_pass_equals_the_reference(
+    name: str, target: Decoder, target_folder: Path, tmp_path: Path
+) -> None:
+    make_draft(name, tmp_path, target_folder)
+    draft = DraftDecoder.load(tmp_path, target)
+    assert draft.config.mask_token_id is not None
+    _assert_masks(draft, target, Reference(tmp_path, target_folder, target.spec.num_layers))
 
 
 def test_draft_of_a_tied_target_of_four_layers(tmp_path: Path) -> None:

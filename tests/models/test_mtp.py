@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decoder_parity import BLOCK_SIZE, poisoned_cache, shuffled_blocks
+from family_zoo import draw_model
 from hybrid_zoo import make_hybrid_model
-from mtp_zoo import add_mtp
+from model_zoo import save_tokenizer
+from msgspec.structs import replace
+from mtp_zoo import LATENT_FAMILIES, add_mtp, make_mtp_model
 from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_after
@@ -37,6 +40,9 @@ NUM_MODELS = 16
 NUM_PROMPT, NUM_DRAFTS, NUM_BLOCKS = 43, 5, 16
 CHUNKS = (1, 20, 7, 15)
 FAMILIES = ("qwen3_5", "qwen3_5_moe")
+LATENT = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+LATENT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+COPIES = (".shared_head.head.weight", ".2.embed_tokens.weight", ".3.embed_tokens.weight")
 INNER = 144  # terms of the longest sum: embedding and feature of 72
 
 
@@ -119,6 +125,92 @@ class Reference:
         return outputs @ self.w[max(names, key=lambda name: name.endswith("lm_head.weight"))].T
 
 
+class LatentReference(Reference):
+    """The layer of a model with latent attention, whose heads have keys and values of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.prefix = f"model.layers.{self.c['num_hidden_layers']}"
+
+    def norm(self, x: torch.Tensor, name: str, eps: float | None = None) -> torch.Tensor:
+        eps = self.c["rms_norm_eps"] if eps is None else eps
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.w[f"{self.prefix}.{name}.weight"]
+
+    def project(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        name = f"{self.prefix}.{name}"
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def outputs(self, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        embedded = self.w["model.embed_tokens.weight"][tokens]
+        joined = torch.cat((self.norm(embedded, "enorm"), self.norm(features, "hnorm")), -1)
+        x = self.project(joined, "eh_proj")
+        x = x + self.attention(self.norm(x, "input_layernorm"))
+        x = x + self.channel(self.norm(x, "post_attention_layernorm"))
+        return self.norm(x, "shared_head.norm")
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        heads, plain, rotated, latent = (
+            self.c[name]
+            for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")
+        )
+        if self.c["q_lora_rank"] is None:
+            query = self.project(x, "self_attn.q_proj")
+        else:
+            query = self.norm(self.project(x, "self_attn.q_a_proj"), "self_attn.q_a_layernorm", 1e-6)
+            query = self.project(query, "self_attn.q_b_proj")
+        own_query, query_rope = query.view(-1, heads, plain + rotated).split((plain, rotated), -1)
+        compressed, key_rope = self.project(x, "self_attn.kv_a_proj_with_mqa").split((latent, rotated), -1)
+        both = self.project(self.norm(compressed, "self_attn.kv_a_layernorm", 1e-6), "self_attn.kv_b_proj")
+        own_key, value = both.view(-1, heads, plain + self.c["v_head_dim"]).tensor_split((plain,), -1)
+        scores = torch.einsum("qhd,khd->hqk", own_query, own_key)
+        key = self.rotate(key_rope[:, None]).squeeze(1)
+        scores = (scores + torch.einsum("qhd,kd->hqk", self.rotate(query_rope), key)) / math.sqrt(
+            plain + rotated
+        )
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        return self.project(attended.flatten(1), "self_attn.o_proj")
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """As complex numbers of pairs."""
+        size = x.shape[-1]
+        frequencies = self.c["rope_parameters"]["rope_theta"] ** (-torch.arange(0, size, 2).double() / size)
+        angles = (torch.arange(len(x)).double()[:, None] * frequencies)[:, None]
+        pairs = x.unflatten(-1, (-1, 2)) if self.c["rope_interleave"] else x.unflatten(-1, (2, -1)).mT
+        turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+        return torch.view_as_real(turned).flatten(-2)
+
+    def channel(self, x: torch.Tensor) -> torch.Tensor:
+        num_groups, size = self.c["n_group"], self.c["n_routed_experts"] // self.c["n_group"]
+        scores = self.project(x, "mlp.gate").sigmoid()
+        choice = scores + self.w[f"{self.prefix}.mlp.gate.e_score_correction_bias"]
+        groups = choice.view(-1, num_groups, size).topk(min(2, size), dim=-1).values.sum(-1)
+        kept = torch.zeros_like(groups, dtype=torch.bool).scatter(
+            1, groups.topk(self.c["topk_group"], dim=-1).indices, True
+        )
+        choice = choice.masked_fill(~kept.repeat_interleave(size, dim=1), -math.inf)
+        experts = choice.topk(self.c["num_experts_per_tok"], dim=-1).indices
+        shares = scores.gather(1, experts)
+        if self.c["norm_topk_prob"]:
+            shares = shares / shares.sum(-1, keepdim=True)
+        total = self.mlp(x, "mlp.shared_experts")
+        for row in range(len(x)):
+            for share, expert in zip(shares[row], experts[row].tolist(), strict=True):
+                total[row] += self.c["routed_scaling_factor"] * share * self.expert(x[row], expert)
+        return total
+
+    def expert(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        prefix = f"{self.prefix}.mlp.experts"
+        if f"{prefix}.gate_up_proj" not in self.w:
+            return self.mlp(x, f"mlp.experts.{index}")
+        gate, up = (self.w[f"{prefix}.gate_up_proj"][index] @ x).chunk(2)
+        return self.w[f"{prefix}.down_proj"][index] @ (F.silu(gate) * up)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """By the model's own head: the copy is wrong in no file, and not read."""
+        return outputs @ self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"]).T
+
+
 def load(folder: Path) -> tuple[Decoder, DraftDecoder]:
     source = resolve(folder)
     tensors = source.tensors()
@@ -180,6 +272,51 @@ def test_drafts_equal_the_formula(family: str, seed: int, tmp_path: Path) -> Non
     target, draft = load(tmp_path)
     assert draft.weights.embedding is target.weights.embedding and draft.weights.head is target.weights.head
     assert_drafts(target, draft, Reference(tmp_path), seed)
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+@pytest.mark.parametrize("seed", slow_after(3, range(NUM_MODELS)))
+def test_drafts_with_latents_equal_the_formula(family: str, seed: int, tmp_path: Path) -> None:
+    """With copies of embedding and head in the files, which are not read."""
+    make_mtp_model(family, seed, tmp_path, is_stacked=seed % 2 == 1, **LATENT)
+    copies = [name for name in load_file(tmp_path / "model.safetensors") if name.endswith(COPIES)]
+    edit(tmp_path, **{name: torch.full((160, 48), math.nan) for name in copies})
+    target, draft = load(tmp_path)
+    assert draft.weights.embedding is target.weights.embedding and draft.weights.head is target.weights.head
+    assert draft.empty_kv_cache(1, 16).tensors[0].numel() == 16 * target.spec.attention.kv.size
+    assert len(copies) == 2
+    assert_drafts(target, draft, LatentReference(tmp_path), seed)
+
+
+@pytest.mark.parametrize("name", ["joint", "hidden_norm", "latent_norm", "correction"])
+def test_planted_faults_with_latents_are_found(name: str, tmp_path: Path) -> None:
+    make_mtp_model("deepseek_v3", 0, tmp_path, **LATENT)
+    target, draft = load(tmp_path)
+    (layer,) = draft.weights.layers
+    mixer, channel = layer.mixer, layer.channel
+    if name == "latent_norm":
+        mixer = dataclasses.replace(mixer, latent_norm=mixer.latent_norm * 1.01)
+    if name == "correction":
+        channel = dataclasses.replace(channel, correction=channel.correction.roll(1))
+    weights = dataclasses.replace(
+        draft.weights, layers=(dataclasses.replace(layer, mixer=mixer, channel=channel),)
+    )
+    if name == "joint":  # the feature first
+        weights = dataclasses.replace(weights, joint=weights.joint.roll(draft.config.hidden_size, 1))
+    if name == "hidden_norm":
+        weights = dataclasses.replace(weights, hidden_norm=weights.embedding_norm)
+    draft.weights = weights
+    with pytest.raises(AssertionError):
+        assert_drafts(target, draft, LatentReference(tmp_path), 0)
+
+
+def test_the_output_after_the_norm_is_the_next_feature(tmp_path: Path) -> None:
+    make_mtp_model("glm4_moe_lite", 0, tmp_path, **LATENT)
+    target, draft = load(tmp_path)
+    assert draft.config.is_output_normed
+    draft.config = replace(draft.config, is_output_normed=False)
+    with pytest.raises(AssertionError):
+        assert_drafts(target, draft, LatentReference(tmp_path), 0)
 
 
 def wrong_token(draft: DraftDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +389,44 @@ def test_wrong_tensors_are_named(tensors: dict[str, Any], message: str, tmp_path
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("self_attn.kv_b_proj.weight", None, r"kv_b_proj\.weight of shape \[.*\] is missing"),
+        ("shared_head.norm.weight", torch.ones(5), r"shared_head\.norm\.weight has shape \[5\], expected"),
+        ("more.weight", torch.ones(5), r"layers\.2\.more\.weight of shape \[5\] is not part of this draft"),
+        (
+            "embed_tokens.weight",
+            torch.ones(160, 5),
+            r"embed_tokens\.weight has shape \[160, 5\], expected \[160, 48\], as model\.embed_tokens",
+        ),
+        (
+            "shared_head.head.weight",
+            torch.ones(9, 48),
+            r"shared_head\.head\.weight has shape \[9, 48\], expected \[160, 48\], as lm_head\.weight",
+        ),
+    ],
+)
+def test_wrong_tensors_with_latents_are_named(
+    name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    """Tensors of the model's other layers, which have the same prefix, are none of the layer's."""
+    make_mtp_model("deepseek_v3", 0, tmp_path, num_hidden_layers=2, **LATENT)
+    load(tmp_path)
+    edit(tmp_path, **{f"model.layers.2.{name}": tensor})
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path)
+
+
+def test_copies_may_be_left_out(tmp_path: Path) -> None:
+    make_mtp_model("deepseek_v3", 0, tmp_path, **LATENT)
+    _, expected = load(tmp_path)
+    copies = [name for name in load_file(tmp_path / "model.safetensors") if name.endswith(COPIES)]
+    edit(tmp_path, **dict.fromkeys(copies))
+    _, draft = load(tmp_path)
+    assert torch.equal(draft.weights.joint, expected.weights.joint)
+
+
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 def test_quantised_layers_are_near(form: DraftForm, tmp_path: Path) -> None:
     make_hybrid_model("qwen3_5", 0, tmp_path, intermediate_size=48)
@@ -296,6 +471,30 @@ def test_layers_are_kept_as_files_store_them(family: str, tmp_path: Path) -> Non
         assert all(isinstance(expert, Fp8Weight) for expert in layer.channel.down)
 
 
+def test_layers_with_latents_are_kept_as_files_store_them(tmp_path: Path) -> None:
+    """Matrices of heads are expanded, as in the model's other layers."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 160, "q_lora_rank": 144}
+    heads = {"kv_lora_rank": 136, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 130}
+    experts = {"moe_intermediate_size": 136, "n_group": 1, "topk_group": 1}
+    make_mtp_model("deepseek_v3", 0, tmp_path / "plain", num_hidden_layers=2, **sizes, **heads, **experts)
+    write_checkpoint(
+        tmp_path / "plain",
+        "fp8, blocks of 128",
+        tmp_path / "fp8",
+        tmp_path / "twin",
+        ignored=("lm_head", "embed_tokens", "mlp.gate.", "eh_proj", "shared_head"),
+    )
+    _, expected = load(tmp_path / "twin")
+    draft = factory_of(tmp_path / "fp8", weights="stored").draft
+    layer, twin = draft.weights.layers[0], expected.weights.layers[0]
+    for name, matrix in layer.mixer.matrices.items():
+        assert isinstance(matrix, Fp8Weight | StackedWeight), name
+        assert torch.equal(matrix.dequantise(torch.float32), twin.mixer.matrices[name])
+    assert torch.equal(layer.mixer.up, twin.mixer.up)
+    assert all(isinstance(expert, Fp8Weight) for expert in layer.channel.down)
+    assert isinstance(draft.weights.joint, torch.Tensor)
+
+
 def test_odd_columns_are_named(tmp_path: Path) -> None:
     make_hybrid_model("qwen3_5", 0, tmp_path, intermediate_size=47)
     add_mtp(tmp_path)
@@ -338,6 +537,21 @@ def test_models_without_the_layer_are_refused(
     assert caught.value.field == "draft"
 
 
+@pytest.mark.parametrize("number", [0, 2, None])
+def test_models_with_latents_without_the_layer_are_refused(number: int | None, tmp_path: Path) -> None:
+    """None: the files have no tensor of it."""
+    make_mtp_model("glm4_moe_lite", 0, tmp_path, **LATENT)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    joint = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    if number is None:
+        edit(tmp_path, **{joint: None})
+    else:
+        file.write_text(json.dumps(config | {"num_nextn_predict_layers": number}))
+    with pytest.raises(ConfigError, match="has no MTP layer" if number is not None else f"no tensor {joint}"):
+        factory_of(tmp_path)
+
+
 def test_draft_weights_of_experts_are_refused(tmp_path: Path) -> None:
     make_hybrid_model("qwen3_5_moe", 0, tmp_path)
     add_mtp(tmp_path)
@@ -352,11 +566,16 @@ def test_settings_of_heads_are_refused() -> None:
     assert caught.value.field == "aux_layer_convention"
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe_lite"])
 @pytest.mark.parametrize("load_form", ["auto", "random"])
 def test_a_layer_that_is_not_used_is_logged(
-    load_form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    load_form: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_hybrid_model("qwen3_5", 0, tmp_path)
+    if family == "qwen3_5":
+        make_hybrid_model(family, 0, tmp_path)
+    else:
+        draw_model(family, 0, num_nextn_predict_layers=0).save_pretrained(tmp_path)
+        save_tokenizer(tmp_path, 160)
     caplog.set_level(logging.INFO, "drift_sdk")
     factory_of(tmp_path, speculation=None, load=load_form)
     assert "MTP" not in caplog.text

@@ -152,6 +152,8 @@ def test_scores_are_cosines_of_embeddings(url: str, expected: list[np.ndarray]) 
         ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "text_2 has 1: expected 2 texts"),
         ({"text_1": [], "text_2": "a"}, "text_1", "expected 1 to"),
         ({"text_1": "a", "text_2": ["a", ""]}, "text_2", "none of them empty"),
+        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1", "tokens"),
+        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2", "tokens"),
     ):
         reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
         error = reply.json()["error"]

@@ -199,6 +199,7 @@ def test_wrong_arguments(folder: Path) -> None:
             ([[5], []], "choices="),
             ([[5], 7], "choices=7"),
             ([[5], [500]], r"choices: \[0\]=500"),
+            (["a", "\ud800"], "choices: expected text without lone surrogates"),
             ([[5] * 250], "prompt of 2"),
         ):
             with pytest.raises(RequestError, match=words):

@@ -13,7 +13,7 @@ import torch
 from model_zoo import make_model
 from placement import engine_config
 
-from drift_sdk import Engine, RequestError, SamplingParams, SyncEngine
+from drift_sdk import Engine, Job, RequestError, SamplingParams, SyncEngine
 from drift_sdk.results import StateKind
 
 MODELS = {"qwen3": 18, "gemma3": 30, "granite": 32}
@@ -148,6 +148,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     make_model(MODELS["qwen3"], tmp_path)
     with SyncEngine(tmp_path, engine_config(max_model_len=64)) as engine:
         assert engine.embed([]) == []
+        job = Job(key=1, prompt=[5], params=SamplingParams(prompt_states="mean"))
         for arguments, keywords, words in (
             (("a text",), {}, r"prompts='a text': expected a sequence of prompts.*; \[prompt\] for one"),
             (([5, 6],), {}, r"prompts=\[5, 6\]: expected a sequence of prompts.*; \[prompt\] for one"),
@@ -158,6 +159,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             (([[5]],), {"normalize": 1}, "normalize=1"),
             (([[5], [7] * 64],), {}, "prompt of 64 tokens"),
             (([[5], [500]],), {}, r"prompt\[0\]=500"),
+            (([[5], job],), {}, "prompts=Job.*expected texts and token ids"),
         ):
             with pytest.raises(RequestError, match=words):
                 engine.embed(*arguments, **keywords)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +200,32 @@ def test_a_function_that_fails_ends_its_request_alone(folder: Path, speculation:
     def nothing(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
         return np.full(VOCAB_SIZE, -np.inf, dtype=np.float32)
 
+    def leave(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        raise SystemExit(3)
+
+    def reshape(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        logits.shape = (1, VOCAB_SIZE)
+
+    def shrink(token_ids: Sequence[int], logits: np.ndarray) -> None:
+        logits.resize((3,), refcheck=False)
+
+    def rotate(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        return logits * 1j
+
+    functions: list[tuple[LogitsProcessor, str]] = [
+        (fail, "three tokens"),
+        (leave, r"SystemExit\(3\)"),
+        (wrong, r"float32 \[3\]: expected real numbers \[500\]"),
+        (reshape, r"float32 \[1, 500\]"),
+        (shrink, r"float32 \[3\]"),
+        (rotate, r"complex64 \[500\]"),
+        (nothing, "finite"),
+    ]
+
     async def main() -> None:
         async with Engine(folder, config(speculation=speculation)) as engine:
             other = engine.generate([5, 6] * 5, max_tokens=30, ignore_eos=True)
-            for function, words in ((fail, "three tokens"), (wrong, "of shape"), (nothing, "finite")):
+            for function, words in functions:
                 with pytest.raises(RequestError, match=words):
                     await engine.generate([5, 6] * 5, max_tokens=9, logits_processors=[function])
             assert len((await other).token_ids) == 30
@@ -274,6 +296,20 @@ def test_ids_outside_the_vocabulary_are_named(folder: Path) -> None:
                 engine.generate([5], logits_processors=given).result()
 
 
+class Unreadable(Mapping[Any, Any]):
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ValueError("no such place")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
 def test_machines_and_tables_are_values() -> None:
     machine, bias = drawn_machine(1), drawn_bias(2)
     for each in (machine, bias):
@@ -292,6 +328,8 @@ def test_machines_and_tables_are_values() -> None:
         (lambda: TokenBias({5: 101.0}), "biases="),
         (lambda: TokenBias({-5: 1.0}), "biases="),
         (lambda: TokenBias([5]), "biases="),
+        (lambda: TokenBias(Unreadable({5: 1.0})), r"biases=.*\(ValueError\('no such place'\)\)"),
+        (lambda: TokenState(next=Unreadable({5: 0})), r"next=.*\(ValueError\('no such place'\)\)"),
     ):
         with pytest.raises(RequestError, match=words):
             make()
@@ -329,9 +367,13 @@ def test_a_stop_function_that_fails_ends_its_request(folder: Path) -> None:
     def fail(token_ids: Sequence[int], text: str) -> bool:
         raise KeyError("x")
 
+    def leave(token_ids: Sequence[int], text: str) -> bool:
+        raise SystemExit(3)
+
     with SyncEngine(folder, config()) as engine:
-        with pytest.raises(RequestError, match="stop_when: KeyError"):
-            engine.generate([5], max_tokens=5, stop_when=fail).result()
+        for function, words in ((fail, "KeyError"), (leave, "SystemExit")):
+            with pytest.raises(RequestError, match=f"stop_when: {words}"):
+                engine.generate([5], max_tokens=5, stop_when=function).result()
         assert engine.stats().num_running == 0
         assert len(engine.generate([5], max_tokens=5, ignore_eos=True).result().token_ids) == 5
 

@@ -221,6 +221,25 @@ def test_requests_go_on_with_the_new_weights(speculation: Speculation | None, tm
     anyio.run(main)
 
 
+class Unreadable(dict[str, torch.Tensor]):
+    def __getitem__(self, name: str) -> torch.Tensor:
+        raise ValueError("no such place")
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that computes by other ones, as distributed tensors do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+def without_storage(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
     make_model(13, tmp_path)
     old = tensors_of(tmp_path)
@@ -235,6 +254,11 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
         ({up: new[up].T.contiguous()}, rf"{up}'\]: shape \[48, 80\]: expected shape \[80, 48\]"),
         ({up: new[up].to(torch.int32)}, rf"{up}'\]: stored as torch.int32: expected float32"),
         ({norm: nan}, rf"{norm}'\]: not finite: expected finite numbers"),
+        ({up: new[up].to("meta")}, rf"{up}'\]: .* device 'meta': expected a dense tensor"),
+        ({up: new[up].to_sparse()}, rf"{up}'\]: .*sparse_coo.*: expected a dense tensor"),
+        ({up: torch.Tensor._make_subclass(Wrapper, new[up])}, rf"{up}'\]: of Wrapper.*: expected a dense"),
+        ({up: without_storage(new[up])}, "tensors, all of which can be read"),
+        (Unreadable(new), r"tensors that can be read \(ValueError"),
         ({up: new[up].numpy()}, "names, each with a tensor of torch"),
         ({5: new[up]}, "names, each with a tensor of torch"),
         ({}, "not empty"),
@@ -246,7 +270,7 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
         for given, words in wrong:
             words = words.replace(r"\[48, 80\]", rf"\[{shape[1]}, {shape[0]}\]")
             words = words.replace(r"\[80, 48\]", rf"\[{shape[0]}, {shape[1]}\]")
-            every = new | given if isinstance(given, dict) and given else given
+            every = new | given if type(given) is dict and given else given
             with pytest.raises(RequestError, match=words):
                 engine.update_weights(every)
             assert same(weights_of(engine), before)

@@ -14,6 +14,7 @@ import torch
 from drift_sdk import Chain, EngineConfig, Speculation
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mtp import random_mtp
+from drift_sdk.quantised.formats import Fp8Weight
 from drift_sdk.quantised.weight import QuantisedWeight
 from perf import speculative
 from perf.harness.decoding import DecodeOptions
@@ -31,6 +32,23 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
+}
+
+
+LATENTS: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_nextn_predict_layers": 1,
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
 }
 
 
@@ -55,6 +73,15 @@ def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pyte
     assert (plain["num_draft_tokens"], drafted["num_draft_tokens"]) == (0, 2)
     assert drafted["draft"] == "mtp"
     assert 1.0 <= drafted["measured_acceptance_length"] <= 3.0 and 0 < drafted["mean_drafts"] <= 2.0
+
+
+@pytest.mark.parametrize("weights", [None, "fp8-blocks"])
+def test_a_layer_with_latents_drafts(
+    weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = LATENTS | {"moe_intermediate_size": 128}
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | sizes)
+    test_the_layer_drafts(weights, tmp_path, monkeypatch)
 
 
 def test_acceptance_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +140,47 @@ def test_bytes_of_a_round_with_experts(tmp_path: Path, monkeypatch: pytest.Monke
     shared = bytes_of_layer(model, None) - 6 * expert
     found = MtpDraft(model=model).round_bytes(1, 1, 0, 2)
     assert found == pytest.approx(shared + 2 * expert + head)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bytes_of_a_round_with_latents(batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the cache is a latent and a rotated part."""
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | LATENTS)
+    model = prepare("tiny-hybrid", tmp_path)
+    expert, head, kv = 3 * 2 * 16 * 128, 2 * 320 * 128, 2 * (32 + 8)
+    corrections = 6 * 2  # in float32 in memory: not in the bytes
+    shared = bytes_of_layer(model, None) - 6 * expert - corrections
+    read = 6 * (1 - (1 - 2 / 6) ** batch)
+    found = MtpDraft(model=model).round_bytes(3, batch, 50, 2)
+    assert found == pytest.approx(3 * (shared + read * expert + head + batch * 50 * kv))
+
+
+def test_bytes_of_stored_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of FP8, with random weights too."""
+    sizes = LATENTS | {"moe_intermediate_size": 128}
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", PUBLISHED["tiny-hybrid"] | sizes)
+    model = prepare("tiny-hybrid", tmp_path, "fp8-blocks")
+    target = Decoder.random(model.spec, device="cpu", dtype=torch.bfloat16)
+    experts: Any = random_mtp(target, form="stored").weights.layers[0].channel
+    expert = experts.gate_up[0].nbytes + experts.down[0].nbytes
+    assert isinstance(experts.down[0], Fp8Weight) and expert < 1.1 * 3 * 128 * 128
+    draft = MtpDraft(model=model)
+    assert draft.round_bytes(1, 1, 0, 2) - draft.round_bytes(1, 0, 0, 2) == pytest.approx(2 * expert)
+
+
+def test_bytes_of_a_layer_that_is_not_quantised_with_its_model(tmp_path: Path) -> None:
+    plain, quantised = (prepare("tiny-hybrid", tmp_path, weights) for weights in (None, "fp8"))
+    found, expected = (MtpDraft(model=model).round_bytes(2, 3, 40, 2) for model in (quantised, plain))
+    assert found == expected
+
+
+def test_the_layer_of_a_published_model(tmp_path: Path) -> None:
+    """0.64 billion numbers, of which an expert has 9.4 million, and 1,152 bytes of a token."""
+    draft = MtpDraft(model=prepare("glm-4.7-flash", tmp_path))
+    head, expert = 2 * 154_880 * 2048, 2 * 3 * 1536 * 2048
+    first = draft.round_bytes(1, 1, 0, 2)
+    assert (first - head + 60 * expert) / 2 == pytest.approx(0.64e9, rel=0.02)
+    assert draft.round_bytes(1, 1, 100, 2) - first == 100 * 1152
 
 
 def bytes_of_layer(model: Model, form: Any) -> int:

@@ -137,7 +137,13 @@ def test_executor_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch,
     device = torch.device("cuda", 0)
     spec = SimpleNamespace(vocab_size=64, num_layers=1, recurrent_layers=())
     decoder: Any = SimpleNamespace(device=device, spec=spec, dtype=torch.float32)
-    drafter: Any = SimpleNamespace(draft=None, draft_choices=(0, 3), num_graph_layers=0, is_adaptive=True)
+    drafter: Any = SimpleNamespace(
+        draft=None,
+        draft_choices=(0, 3),
+        num_graph_layers=0,
+        is_adaptive=True,
+        check_graphs=lambda: None,
+    )
     memory: Any = NotedMemory([], device)
     monkeypatch.setattr(streams, "wait_for_preparation", lambda index: None)
     monkeypatch.setattr(kernel_weights, "arrange_decoder", lambda *arguments: None)

@@ -44,6 +44,7 @@ class Variant(Struct, frozen=True, kw_only=True):
     has_head: bool = True
     has_embedding: bool = False
     has_marks: bool = True
+    has_masks: bool = False
     layer: dict[str, Any] = {}
     options: dict[str, Any] = {}
     eagle: dict[str, Any] | None = None
@@ -99,6 +100,24 @@ VARIANTS = {
     "deep": Variant(file="shards", num_layers=3, first_layer="layers.0", vocab_key="truncated_vocab_size"),
     "biased": Variant(
         layer={"attention_bias": True, "mlp_bias": True, "rope_scaling": LLAMA3, "rope_theta": 100.0}
+    ),
+    "peagle": Variant(
+        architecture="PEagleDraftModel",
+        is_nested=True,
+        first_layer="layers.0",
+        num_layers=2,
+        has_embedding=True,
+        has_masks=True,
+        options={
+            "speculators_model_type": "peagle",
+            "speculators_config": {"algorithm": "peagle"},
+            "mask_token_id": 7,
+        },
+    ),
+    "flat peagle": Variant(
+        has_embedding=True,
+        has_masks=True,
+        options={"pard_token": 11, "norm_before_fc": True, "norm_before_residual": True},
     ),
 }
 
@@ -166,6 +185,9 @@ def _shapes(
     options = config | (variant.eagle or {})
     if variant.num_features:
         shapes["fc.weight"] = (hidden, variant.num_features * target_hidden)
+
+    if variant.has_masks:
+        shapes["mask_hidden"] = (1, 1, variant.num_features * target_hidden)
 
     if options.get("norm_before_fc"):
         shapes["input_norm.weight"] = (variant.num_features * target_hidden,)

@@ -1,4 +1,4 @@
-"""The layer of a random model with recurrent layers that predicts one more token, in the model's files."""
+"""Random models with recurrent layers or latent attention that have a layer that predicts one more token."""
 
 from __future__ import annotations
 
@@ -7,24 +7,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from family_zoo import draw_model
+from hybrid_zoo import make_hybrid_model
+from model_zoo import save_tokenizer
 from safetensors.torch import load_file, save_file
 
-__all__ = ["add_mtp", "make_often_right"]
+__all__ = ["LATENT_FAMILIES", "add_mtp", "make_mtp_model", "make_often_right"]
+
+LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v3")
+
+
+def make_mtp_model(family: str, seed: int, folder: Path, *, is_stacked: bool = False, **sizes: Any) -> None:
+    """Save a model of a family with recurrent layers or latent attention and the layer."""
+    if family in LATENT_FAMILIES:
+        draw_model(family, seed, **sizes).save_pretrained(folder)
+        save_tokenizer(folder, 160)
+    else:
+        make_hybrid_model(family, seed, folder, **sizes)
+    add_mtp(folder, seed, is_stacked=is_stacked)
 
 
 def add_mtp(folder: Path, seed: int = 0, *, is_stacked: bool = False) -> None:
-    """Add the layer to a model of one of the families qwen3_5 and qwen3_5_moe.
+    """Add the layer to a model of one of the families qwen3_5 and qwen3_5_moe, or of LATENT_FAMILIES. To the
+    latter with an embedding and a head like the model's own.
 
     is_stacked: experts have a tensor for all of them, as the model's other layers have; otherwise one each.
     """
     config = json.loads((folder / "config.json").read_text())
     settings = config.get("text_config", config)
-    settings["mtp_num_hidden_layers"] = 1
+    is_latent = settings["model_type"] in LATENT_FAMILIES
+    settings["num_nextn_predict_layers" if is_latent else "mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     file = folder / "model.safetensors"
-    drawn = {name: _draw(name, shape, generator) for name, shape in _shapes(settings, is_stacked).items()}
-    save_file(load_file(file) | drawn, file, {"format": "pt"})
+    shapes = (_latent_shapes if is_latent else _shapes)(settings, is_stacked)
+    drawn = {name: _draw(name, shape, generator) for name, shape in shapes.items()}
+    stored = load_file(file)
+    if is_latent:
+        prefix, embedding = _latent_prefix(settings), stored["model.embed_tokens.weight"]
+        drawn |= {name: 1 + tensor for name, tensor in drawn.items() if name.endswith("norm.weight")}
+        drawn[f"{prefix}embed_tokens.weight"] = embedding.clone()
+        drawn[f"{prefix}shared_head.head.weight"] = stored.get("lm_head.weight", embedding).clone()
+    save_file(stored | drawn, file, {"format": "pt"})
 
 
 def make_often_right(folder: Path) -> None:
@@ -38,11 +62,17 @@ def make_often_right(folder: Path) -> None:
     for name, tensor in tensors.items():
         if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
             tensor.mul_(0.05)
-    identity = torch.eye(tensors["mtp.fc.weight"].shape[0])
-    tensors["mtp.fc.weight"].mul_(0.1)[:, : len(identity)] += identity
-    norm = next(name for name in tensors if name.endswith("model.norm.weight"))
-    tensors["mtp.norm.weight"] = tensors[norm].clone()
-    tensors["mtp.pre_fc_norm_embedding.weight"].zero_()
+    joint = next(name for name in tensors if name.endswith(("mtp.fc.weight", ".eh_proj.weight")))
+    prefix, is_latent = joint.removesuffix("fc.weight"), joint.endswith(".eh_proj.weight")
+    norm, embedding_norm = f"{prefix}norm.weight", f"{prefix}pre_fc_norm_embedding.weight"
+    if is_latent:
+        prefix = joint.removesuffix("eh_proj.weight")
+        norm, embedding_norm = f"{prefix}shared_head.norm.weight", f"{prefix}enorm.weight"
+    identity = torch.eye(tensors[joint].shape[0])
+    tensors[joint].mul_(0.1)[:, : len(identity)] += identity
+    final_norm = next(name for name in tensors if name.endswith("model.norm.weight"))
+    tensors[norm] = tensors[final_norm].clone()
+    tensors[embedding_norm].fill_(1.0 if is_latent else 0.0)
     save_file(tensors, file, {"format": "pt"})
 
 
@@ -83,6 +113,46 @@ def _shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, 
         for expert in range(0 if is_stacked else num_experts):
             shapes |= _mlp(f"{mlp}.experts.{expert}", size, hidden)
     return {f"mtp.{name}": shape for name, shape in shapes.items()}
+
+
+def _latent_prefix(settings: dict[str, Any]) -> str:
+    return f"model.layers.{settings['num_hidden_layers']}."
+
+
+def _latent_shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, ...]]:
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    plain, rotated, output, latent, rank = (
+        settings[name]
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
+    )
+    num_experts, size = settings["n_routed_experts"], settings["moe_intermediate_size"]
+    norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+    projections = {
+        "kv_a_proj_with_mqa": (latent + rotated, hidden),
+        "kv_b_proj": (heads * (plain + output), latent),
+        "o_proj": (hidden, heads * output),
+    }
+    queries = heads * (plain + rotated)
+    if rank is None:
+        projections["q_proj"] = queries, hidden
+    else:
+        projections |= {"q_a_proj": (rank, hidden), "q_b_proj": (queries, rank)}
+        shapes["self_attn.q_a_layernorm.weight"] = (rank,)
+    shapes["self_attn.kv_a_layernorm.weight"] = (latent,)
+    for name, shape in projections.items():
+        shapes[f"self_attn.{name}.weight"] = shape
+        if settings.get("attention_bias") and name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
+            shapes[f"self_attn.{name}.bias"] = shape[:1]
+    shapes |= {"eh_proj.weight": (hidden, 2 * hidden), "mlp.gate.weight": (num_experts, hidden)}
+    shapes["mlp.gate.e_score_correction_bias"] = (num_experts,)
+    shapes |= _mlp("mlp.shared_experts", settings["n_shared_experts"] * size, hidden)
+    if is_stacked:
+        shapes["mlp.experts.gate_up_proj"] = num_experts, 2 * size, hidden
+        shapes["mlp.experts.down_proj"] = num_experts, hidden, size
+    for expert in range(0 if is_stacked else num_experts):
+        shapes |= _mlp(f"mlp.experts.{expert}", size, hidden)
+    return {f"{_latent_prefix(settings)}{name}": shape for name, shape in shapes.items()}
 
 
 def _mlp(prefix: str, size: int, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -133,6 +133,7 @@ def layers_by_convention(
     # Imported here, so that the command line starts without torch.
     from drift_sdk.families import read_spec
     from drift_sdk.loading.source import resolve
+    from drift_sdk.models.dflash import DFlashConfig, is_dflash
     from drift_sdk.models.draft_config import DraftConfig
     from drift_sdk.models.draft_head import is_whole_model
 
@@ -148,7 +149,8 @@ def layers_by_convention(
     found: dict[Convention, tuple[int, ...] | ModelLoadError] = {}
     for convention in get_args(Convention):
         try:
-            draft = DraftConfig.from_hf(source.config, target, aux_layer_convention=convention)
+            kind = DFlashConfig if is_dflash(source.config) else DraftConfig
+            draft = kind.from_hf(source.config, target, aux_layer_convention=convention)
             found[convention] = draft.aux_layers
         except ModelLoadError as error:
             found[convention] = error

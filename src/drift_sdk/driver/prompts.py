@@ -137,10 +137,12 @@ class AnsweredPrompt(Struct, frozen=True):
     def prepare(self, model: ModelText) -> PreparedPrompt:
         ids = self.prompt.prepare(model).token_ids
         answer_ids: Sequence[int] = self.answer if isinstance(self.answer, tuple) else ()
-        if isinstance(self.answer, str):
-            answer_ids = encode(self.answer, model, add_special_tokens=False)
         try:
+            if isinstance(self.answer, str):
+                answer_ids = encode(self.answer, model, add_special_tokens=False)
             answer_ids = checked_ids(answer_ids, model, given=self.answer)
+        except PromptTooLong:
+            raise
         except RequestError as error:
             message = f"choices: {str(error).removeprefix('prompt').lstrip(': ')}"
             raise RequestError(message, field="choices", value=self.answer, allowed=error.allowed) from error

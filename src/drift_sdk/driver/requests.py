@@ -481,7 +481,7 @@ class Request:
         """What the request's function says. RequestError if it fails."""
         try:
             return bool(stop_when(self._seen_ids, self._seen_text))
-        except Exception as error:
+        except BaseException as error:  # also SystemExit, which would end the engine's thread
             raise RequestError(f"stop_when: {error_repr(error)}", field="stop_when") from error
 
     def _text_of(self, token_ids: tuple[int, ...]) -> str:

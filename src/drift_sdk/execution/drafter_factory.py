@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from drift_sdk.errors import ConfigError
 from drift_sdk.execution.eager.drafters import (
+    DFlashDrafter,
     Drafter,
     EagleDrafter,
     HybridDrafter,
@@ -18,6 +20,7 @@ from drift_sdk.execution.eager.drafters import (
     NGramDrafter,
 )
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.speculation import DynamicTree, NGram, StaticTree, TreePlan, tree_plan
 from drift_sdk.steps import ExecutorLimits
@@ -40,7 +43,8 @@ class DrafterFactory(ABC):
     always_drafts: the drafter finds a token for every slot that may draft.
     max_tree_depth: most tokens of a path if drafts form trees; None: they are chains.
     tree_plans: by number of tokens, the rounds of the graph executor that draft trees.
-    draft: the model that drafts, if there is one.
+    draft: the model that drafts, if there is one that the graph executor runs.
+    graph_obstacle: why the graph executor cannot draft so; None if it can.
     num_graph_layers: layers of a small model that a graph records, beside those of the target.
     """
 
@@ -49,6 +53,7 @@ class DrafterFactory(ABC):
     needs_first_token = False
     always_drafts = False
     draft: DraftDecoder | Decoder | None = None
+    graph_obstacle: str | None = None
     num_graph_layers = 0
     max_tree_depth: int | None = None
 
@@ -60,6 +65,11 @@ class DrafterFactory(ABC):
     def num_values_per_block(self, block_size: int) -> int:
         """Numbers of the model's dtype that the drafter keeps for a block of `block_size` tokens."""
         return 0
+
+    def check_graphs(self) -> None:
+        """Raise ConfigError if the graph executor cannot draft so."""
+        if self.graph_obstacle is not None:
+            raise ConfigError.of("executor", "graph", f'"eager": {self.graph_obstacle}')
 
     @abstractmethod
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter | None:
@@ -131,7 +141,7 @@ class NGramDrafterFactory(DrafterFactory):
 
 
 class EagleDrafterFactory(DrafterFactory):
-    """A draft head of the target (EAGLE-3 or MTP). tree: the shape of its drafts; None: chains."""
+    """A draft head of the target (EAGLE-3, P-EAGLE or MTP). tree: the shape of its drafts; None: chains."""
 
     needs_draft_kv = True
     always_drafts = True
@@ -188,6 +198,34 @@ class EagleDrafterFactory(DrafterFactory):
         )
 
 
+class DFlashDrafterFactory(DrafterFactory):
+    """A DFlash head of the target."""
+
+    always_drafts = True
+    graph_obstacle = "CUDA graphs do not support DFlash heads"
+
+    def __init__(
+        self, draft: DFlashDecoder, draft_choices: Sequence[int], *, is_adaptive: bool = True
+    ) -> None:
+        """draft_choices: none above the head's number of masks."""
+        super().__init__(draft_choices, is_adaptive=is_adaptive)
+        self.head = draft
+
+    def num_values_per_block(self, block_size: int) -> int:
+        """Keys and values of all layers."""
+        layers = self.head.config.shape.layers
+        return sum(layer.kv.size for layer in layers if layer.kv is not None) * block_size
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
+        return DFlashDrafter(self.head, limits)
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter | None:
+        self.check_graphs()
+        return None
+
+
 class ModelDrafterFactory(DrafterFactory):
     """A small model of the target's vocabulary."""
 
@@ -231,6 +269,7 @@ class HybridDrafterFactory(DrafterFactory):
         self._model, self._ngram, self.draft = model, ngram, model.draft
         self.needs_draft_kv, self.needs_first_token = model.needs_draft_kv, model.needs_first_token
         self.num_graph_layers: int = model.num_graph_layers
+        self.graph_obstacle = model.graph_obstacle
 
     def num_values_per_block(self, block_size: int) -> int:
         return self._model.num_values_per_block(block_size)

@@ -208,11 +208,11 @@ def _text_part(config: Mapping[str, Any], outer: list[Family]) -> tuple[Family, 
 
     model_type = text.get("model_type")
     known = {family.model_type: family for family in outer}
-    if model_type not in known and len(known) > 1:
+    if (model_type is not None or len(known) > 1) and model_type not in list(known):
         found = f"text_config with model_type={short_repr(model_type)}"
         raise ModelLoadError(f"config: {found}: expected one of {', '.join(known)}")
 
-    family = known.get(str(model_type), outer[0])
+    family = outer[0] if model_type is None else known[model_type]
     around = {name: config[name] for name in OUTER_SETTINGS if config.get(name) is not None}
     own = {name: value for name, value in text.items() if value is not None or name not in around}
     return family, {**around, **own}

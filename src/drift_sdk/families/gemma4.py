@@ -130,9 +130,9 @@ def full_heads(settings: Settings, kinds: Sequence[str]) -> dict[str, Any]:
     each of these layers, or for none if all layers have equal heads."""
     own = settings.get("per_layer_config")
     if own is None:
-        heads = {"head_dim": settings["global_head_dim"]}
+        heads = {"head_dim": read_int(settings, "global_head_dim")}
         if read_bool(settings, "attention_k_eq_v") and settings.get("num_global_key_value_heads") is not None:
-            heads["num_key_value_heads"] = settings["num_global_key_value_heads"]
+            heads["num_key_value_heads"] = read_int(settings, "num_global_key_value_heads")
         return heads
 
     if own == {}:
@@ -159,10 +159,11 @@ def read_channel(settings: Settings, norm: Norm, has_shared_kv: bool) -> Channel
         return mlp
 
     experts = read_experts(
-        settings | {"hidden_act": "silu", "num_experts_per_tok": settings.get("top_k_experts")},
+        settings | {"hidden_act": "silu"},
         ("num_experts",),
         "moe_intermediate_size",
         Router(input_norm=norm),
+        active="top_k_experts",
     )
     return ParallelExperts(mlp=mlp, experts=replace(experts, activation=activation), norm=norm)
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.families.deepseek_v3 import LATENT_DEFAULTS, check_router, dense_first, read_latent_decoder
+from drift_sdk.families.deepseek_v3 import (
+    LATENT_DEFAULTS,
+    check_router,
+    dense_first,
+    read_latent_decoder,
+    with_mtp,
+)
 from drift_sdk.families.glm4_moe import read_glm_experts
 from drift_sdk.spec.decoder_settings import read_mlp, read_num_layers
 from drift_sdk.spec.family import Family
@@ -20,7 +26,8 @@ def read_spec(settings: Settings) -> ModelSpec:
     experts = read_glm_experts(settings)
     kinds: Any = settings.get("mlp_layer_types")
     if kinds is None:  # of the first files
-        return read_latent_decoder(settings, dense_first(settings, experts))
+        spec = read_latent_decoder(settings, dense_first(settings, experts))
+        return with_mtp(settings, spec, experts)
 
     num_layers = read_num_layers(settings)
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in KINDS for kind in kinds):
@@ -28,7 +35,8 @@ def read_spec(settings: Settings) -> ModelSpec:
         raise ModelLoadError(f"config: mlp_layer_types={short_repr(kinds)}: expected {expected}")
 
     by_kind: dict[str, Channel] = {"dense": read_mlp(settings), "sparse": experts}
-    return read_latent_decoder(settings, [by_kind[kind] for kind in kinds])
+    spec = read_latent_decoder(settings, [by_kind[kind] for kind in kinds])
+    return with_mtp(settings, spec, experts)
 
 
 FAMILY = Family(

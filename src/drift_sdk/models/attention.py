@@ -597,7 +597,80 @@ class TreeAttentionBatch:
         return mask[:, None].to(self._device)
 
 
-StepRows = AttentionBatch | TreeAttentionBatch | ViewAttentionBatch
+class ParallelAttentionBatch:
+    """The rows of drafts that are computed in one pass, and the keys that each of them sees: those of its
+    sequence before the draft, from the cache, and those of the draft's rows, which are kept nowhere.
+
+    num_rows, positions: as of AttentionBatch.
+    """
+
+    def __init__(
+        self, sequences: Sequence[SequenceRows], cache: KVCache, *, is_causal: Sequence[bool]
+    ) -> None:
+        """sequences: the drafts' rows, behind `start` keys in the cache. is_causal: of each layer, whether a
+        row sees no rows after its own. Raises ValueError for too few blocks for the keys in the cache."""
+        for sequence in sequences:
+            _check(SequenceRows(sequence.block_ids, 0, max(sequence.start, 1)), cache, 0)
+
+        self.num_rows: int = sum(sequence.num_rows for sequence in sequences)
+        self._sequences, self._is_causal, self._size = sequences, is_causal, cache.block_size
+        starts = [torch.arange(each.start, each.num_keys, device=cache.device) for each in sequences]
+        self.positions: torch.Tensor = torch.cat(starts)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: KVCache,
+        layer: int,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention in one layer; arguments and result as of `AttentionBatch.attend`, for layers with keys of
+        their own and without sinks. A window counts keys up to a row's own."""
+        assert key is not None and value is not None and sinks is None
+        outputs, first = [], 0
+        for each in self._sequences:
+            rows = slice(first, first + each.num_rows)
+            first = rows.stop
+            begin = 0 if window is None else max(each.start - window + 1, 0)
+            keys, values = cache.read(layer, self._slots(each, begin, cache.device))
+            keys, values = torch.cat((keys, key[rows])), torch.cat((values, value[rows]))
+            output = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1),
+                keys.transpose(0, 1),
+                values.transpose(0, 1),
+                attn_mask=self._mask(each, begin, window, layer, cache.device),
+                scale=scale,
+                enable_gqa=True,
+            )
+            outputs.append(output.transpose(0, 1).reshape(each.num_rows, -1))
+        return torch.cat(outputs)
+
+    def _slots(self, sequence: SequenceRows, begin: int, device: torch.device) -> torch.Tensor:
+        """The cache slots of the keys at positions from `begin` to the draft."""
+        at = torch.arange(begin, sequence.start, device=device)
+        blocks = torch.tensor(sequence.block_ids, dtype=torch.int64, device=device)
+        return blocks[at // self._size] * self._size + at % self._size
+
+    def _mask(
+        self, sequence: SequenceRows, begin: int, window: int | None, layer: int, device: torch.device
+    ) -> torch.Tensor:
+        """Whether each row [num_rows, 1] sees the key of each position [from `begin` on]."""
+        keys = torch.arange(begin, sequence.num_keys, device=device)
+        distances = keys[sequence.start - begin :, None] - keys
+        visible = torch.ones_like(distances, dtype=torch.bool)
+        if self._is_causal[layer]:
+            visible &= distances >= 0
+        if window is not None:
+            visible &= distances < window
+        return visible
+
+
+StepRows = AttentionBatch | TreeAttentionBatch | ViewAttentionBatch | ParallelAttentionBatch
 """The rows of a step and the keys that each of them sees."""
 
 

@@ -194,7 +194,7 @@ class Decoder:
             raise ValueError(f"aux_layers={list(aux_layers)}: expected each from 0 to {num_layers}")
 
         step = AttentionStep(batch, cache, self._rotary(batch))
-        hidden = self._embed(token_ids)
+        hidden = self.embedded(token_ids)
         aux_hidden, inputs, given = {}, self.spec.layer_inputs, None
         if inputs is not None and self.weights.layer_inputs is not None:
             given = inputs_of(token_ids, hidden, self.weights.layer_inputs, inputs)
@@ -204,7 +204,7 @@ class Decoder:
                 aux_hidden[index] = hidden
 
             normed = normalise(hidden, weights.mixer_norm, layer.norm)
-            mixed = _mix(normed, weights.mixer, layer.mixer, step, states, index)
+            mixed = apply_mixer(normed, weights.mixer, layer.mixer, step, index, states)
             hidden = _add(hidden, mixed, weights.mixer_post_norm, layer)
             normed = normalise(hidden, weights.channel_norm, layer.norm)
             output = apply_channel(normed, hidden, weights.channel, layer.channel)
@@ -237,22 +237,24 @@ class Decoder:
             for rope, frequencies in self._frequencies.items()
         }
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream [N, hidden] before the first layer, of token ids [N] int64."""
         embedded = embed(token_ids, self.weights.embedding, self.dtype)
         embedded = embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
         norm = self.spec.embedding_norm
         return embedded if norm is None else rms_norm(embedded, torch.ones_like(embedded[0]), norm.eps)
 
 
-def _mix(
+def apply_mixer(
     x: torch.Tensor,
     weights: MixerWeights,
     spec: Mixer,
     step: AttentionStep,
-    states: Sequence[StateRows],
     index: int,
+    states: Sequence[StateRows] = (),
 ) -> torch.Tensor:
-    """The output [N, hidden] of the mixer of layer `index` for its normalised input [N, hidden]."""
+    """The output [N, hidden] of the mixer of layer `index` for its normalised input [N, hidden]. states: as
+    `Decoder.forward` takes them."""
     if isinstance(weights, GatedDeltaWeights):
         assert isinstance(spec, GatedDelta)
         return apply_gated_delta(x, weights, spec, states, index)

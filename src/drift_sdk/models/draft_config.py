@@ -8,14 +8,14 @@ Three formats are read: flat files as SafeAILab's EAGLE repository publishes the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families import families, read_spec
-from drift_sdk.spec.model import Attention, LayerSpec, Mlp, ModelSpec, Norm
+from drift_sdk.spec.model import AnyAttention, LayerSpec, Mlp, ModelSpec, Norm
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -23,13 +23,19 @@ ARCHITECTURES = (
     "Eagle3LlamaForCausalLM",
     "Eagle3DraftModel",
     "Eagle3Speculator",
+    "PEagleDraftModel",
 )
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of the token that stands for those not drafted yet. Only parallel heads (P-EAGLE) have one."""
+PARALLEL = "peagle"
 OPTIONS = (
+    *MASK_TOKENS,
     "draft_vocab_size",
     "truncated_vocab_size",
     "target_hidden_size",
     "num_aux_hidden_states",
-    "eagle_aux_hidden_state_layer_ids",
+    AUX_IDS,
     "use_aux_hidden_state",
     "norm_before_fc",
     "norm_before_residual",
@@ -47,7 +53,6 @@ FIXED_OPTIONS: dict[str, bool | float | str] = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
     "qkv_bias": False,
-    "speculators_model_type": "eagle3",
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -78,6 +83,8 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     is_residual_normed:  the draft's residual stream starts from the normalised feature, else from the feature
                          itself (`norm_before_residual`).
     is_output_normed:    the output that becomes the next input has passed the final norm (`norm_output`).
+    mask_token_id:       the token in the place of those not drafted yet, in a head that drafts all tokens in
+                         one pass (P-EAGLE); None: it drafts one after the other.
     """
 
     vocab_size: int
@@ -93,10 +100,11 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
     is_residual_normed: bool
     is_output_normed: bool
     has_joint: bool = False
+    mask_token_id: int | None = None
 
     @property
-    def attention(self) -> Attention:
-        assert isinstance(self.layer.mixer, Attention)
+    def attention(self) -> AnyAttention:
+        assert isinstance(self.layer.mixer, AnyAttention)
         return self.layer.mixer
 
     @property
@@ -118,23 +126,28 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
         """
         settings = draft_settings(config)
         _check_options(config, settings)
+        mask = _mask_token_id(config, settings)
         # The layers are Llama's. The rotation is computed from positions, so the draft's own context is no
         # limit.
         llama = {"max_position_embeddings": target.max_position_embeddings} | settings
         shape = read_spec(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
         draft = cls(
             vocab_size=shape.vocab_size,
-            draft_vocab_size=_draft_vocab_size(settings, shape.vocab_size),
+            draft_vocab_size=read_draft_vocab_size(settings, shape.vocab_size),
             hidden_size=shape.hidden_size,
             target_hidden_size=settings.get("target_hidden_size", shape.hidden_size),
             num_layers=shape.num_layers,
             layer=_llama_layer(shape),
             is_head_tied=shape.is_head_tied,
             aux_layers=_aux_layers(settings, target.num_layers, aux_layer_convention),
-            has_input_norm=_flag(settings, "norm_before_fc"),
-            has_feature_norms=_flag(settings, "fc_norm"),
-            is_residual_normed=_flag(settings, "norm_before_residual", default=_is_nested(config)),
-            is_output_normed=_flag(settings, "norm_output") or _flag(settings, "return_hidden_post_norm"),
+            has_input_norm=read_flag(settings, "norm_before_fc"),
+            has_feature_norms=read_flag(settings, "fc_norm"),
+            is_residual_normed=read_flag(
+                settings, "norm_before_residual", default=_is_nested(config) and mask is None
+            ),
+            is_output_normed=read_flag(settings, "norm_output")
+            or read_flag(settings, "return_hidden_post_norm"),
+            mask_token_id=mask,
         )
         _check_fit(draft, target)
         return draft
@@ -165,15 +178,32 @@ def draft_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ModelLoadError for a setting that has two different values.
     """
-    layer, eagle = (_table(config, name) for name in ("transformer_layer_config", "eagle_config"))
-    top = {name: value for name, value in config.items() if value is not None}
-    for name, value in eagle.items():
-        if top.get(name, value) != value:
-            found = f"{name}={short_repr(top[name])}, but {short_repr(value)} in eagle_config"
-            raise ModelLoadError(f"config: {found}: expected the same")
+    settings = {name: value for name, value in config.items() if value is not None}
+    for table in ("eagle_config", "dflash_config"):
+        for name, value in read_table(config, table).items():
+            if settings.setdefault(name, value) != value:
+                found = f"{name}={short_repr(settings[name])}, but {short_repr(value)} in {table}"
+                raise ModelLoadError(f"config: {found}: expected the same")
 
     # In the speculators format, the top level describes the draft and the layer's table one Llama layer.
-    return top | eagle | layer | {"architectures": top.get("architectures")}
+    layer = read_table(config, "transformer_layer_config")
+    return settings | layer | {"architectures": config.get("architectures")}
+
+
+def algorithm(config: Mapping[str, Any]) -> object:
+    """The algorithm that a config.json of the speculators library names; None if it names none.
+
+    Raises ModelLoadError if it names two.
+    """
+    found = read_table(config, "speculators_config").get("algorithm")
+    kind = config.get("speculators_model_type")
+    if found is not None and kind is not None and found != kind:
+        raise ModelLoadError(
+            f"config: speculators_config has algorithm={short_repr(found)}, "
+            f"but speculators_model_type={short_repr(kind)}: expected the same"
+        )
+
+    return kind if found is None else found
 
 
 def is_model_config(config: Mapping[str, Any]) -> bool:
@@ -184,7 +214,7 @@ def is_model_config(config: Mapping[str, Any]) -> bool:
     return is_known and not is_draft
 
 
-def _table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def read_table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A table of the config without its nulls; empty if there is none."""
     table = config.get(name) or {}
     if not isinstance(table, Mapping):
@@ -212,10 +242,10 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
     if model_type != "llama":
         raise ModelLoadError(f"config: model_type={short_repr(model_type)}: expected 'llama'")
 
-    algorithm = _table(config, "speculators_config").get("algorithm", "eagle3")
-    if algorithm != "eagle3":
+    if (name := algorithm(config)) not in (None, "eagle3", PARALLEL):
         raise ModelLoadError(
-            f"config: speculators_config has algorithm={short_repr(algorithm)}, expected 'eagle3'"
+            f"config: algorithm={short_repr(name)} of the speculators library: "
+            f"expected 'eagle3', {PARALLEL!r} or 'dflash'"
         )
 
     for name, implemented in FIXED_OPTIONS.items():
@@ -225,56 +255,75 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
                 f"config: {name}={short_repr(value)}: only {short_repr(implemented)} is implemented"
             )
 
-    for name, value in _table(config, "eagle_config").items():
+    for name, value in read_table(config, "eagle_config").items():
         if name not in OPTIONS and name not in FIXED_OPTIONS and name not in UNUSED_OPTIONS:
             raise ModelLoadError(f"config: eagle_config has {name}={short_repr(value)}, which is not known")
 
 
 def _llama_layer(shape: ModelSpec) -> LayerSpec:
     """The draft's layers. ModelLoadError for options of Llama layers that these do not implement."""
+    check_layers(shape)
+    if any(window is not None for window in shape.windows):
+        raise ModelLoadError("config: sliding_window is in use: only full attention is implemented in drafts")
+
+    return shape.layers[0]
+
+
+def check_layers(shape: ModelSpec) -> None:
+    """Raise ModelLoadError for options of layers that no draft implements."""
     if shape.quantisation is not None:
         found = f"quantization_config ({shape.quantisation.name})"
         raise ModelLoadError(f"config: {found} is not implemented in drafts")
-
-    if any(window is not None for window in shape.windows):
-        raise ModelLoadError("config: sliding_window is in use: only full attention is implemented in drafts")
 
     mlp = shape.layers[0].channel
     assert isinstance(mlp, Mlp)
     if mlp.activation != "silu":
         raise ModelLoadError(f"config: hidden_act={mlp.activation!r}: only 'silu' is implemented in drafts")
 
-    return shape.layers[0]
 
-
-def _draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
+def read_draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
     names = [name for name in ("draft_vocab_size", "truncated_vocab_size") if name in settings]
     sizes = [settings[name] for name in names]
     for name, size in zip(names, sizes, strict=True):
-        if not _is_int(size) or not 1 <= size <= vocab_size or size != sizes[0]:
+        if not is_int(size) or not 1 <= size <= vocab_size or size != sizes[0]:
             expected = f"one size from 1 to vocab_size={vocab_size}"
             raise ModelLoadError(f"config: {name}={short_repr(size)}: expected {expected}")
 
     return sizes[0] if sizes else vocab_size
 
 
+def _mask_token_id(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int | None:
+    """The token id of a parallel head; None for a head that drafts one token after the other."""
+    names = [name for name in MASK_TOKENS if name in settings]
+    is_parallel = algorithm(config) == PARALLEL or settings["architectures"] == ["PEagleDraftModel"]
+    if is_parallel and not names:
+        raise ModelLoadError(f"config: {MASK_TOKENS[0]} is missing: expected the token that masks stand for")
+
+    return read_mask_token(settings, names) if names and algorithm(config) != "eagle3" else None
+
+
+def read_mask_token(settings: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The token id that all of these settings have; ModelLoadError for others than one of the vocabulary."""
+    first, vocab_size = settings[names[0]], settings.get("vocab_size")
+    for name in names:
+        token_id = settings[name]
+        if not is_int(token_id) or not 0 <= token_id < (vocab_size or 0) or token_id != first:
+            raise ModelLoadError(
+                f"config: {name}={short_repr(token_id)}: expected one token id below vocab_size={vocab_size}"
+            )
+
+    assert isinstance(first, int)
+    return first
+
+
 def _aux_layers(settings: Mapping[str, Any], num_layers: int, convention: str | None) -> tuple[int, ...]:
     """The field `aux_layers` for a target of `num_layers` layers; ModelLoadError for ids out of range."""
-    if convention not in ("output", "boundary", None):
-        raise ModelLoadError(
-            f"aux_layer_convention={short_repr(convention)}: expected 'output', 'boundary' or None"
-        )
-
-    if not _flag(settings, "use_aux_hidden_state", default=True):
+    check_convention(convention)
+    if not read_flag(settings, "use_aux_hidden_state", default=True):
         return ()
 
-    ids = settings.get("eagle_aux_hidden_state_layer_ids") or []
-    if not isinstance(ids, list) or not all(_is_int(layer_id) for layer_id in ids):
-        raise ModelLoadError(
-            f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)}: expected a list of integers"
-        )
-
-    aux_layers = _layers_of_ids(ids, num_layers, convention) if ids else _default_layers(num_layers)
+    ids = settings.get(AUX_IDS) or []
+    aux_layers = layers_of_ids(AUX_IDS, ids, num_layers, convention) if ids else _default_layers(num_layers)
     num_features = settings.get("num_aux_hidden_states", len(aux_layers))
     if num_features != len(aux_layers):
         raise ModelLoadError(
@@ -282,6 +331,14 @@ def _aux_layers(settings: Mapping[str, Any], num_layers: int, convention: str | 
         )
 
     return tuple(aux_layers)
+
+
+def check_convention(convention: str | None) -> None:
+    """Raise ModelLoadError for a convention that is none."""
+    if convention not in ("output", "boundary", None):
+        raise ModelLoadError(
+            f"aux_layer_convention={short_repr(convention)}: expected 'output', 'boundary' or None"
+        )
 
 
 def _default_layers(num_layers: int) -> list[int]:
@@ -295,7 +352,15 @@ def _default_layers(num_layers: int) -> list[int]:
     return sorted((2, num_layers // 2, num_layers - 3))
 
 
-def _layers_of_ids(ids: list[int], num_layers: int, convention: str | None) -> list[int]:
+def layers_of_ids(name: str, ids: object, num_layers: int, convention: str | None) -> list[int]:
+    """The layers whose input is meant, low to high, of the ids in a setting, for a target of `num_layers`
+    layers.
+
+    convention: as of `DraftConfig.from_hf`. ModelLoadError for ids out of range.
+    """
+    if not isinstance(ids, list) or not all(is_int(layer_id) for layer_id in ids):
+        raise ModelLoadError(f"config: {name}={short_repr(ids)}: expected a list of integers")
+
     if convention is None:
         convention = "boundary" if num_layers in ids else "output"
 
@@ -303,28 +368,32 @@ def _layers_of_ids(ids: list[int], num_layers: int, convention: str | None) -> l
     aux_layers = sorted(layer_id + first for layer_id in ids)
     if len(ids) > num_layers + 1 - first:
         raise ModelLoadError(
-            f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)} as {convention} ids, "
+            f"config: {name}={short_repr(ids)} as {convention} ids, "
             f"and a target of {num_layers} layers: expected {len(ids) + first - 1} or more"
         )
 
     is_distinct = len(set(aux_layers)) == len(ids)
     if not is_distinct or not all(first <= aux_layer <= num_layers for aux_layer in aux_layers):
         raise ModelLoadError(
-            f"config: eagle_aux_hidden_state_layer_ids={short_repr(ids)} as {convention} ids: "
+            f"config: {name}={short_repr(ids)} as {convention} ids: "
             f"expected different ones from 0 to {num_layers - first}"
         )
 
     return aux_layers
 
 
-def _check_fit(draft: DraftConfig, target: ModelSpec) -> None:
-    """ModelLoadError for shapes that are not the target's, and for options that exclude each other."""
-    if draft.vocab_size != target.vocab_size:
+def check_vocabulary(vocab_size: int, target: ModelSpec) -> None:
+    """Raise ModelLoadError if the draft's vocabulary is not the target's."""
+    if vocab_size != target.vocab_size:
         raise ModelLoadError(
-            f"config: the draft has vocab_size={draft.vocab_size}, its target {target.vocab_size}: "
+            f"config: the draft has vocab_size={vocab_size}, its target {target.vocab_size}: "
             "expected the same"
         )
 
+
+def _check_fit(draft: DraftConfig, target: ModelSpec) -> None:
+    """ModelLoadError for shapes that are not the target's, and for options that exclude each other."""
+    check_vocabulary(draft.vocab_size, target)
     if draft.target_hidden_size != target.hidden_size:
         raise ModelLoadError(
             f"config: the draft is for a target of hidden size {short_repr(draft.target_hidden_size)} "
@@ -342,11 +411,14 @@ def _check_fit(draft: DraftConfig, target: ModelSpec) -> None:
             "config: norm_before_fc or fc_norm with use_aux_hidden_state=False: expected none"
         )
 
+    if not draft.aux_layers and draft.mask_token_id is not None:
+        raise ModelLoadError("config: use_aux_hidden_state=False in a parallel head: expected true")
+
     if draft.has_input_norm and draft.has_feature_norms:
         raise ModelLoadError("config: norm_before_fc and fc_norm are both true: expected at most one")
 
 
-def _flag(settings: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+def read_flag(settings: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     value = settings.get(name, default)
     if not isinstance(value, bool):
         raise ModelLoadError(f"config: {name}={short_repr(value)}: expected true or false")
@@ -354,5 +426,5 @@ def _flag(settings: Mapping[str, Any], name: str, *, default: bool = False) -> b
     return value
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -8,7 +8,7 @@ Some weights may be shared with the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ from drift_sdk.loading.tensors import FiniteCheck, TensorSource, check_dtype
 from drift_sdk.models.allocation import PAIRED, QUANTISERS, WeightForm
 from drift_sdk.models.attention import StepRows
 from drift_sdk.models.channels import MlpWeights
-from drift_sdk.models.decoder import Decoder, apply_channel
+from drift_sdk.models.decoder import Decoder, apply_channel, apply_mixer
 from drift_sdk.models.draft_config import DraftConfig, is_model_config
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.layers import embed, linear, normalise, rotary_tables
-from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend
+from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
 from drift_sdk.quantised.weight import Matrix, take_rows
 from drift_sdk.spec.model import Mlp
@@ -40,6 +40,7 @@ DraftForm = Literal["expanded", "fp8", "int4"]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, INPUT_NORM, FINAL_NORM = "fc.weight", "input_norm.weight", "norm.weight"
 HIDDEN_NORM = "layers.0.hidden_norm.weight"
+MASK = "mask_hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class DraftWeights:
     joint:                    [hidden, 2 * hidden].
     head:                     [draft_vocab, hidden].
     target_ids:               [draft_vocab] int64, the target's token id for each of the draft's.
+    mask:                     [1, 1, num_features * target_hidden], in the place of the target's hidden states
+                              that are not known yet (P-EAGLE).
     """
 
     embedding: Matrix
@@ -68,6 +71,7 @@ class DraftWeights:
     head: Matrix
     target_ids: torch.Tensor
     joint: Matrix | None = None
+    mask: torch.Tensor | None = None
 
 
 def required_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -86,6 +90,10 @@ def required_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     shapes[HIDDEN_NORM] = (hidden,)
     for index in range(config.num_layers):
         shapes |= _layer_shapes(config, index)
+
+    if config.mask_token_id is not None:  # the embedding of the mask is not the target's
+        shapes[MASK] = (1, 1, num_features * config.target_hidden_size)
+        shapes[EMBEDDING] = (config.vocab_size, hidden)
 
     return shapes | {FINAL_NORM: (hidden,)}
 
@@ -115,7 +123,12 @@ def load_draft_weights(
     unexpected, misshapen or not finite, of an odd number of columns for "int4", and if there is not enough
     memory.
     """
-    _check_names(config, tensors)
+    required, shareable = required_shapes(config), shareable_shapes(config)
+    if config.hidden_size != config.target_hidden_size:
+        # The target's embedding and head have another width.
+        required |= shareable
+
+    check_names(tensors, required, shareable)
     reader = _Reader(tensors, target.final_norm, form)
     names = tensors.names()
     embedding = reader.read(EMBEDDING) if EMBEDDING in names else target.embedding
@@ -139,6 +152,7 @@ def load_draft_weights(
         final_norm=reader.read(FINAL_NORM),
         head=head,
         target_ids=ids,
+        mask=None if config.mask_token_id is None else reader.read(MASK),
     )
     reader.finite.finish()
     return weights
@@ -170,13 +184,7 @@ class _Reader:
     def read_matrix(self, *names: str) -> Matrix:
         """One matrix of the rows of several tensors; ModelLoadError naming the first for a number of columns
         that the form cannot have."""
-        num_columns = self._tensors.shape(names[0])[-1]
-        if self._form in PAIRED and num_columns % 2:
-            found = f"tensor {names[0]} has {num_columns} columns, an odd number"
-            raise ModelLoadError(
-                f'{self._tensors.file(names[0])}: {found}: expected draft_weights other than "{self._form}"'
-            )
-
+        check_pairs(self._tensors, names[0], self._form)
         parts = [self.read(name) for name in names]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
         quantise = QUANTISERS.get(self._form)
@@ -254,20 +262,30 @@ def _feature_norm(index: int) -> str:
     return f"fc_norm.{index}.weight"
 
 
-def _check_names(config: DraftConfig, tensors: TensorSource) -> None:
-    """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen."""
-    required, own = required_shapes(config), shareable_shapes(config)
-    if config.hidden_size != config.target_hidden_size:
-        # The target's embedding and head have another width.
-        required |= own
+def check_pairs(tensors: TensorSource, name: str, form: WeightForm) -> None:
+    """Raise ModelLoadError for a matrix of an odd number of columns in a form that has two in a byte."""
+    num_columns = tensors.shape(name)[-1]
+    if form in PAIRED and num_columns % 2:
+        found = f"tensor {name} has {num_columns} columns, an odd number"
+        raise ModelLoadError(f'{tensors.file(name)}: {found}: expected draft_weights other than "{form}"')
 
+
+def check_names(
+    tensors: TensorSource,
+    required: Mapping[str, tuple[int, ...]],
+    shareable: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise ModelLoadError for a tensor that is missing, unexpected or misshapen.
+
+    required, shareable: names and shapes of the tensors that a draft must and may store.
+    """
     names = set(tensors.names())
     missing = [name for name in required if name not in names]
     if missing:
         found = f"tensor {missing[0]} of shape {list(required[missing[0]])} is missing"
         raise ModelLoadError(f"{tensors.location}: {found}{others(missing)}")
 
-    extra = names - required.keys() - own.keys() - {OFFSETS, PROPOSABLE}
+    extra = names - required.keys() - shareable.keys() - {OFFSETS, PROPOSABLE}
     # Old files contain the frequencies of the rotation, which are computed from the config.
     extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
     if extra:
@@ -275,7 +293,7 @@ def _check_names(config: DraftConfig, tensors: TensorSource) -> None:
         found = f"tensor {name} of shape {list(tensors.shape(name))} is not part of this draft"
         raise ModelLoadError(f"{tensors.file(name)}: {found}{others(sorted(extra))}")
 
-    for name, expected in (required | own).items():
+    for name, expected in (dict(required) | dict(shareable)).items():
         if name in names and tensors.shape(name) != expected:
             found = f"tensor {name} has shape {list(tensors.shape(name))}, expected {list(expected)}"
             raise ModelLoadError(f"{tensors.file(name)}: {found}")
@@ -295,6 +313,9 @@ class DraftDecoder:
     It owns weights only, in the dtype and on the device of its target; some are shared with the target. What
     rows see comes in an AttentionBatch made with `slot_offset=DRAFT_KV_OFFSET`; keys and values are kept in a
     KVCache of `num_layers` layers.
+
+    mask_feature: [1, hidden], in the place of a feature that is not known yet; None: of a head that drafts
+    one token after the other.
     """
 
     def __init__(self, config: DraftConfig, weights: DraftWeights, target: Decoder) -> None:
@@ -304,6 +325,10 @@ class DraftDecoder:
         rope = config.attention.rope
         assert rope is not None
         self._rope, self._frequencies = rope, rope.frequencies().to(self.device)
+        self.mask_feature: torch.Tensor | None = None
+        if weights.mask is not None:
+            parts = weights.mask.view(len(self.aux_layers), 1, -1).unbind(0)
+            self.mask_feature = self.fuse(parts, parts[0])
 
     @classmethod
     @torch.inference_mode()
@@ -330,7 +355,7 @@ class DraftDecoder:
         source = resolve(
             name, role="draft", cache_dir=cache_dir, local_files_only=local_files_only, report=report
         )
-        with _explain_errors(source):
+        with explain_errors(source):
             config = _read_config(source, target, aux_layer_convention)
             tensors = DraftTensors(source.path)
             ids = read_target_ids(tensors, config.vocab_size, config.draft_vocab_size)
@@ -370,7 +395,7 @@ class DraftDecoder:
         source = resolve(
             name, role="draft", cache_dir=cache_dir, local_files_only=local_files_only, report=report
         )
-        with _explain_errors(source):
+        with explain_errors(source):
             config = _read_config(source, target, aux_layer_convention)
         return cls.random(config, target, form=form)
 
@@ -473,9 +498,7 @@ class DraftDecoder:
 
     def _attention(self, index: int, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """The output [N, hidden] of the attention of layer `index`, for its normalised input."""
-        weights = self.weights.layers[index].mixer
-        assert isinstance(weights, AttentionWeights)
-        return attend(inputs, weights, self.config.attention, step, index)
+        return apply_mixer(inputs, self.weights.layers[index].mixer, self.config.attention, step, index)
 
     def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """The output [N, hidden] of the MLP or the experts of layer `index`, for its normalised input."""
@@ -499,7 +522,7 @@ def _read_config(source: Source, target: Decoder, aux_layer_convention: str | No
 
 
 @contextmanager
-def _explain_errors(source: Source) -> Iterator[None]:
+def explain_errors(source: Source) -> Iterator[None]:
     """Make a ModelLoadError say that it is about the draft, and whether the source is a whole model."""
     with name_role("draft"):
         try:

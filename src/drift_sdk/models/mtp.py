@@ -17,7 +17,6 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.random import RandomFp8Tensors, RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.allocation import (
-    PAIRED,
     Allocation,
     MatrixReader,
     ReadMatrix,
@@ -27,7 +26,7 @@ from drift_sdk.models.allocation import (
 )
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
+from drift_sdk.models.draft_head import DraftDecoder, DraftWeights, check_pairs
 from drift_sdk.models.weights import DecoderWeights, allocate_layer, others, stored_layout
 from drift_sdk.spec.model import Experts, ModelSpec
 
@@ -81,7 +80,7 @@ def load_mtp(
 def random_mtp(target: Decoder, seed: int = 0, *, form: WeightForm = "expanded") -> DraftDecoder:
     """The draft head of a model with random weights, the same for the same seed. form: "stored" has the
     layer's matrices in FP8 with a scale for each block where that is how the config says that files have
-    them, but for a mixture of experts."""
+    them."""
     spec = target.spec
     assert spec.mtp is not None
     options: dict[str, Any] = {
@@ -91,9 +90,12 @@ def random_mtp(target: Decoder, seed: int = 0, *, form: WeightForm = "expanded")
         "norm_mean": 0.0 if spec.mtp.norm.kind == "offset" else 1.0,
     }
     blocks = () if spec.quantisation is None or form != "stored" else spec.quantisation.blocks
-    if not blocks or isinstance(spec.mtp.channel, Experts):
+    if not blocks:
         return load_mtp(target, RandomTensors(mtp_shapes(spec), **options), form=form)
 
+    if isinstance(spec.mtp.channel, Experts):  # an expert is quantised by itself
+        names = spec.names
+        spec = replace(spec, names=replace(names, experts=replace(names.experts, layout="each")))
     projections: list[str] = []
 
     def note(name: str, is_projection: bool) -> None:
@@ -157,8 +159,10 @@ def _check(spec: ModelSpec, tensors: TensorSource, form: WeightForm) -> None:
         found = f"tensor {missing[0]} of shape {list(places[missing[0]].shape)} is missing"
         raise ModelLoadError(f"{tensors.location}: {found}{others(missing)}")
 
-    prefix = spec.names.mtp.layer.partition(".")[0]
-    extra = sorted(name for name in names - places.keys() if name.startswith(f"{prefix}."))
+    own = spec.names.mtp
+    copies = {own.embedding: spec.names.embedding, own.head: spec.names.head}
+    unread = {name for name in names if name in copies or name.endswith("rotary_emb.inv_freq")}
+    extra = sorted(name for name in names - places.keys() - unread if name.startswith(own.prefix))
     if extra and spec.quantisation is None:
         found = f"tensor {extra[0]} of shape {list(tensors.shape(extra[0]))} is not part of this draft"
         raise ModelLoadError(f"{tensors.file(extra[0])}: {found}{others(extra)}")
@@ -168,7 +172,11 @@ def _check(spec: ModelSpec, tensors: TensorSource, form: WeightForm) -> None:
             found = f"tensor {name} has shape {list(shape)}, expected {list(place.shape)}"
             raise ModelLoadError(f"{tensors.file(name)}: {found}")
 
-    for name in projections if form in PAIRED else ():
-        if (num_columns := places[name].shape[1]) % 2:
-            found = f"tensor {name} has {num_columns} columns, an odd number"
-            raise ModelLoadError(f'{tensors.file(name)}: {found}: expected draft_weights other than "{form}"')
+    expected = [spec.vocab_size, spec.hidden_size]
+    for name in sorted(copies.keys() & names):
+        if (copy := list(tensors.shape(name))) != expected:
+            found = f"tensor {name} has shape {copy}, expected {expected}, as {copies[name]}"
+            raise ModelLoadError(f"{tensors.file(name)}: {found}")
+
+    for name in projections:
+        check_pairs(tensors, name, form)

@@ -16,7 +16,7 @@ import torch
 from msgspec import Struct, structs
 from torch import Tensor
 
-from drift_sdk.errors import RequestError
+from drift_sdk.errors import RequestError, error_repr
 from drift_sdk.loading.tensors import STORED_DTYPES
 from drift_sdk.models.allocation import Allocation, MatrixReader, fill_places
 from drift_sdk.models.decoder import Decoder
@@ -83,14 +83,20 @@ def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arr
     arrange: of the executor, if it arranges quantised matrices.
 
     All is checked before anything changes. RequestError for a tensor that is not part of the model, has
-    another shape, is no tensor of floating-point numbers, or is not finite in the model's dtype; for a layer
-    that can only be replaced whole if one of its tensors is missing; and for weights that files store
-    quantised.
+    another shape, is no dense tensor of floating-point numbers, cannot be read, or is not finite in the
+    model's dtype; for a layer that can only be replaced whole if one of its tensors is missing; and for
+    weights that files store quantised.
     """
-    check_kind(tensors)
     check_form(decoder)
-    writes = planned(decoder, tensors)
-    check_finite(tensors, decoder.dtype)
+    try:
+        tensors = plain(tensors)
+        writes = planned(decoder, tensors)
+        check_finite(tensors, decoder.dtype)
+    except RequestError:
+        raise
+    except Exception as error:  # a tensor without its storage, or of a class that runs code of the caller
+        raise unreadable_tensors(error) from error
+
     source = GivenTensors(tensors)
     for write in writes:
         if write.places is None:
@@ -101,8 +107,9 @@ def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arr
             place.copy_(tensors[name])
 
 
-def check_kind(tensors: Mapping[str, Tensor]) -> None:
-    """RequestError for what is no mapping of names to tensors of floating-point numbers."""
+def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without their classes. RequestError for what is no mapping of names to dense tensors of
+    floating-point numbers."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise RequestError.of(FIELD, tensors, "a mapping of names to tensors, not empty")
 
@@ -110,8 +117,15 @@ def check_kind(tensors: Mapping[str, Tensor]) -> None:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise RequestError.of(FIELD, {name: type(tensor).__name__}, "names, each with a tensor of torch")
 
+        # The class of a distributed tensor wraps another one, with which it cannot be copied to a plain one.
+        is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if is_wrapper or tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+            found = f"of {type(tensor).__name__}, {tensor.layout} on the device {str(tensor.device)!r}"
+            raise wrong(name, found, "a dense tensor that has its numbers")
+
         if tensor.dtype not in STORED_DTYPES:
             raise wrong(name, f"stored as {tensor.dtype}", "float32, bfloat16, float16 or float64")
+    return {name: tensor.detach().as_subclass(Tensor) for name, tensor in tensors.items()}
 
 
 def check_form(decoder: Decoder) -> None:
@@ -132,6 +146,12 @@ def check_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     for name, tensor in tensors.items():
         if tensor.numel() and not bool(torch.stack(torch.aminmax(tensor.to(dtype))).isfinite().all()):
             raise wrong(name, "not finite", f"finite numbers in {str(dtype).removeprefix('torch.')}")
+
+
+def unreadable_tensors(cause: Exception) -> RequestError:
+    """The error for a mapping or a tensor whose own methods raise."""
+    allowed = f"a mapping of names to tensors, all of which can be read ({error_repr(cause)})"
+    return RequestError(f"{FIELD}: expected {allowed}", field=FIELD, allowed=allowed)
 
 
 def wrong(name: str, found: str, allowed: str) -> RequestError:

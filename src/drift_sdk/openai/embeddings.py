@@ -97,9 +97,12 @@ async def scores(service: Service, request: Request) -> Response:
     body = await service.read(request, ScoreBody)
     pairs = body.pairs()
     model, salt = service.model(body.model), service.salt(request, body.cache_salt)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    embed = partial(model.engine.embed, texts, priority=body.priority, cache_salt=salt)
-    found = dict(zip(texts, await unless_disconnected(request.receive, embed), strict=True))
+    found: dict[str, Embedding] = {}
+    for field, texts in zip(("text_1", "text_2"), zip(*pairs, strict=True), strict=True):
+        request.state.error_names = {"prompt": field}
+        new = [text for text in dict.fromkeys(texts) if text not in found]
+        embed = partial(model.engine.embed, new, priority=body.priority, cache_salt=salt)
+        found |= zip(new, await unless_disconnected(request.receive, embed), strict=True)
     data = [
         {"index": index, "object": "score", "score": float(found[one].vector @ found[other].vector)}
         for index, (one, other) in enumerate(pairs)

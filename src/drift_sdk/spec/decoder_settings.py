@@ -123,6 +123,7 @@ def read_experts(
     size: str,
     router: Router,
     *,
+    active: str = "num_experts_per_tok",
     has_bias: bool = False,
     clamped_gate: ClampedGate | None = None,
     shared: Mlp | None = None,
@@ -130,8 +131,8 @@ def read_experts(
 ) -> Experts:
     """The experts of a layer.
 
-    numbers: settings of which the first that is given has the number of experts. size: the setting that has
-    the width of each.
+    numbers: settings of which the first that is given has the number of experts. size, active: the settings
+    that have the width of each, and the number of those that compute a token.
 
     Raises ModelLoadError naming a setting that is missing or out of range.
     """
@@ -144,7 +145,7 @@ def read_experts(
     num_experts = read_int(config, number, le=most)
     return Experts(
         num_experts=num_experts,
-        num_active=read_int(config, "num_experts_per_tok", le=num_experts),
+        num_active=read_int(config, active, le=num_experts),
         intermediate_size=read_int(config, size),
         router=router,
         has_bias=has_bias,

@@ -8,6 +8,7 @@ states of recurrent layers. `models.states` and the kernels say what states hold
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import torch
@@ -113,14 +114,26 @@ class ExpertNames(Struct, frozen=True, kw_only=True):
 
 
 class MtpNames(Struct, frozen=True, kw_only=True):
-    """Names of the layer that predicts one more token (MTP), and of what is around it. layer: prefix of its
-    tensors, inside which names are those of other layers."""
+    """Names of the layer that predicts one more token (MTP), and of what is around it.
+
+    layer: prefix of its tensors, inside which names are those of other layers. embedding, head: copies of the
+    model's own that files may have, which are not read; "": files have none.
+    """
 
     joint: str = "mtp.fc.weight"
     embedding_norm: str = "mtp.pre_fc_norm_embedding.weight"
     hidden_norm: str = "mtp.pre_fc_norm_hidden.weight"
     layer: str = "mtp.layers.0"
     final_norm: str = "mtp.norm.weight"
+    embedding: str = ""
+    head: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What all names but those of copies begin with, a dot at its end."""
+        parts = [name.split(".") for name in (self.joint, self.layer, self.hidden_norm, self.final_norm)]
+        together = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))
+        return "".join(f"{each[0]}." for each in together)
 
 
 class LayerInputNames(Struct, frozen=True, kw_only=True):

@@ -394,7 +394,7 @@ def open_graph_executor(
     `GraphOptions`.
 
     Raises ExecutorError if a capture fails, and ConfigError if steps would be slower than the configuration
-    allows or the KV cache does not fit.
+    allows, the KV cache does not fit, or it cannot draft as configured.
     """
     # Imported only here: they need Triton and the driver.
     from drift_sdk.execution.device.streams import wait_for_preparation
@@ -403,6 +403,7 @@ def open_graph_executor(
     from drift_sdk.startup.graph_startup import engine_table, start_graph_executor
 
     decoder, drafter_factory = parts[0].decoder, parts[0].drafter_factory
+    drafter_factory.check_graphs()
     draft = drafter_factory.draft
     for part in parts:
         arrange_decoder(part.decoder, part.drafter_factory.draft)

@@ -20,6 +20,7 @@ from drift_sdk.events import Report
 from drift_sdk.execution.device.memory import return_freed_memory
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
+    DFlashDrafterFactory,
     DrafterFactory,
     EagleDrafterFactory,
     HybridDrafterFactory,
@@ -30,6 +31,7 @@ from drift_sdk.loading.source import TOKENIZER_FILE, Source, name_role, read_con
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.allocation import QUANTISERS, WeightForm
 from drift_sdk.models.decoder import Decoder, random_tensors
+from drift_sdk.models.dflash import DFlashDecoder, is_dflash
 from drift_sdk.models.draft_head import DraftDecoder, is_whole_model
 from drift_sdk.models.mtp import has_mtp, load_mtp, random_mtp
 from drift_sdk.models.shard import Shard, cut_head, load_shard, shard_obstacles
@@ -176,13 +178,28 @@ def open_drafter_factory(
     factory: DrafterFactory
     if isinstance(draft, Decoder):
         factory = ModelDrafterFactory(draft, choices, is_adaptive=is_adaptive)
+    elif isinstance(draft, DFlashDecoder):
+        factory = _dflash_factory(draft, speculation)
     else:
         factory = _eagle_factory(draft, speculation)
     return factory if speculation.ngrams is None else HybridDrafterFactory(factory, speculation.ngrams)
 
 
+def _dflash_factory(draft: DFlashDecoder, speculation: Speculation) -> DFlashDrafterFactory:
+    shape, most = speculation.shape, draft.config.num_masks
+    if not isinstance(shape, Chain) or shape.num_draft_tokens > most:
+        raise ConfigError.of(
+            "shape", shape, f"a Chain of at most {most} with this head, which drafts so many"
+        )
+
+    return DFlashDrafterFactory(draft, shape.choices, is_adaptive=speculation.adaptive)
+
+
 def _eagle_factory(draft: DraftDecoder, speculation: Speculation) -> EagleDrafterFactory:
     tree = None if isinstance(speculation.shape, Chain) else speculation.shape
+    if tree is not None and draft.config.mask_token_id is not None:
+        raise ConfigError.of("shape", tree, "a Chain with a P-EAGLE head, which drafts in one pass")
+
     if tree is not None and tree.num_candidates > draft.config.draft_vocab_size:
         allowed = f"at most {draft.config.draft_vocab_size} candidates after a token, the draft's vocabulary"
         raise ConfigError.of("shape", tree, allowed)
@@ -198,7 +215,7 @@ def _load_draft(
     report: Report,
     source: Source | None,
     check_bytes: Callable[[int], None] | None,
-) -> DraftDecoder | Decoder:
+) -> DraftDecoder | DFlashDecoder | Decoder:
     """The draft head or the model that `Speculation.draft` names."""
     assert not isinstance(speculation.draft, NGram)
     if speculation.draft == MTP:
@@ -216,6 +233,17 @@ def _load_draft(
     if is_whole_model(found):
         with name_role("draft"):
             return load_draft_model(config, speculation, found, target, source, check_bytes)
+
+    with name_role("draft"):
+        has_masks = is_dflash(found.config)
+    if has_masks:
+        return DFlashDecoder.load(
+            found,
+            target,
+            form=speculation.draft_weights or "expanded",
+            aux_layer_convention=speculation.aux_layer_convention,
+            has_weights=has_weights,
+        )
 
     load = DraftDecoder.load if has_weights else DraftDecoder.load_random
     return load(

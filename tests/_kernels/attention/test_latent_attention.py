@@ -46,6 +46,7 @@ class Case:
         *,
         block_size: int = 16,
         max_keys: int = MAX_KEYS,
+        first_key: int = 0,
     ) -> None:
         num_heads, self.latent_dim, rotary_dim = shape
         head_dim = self.latent_dim + rotary_dim
@@ -61,7 +62,11 @@ class Case:
         query = torch.randn(len(rows), num_heads, head_dim, generator=generator).to(dtype)
         self.query, self.keys, self.table = query.to(device), keys.to(device), table.to(device, torch.int32)
         self.slot, self.position = torch.tensor(rows, dtype=torch.int32, device=device).T.contiguous()
-        self.chunks, self.device, self.max_keys = chunks, device, max_keys
+        self.chunks, self.device, self.max_keys, self.first_key = chunks, device, max_keys, first_key
+        for slot, position in (
+            (slot, position) for slot in range(num_slots) for position in range(first_key)
+        ):
+            self.keys[self.table[slot, position // block_size].long(), 0, position % block_size] = torch.nan
 
     def layer(self) -> LayerAttention:
         query = self.query
@@ -73,6 +78,7 @@ class Case:
             kv=LayerKV(self.keys, self.keys, latent_dim=self.latent_dim),
             block_table=self.table,
             scale=0.3,
+            first_key=self.first_key,
         )
 
     def prompts(self, tile_rows: int = 16, partitions: Partitions = SMALL) -> torch.Tensor:
@@ -114,7 +120,7 @@ class Case:
                 )
                 continue
 
-            seen = torch.arange(position + 1, device=self.device)
+            seen = torch.arange(self.first_key, position + 1, device=self.device)
             blocks, size = self.table[slot].long(), self.keys.shape[2]
             keys = self.keys[blocks[seen // size], 0, seen % size].double()
             shares = (0.3 * query.double() @ keys.T).softmax(-1)
@@ -137,6 +143,19 @@ def test_prompts_and_decoding_are_near_float64_and_equal(
         found = case.prompts()
         case.assert_near(found)
         assert torch.equal(case.decoded(), found)
+
+
+@pytest.mark.parametrize("first_key", [1, 5])
+def test_keys_before_the_first_are_not_seen(first_key: int, device: str) -> None:
+    """They are NaN."""
+    chunks = [(2, first_key, 1), (0, 14, 20), (1, first_key, 40)]
+    case = Case(chunks, (5, 24, 4), device, block_size=8, first_key=first_key)
+    found = case.prompts()
+    case.assert_near(found)
+    assert torch.equal(case.decoded(), found)
+    case.first_key = SMALL.tile
+    with pytest.raises(ValueError, match="first_key"):
+        case.prompts()
 
 
 def test_bits_do_not_depend_on_rows_beside_a_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

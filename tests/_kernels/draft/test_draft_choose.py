@@ -75,6 +75,36 @@ class Case:
 
 @pytest.mark.parametrize("num_slices", [None, 1, 2])
 @pytest.mark.parametrize("vocab_size", [5, 96, 1024, 2500])
+def test_several_depths_at_once_equal_one_after_the_other(
+    vocab_size: int, num_slices: int | None, device: str
+) -> None:
+    case = Case(device, vocab_size, num_slices)
+    both, parts = Case(device, vocab_size, num_slices), [case.logits, case.logits.roll(1, -1)]
+    both.logits = torch.stack(parts, dim=-2).flatten(-3, -2).contiguous()
+    num_tokens = both.logits.shape[-2]
+    shape = num_tokens, num_draft_chunks(vocab_size)
+    choose_drafts(
+        both.logits,
+        both.target_ids,
+        both.row_slot,
+        both.row_token,
+        both.row_position,
+        both.temperature,
+        both.seed,
+        (torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device)),
+        tuple(both.ints([-9] * num_tokens) for _ in range(3)),
+        depth=1,
+        num_depths=2,
+    )
+    for depth, logits in enumerate(parts, 1):
+        case.logits = logits.contiguous()
+        case.run(depth)
+    assert torch.equal(both.row_token, case.row_token)
+    assert len(both.row_token.unique()) > 3
+
+
+@pytest.mark.parametrize("num_slices", [None, 1, 2])
+@pytest.mark.parametrize("vocab_size", [5, 96, 1024, 2500])
 def test_choose_drafts_equals_reference(vocab_size: int, num_slices: int | None, device: str) -> None:
     case = Case(device, vocab_size, num_slices)
     slot, token, position = case.run(1)

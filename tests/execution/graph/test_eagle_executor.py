@@ -124,6 +124,15 @@ def test_rounds_with_experts_equal_those_of_the_eager_executor(
     assert rounds(graph) == expected
 
 
+@pytest.mark.parametrize("variant", slow_rows_after(1, [("peagle",), ("flat peagle",)]))
+def test_drafts_of_one_pass_equal_those_of_the_eager_executor(variant: str, tmp_path: Path) -> None:
+    graph, eager = executors(tmp_path, variant=variant)
+    expected = rounds(eager)
+    assert rounds(graph) == expected
+    drafted = [each[1:] for found in expected for each in found]
+    assert sum(number for number, _ in drafted) > 12
+
+
 def check_log(logged: Counter[LoggedProduct], num_rounds: int, target: Decoder, draft: DraftDecoder) -> None:
     """Two slots, at the end one, draft three tokens each in every round, after two prompts whose first tokens
     are sampled in one step."""

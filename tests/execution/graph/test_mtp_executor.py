@@ -19,7 +19,7 @@ from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
-from drift_sdk.execution.forward import gated_delta
+from drift_sdk.execution.forward import gated_delta, latent_attention
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
@@ -65,6 +65,35 @@ EXPERTS = DENSE | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
+}
+LATENTS = {
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_attention_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 256,
+    "num_nextn_predict_layers": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+GROUPS = LATENTS | {
+    "model_type": "deepseek_v3",
+    "mlp_layer_types": None,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "attention_bias": True,
+    "n_group": 3,
+    "topk_group": 2,
 }
 LIMITS = ExecutorLimits(vocab_size=40, max_num_seqs=3, max_model_len=128, num_blocks=24, block_size=16)
 BUDGET, NUM_CHECKPOINTS, NUM_DRAFTS = 48, 4, 2
@@ -146,7 +175,11 @@ def note_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafts, Drafts]:
     return of_eager, of_graph
 
 
-@pytest.mark.parametrize("settings", slow_after(1, [DENSE, EXPERTS]), ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "settings",
+    slow_after(1, [LATENTS, DENSE, EXPERTS, GROUPS]),
+    ids=["latents", "dense", "experts", "groups"],
+)
 def test_rounds_equal_those_of_the_eager_executor(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +215,39 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         )
     else:
         monkeypatch.setattr(draft_forward, "_residual", lambda config: "feature")
+    run(graph_executor(target, draft, WatchedTable()))
+    assert of_graph != of_eager
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["first key", "place", "output", "head norm"])
+def test_planted_faults_of_latents_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models(LATENTS)
+    of_eager, of_graph = note_drafts(monkeypatch)
+    run(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))
+    heads = draft_forward.LatentHeads
+    if fault == "first key":  # the place before the first row, which is never written, is seen
+        monkeypatch.setattr(torch, "empty", torch.zeros)
+        monkeypatch.setattr(draft_forward, "DRAFT_KV_OFFSET", 0)
+    elif fault == "place":  # keys are rotated by their places, queries by theirs less one
+
+        def split(product: Any, slot: Any, position: torch.Tensor, *rest: Any) -> None:
+            split_queries(product, slot, (position - 1).clamp(min=0), *rest)
+
+        split_queries = latent_attention.split_queries
+        monkeypatch.setattr(latent_attention, "split_queries", split)
+    elif fault == "output":  # the residual stream is the next feature
+        monkeypatch.setattr(
+            draft_forward.DraftForward, "output", lambda self, num_rows: self.hidden(num_rows)
+        )
+    else:
+        run_heads = heads.run
+
+        def without_norm(self: Any, x: Any, weights: Any, *rest: Any) -> torch.Tensor:
+            ones = torch.ones_like(weights.latent_norm)
+            return run_heads(self, x, dataclasses.replace(weights, latent_norm=2 * ones), *rest)
+
+        monkeypatch.setattr(heads, "run", without_norm)
     run(graph_executor(target, draft, WatchedTable()))
     assert of_graph != of_eager
 

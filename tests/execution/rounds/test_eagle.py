@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -281,6 +282,8 @@ def check(pair: Pair) -> None:
         "final hidden",
         "deep",
         "biased",
+        "peagle",
+        "flat peagle",
     ],
 )
 def test_state_and_drafts_equal_the_eager_drafter(variant: str, tmp_path: Path) -> None:
@@ -288,11 +291,12 @@ def test_state_and_drafts_equal_the_eager_drafter(variant: str, tmp_path: Path) 
     check(Pair(variant, tmp_path, norm_kind="offset" if variant == "final hidden" else "rounded"))
 
 
+@pytest.mark.parametrize("variant", ["reference", "peagle"])
 @torch.inference_mode()
-def test_mixed_steps_equal_the_eager_drafter(tmp_path: Path) -> None:
+def test_mixed_steps_equal_the_eager_drafter(variant: str, tmp_path: Path) -> None:
     """Several chunks in a step, a prefix hit beside a chunk, padding rows, limited drafts, rounds without
     drafts."""
-    pair = Pair("reference", tmp_path)
+    pair = Pair(variant, tmp_path)
     pair.prefill([(0, 0, 5)], num_rows=6)
     pair.prefill([(1, 0, 1), (0, 5, 9)], num_rows=7)
     pair.round(3, [(0, 3, 4), (-1, 0, 0), (1, 2, 1)])
@@ -316,9 +320,10 @@ def test_long_blocks_and_many_rows_equal_the_eager_drafter(
     pair.round(1, [(1, 1, 2), (0, 1, 1)])
 
 
+@pytest.mark.parametrize("variant", ["reference", "flat peagle"])
 @torch.inference_mode()
-def test_quantised_draft_equals_the_eager_drafter(tmp_path: Path) -> None:
-    pair = Pair("reference", tmp_path, form="fp8", hidden_size=64)
+def test_quantised_draft_equals_the_eager_drafter(variant: str, tmp_path: Path) -> None:
+    pair = Pair(variant, tmp_path, form="fp8", hidden_size=64)
     weights = pair.arranged.weights
     layer = weights.layers[0]
     assert isinstance(layer.channel, MlpWeights)
@@ -364,6 +369,15 @@ def keep_drafted_kv(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EagleRoundDrafter, "draft_extend", draft_extend)
 
 
+def mask_the_first_draft(patch: pytest.MonkeyPatch) -> None:
+    original = EagleRoundDrafter._masked
+
+    def masked(rounds: EagleRoundDrafter, *args: Any) -> torch.Tensor:
+        return original(rounds, *args).roll(1, 0)
+
+    patch.setattr(EagleRoundDrafter, "_masked", masked)
+
+
 def extend_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     original = eagle_rounds.round_rows
     patch.setattr(
@@ -383,13 +397,15 @@ def extend_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
         ignore_prefix_hits,
         keep_drafted_kv,
         extend_rejected_drafts,
+        mask_the_first_draft,
     ],
 )
 def test_faults_are_detected(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path) -> None:
+    variant = "peagle" if fault is mask_the_first_draft else "narrow"
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with pytest.raises(AssertionError):
-            check(Pair("narrow", tmp_path))
+            check(Pair(variant, tmp_path))
 
 
 @torch.inference_mode()

@@ -264,6 +264,7 @@ def _attend_latents(
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    FIRST_KEY: tl.constexpr,  # positions before it are not seen
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,  # NARROW, NARROW_END, NUM_DOUBLINGS: see `Partitions`
     NARROW_END: tl.constexpr,
@@ -320,11 +321,14 @@ def _attend_latents(
                 keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS
             )
             is_key = position < num_keys
+            is_seen = position <= last_position[None, :]
+            if FIRST_KEY > 0:
+                is_key = is_key & (position >= FIRST_KEY)
+                is_seen = is_seen & (position >= FIRST_KEY)
             latents = _load_parts(key_ptrs, is_key, LATENT_DIM, PART_DIM, NUM_PARTS)
             rotated = _load_parts(key_ptrs + LATENT_DIM, is_key, HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1)[0]
             maximum, weight, total = _attend_tile(
-                maximum, weight, total, query, rotated_query, latents, rotated,
-                position <= last_position[None, :], scale, NUM_PARTS,
+                maximum, weight, total, query, rotated_query, latents, rotated, is_seen, scale, NUM_PARTS,
             )  # fmt: skip
             partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
@@ -365,6 +369,7 @@ def _attend_prompts(
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
@@ -406,11 +411,15 @@ def _attend_prompts(
         position = (first_key + tl.arange(0, TILE_KEYS))[:, None]
         key_ptrs = _key_pointers(keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS)
         is_key = position < num_keys
+        is_seen = position <= (start + row)[None, :]
+        if FIRST_KEY > 0:
+            is_key = is_key & (position >= FIRST_KEY)
+            is_seen = is_seen & (position >= FIRST_KEY)
         latents = _load_parts(key_ptrs, is_key, LATENT_DIM, PART_DIM, NUM_PARTS)
         rotated = _load_parts(key_ptrs + LATENT_DIM, is_key, HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1)[0]
         part_maximum, part_weight, part_total = _attend_tile(
-            part_maximum, part_weight, part_total, query, rotated_query, latents, rotated,
-            position <= (start + row)[None, :], scale, NUM_PARTS,
+            part_maximum, part_weight, part_total, query, rotated_query, latents, rotated, is_seen, scale,
+            NUM_PARTS,
         )  # fmt: skip
         partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
         next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
@@ -436,12 +445,13 @@ def _attend_prompts(
 def latent_attention(layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch) -> None:
     """Attention of rows to the positions they see, in `layer.out`.
 
-    layer: with latents, without window, sinks and a first key. rows: those that `scratch.plan` was made of,
-    without shared prefixes. Rows of slot -1 get zeros. All tensors are contiguous. Raises ValueError for
-    another shape, type or layout, and for a GPU without room for a tile of keys.
+    layer: with latents, without window and sinks; its first key is in the first tile. rows: those that
+    `scratch.plan` was made of, without shared prefixes. Rows of slot -1 get zeros. All tensors are
+    contiguous. Raises ValueError for another shape, type or layout, and for a GPU without room for a tile of
+    keys.
     """
     plan, num_query_rows = scratch.plan, rows.rows_per_sequence * layer.num_heads
-    _check(layer)
+    _check(layer, plan.partitions)
     scratch.check(layer, rows)
     config = latent_config(num_query_rows, layer.head_dim, layer.query.dtype, plan.partitions.tile)
     num_row_tiles = cdiv(num_query_rows, config.tile_rows)
@@ -472,7 +482,7 @@ def latent_prompt_attention(
     `prefill_attention`, of at most `tile_rows` rows each. partitions: those of `latent_attention`, for equal
     bits. Raises ValueError likewise.
     """
-    _check(layer)
+    _check(layer, partitions)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
     config = latent_config(tile_rows, layer.head_dim, layer.query.dtype, partitions.tile)
     _attend_prompts[(layer.num_heads, tiles.shape[0], cdiv(tile_rows, config.tile_rows))](
@@ -492,8 +502,8 @@ def latent_prompt_attention(
     )
 
 
-def _check(layer: LayerAttention) -> None:
-    layer.check(max_first_key=0)
+def _check(layer: LayerAttention, partitions: Partitions) -> None:
+    layer.check(max_first_key=partitions.tile - 1)
     if not layer.kv.latent_dim or layer.window or layer.sinks is not None:
         raise ValueError("layer: expected latents, and neither a window nor sinks")
 
@@ -511,6 +521,7 @@ def _constants(layer: LayerAttention, config: LatentConfig) -> dict[str, int | b
         "KV_BLOCK_SIZE": layer.kv.block_size,
         "TILE_ROWS": config.tile_rows,
         "NUM_STAGES": config.num_stages,
+        "FIRST_KEY": layer.first_key,
         "PDL": uses_pdl(),
         "num_warps": config.num_warps,
     }

@@ -4,10 +4,10 @@ The arg max of logits + temperature * noise is that of logits / temperature + no
 zero, and at zero that of the logits. The noise is that of the target's id at the token's position, so that
 draft and target agree often.
 
-Two launches. `_best_of_chunks`, grid (slots, chunks): a program owns CHUNK_TOKENS logits of the one row that
-a slot drafts from at this depth. `_place_tokens`, grid (slots,): a program owns a slot, takes the best of its
+Two launches. `_best_of_chunks`, grid (rows, chunks): a program owns CHUNK_TOKENS logits of a row that a slot
+drafts from, one a depth. `_place_tokens`, grid (rows,): a program owns a row of logits, takes the best of its
 chunks, and writes the drafted token and the row that the draft computes next. Logits that come as partial
-sums are added slice by slice, in order. Bytes: a row of logits a slot, all its slices.
+sums are added slice by slice, in order. Bytes: a row of logits for each drafted token, all its slices.
 
 Programmatic dependent launch: both wait for their producers before their first read and, being short, let
 their dependents start right after that.
@@ -50,37 +50,38 @@ def _noise(seed, position, token_ids):
     return gumbel_from_bits(tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)))
 
 
-@kernel(do_not_specialize=["depth", "rows_per_slot"])
+@kernel(do_not_specialize=["depth", "num_depths", "rows_per_slot"])
 def _best_of_chunks(
-    logits_ptr,  # [B, D], or partial sums [NUM_SLICES, B, D] fp32
+    logits_ptr,  # [B * num_depths, D], or partial sums [NUM_SLICES, B * num_depths, D] fp32
     target_ids_ptr,  # [D] int32
     row_slot_ptr,  # [B * rows_per_slot] int32
     row_position_ptr,  # [B * rows_per_slot] int32
     temperature_ptr,  # [S] fp32
     seed_ptr,  # [S] int64
-    chunk_value_ptr,  # [B, C] fp32, written
-    chunk_token_ptr,  # [B, C] int32, written
+    chunk_value_ptr,  # [B * num_depths, C] fp32, written
+    chunk_token_ptr,  # [B * num_depths, C] int32, written
     vocab_size,  # D
     logits_slice_stride,  # elements from a slice of logits to the next
-    depth,  # of the rows drafted now, 1 or more
+    depth,  # of the first rows drafted now, 1 or more
+    num_depths,  # rows of each slot that are drafted now
     rows_per_slot,
     NUM_SLICES: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, C)."""
+    """Grid (B * num_depths, C)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    slot_index, chunk = tl.program_id(0), tl.program_id(1)
-    row = slot_index * rows_per_slot + depth
+    index, chunk = tl.program_id(0), tl.program_id(1)
+    row = index // num_depths * rows_per_slot + depth + index % num_depths
     slot = tl.load(row_slot_ptr + row)
     if slot >= 0:
         column = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         in_vocab = column < vocab_size
-        slice_ptr = logits_ptr + slot_index.to(tl.int64) * vocab_size + column
+        slice_ptr = logits_ptr + index.to(tl.int64) * vocab_size + column
         logits = tl.load(slice_ptr, mask=in_vocab, other=-float("inf")).to(tl.float32)
-        for index in tl.static_range(1, NUM_SLICES):
-            logits += tl.load(slice_ptr + index * logits_slice_stride, mask=in_vocab, other=0.0)
+        for part in tl.static_range(1, NUM_SLICES):
+            logits += tl.load(slice_ptr + part * logits_slice_stride, mask=in_vocab, other=0.0)
 
         token_ids = tl.load(target_ids_ptr + column, mask=in_vocab, other=LAST_ID)
         temperature = tl.load(temperature_ptr + slot)
@@ -89,46 +90,48 @@ def _best_of_chunks(
             logits += temperature * _noise(tl.load(seed_ptr + slot), position, token_ids)
 
         best, token = arg_max(logits, token_ids)
-        cell = slot_index * tl.num_programs(1) + chunk
+        cell = index * tl.num_programs(1) + chunk
         tl.store(chunk_value_ptr + cell, best)
         tl.store(chunk_token_ptr + cell, token)
 
 
-@kernel(do_not_specialize=["depth", "rows_per_slot"])
+@kernel(do_not_specialize=["depth", "num_depths", "rows_per_slot"])
 def _place_tokens(
-    chunk_value_ptr,  # [B, C] fp32
-    chunk_token_ptr,  # [B, C] int32
+    chunk_value_ptr,  # [B * num_depths, C] fp32
+    chunk_token_ptr,  # [B * num_depths, C] int32
     row_slot_ptr,  # [B * rows_per_slot] int32
     row_token_ptr,  # [B * rows_per_slot] int32, written at depth
     row_position_ptr,  # [B * rows_per_slot] int32
-    next_slot_ptr,  # [B] int32, written
-    next_token_ptr,  # [B] int32, written
-    next_position_ptr,  # [B] int32, written
+    next_slot_ptr,  # [B * num_depths] int32, written
+    next_token_ptr,  # [B * num_depths] int32, written
+    next_position_ptr,  # [B * num_depths] int32, written
     num_chunks,  # C
     depth,
+    num_depths,
     rows_per_slot,
     PADDED_CHUNKS: tl.constexpr,  # C as a power of two
     PDL: tl.constexpr,
 ):
-    """Grid (B,)."""
+    """Grid (B * num_depths,)."""
     wait_for_producers(PDL)
     start_dependents(PDL)
-    slot_index = tl.program_id(0)
-    row = slot_index * rows_per_slot + depth
+    index = tl.program_id(0)
+    row = index // num_depths * rows_per_slot + depth + index % num_depths
     slot = tl.load(row_slot_ptr + row)
-    next_slot = tl.load(row_slot_ptr + row + 1, mask=depth + 1 < rows_per_slot, other=slot)
+    is_last = depth + index % num_depths + 1 == rows_per_slot
+    next_slot = tl.load(row_slot_ptr + row + 1, mask=is_last == 0, other=slot)
     token = slot * 0 - 1  # -1 as a tensor: changed in the branch
     if slot >= 0:
         chunk = tl.arange(0, PADDED_CHUNKS)
-        cell = slot_index * num_chunks + chunk
+        cell = index * num_chunks + chunk
         is_chunk = chunk < num_chunks
         values = tl.load(chunk_value_ptr + cell, mask=is_chunk, other=-float("inf"))
         _, token = arg_max(values, tl.load(chunk_token_ptr + cell, mask=is_chunk, other=LAST_ID))
         tl.store(row_token_ptr + row, token)
 
-    tl.store(next_slot_ptr + slot_index, tl.where(slot >= 0, next_slot, -1))
-    tl.store(next_token_ptr + slot_index, token)
-    tl.store(next_position_ptr + slot_index, tl.load(row_position_ptr + row))
+    tl.store(next_slot_ptr + index, tl.where(slot >= 0, next_slot, -1))
+    tl.store(next_token_ptr + index, token)
+    tl.store(next_position_ptr + index, tl.load(row_position_ptr + row))
 
 
 def choose_drafts(
@@ -143,35 +146,38 @@ def choose_drafts(
     out: tuple[Tensor, Tensor, Tensor],
     *,
     depth: int,
+    num_depths: int = 1,
 ) -> None:
-    """Choose the tokens of rows b * T + depth, of T rows for each of B slots, and write them to row_token.
+    """Choose the tokens of rows b * T + depth, of T rows for each of B slots, and of the num_depths - 1 rows
+    behind each of them, and write them to row_token. Below, N is B * num_depths.
 
-    logits: of the rows before these, over the draft's vocabulary: [B, D] in the storage type, or fp32 partial
-    sums [num_slices, B, D], added in order. target_ids [D] int32, ascending: the target's id of each of the
+    logits: of the rows before these, over the draft's vocabulary: [N, D] in the storage type, or fp32 partial
+    sums [num_slices, N, D], added in order. target_ids [D] int32, ascending: the target's id of each of the
     draft's; ties go to the lowest. row_slot, row_token, row_position [B * T] int32; rows of slot -1 are not
-    written. temperature [S] fp32, seed [S] int64. depth: 1 to T - 1.
-    chunks: scratch, [B, num_draft_chunks] fp32 and int32. out: (slot, token, position) [B] int32, written: of
-    the rows that the draft computes next, with slot -1 where row b * T + depth or the one behind it has none.
-    After the last depth the slot is that of row b * T + depth.
+    written. temperature [S] fp32, seed [S] int64. depth: 1 to T - num_depths.
+    chunks: scratch, [N, num_draft_chunks] fp32 and int32. out: (slot, token, position) [N] int32, written: of
+    the rows that a draft of one token after the other computes next, with slot -1 where a row or the one
+    behind it has none. After the last depth the slot is the row's own.
 
     Raises ValueError for another shape or type.
     """
-    num_slots, vocab_size = logits.shape[-2:]
+    num_tokens, vocab_size = logits.shape[-2:]
     num_slices = logits.shape[0] if logits.dim() == 3 else 1
     num_chunks = num_draft_chunks(vocab_size)
+    num_slots = num_tokens // num_depths
     rows_per_slot = row_slot.shape[0] // num_slots
-    _check_rows(num_slots, depth, row_slot, row_token, row_position)
+    _check_rows(num_slots, depth, num_depths, row_slot, row_token, row_position)
     check_tensor("logits", logits, logits.shape, torch.float32 if logits.dim() == 3 else logits.dtype)
     check_tensor("target_ids", target_ids, (vocab_size,), torch.int32)
     check_tensor("temperature", temperature, temperature.shape, torch.float32)
     check_tensor("seed", seed, temperature.shape, torch.int64)
-    check_tensor("chunks", chunks[0], (num_slots, num_chunks), torch.float32)
-    check_tensor("chunks", chunks[1], (num_slots, num_chunks), torch.int32)
+    check_tensor("chunks", chunks[0], (num_tokens, num_chunks), torch.float32)
+    check_tensor("chunks", chunks[1], (num_tokens, num_chunks), torch.int32)
     for name, column in zip(("slot", "token", "position"), out, strict=True):
-        check_tensor(name, column, (num_slots,), torch.int32)
+        check_tensor(name, column, (num_tokens,), torch.int32)
 
     chunk_value, chunk_token = chunks
-    _best_of_chunks[(num_slots, num_chunks)](
+    _best_of_chunks[(num_tokens, num_chunks)](
         logits,
         target_ids,
         row_slot,
@@ -183,6 +189,7 @@ def choose_drafts(
         vocab_size,
         logits.stride(0) if logits.dim() == 3 else 0,
         depth,
+        num_depths,
         rows_per_slot,
         NUM_SLICES=num_slices,
         CHUNK_TOKENS=CHUNK_TOKENS,
@@ -190,7 +197,7 @@ def choose_drafts(
         num_warps=4,
         **launch_options(),
     )
-    _place_tokens[(num_slots,)](
+    _place_tokens[(num_tokens,)](
         chunk_value,
         chunk_token,
         row_slot,
@@ -199,6 +206,7 @@ def choose_drafts(
         *out,
         num_chunks,
         depth,
+        num_depths,
         rows_per_slot,
         PADDED_CHUNKS=next_power_of_2(num_chunks),
         PDL=uses_pdl(),
@@ -208,14 +216,18 @@ def choose_drafts(
 
 
 def _check_rows(
-    num_slots: int, depth: int, row_slot: Tensor, row_token: Tensor, row_position: Tensor
+    num_slots: int,
+    depth: int,
+    num_depths: int,
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
 ) -> None:
     (num_rows,) = row_slot.shape
     rows_per_slot = num_rows // num_slots
-    if num_rows % num_slots or not 1 <= depth < rows_per_slot:
-        raise ValueError(
-            f"depth={depth}: expected 1 to {rows_per_slot - 1} of {num_rows} rows of {num_slots} slots"
-        )
+    if num_rows % num_slots or not 1 <= depth <= rows_per_slot - num_depths:
+        most = rows_per_slot - num_depths
+        raise ValueError(f"depth={depth}: expected 1 to {most} of {num_rows} rows of {num_slots} slots")
 
     for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
         check_tensor(name, column, (num_rows,), torch.int32)

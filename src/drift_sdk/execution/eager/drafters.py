@@ -1,6 +1,6 @@
-"""Drafters of the eager executor: n-grams, a draft head by chains and by trees, a small model, and n-grams in
-place of a model's drafts where they are accepted more often. A draft changes the speed of decoding, never the
-tokens.
+"""Drafters of the eager executor: n-grams, a draft head by chains, by trees and in one pass, a small model,
+and n-grams in place of a model's drafts where they are accepted more often. A draft changes the speed of
+decoding, never the tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from torch import Tensor
 from drift_sdk.execution.eager.sampling import choose, rank
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.ngram_history import NGramHistory, next_score, num_right
-from drift_sdk.models.attention import AttentionBatch, SequenceRows, TreeAttentionBatch, TreeRows
+from drift_sdk.models.attention import (
+    AttentionBatch,
+    ParallelAttentionBatch,
+    SequenceRows,
+    TreeAttentionBatch,
+    TreeRows,
+)
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.speculation import DynamicTree, StaticTree
@@ -78,6 +85,21 @@ def draft_chains(
             outputs[index] = output[n]
 
     return drafts
+
+
+def choose_drafts(
+    slots: Sequence[Slot], outputs: Sequence[Tensor], logits_of: Callable[[Tensor], Tensor]
+) -> list[list[int]]:
+    """Choose all tokens of drafts at once, as `draft_chains` chooses one. outputs: [number of tokens, H] of
+    each slot, the output that predicts the token after its newest one first."""
+    lengths = [len(output) for output in outputs]
+    if not sum(lengths):
+        return [[] for _ in slots]
+
+    rows = [(slot, j) for slot, length in zip(slots, lengths, strict=True) for j in range(length)]
+    positions = [slot.length + j for slot, j in rows]
+    tokens = choose(logits_of(torch.cat(tuple(outputs))), [slot.sampling for slot, _ in rows], positions)
+    return [part.tolist() for part in tokens.split(lengths)]
 
 
 class _GrowingTree:
@@ -193,7 +215,7 @@ def max_draft_rows(shape: StaticTree | DynamicTree) -> int:
     )
 
 
-def target_logits(draft: DraftDecoder, hidden: Tensor, vocab_size: int) -> Tensor:
+def target_logits(draft: DraftDecoder | DFlashDecoder, hidden: Tensor, vocab_size: int) -> Tensor:
     """The draft's logits [M, vocab_size] fp32 over the target's vocabulary; -inf for tokens that it does not
     have."""
     logits = torch.full((len(hidden), vocab_size), -torch.inf, dtype=torch.float32, device=hidden.device)
@@ -377,9 +399,36 @@ class EagleDrafter:
         return drafts
 
     def _chains(self, slots: Sequence[Slot], lengths: Sequence[int]) -> list[list[int]]:
-        """Tokens one after another, as many as given for each slot."""
+        """Tokens one after another, or those of a parallel head in one pass, as many as given for each
+        slot."""
         hidden = [output for slot in slots if (output := state_of(slot).hidden) is not None]
+        if self._draft.mask_feature is not None:
+            outputs = self._masked(slots, hidden, lengths, self._draft.mask_feature)
+            return choose_drafts(slots, outputs, self._logits)
+
         return draft_chains(slots, hidden, lengths, self._logits, self._advance)
+
+    def _masked(
+        self, slots: Sequence[Slot], hidden: Sequence[Tensor], lengths: Sequence[int], feature: Tensor
+    ) -> list[Tensor]:
+        """The outputs [length, H] of a parallel head: that of each slot's newest row, and those of rows with
+        masks behind it."""
+        counts = [max(length - 1, 0) for length in lengths]
+        rows = [
+            SequenceRows(slot.block_table, slot.length - 1, count)
+            for slot, count in zip(slots, counts, strict=True)
+            if count
+        ]
+        number = sum(counts)
+        masks = hidden[0].new_empty(0, len(hidden[0]))
+        if rows:
+            token_id = self._draft.config.mask_token_id
+            assert token_id is not None
+            masks = self._forward(feature.expand(number, -1), [token_id] * number, rows)
+        return [
+            torch.cat((newest[None], part))[:length]
+            for newest, part, length in zip(hidden, masks.split(counts), lengths, strict=True)
+        ]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return target_logits(self._draft, hidden, self._vocab_size)
@@ -421,6 +470,64 @@ def state_of(slot: Slot) -> EagleState:
     """The state that an EagleDrafter keeps for a slot."""
     assert isinstance(slot.draft, EagleState)
     return slot.draft
+
+
+class DFlashDrafter:
+    """Drafts with a DFlash head: all tokens in one pass, of as many masks as the head was trained with. What
+    it proposes does not depend on how many of them are verified.
+
+    Keys and values of a position lie at its KV slot in the sequence's blocks, and depend on the tokens up to
+    it alone: a prefix hit covers both models, and there is no state beside them.
+    """
+
+    max_tree_rows = 0
+
+    def __init__(self, draft: DFlashDecoder, limits: ExecutorLimits) -> None:
+        self.aux_layers: Sequence[int] = draft.aux_layers
+        self._draft = draft
+        self._vocab_size = limits.vocab_size
+        self._cache = draft.empty_kv_cache(limits.num_blocks, limits.block_size)
+
+    def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
+        pass
+
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
+        rows = [
+            SequenceRows(span.slot.block_table, span.start, len(span.next_token_ids))
+            for span in spans
+            if span.next_token_ids
+        ]
+        if not rows:
+            return
+
+        taken = [row for span in spans for row in span.rows[: len(span.next_token_ids)]]
+        features = self._draft.features([each[taken] for each in aux_hidden])
+        self._draft.store(features, AttentionBatch(rows, self._cache), self._cache)
+
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
+        drafts = [Draft.chain(()) for _ in slots]
+        indices = [index for index, limit in enumerate(limits) if limit.chain_length]
+        if not indices:
+            return drafts
+
+        config, owners = self._draft.config, [slots[index] for index in indices]
+        size = 1 + config.num_masks
+        rows = [SequenceRows(slot.block_table, slot.length - 1, size) for slot in owners]
+        batch = ParallelAttentionBatch(rows, self._cache, is_causal=config.is_causal)
+        masks = [config.mask_token_id] * config.num_masks
+        tokens = [token for slot in owners for token in (slot.last_token, *masks)]
+        inputs = torch.tensor(tokens, dtype=torch.int64, device=self._draft.device)
+        outputs = self._draft.forward(inputs, batch, self._cache).split(size)
+        taken = [
+            output[1 : 1 + limits[index].chain_length] for index, output in zip(indices, outputs, strict=True)
+        ]
+        for index, chosen in zip(indices, choose_drafts(owners, taken, self._logits), strict=True):
+            drafts[index] = Draft.chain(chosen)
+
+        return drafts
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return target_logits(self._draft, hidden, self._vocab_size)
 
 
 class ModelState:

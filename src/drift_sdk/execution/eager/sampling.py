@@ -164,7 +164,7 @@ def apply_functions(
 
         try:
             values = called(rule.functions, rule.output_ids, logits[row])
-        except Exception as error:
+        except BaseException as error:  # also SystemExit, which would end the engine's thread
             errors[row] = RequestError(f"logits_processors: {error_repr(error)}", field="logits_processors")
             errors[row].__cause__ = error
         else:
@@ -178,12 +178,13 @@ def called(functions: Sequence[LogitsFunction], output_ids: Sequence[int], logit
     values = logits.cpu().numpy().copy()
     for function in functions:
         found = function(tuple(output_ids), values)
-        if found is None:
-            continue
+        # A function that returns nothing may have given the array itself another shape or type.
+        result = np.asarray(values if found is None else found)
+        if result.dtype.kind not in "biuf" or result.shape != tuple(logits.shape):
+            expected = f"real numbers [{logits.shape[0]}]"
+            raise ValueError(f"a result of {result.dtype} {list(result.shape)}: expected {expected}")
 
-        values = np.array(found, dtype=np.float32)  # a copy: the next function may change it
-        if values.shape != tuple(logits.shape):
-            raise ValueError(f"a result of shape {values.shape}: expected {tuple(logits.shape)}")
+        values = result.astype(np.float32)  # a copy: the next function may change it
 
     if np.isnan(values).any() or not (values > -np.inf).any() or (values == np.inf).any():
         raise ValueError("expected logits that are finite or -inf, at least one of them finite")

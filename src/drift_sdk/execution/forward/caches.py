@@ -135,11 +135,11 @@ class DraftKVCache:
     Draft row i is computed from the feature of position i and token i + 1. Its keys and values lie at the
     place of token i + 1 in its slot's blocks, so place 0 of a slot is unused.
 
-    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised. They and
-    `block_features` have a single block until `allocate` is called. Behind the blocks of keys and values
-    there are more, for nodes of trees while these grow.
+    keys, values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim], uninitialised. Of
+    latents, both are the same tensor. They and `block_features` have a single block until `allocate` is
+    called. Behind the blocks of keys and values there are more, for nodes of trees while these grow.
     first_tree_slot: the first cache slot behind the blocks.
-    cos, sin: [max_model_len + 2, head_dim / 2] by place, so each holds the rotation of the position before;
+    cos, sin: [max_model_len + 2, rotary_dim / 2] by place, so each holds the rotation of the position before;
     the entry of place 0 is never used.
     block_features: [num_blocks, hidden], the feature of each block's last token.
     outputs: [num_slots, hidden], the output of each slot's newest row.
@@ -174,12 +174,13 @@ class DraftKVCache:
         self.keys = self.values = torch.empty(0, dtype=dtype)
         self.first_tree_slot = num_blocks * self.block_size
         self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.values = self.keys if kv.is_latent else torch.empty(shape, dtype=dtype, device=device)
         self.block_features = torch.empty(num_blocks, config.hidden_size, dtype=dtype, device=device)
 
     def layer(self, index: int) -> LayerKV:
         """Keys and values of a layer."""
-        return LayerKV(self.keys[index], self.values[index])
+        keys, values, kv = self.keys[index], self.values[index], self._draft.config.attention.kv
+        return LayerKV(keys, values, latent_dim=kv.value_dim if kv.is_latent else 0)
 
 
 class RecurrentLayer(Struct, frozen=True):

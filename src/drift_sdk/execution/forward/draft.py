@@ -20,15 +20,17 @@ from drift_sdk.execution.device.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.forward.caches import DraftKVCache
 from drift_sdk.execution.forward.channels import ExpertForward, has_few_rows
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
-from drift_sdk.execution.forward.products import multiply_gated, multiply_quantised
+from drift_sdk.execution.forward.latent_attention import LatentHeads, LatentLayer
+from drift_sdk.execution.forward.products import Product, multiply_gated, multiply_quantised
 from drift_sdk.execution.forward.rows import Rows, take_partials
 from drift_sdk.models.channels import ExpertWeights, MlpWeights
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.mixers.attention import AttentionWeights
+from drift_sdk.models.mixers.latent_attention import LatentWeights
 from drift_sdk.models.weights import ChannelWeights
 from drift_sdk.quantised.weight import Matrix, dense
-from drift_sdk.spec.model import Experts, Mlp
+from drift_sdk.spec.model import Attention, Experts, LatentAttention, Mlp
 
 MAX_MULTIPLY_ROWS = 128
 """Most rows for which `fastest_multiply` is faster than cuBLAS alone; products of more rows use cuBLAS."""
@@ -111,9 +113,12 @@ class DraftForward:
         norms = [layer.mixer_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
             with self._stages("draft_attention"):
-                mixer = layer.mixer
-                assert isinstance(mixer, AttentionWeights)
-                attended = self._attend(mixer, index, rows, normed if index else inputs, attend)
+                mixer, x = layer.mixer, normed if index else inputs
+                assert isinstance(mixer, AttentionWeights | LatentWeights)
+                if isinstance(mixer, LatentWeights):
+                    attended = self._attend_latents(mixer, index, rows, x, attend)
+                else:
+                    attended = self._attend(mixer, index, rows, x, attend)
                 product = self.multiply(attended, mixer.output)
                 bias = mixer.output_bias
                 self._add(hidden, product, layer.channel_norm, normed, bias)
@@ -145,6 +150,7 @@ class DraftForward:
     ) -> Tensor:
         """The attention output [R, num_heads * head_dim] of layer `index`, whose input is `inputs`."""
         spec, cache = self._draft.config.attention, self._cache
+        assert isinstance(spec, Attention)
         num_rows, kv = rows.slot.shape[0], cache.layer(index)
         query = self._take("draft_query", num_rows, spec.num_heads, spec.head_dim)
         attended = self._take("draft_attended", num_rows, spec.num_heads, spec.head_dim)
@@ -181,6 +187,29 @@ class DraftForward:
         if spec.has_gate:
             gate_attention(rows_of_heads, product[..., width:])
         return rows_of_heads
+
+    def _attend_latents(
+        self, mixer: LatentWeights, index: int, rows: Rows, inputs: Tensor, attend: Attend
+    ) -> Tensor:
+        """As `_attend`, [R, num_heads * output_dim], of a layer with latent attention."""
+        spec, cache, num_rows = self._draft.config.attention, self._cache, rows.slot.shape[0]
+        assert isinstance(spec, LatentAttention)
+
+        def take(name: str, *shape: int) -> Tensor:
+            return self._take(f"draft_{name}", num_rows, *shape)
+
+        def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Product:
+            return self.multiply(x, matrix), bias
+
+        layer = LatentLayer(
+            kv=cache.layer(index),
+            cos=cache.cos,
+            sin=cache.sin,
+            query=take("query", spec.num_heads, spec.head_dim),
+            attended=take("attended", spec.num_heads, spec.value_dim),
+            first_key=DRAFT_KV_OFFSET,
+        )
+        return LatentHeads(rows, self._block_table, take, multiply, attend).run(inputs, mixer, spec, layer)
 
     def _channel(self, weights: ChannelWeights, rows: Rows, normed: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output of a layer's MLP or experts for the normalised rows [R, hidden], as `add_norm` takes it,

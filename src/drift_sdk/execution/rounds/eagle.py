@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.attention.latent import latent_prompt_attention
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import BlockTable
 from drift_sdk._kernels.attention.prefill import prefill_attention, prefill_attention_config
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
@@ -97,9 +99,16 @@ class EagleRoundDrafter:
             max_num_keys=self.kv_cache.num_places,
             num_sequences=sizes.max_num_slots,
             num_rows=max(sizes.max_draft_tokens, sizes.max_path_length) + 1,
-            blocks=BlockTable(table.block_table, limits.block_size),
+            # Of latents, as for the target: see `AttentionGroups.of_model`.
+            blocks=None
+            if self.attention_shape.is_latent
+            else BlockTable(table.block_table, limits.block_size),
         )
         self._prefill = prefill_attention_config(attention.head_dim, draft.dtype)
+        self._masks: tuple[Tensor, Tensor] | None = None  # tokens and features of rows, all alike
+        if draft.mask_feature is not None and draft.config.mask_token_id is not None:
+            tokens = torch.full((max_round_rows,), draft.config.mask_token_id, dtype=torch.int32)
+            self._masks = tokens.to(draft.device), draft.mask_feature.repeat(max_round_rows, 1)
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
         """Write the drafted tokens to `rows.token`: of row b * T + j for j from 1, unless its slot is -1.
@@ -114,31 +123,67 @@ class EagleRoundDrafter:
         drafted.slot.copy_(rows.slot.view(num_slots, num_rows_each)[:, 1])
         note_library_kernel(drafted.slot)
         self.load_outputs(drafted)
-        num_chunks = num_draft_chunks(self._draft.weights.head.shape[0])
-        chunks = (
-            self._workspace.take("draft_chunk_value", (num_slots, num_chunks), torch.float32),
-            self._workspace.take("draft_chunk_token", (num_slots, num_chunks), torch.int32),
-        )
         forward = self.forward
+        if self._masks is not None:
+            normed = self._masked(rows, self._masks, num_slots, num_draft_tokens)
+            with self._stages("draft_lm_head"):
+                self._choose(rows, normed, self.take_rows(len(normed)), depth=1, num_depths=num_draft_tokens)
+            return
+
         for depth in range(1, num_draft_tokens + 1):
             with self._stages("draft_lm_head"):
-                choose_drafts(
-                    forward.multiply(forward.normed(num_slots), self._draft.weights.head),
-                    self._target_ids,
-                    rows.slot,
-                    rows.token,
-                    rows.position,
-                    self._columns.temperature,
-                    self._columns.seed,
-                    chunks,
-                    (drafted.slot, drafted.token, drafted.position),
-                    depth=depth,
-                )
+                self._choose(rows, forward.normed(num_slots), drafted, depth=depth)
             if depth < num_draft_tokens:
                 # The next row pairs the draft's own output with the token just chosen.
                 with self._stages("draft_attention"):
                     attend = self.attend_few_rows(drafted, 1)
                 forward.run(drafted, forward.output(num_slots), attend, is_fused=False)
+
+    def _masked(
+        self, rows: Rows, masks: tuple[Tensor, Tensor], num_slots: int, num_draft_tokens: int
+    ) -> Tensor:
+        """The normalised outputs [B * K, hidden] of a parallel head: of the newest rows, as loaded, and of
+        rows with masks at the places of all drafts but the last."""
+        forward, num_masks = self.forward, num_draft_tokens - 1
+        width = self._draft.config.hidden_size
+        shape = num_slots, num_draft_tokens, width
+        outputs = self._workspace.take("draft_outputs", shape, self._draft.dtype)
+        outputs[:, 0].copy_(forward.normed(num_slots))
+        note_library_kernel(outputs)
+        if num_masks:
+            tokens, features = (each[: num_slots * num_masks] for each in masks)
+            taken = self.take_rows(num_slots * num_masks)
+            for own, source in ((taken.slot, rows.slot), (taken.position, rows.position)):
+                source = source.view(num_slots, num_draft_tokens + 1)[:, 1:num_draft_tokens]
+                own.view(num_slots, num_masks).copy_(source)
+                note_library_kernel(own)
+            masked = Rows(slot=taken.slot, token=tokens, position=taken.position)
+            with self._stages("draft_attention"):
+                attend = self.attend_few_rows(masked, num_masks)
+            forward.run(masked, features, attend, is_fused=False)
+            outputs[:, 1:].copy_(forward.normed(len(tokens)).view(num_slots, num_masks, width))
+            note_library_kernel(outputs)
+        return outputs.view(-1, width)
+
+    def _choose(self, rows: Rows, normed: Tensor, drafted: Rows, *, depth: int, num_depths: int = 1) -> None:
+        """Choose drafts from normalised outputs [N, hidden]; drafted [N]: the rows computed next."""
+        num_tokens, num_chunks = len(normed), num_draft_chunks(self._draft.weights.head.shape[0])
+        choose_drafts(
+            self.forward.multiply(normed, self._draft.weights.head),
+            self._target_ids,
+            rows.slot,
+            rows.token,
+            rows.position,
+            self._columns.temperature,
+            self._columns.seed,
+            (
+                self._workspace.take("draft_chunk_value", (num_tokens, num_chunks), torch.float32),
+                self._workspace.take("draft_chunk_token", (num_tokens, num_chunks), torch.int32),
+            ),
+            (drafted.slot, drafted.token, drafted.position),
+            depth=depth,
+            num_depths=num_depths,
+        )
 
     def draft_extend(self, verified: VerifiedRows) -> None:
         """Compute the draft rows of the tokens that a round emitted: of slot b the first emitted[b].
@@ -242,7 +287,13 @@ class EagleRoundDrafter:
         num_tiles = num_draft_tiles(rows.slot.shape[0] - num_hits, num_hits, tile_rows)
         tiles = self._workspace.take("draft_tiles", (num_tiles, 4), torch.int32)
         draft_tiles(rows.slot, rows.position, tiles, num_single=num_hits, tile_rows=tile_rows)
-        return partial(prefill_attention, tiles=tiles, config=self._prefill)
+        if not self.attention_shape.is_latent:
+            return partial(prefill_attention, tiles=tiles, config=self._prefill)
+
+        def attend(layer: LayerAttention) -> None:
+            latent_prompt_attention(layer, tiles, tile_rows, layer.partitions)
+
+        return attend
 
 
 class EagleTreeDrafter:

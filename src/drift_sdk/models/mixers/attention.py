@@ -122,17 +122,11 @@ def attend(
     """The output [N, hidden] of the attention of layer `index`, from its normalised input [N, hidden]. Keys
     and values are written to the cache, if they are the layer's own."""
     has_own = spec.kv_of is None
-    rotated = spec.num_heads + (spec.num_kv_heads if has_own else 0)
-    sizes = rotated * spec.head_dim, spec.num_kv_heads * spec.value_dim if has_own and spec.has_values else 0
-    projected = linear(x, weights.qkv, weights.qkv_bias)
-    query_key, value = projected[:, : sizes[0]], projected[:, sizes[0] : sum(sizes)]
-    if not spec.has_values:
-        value = query_key[:, spec.num_heads * spec.head_dim :]
-    query, key = _rotated(query_key.view(-1, rotated, spec.head_dim), weights, spec, step)
+    query, key, value, gate = project(x, weights, spec, step)
     attended = step.rows.attend(
         query,
         key if has_own else None,
-        _values(value, spec) if has_own else None,
+        value if has_own else None,
         step.cache,
         index if spec.kv_of is None else spec.kv_of,
         window=spec.window,
@@ -140,8 +134,25 @@ def attend(
         sinks=weights.sinks,
     )
     if spec.has_gate:
-        attended = attended * torch.sigmoid(projected[:, sum(sizes) :])
+        attended = attended * torch.sigmoid(gate)
     return linear(attended, weights.output, weights.output_bias)
+
+
+def project(
+    x: torch.Tensor, weights: AttentionWeights, spec: Attention, step: AttentionStep
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [N, heads, dim], rotated, and what the gate is computed from. Without keys and
+    values of the layer's own, these are empty or undefined."""
+    has_own = spec.kv_of is None
+    rotated = spec.num_heads + (spec.num_kv_heads if has_own else 0)
+    sizes = rotated * spec.head_dim, spec.num_kv_heads * spec.value_dim if has_own and spec.has_values else 0
+    projected = linear(x, weights.qkv, weights.qkv_bias)
+    query_key, value = projected[:, : sizes[0]], projected[:, sizes[0] : sum(sizes)]
+    if not spec.has_values:
+        value = query_key[:, spec.num_heads * spec.head_dim :]
+    query, key = _rotated(query_key.view(-1, rotated, spec.head_dim), weights, spec, step)
+    gate = projected[:, sum(sizes) :]
+    return query, key, _values(value, spec) if has_own else value, gate
 
 
 def _values(projected: torch.Tensor, spec: Attention) -> torch.Tensor:
