@@ -27,6 +27,7 @@ ToolFormat = Literal[
     "hermes",
     "qwen3_coder",
     "glm",
+    "gemma4",
     "llama3_json",
     "pythonic",
     "mistral",
@@ -35,7 +36,7 @@ ToolFormat = Literal[
     "phi4_mini",
     "harmony",
 ]
-ReasoningFormat = Literal["auto", "think", "mistral", "granite", "harmony"]
+ReasoningFormat = Literal["auto", "think", "mistral", "granite", "gemma4", "harmony"]
 TOOL_FORMATS, REASONING_FORMATS = get_args(ToolFormat), get_args(ReasoningFormat)
 
 
@@ -156,11 +157,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                               "tool_use" for messages with tools if the model has one.
     tool_format:              format in which the model writes tool calls: "auto" (as its chat template
                               shows), "json" (<tool_call> tags or bare JSON), "hermes", "qwen3_coder",
-                              "glm", "llama3_json", "pythonic", "mistral", "deepseek", "granite", "phi4_mini"
-                              or "harmony"; None = tool calls stay in the text.
+                              "glm", "gemma4", "llama3_json", "pythonic", "mistral", "deepseek", "granite",
+                              "phi4_mini" or "harmony"; None = tool calls stay in the text.
     reasoning_format:         format in which it marks reasoning: "auto", "think" (<think> tags), "mistral",
-                              "granite" or "harmony"; None = reasoning stays in the text. "harmony" is the
-                              format of both or of neither.
+                              "granite", "gemma4" or "harmony"; None = reasoning stays in the text. "harmony"
+                              is the format of both or of neither.
     speculation:              draft several tokens and verify them in one step; None = plain decoding.
 
     With `strict_performance`:

@@ -12,6 +12,7 @@ from drift_sdk.errors import ModelLoadError
 from drift_sdk.loading.source import Source, eos_token_ids, gguf_eos_token_ids
 
 GEMMA3 = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+GEMMA4 = ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>"]
 PHI3 = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|end|>"]
 GPT_OSS = ["a", "b", "<|endoftext|>", "<|return|>", "<|call|>", "<|end|>"]
 LLAMA3 = ["a", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"]
@@ -26,6 +27,7 @@ def _metadata(tokens: list[str], **ids: Any) -> dict[str, Any]:
     "tokens, named, expected",
     [
         (GEMMA3, 1, {1, 5}),
+        (GEMMA4, 1, {1, 4, 5}),
         (PHI3, 3, {3, 5}),
         (GPT_OSS, 3, {2, 3, 4}),
         (GPT_OSS, 5, {2, 3, 4}),

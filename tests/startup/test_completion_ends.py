@@ -55,6 +55,7 @@ def make_tokenizer(*added: str, eos: str | None = "</s>") -> Tokenizer:
         (PARTS.replace("thinking", "no"), ("<|end|>", "<|return|>"), "<|return|>", (7, 3)),
         (PARTS.replace("thinking", "no"), ("<|end|>", "<|call|>"), "<|end|>", (7,)),
         (GLM, ("<|user|>", "<|assistant|>"), "</s>", (7, 1)),
+        (FAMILIES["gemma4"].template, ("<|turn>", "<turn|>", "<|tool_response>"), "</s>", (7, 1, 3, 4)),
         (TOOL_FIRST, ("<|im_end|>",), "</s>", (7, 1)),
         (None, ("<|im_end|>",), "</s>", (7, 1)),
         (CHATML, ("|",) * 8 + tuple(f"<|{n}|>" for n in range(12)) + ("<|im_end|>",), "</s>", (7, 1)),

@@ -207,6 +207,44 @@ GLM = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% if thinks %}{{ '<think>' }}{% endif %}{% endif %}"""
 
+GEMMA4 = """\
+{%- macro noted(value) -%}
+    {%- if value is string %}{{ '<|"|>' + value + '<|"|>' }}
+    {%- elif value is mapping %}{{ '{' }}
+        {%- for key, each in value | dictsort %}{{ key + ':' }}{{ noted(each) }}{{ ',' if not loop.last }}
+        {%- endfor %}{{ '}' }}
+    {%- elif value is boolean or value is none or value is number %}{{ value | tojson }}
+    {%- else %}{{ '[' }}
+        {%- for each in value %}{{ noted(each) }}{{ ',' if not loop.last }}{% endfor %}{{ ']' }}
+    {%- endif %}
+{%- endmacro %}
+{{- bos_token }}
+{%- if tools or thinks %}{{ '<|turn>system\\n' }}{% if thinks %}{{ '<|think|>\\n' }}{% endif %}
+{%- for tool in tools or [] %}{{ '<|tool>declaration:' + tool.function.name }}
+    {{- noted(tool.function.parameters) + '<tool|>' }}{% endfor %}{{ '<turn|>\\n' }}{% endif %}
+{%- set state = namespace(is_inside=false) %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{ '<|tool_response>response:' + message.name + '{value:' }}
+        {{- noted(message.content) + '}<tool_response|>' }}
+    {%- else %}
+        {%- if not state.is_inside %}
+            {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+        {%- endif %}
+        {%- if message.reasoning_content and message.tool_calls %}
+            {{- '<|channel>thought\\n' + message.reasoning_content + '\\n<channel|>' }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<|tool_call>call:' + call.function.name + noted(call.function.arguments) + '<tool_call|>' }}
+        {%- endfor %}
+        {{- message.content or '' }}
+        {%- set state.is_inside = (message.tool_calls or []) | length > 0 %}
+        {%- if not state.is_inside %}{{ '<turn|>\\n' }}{% endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not state.is_inside %}{{ '<|turn>model\\n' }}
+    {%- if not thinks %}{{ '<|channel>thought\\n<channel|>' }}{% endif %}
+{%- endif %}"""
+
 # The arguments are joined to text, so they must be text themselves.
 DEEPSEEK_V3 = """\
 {{- bos_token }}
@@ -300,6 +338,8 @@ DS = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
+WEATHER_NOTED = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,unit:<|"|>C<|"|>}<tool_call|>'
+ADD_NOTED = "<|tool_call>call:add{numbers:[1,2]}<tool_call|>"
 CHANNEL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
 
 FAMILIES: dict[str, Family] = {
@@ -423,6 +463,34 @@ FAMILIES: dict[str, Family] = {
             ),
             Reply("<tool_call>add</tool_call>", calls=(("add", {}),)),
             Reply(f"<tool_call>{ADD_CALL}</tool_call>", calls=BOTH[1:]),
+        ),
+    ),
+    "gemma4": Family(
+        GEMMA4,
+        ("gemma4", "gemma4"),
+        ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+        (
+            Reply(f"<|channel>thought\n{THOUGHT}\n<channel|>{WEATHER_NOTED}{ADD_NOTED}", THOUGHT, calls=BOTH),
+            Reply(f"I look.{WEATHER_NOTED}", text="I look.", calls=BOTH[:1]),
+            Reply("<|channel>thought\n<channel|>It is < 3 °C.", text="It is < 3 °C."),
+            Reply(
+                '<|tool_call>call:get_weather{city:<|"|>a"b\\ </tool_call>{[<|"|>,'
+                'unit:<|"|>C<|"|>}<tool_call|>',
+                calls=(("get_weather", TRICKY),),
+            ),
+            Reply("<|tool_call>call:add{}<tool_call|>", calls=(("add", {}),)),
+            Reply(
+                '<|tool_call>call:add{a b:[{x:[],y-1:<|"|>,}]\n<|"|>},[[-1.5e1]], true,false , null],'
+                '<|"|>k:<|"|>:None}<tool_call|>',
+                calls=(
+                    (
+                        "add",
+                        {"a b": [{"x": [], "y-1": ",}]\n"}, [[-15.0]], True, False, None], "k:": None},
+                    ),
+                ),
+            ),
+            Reply("<|tool_call>call:add{numbers:[1, 2]}", calls=BOTH[1:]),
+            Reply("A <|channel> of text.", text="A <|channel> of text."),
         ),
     ),
     "deepseek_v3": Family(

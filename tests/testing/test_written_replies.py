@@ -61,7 +61,7 @@ async def test_arguments_of_any_type_keep_their_values(tool_format: str) -> None
     assert (found.name, found.arguments) == ("get_weather", VALUES)
 
 
-UNQUOTED = ["pythonic", "magistral", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "harmony"]
+UNQUOTED = ["pythonic", "magistral", "qwen3_coder", "glm", "gemma4", "deepseek_v3", "deepseek_v31", "harmony"]
 """Families that write the names of tools without quotes."""
 
 
@@ -77,6 +77,11 @@ UNQUOTED = ["pythonic", "magistral", "qwen3_coder", "glm", "deepseek_v3", "deeps
         ("glm", "f", {"a": "x</arg_value>y"}),
         ("glm", "f", {" a": 1}),
         ("glm", "f", {"a</arg_key>": 1}),
+        ("gemma4", "f", {"a": 'x<|"|>y'}),
+        ("gemma4", "f", {"a": [{" b": 1}]}),
+        ("gemma4", "f", {"a:b": 1}),
+        ("gemma4", "f", {"a,b": 1}),
+        ("gemma4", "f", {"": 1}),
         ("qwen3_coder", "f", {"a": "x</parameter><parameter=b>y"}),
         ("qwen3_coder", "f", {"a": "x</parameter>\n</function>"}),
     ],

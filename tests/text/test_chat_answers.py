@@ -74,6 +74,7 @@ def test_message_is_rendered_as_the_model_would_have_written_it(name: str) -> No
             "<｜Assistant｜></think>",
             "<｜Assistant｜>",
             "<|start_of_role|>assistant<|end_of_role|>",
+            "<|turn>model\n",
         ):
             answer = answer.removeprefix(opening)
         answer = answer.removeprefix("<|assistant|>").removeprefix("<|start|>assistant")
@@ -84,6 +85,7 @@ def test_message_is_rendered_as_the_model_would_have_written_it(name: str) -> No
             "<｜end▁of▁sentence｜>",
             "<|end_of_text|>\n",
             "<|end|>",
+            "<turn|>\n",
         ):
             answer = answer.removesuffix(end)
         splitter = template.formats.splitter(ToolSet.of(TOOLS), prompt="<|start|>assistant")

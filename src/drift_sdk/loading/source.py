@@ -421,9 +421,11 @@ TOKENS_KEY = "tokenizer.ggml.tokens"
 MESSAGE_END = "<|end|>"
 ANSWER_ENDS = ("<|return|>", "<|call|>")
 """The ends of gpt-oss, where MESSAGE_END ends a message of several in an answer."""
+TOOL_ANSWER = "<|tool_response>"
+"""The begin of a tool's answer, with which Gemma 4 ends an answer of calls."""
 END_TEXTS = (
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", MESSAGE_END, "<end_of_turn>", "<|endoftext|>"),
-    *ANSWER_ENDS,
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", MESSAGE_END, "<end_of_turn>", "<turn|>", "<|endoftext|>"),
+    *(TOOL_ANSWER, *ANSWER_ENDS),
 )
 """Texts of tokens that end an answer. llama.cpp's converter writes one end of those that a model has."""
 

@@ -23,6 +23,7 @@ from drift_sdk.events import Download, Report, ignore_progress
 from drift_sdk.loading.source import (
     ANSWER_ENDS,
     MESSAGE_END,
+    TOOL_ANSWER,
     Source,
     eos_token_ids,
     expand_home,
@@ -46,10 +47,12 @@ def completion_ends(
 
     Many fine-tuned models have settings of their base model, which name another end than their answers have:
     the tokenizer's end-of-sequence token and the token after an assistant's message in the template are ends
-    as well. Of gpt-oss, whose answers consist of several messages, the end of a message is none.
+    as well, and so is the token with which Gemma 4 begins a tool's answer. Of gpt-oss, whose answers consist
+    of several messages, the end of a message is none.
     """
     found = dict.fromkeys(named_ids)
-    ends = [tokenizer.eos_token_id, None if template is None else _turn_end(tokenizer, template)]
+    turn_end = None if template is None else _turn_end(tokenizer, template)
+    ends = [tokenizer.eos_token_id, turn_end, tokenizer.token_to_id(TOOL_ANSWER)]
     if any(tokenizer.token_to_id(text) is not None for text in ANSWER_ENDS):
         message_end = tokenizer.token_to_id(MESSAGE_END)
         ends = [token_id for token_id in ends if token_id != message_end]

@@ -174,6 +174,13 @@ def glm(calls: Sequence[ToolCall], template: str) -> str:
     )
 
 
+def gemma4(calls: Sequence[ToolCall], template: str) -> str:
+    return "".join(
+        f"{marks.NOTED_CALL}call:{call.name}{marks.noted(call.arguments)}{marks.NOTED_CALL_END}"
+        for call in calls
+    )
+
+
 def llama3_json(calls: Sequence[ToolCall], template: str) -> str:
     return "; ".join(as_object(call, "parameters") for call in calls)
 
@@ -250,6 +257,7 @@ CALLS: dict[str, Callable[[Sequence[ToolCall], str], str]] = {
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
     "glm": glm,
+    "gemma4": gemma4,
     "llama3_json": llama3_json,
     "pythonic": pythonic,
     "mistral": mistral,

@@ -15,12 +15,18 @@ from drift_sdk import JsonSchema, Lark, Regex, RequestError
 from drift_sdk.grammars import After, AnyGrammar, AnyOf, Grammar
 from drift_sdk.text.answers.answer import GRAMMARS, final_message, forced_calls, optional_calls
 from drift_sdk.text.answers.formats import AnswerFormats, detect_formats
+from drift_sdk.text.answers.tool_formats import noted
 from drift_sdk.text.grammar import GrammarConstraint, constrain
 from drift_sdk.text.tokenizer import Tokenizer
 from drift_sdk.text.tools import ToolSet
 
 EOS = 256
-THINK = {"think": "<think>a</think>\n\n", "granite": "<think>a</think>\n", "mistral": "[THINK]a[/THINK]"}
+THINK = {
+    "think": "<think>Hm.</think>\n\n",
+    "granite": "<think>Hm.</think>\n",
+    "mistral": "[THINK]Hm.[/THINK]",
+    "gemma4": "<|channel>thought\nHm.\n<channel|>",
+}
 
 # An answer of two calls (Harmony: one) as each family's grammar has it.
 ANSWERS = {
@@ -39,6 +45,8 @@ ANSWERS = {
     "glm": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
     "<arg_key>unit</arg_key><arg_value>C</arg_value></tool_call>"
     "<tool_call>add<arg_key>numbers</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,unit:<|"|>C<|"|>}<tool_call|>'
+    "<|tool_call>call:add{numbers:[1,2]}<tool_call|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     '{"city": "Oslo", "unit": "C"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n'
     '```json\n{"numbers": [1, 2]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
@@ -120,7 +128,7 @@ def test_documented_answer_is_accepted(name: str) -> None:
         thought = THINK[case.formats.reasoning]
         assert is_accepted(case, thought + answer) and not is_accepted(case, thought)
         goes_on = Case(name, TOOLS, is_thinking=True)
-        opener = thought[: thought.index("a")]
+        opener = thought[: thought.index("Hm.")]
         assert is_accepted(goes_on, thought.removeprefix(opener) + answer)
         assert not is_accepted(goes_on, answer)
 
@@ -196,6 +204,7 @@ CALLS = {
     "pythonic": "[send({})]",
     "qwen3_coder": "<tool_call>\n<function=send>\n{}</function>\n</tool_call>",
     "glm": "<tool_call>send{}</tool_call>",
+    "gemma4": "<|tool_call>call:send{{{}}}<tool_call|>",
 }
 """Calls of a tool in formats that write arguments in different ways."""
 
@@ -214,6 +223,10 @@ def call_of(name: str, arguments: dict[str, str]) -> str:
             for key, value in arguments.items()
         ]
         return CALLS[name].format("".join(texts))
+
+    if name == "gemma4":
+        found = {key: json.loads(value) if value != "two" else value for key, value in arguments.items()}
+        return CALLS[name].format(noted(found)[1:-1])
 
     form = "{}={}" if name == "pythonic" else '"{}": {}'
     return CALLS[name].format(", ".join(form.format(*each) for each in arguments.items()))
@@ -389,7 +402,16 @@ def test_names_keys_and_values_may_have_any_character(char: str) -> None:
     assert is_accepted(case, call) and calls_in(case, call) == [{char: char}]
 
 
-PLAIN_NAMES = ("pythonic", "magistral", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "harmony")
+PLAIN_NAMES = (
+    "pythonic",
+    "magistral",
+    "qwen3_coder",
+    "glm",
+    "gemma4",
+    "deepseek_v3",
+    "deepseek_v31",
+    "harmony",
+)
 """Families that write the names of tools without quotes."""
 
 
@@ -407,7 +429,8 @@ def test_names_that_no_call_can_have_are_rejected(tool: str) -> None:
 @pytest.mark.parametrize(
     ("name", "argument"),
     [("pythonic", "a-b"), ("pythonic", "1"), ("pythonic", 1), ("qwen3_coder", "a>b"), ("qwen3_coder", None)]
-    + [("glm", "a<b"), ("glm", " a"), ("glm", "a\nb"), ("glm", 3)],
+    + [("glm", "a<b"), ("glm", " a"), ("glm", "a\nb"), ("glm", 3)]
+    + [("gemma4", "a:b"), ("gemma4", "a "), ("gemma4", "{"), ("gemma4", None)],
 )
 def test_arguments_that_no_call_can_have_are_rejected(name: str, argument: object) -> None:
     with pytest.raises(RequestError, match="arguments of f"):

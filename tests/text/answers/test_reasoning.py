@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chat_families import ADD_CALL, BOTH, DS, NUMBERS_JSON, PARIS_JSON, TOOLS, WEATHER_CALL
+from chat_families import (
+    ADD_CALL,
+    ADD_NOTED,
+    BOTH,
+    DS,
+    NUMBERS_JSON,
+    PARIS_JSON,
+    TOOLS,
+    WEATHER_CALL,
+    WEATHER_NOTED,
+)
 
 from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter
 from drift_sdk.text.answers.reader import Split
@@ -27,6 +37,7 @@ CALLS = {
     "deepseek": (
         f"{DS[0]}{DS[1]}get_weather{DS[2]}{PARIS_JSON}{DS[3]}{DS[1]}add{DS[2]}{NUMBERS_JSON}{DS[3]}{DS[4]}"
     ),
+    "gemma4": f"{WEATHER_NOTED}{ADD_NOTED}",
     "granite": f"<|tool_call|>[{WEATHER_CALL}, {ADD_CALL}]",
     "phi4_mini": f"<|tool_call|>[{WEATHER_CALL}, {ADD_CALL}]<|/tool_call|>",
 }
@@ -35,6 +46,7 @@ TAGS = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "granite": ("<think>", "</think>"),
+    "gemma4": ("<|channel>thought\n", "<channel|>"),
 }
 
 
@@ -92,6 +104,7 @@ def test_call_in_reasoning_that_goes_on_to_an_answer_is_reasoning(
         ("llama3_json", '{"name": "Bob", "arguments": {}}\n[1, 2]\n{"a"\n{"name": "ad'),
         ("pythonic", "[1, 2]\n[add]\n[print(a=1)]\n[add(numbers="),
         ("mistral", "[TOOL_CALLS] is the marker, [TOOL_CALLS]add[ARGS]{"),
+        ("gemma4", '<|tool_call> begins it, <|tool_call>call:add{a:<|"|>b'),
     ],
 )
 def test_mention_of_a_call_does_not_end_reasoning(tools: str, mention: str, size: int) -> None:

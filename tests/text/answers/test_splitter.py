@@ -252,6 +252,10 @@ HOSTILE = [
     ("glm", "<tool_call>a<arg_key>"),
     ("glm", "<tool_call>a<arg_key>b</arg_key><arg_value>"),
     ("glm", "<tool_call>a<arg_key>b</arg_key><arg_value>c</arg_value>"),
+    ("gemma4", "<|tool_call>call:a{b:"),
+    ("gemma4", "<|tool_call>call:a{b:["),
+    ("gemma4", '<|tool_call>call:a{b:<|"|>'),
+    ("gemma4", '<|tool_call>call:a{<|"|>b<|"|>:<|"|>c<|"|>,'),
     ("mistral", "[TOOL_CALLS]a"),
     ("mistral", "[TOOL_CALLS]a[ARGS]nul"),
     ("json", "\n{"),
@@ -292,8 +296,14 @@ def test_parsing_takes_linear_time(name: str, unit: str, is_thinking: bool) -> N
 
 
 def test_megabytes_of_brackets_are_text() -> None:
-    for text in ("[" * 10**6, "<tool_call>" + "[" * 10**6, '{"a":' * 10**5):
-        for tools in ("json", "hermes", "pythonic"):
+    for text in (
+        "[" * 10**6,
+        "<tool_call>" + "[" * 10**6,
+        '{"a":' * 10**5,
+        "<|tool_call>call:a{a:" + "[" * 10**6,
+        "<|tool_call>call:a" + "{a:" * 10**5,
+    ):
+        for tools in ("json", "hermes", "pythonic", "gemma4"):
             splitter = AnswerFormats(tools=tools, reasoning=None).splitter(ToolSet.of(TOOLS))
             assert joined(split(splitter, [text])) == ("", text, ())
 
@@ -311,6 +321,10 @@ def test_reasoning_that_the_prompt_has_opened() -> None:
     ):
         assert think.is_thinking(prompt, continued) is expected, prompt
     assert not AnswerFormats(tools=None, reasoning=None).is_thinking("<think>", None)
+    gemma = AnswerFormats(tools=None, reasoning="gemma4")
+    for prompt, expected in (("<|turn>model\n", False), ("<|channel>thought\n<channel|>", False)):
+        assert gemma.is_thinking(prompt, None) is expected
+    assert gemma.is_thinking("<|turn>model\n<|channel>thought\n", None)
     for text in ("hm\n</think>\n\nYes.", "\n<think>\nhm</think>Yes."):
         assert of_hermes(text, is_thinking=True) == ("hm", "Yes.", ())
     assert of_hermes("hm", is_thinking=True) == ("hm", "", ())

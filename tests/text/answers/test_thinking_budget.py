@@ -27,6 +27,7 @@ FORMATS = {
     "mistral": ("mistral", "magistral", "[THINK]", "[/THINK]"),
     "granite": ("granite", None, "Here is my thought process:", "Here is my response:"),
     "granite tag": ("granite", None, "<think>", "</think>"),
+    "gemma4": ("gemma4", "gemma4", "<|channel>thought\n", "<channel|>"),
     HARMONY: (HARMONY, HARMONY, ANALYSIS, f"<|end|>{FINAL}"),
 }
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec import Struct
 
-from drift_sdk.errors import RequestError
+from drift_sdk.errors import FieldError, RequestError
 from drift_sdk.grammars import JSON_STYLE, After, AnyGrammar, AnyOf, Grammar, Lark
 from drift_sdk.text.answers import tool_formats as marks
 from drift_sdk.text.answers.formats import AnswerFormats, AnswerSplitter
 from drift_sdk.text.answers.reasoning import REASONING_FORMATS, Thinking
 from drift_sdk.text.answers.tool_formats import MAX_NAME_CHARS, is_name
-from drift_sdk.text.schemas import DEFINITIONS, followed, part_of
+from drift_sdk.text.schemas import ANNOTATIONS, DEFINITIONS, are_exclusive, followed, part_of, strings_of
 from drift_sdk.text.tokenizer import Tokenizer
-from drift_sdk.text.tools import Tool, ToolSet, types_of, values_of
+from drift_sdk.text.tools import IMPLIED_TYPES, Tool, ToolSet, types_of, values_of
 
 COMPACT: dict[str, bool | str] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 """White space as Python's json.dumps writes it, which is what templates show to models."""
@@ -48,6 +48,7 @@ class Rules:
         self.template = template
         self.object_style = object_style
         self._lines: list[str] = []
+        self._num_names = 0
         self._is_single = is_single
         self._tokenizer = tokenizer
 
@@ -55,11 +56,16 @@ class Rules:
         """The grammar with these rules."""
         return Lark("\n".join([f"start: {start}", *self._lines]))
 
-    def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
-        name = f"rule{len(self._lines)}"
+    def rule(self, body: str, options: str = "", *, name: str = "") -> str:
+        """The name of a new rule. name: one of `new_name`; empty = another one."""
+        name = name or self.new_name()
         self._lines.append(f"{name}{options}: {body}")
         return name
+
+    def new_name(self) -> str:
+        """The name of a rule that is written later."""
+        self._num_names += 1
+        return f"rule{self._num_names}"
 
     def calls(self, call: str, separator: str = "") -> str:
         """A call, or several with a separator between them."""
@@ -70,12 +76,12 @@ class Rules:
         (token_id,) = self._tokenizer.special_ids_of([text]) or (None,)
         return quoted(text) if token_id is None else f"<[{token_id}]>"
 
-    def text_before(self, marker: str) -> str:
-        """Any text without a marker, and the marker."""
-        if self._tokenizer.special_ids_of([marker]):
-            return f"{self.rule(ANY_TEXT)} {self.literal(marker)}"
+    def text_before(self, marker: str, text: str = ANY_TEXT) -> str:
+        """A text without a marker, and the marker. text: a regular expression for it."""
+        if self._tokenizer.special_ids_of([marker]):  # which is no text
+            return f"{self.rule(text)} {self.literal(marker)}"
 
-        return self.rule(ANY_TEXT, f"[suffix={quoted(marker)}]")
+        return self.rule(text, f"[suffix={quoted(marker)}]")
 
     def value(self, schema: Mapping[str, Any], style: Mapping[str, object] = COMPACT) -> str:
         """A JSON value that a schema describes. style: its white space."""
@@ -88,11 +94,13 @@ def quoted(text: str) -> str:
 
 
 MAX_LENGTH = 1000
-"""Most characters of a string that is not quoted which a grammar counts."""
-COMMA = '", "'
+"""Most characters of a string that is not quoted, and items of an array that is not JSON, which a grammar
+counts."""
+COMMA, COMMA_ALONE = '", "', '","'
 IDENTIFIER = re.compile(r"[^\W\d]\w*")
 XML_NAME = re.compile(r"[^>]+")
 KEYED_NAME = re.compile(r"[^<\s](?:[^<\n]*[^<\s])?")
+NOTED_NAME = re.compile(r"[^\s<>{}\[\],:\"](?:[^\n<>{}\[\],:\"]*[^\s<>{}\[\],:\"])?")
 
 
 def forced_calls(
@@ -147,7 +155,9 @@ def reasoning(rules: Rules, formats: AnswerFormats, *, is_thinking: bool) -> str
     if is_thinking:
         return f"{ends[0]} {space} "
 
-    return f"({rules.literal(reasoning_format.openers[0])} {ends[0]} {space})? "
+    opener, token = reasoning_format.openers[0], reasoning_format.token
+    begin = f"{rules.literal(token)} {quoted(opener.removeprefix(token))}" if token else rules.literal(opener)
+    return f"({begin} {ends[0]} {space})? "
 
 
 def final_message(formats: AnswerFormats, tokenizer: Tokenizer) -> Lark:
@@ -260,15 +270,165 @@ def glm(rules: Rules, tools: list[Tool]) -> str:
     return rules.calls(call, '"\\n"' if is_split else "")
 
 
+def gemma4(rules: Rules, tools: list[Tool]) -> str:
+    calls = []
+    for tool in tools:
+        try:
+            arguments = Notation(rules, tool).arguments()
+        except RecursionError:
+            raise unwritten(tool, "schemas that are nested so deeply") from None
+
+        calls.append(f"{quoted(f'call:{plain_name(tool)}')} {arguments}")
+    begin, end = rules.literal(marks.NOTED_CALL), rules.literal(marks.NOTED_CALL_END)
+    return rules.calls(rules.rule(f"{begin} ({' | '.join(calls)}) {end}"))
+
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+UNWRITTEN = (
+    *("$ref", "allOf", "contains", "dependentRequired", "dependentSchemas", "if", "maxProperties"),
+    *("minProperties", "not", "patternProperties", "prefixItems", "propertyNames", "uniqueItems"),
+)
+"""Keywords of schemas that `Notation` does not follow."""
+MAX_JOINED = 100
+"""Most alternatives that are joined with what stands beside them; schemas may refer to themselves."""
+
+
+def unwritten(tool: Tool, part: str) -> FieldError:
+    """The error for schemas that a format without JSON cannot follow. part: what they have, in words."""
+    allowed = f"arguments of {tool.name} without {part} in this model's format of calls"
+    return RequestError.of("tool_choice", tool.name, allowed)
+
+
+class Notation:
+    """The rules of values in Gemma 4's notation that the schemas of a tool's arguments describe.
+
+    Followed are types, enumerations, alternatives, references, bounds of numbers, lengths of strings and
+    arrays, items, and the properties of objects, which have no others if any is named. RequestError for
+    `UNWRITTEN` keywords.
+    """
+
+    def __init__(self, rules: Rules, tool: Tool) -> None:
+        self._rules = rules
+        self._tool = tool
+        self._quote = rules.literal(marks.QUOTE)
+        self._names: dict[int, str] = {}  # rules by id() of schemas, which are parts of the tool's
+        self._any = ""
+        self._num_joined = 0
+
+    def arguments(self) -> str:
+        """The rule of the tool's arguments."""
+        return self._rules.rule(self._choices(object_schema(self._tool)))
+
+    def _value(self, schema: object) -> str:
+        """The rule of a value."""
+        if not isinstance(schema, Mapping):
+            return self._any_value()
+
+        name = self._names.get(id(schema))
+        if name is None:
+            name = self._names[id(schema)] = self._rules.new_name()
+            self._rules.rule(self._choices(schema), name=name)
+        return name
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        """An object with the properties that a schema names, or with any if it names none."""
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            others = schema.get("additionalProperties", True)
+            return '"{" "}"' if others is False else self._dictionary(self._value(others))
+
+        keys = {
+            plain_key(self._tool, name, NOTED_NAME, "names in one line without quotes, brackets and ,:"): each
+            for name, each in properties.items()
+            if each is not False
+        }
+        members = {key: f"{quoted(f'{key}:')} {self._value(keys[key])}" for key in marks.noted_order(keys)}
+        return f'"{{" {listed(self._rules, members, strings_of(schema.get("required")), COMMA_ALONE)} "}}"'
+
+    def _choices(self, schema: Mapping[str, Any]) -> str:
+        """The values that a schema describes."""
+        schema = followed(schema, self._tool.parameters)
+        for keyword in UNWRITTEN:
+            if schema.get(keyword):
+                raise unwritten(self._tool, keyword)
+
+        if {"enum", "const"} & schema.keys():
+            values = values_of(schema)
+            if not values:
+                raise unwritten(self._tool, "enumerations that are no lists of values")
+
+            return " | ".join(map(self._constant, values))
+
+        for keyword in ("anyOf", "oneOf"):
+            members = schema.get(keyword)
+            if isinstance(members, list) and members:
+                if keyword == "oneOf" and not are_exclusive([members], self._tool.parameters):
+                    raise unwritten(self._tool, "members of oneOf that do not exclude each other")
+
+                rest = {name: each for name, each in schema.items() if name not in (keyword, *ANNOTATIONS)}
+                return " | ".join(self._alternative(rest, member) for member in members)
+
+        named = schema.get("type")
+        types = [named] if isinstance(named, str) else strings_of(named)
+        types = types or [implied for name, implied in IMPLIED_TYPES.items() if name in schema]
+        return " | ".join(self._of_type(kind, schema) for kind in dict.fromkeys(types)) or self._any_value()
+
+    def _alternative(self, rest: Mapping[str, Any], member: object) -> str:
+        """A member of alternatives, joined with what the schema around them says besides."""
+        if not rest or not isinstance(member, Mapping):
+            return self._value(member)
+
+        self._num_joined += 1
+        if self._num_joined > MAX_JOINED:
+            raise unwritten(self._tool, f"more than {MAX_JOINED} alternatives")
+
+        return self._choices({**rest, "allOf": [member]})
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
+        if kind == "string":
+            return f"{self._quote} {self._rules.text_before(marks.QUOTE, text_of(schema))}"
+
+        if kind == "object":
+            return self._object(schema)
+
+        if kind == "array":
+            return self._array(self._value(schema.get("items")), *bounds_of(schema, "minItems", "maxItems"))
+
+        bounds = {name: schema[name] for name in BOUNDS if name in schema}
+        return self._rules.rule(self._rules.value({"type": kind, **bounds}))
+
+    def _constant(self, value: object) -> str:
+        parts = marks.noted(value).split(marks.QUOTE)
+        return f" {self._quote} ".join(quoted(part) for part in parts)
+
+    def _array(self, item: str, least: int = 0, most: int | None = None) -> str:
+        if most == 0:
+            return '"[" "]"'
+
+        is_open = least < 2 and most is None
+        more = "*" if is_open else f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        items = f'({item} ("," {item}){more})'
+        return f'"[" {items} "]"' if least else f'"[" {items}? "]"'
+
+    def _dictionary(self, value: str) -> str:
+        member = rf'/[A-Za-z_]\w*/ ":" {value}'
+        return f'"{{" ({member} ("," {member})*)? "}}"'
+
+    def _any_value(self) -> str:
+        if not self._any:
+            self._any = self._rules.new_name()
+            scalars = [self._of_type(kind, {}) for kind in ("string", "number", "boolean", "null")]
+            parts = [*scalars, self._array(self._any), self._dictionary(self._any)]
+            self._rules.rule(" | ".join(parts), name=self._any)
+        return self._any
+
+
 def written_value(rules: Rules, tool: Tool, name: str, end: str) -> str:
     """The value of an argument where strings have no quotes, with its end. Of what the schema says of
     strings, lengths and enumerations are followed."""
     types, schema, close = types_of(tool, name), argument_schema(tool, name), rules.literal(end)
     if types <= {"string"} and not {"enum", "const"} & schema.keys():
-        if close != quoted(end):  # a special token, which is no text
-            return f"{rules.rule(text_of(schema))} {close}"
-
-        return rules.rule(text_of(schema), f"[suffix={quoted(end)}]")
+        return rules.text_before(end, text_of(schema))
 
     values = [each for each in values_of(schema) or () if isinstance(each, str)]
     if types == {"string"} and values:
@@ -285,10 +445,15 @@ def argument_schema(tool: Tool, name: str) -> Mapping[str, Any]:
 
 def text_of(schema: Mapping[str, Any]) -> str:
     """A regular expression for the text of a string."""
-    least, most = schema.get("minLength"), schema.get("maxLength")
+    least, most = bounds_of(schema, "minLength", "maxLength")
+    return f"/(?s:.{{{least},{'' if most is None else most}}})/"
+
+
+def bounds_of(schema: Mapping[str, Any], lower: str, upper: str) -> tuple[int, int | None]:
+    """The bounds of a length that a grammar counts; None = any number."""
+    least, most = schema.get(lower), schema.get(upper)
     least = least if type(least) is int and 0 <= least <= MAX_LENGTH else 0
-    most = most if type(most) is int and least <= most <= MAX_LENGTH else ""
-    return f"/(?s:.{{{least},{most}}})/"
+    return least, most if type(most) is int and least <= most <= MAX_LENGTH else None
 
 
 def nested(tool: Tool, name: str) -> dict[str, Any]:
@@ -311,17 +476,29 @@ def pythonic(rules: Rules, tools: list[Tool]) -> str:
 
 def keywords(rules: Rules, tool: Tool) -> str:
     """The arguments of a tool in the order of its schema, some of them left out, as `a=1, b=2`."""
-    first, later = rules.rule('""'), rules.rule('""')  # behind the last argument
-    for name in reversed(list(tool.properties)):
+    written: dict[str, str] = {}
+    for name in tool.properties:
         key = plain_key(tool, name, IDENTIFIER, "identifiers")
         is_open = values_of(argument_schema(tool, name)) is None
         is_flag = is_open and types_of(tool, name) == {"boolean"}
         value = '("True" | "False")' if is_flag else rules.rule(rules.value(nested(tool, name)))
-        written = f"{quoted(key + '=')} {value} {later}"
-        if name in tool.required:
-            first, later = rules.rule(written), rules.rule(f'", " {written}')
+        written[name] = f"{quoted(key + '=')} {value}"
+    return listed(rules, written, tool.required, COMMA)
+
+
+def listed(rules: Rules, written: dict[str, str], required: Collection[str], separator: str) -> str:
+    """The rule of some parts in their order, with a separator between them.
+
+    written:  the parts by name.
+    required: names of those that are not left out.
+    """
+    first, later = rules.rule('""'), rules.rule('""')  # behind the last part
+    for name in reversed(written):
+        part = f"{written[name]} {later}"
+        if name in required:
+            first, later = rules.rule(part), rules.rule(f"{separator} {part}")
         else:
-            first, later = rules.rule(f"{written} | {first}"), rules.rule(f'", " {written} | {later}')
+            first, later = rules.rule(f"{part} | {first}"), rules.rule(f"{separator} {part} | {later}")
     return first
 
 
@@ -380,6 +557,7 @@ GRAMMARS: dict[str, Callable[[Rules, list[Tool]], str]] = {
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
     "glm": glm,
+    "gemma4": gemma4,
     "llama3_json": llama3_json,
     "pythonic": pythonic,
     "mistral": mistral,

@@ -170,6 +170,7 @@ TOOL_MARKERS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<function=",)),
     ("glm", ("<tool_call>", "<arg_key>")),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("deepseek", ("<｜tool▁calls▁begin｜>",)),
@@ -186,6 +187,7 @@ REASONING_MARKERS = (
     ("granite", ("<think>", "<response>")),
     ("granite", ("Here is my thought process",)),
     ("mistral", ("[THINK]",)),
+    ("gemma4", ("<|channel>", "<channel|>")),
     ("think", ("<think>",)),
     ("think", ("</think>",)),
 )
@@ -214,8 +216,8 @@ class AnswerFormats(Struct, frozen=True, kw_only=True):
             found |= {*TOOL_FORMATS[self.tools].openers, *TOOL_FORMATS[self.tools].markers}
         if self.reasoning in REASONING_FORMATS:
             reasoning = REASONING_FORMATS[self.reasoning]
-            found |= {*reasoning.openers, *reasoning.closers, *reasoning.around}
-        return frozenset(found)
+            found |= {*reasoning.openers, *reasoning.closers, *reasoning.around, reasoning.token}
+        return frozenset(found - {""})
 
     def is_thinking(self, prompt: str, continued: str | None) -> bool:
         """Whether the answer to a prompt begins with reasoning that the prompt has opened.

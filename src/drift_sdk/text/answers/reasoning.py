@@ -120,11 +120,13 @@ class ReasoningFormat(Struct, frozen=True, kw_only=True):
     openers: markers that begin it, at the start of an answer.
     closers: markers that end it, the first a tag rather than words.
     around:  markers that begin and end the text directly behind reasoning, if it has them; empty = never.
+    token:   the marker with which the only opener begins; empty = openers are markers as a whole.
     """
 
     openers: tuple[str, ...]
     closers: tuple[str, ...]
     around: tuple[str, ...] = ()
+    token: str = ""
 
 
 class Thinking(Struct, frozen=True, kw_only=True):
@@ -194,7 +196,7 @@ def is_opened(prompt: str, continued: str | None, reasoning_format: ReasoningFor
     continued: the beginning of the answer, if the prompt ends with it. It may contain both markers.
     """
     if continued is None:
-        return prompt.rstrip().endswith(reasoning_format.openers)
+        return prompt.rstrip().endswith(tuple(map(str.rstrip, reasoning_format.openers)))
 
     last_opener = max(continued.rfind(marker) for marker in reasoning_format.openers)
     return last_opener > max(continued.rfind(marker) for marker in reasoning_format.closers)
@@ -208,6 +210,7 @@ REASONING_FORMATS = {
         closers=("</think>", *GRANITE_CLOSERS),
         around=("<response>", "</response>"),
     ),
+    "gemma4": ReasoningFormat(openers=("<|channel>thought\n",), closers=("<channel|>",), token="<|channel>"),
 }
 """Formats of reasoning by name. The format "harmony" has its own parser, for all of an answer."""
 

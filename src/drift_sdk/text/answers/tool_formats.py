@@ -11,14 +11,23 @@ or with a list.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from drift_sdk.text.answers.reader import Steps, TextReader
-from drift_sdk.text.tools import MAX_DEPTH, Tool, ToolSet, argument_of, decode_json, decode_keywords
+from drift_sdk.text.tools import (
+    LITERALS,
+    MAX_DEPTH,
+    Tool,
+    ToolSet,
+    argument_of,
+    decode_json,
+    decode_keywords,
+)
 
 MAX_NAME_CHARS = 256
 
@@ -551,6 +560,108 @@ def read_glm(calls: CallReader, marker: str) -> Steps[None]:
     calls.add(name, arguments)
 
 
+NOTED_CALL, NOTED_CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+"""The markers of Gemma 4's calls, and the one around its strings."""
+NOTED_KEY = re.compile(r"[^<>{}\[\],:\"\n]*")
+WORD = re.compile(r"[\w.+-]*")
+
+
+def noted(value: object) -> str:
+    """A JSON value in Gemma 4's notation: strings stand between two `QUOTE` as they are, keys stand without
+    quotes and in alphabetical order."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{noted(value[key])}' for key in noted_order(value))}}}"
+
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(noted, value))}]"
+
+    return json.dumps(value, allow_nan=False)
+
+
+def noted_order(keys: Iterable[Any]) -> list[Any]:
+    """Keys in the order in which Gemma 4's template writes them."""
+    return sorted(keys, key=lambda key: str(key).lower())
+
+
+def read_gemma4(calls: CallReader, marker: str) -> Steps[None]:
+    """<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>, with values as `noted` writes them."""
+    yield from calls.expect("call:")
+    name = yield from calls.name()
+    yield from calls.expect("{")
+    calls.add(name, (yield from read_noted_object(calls, 1)))
+    yield from calls.close(NOTED_CALL_END)
+
+
+def read_noted(calls: CallReader, depth: int) -> Steps[Any]:
+    """Take a value in Gemma 4's notation. depth: number of brackets around it."""
+    opening = yield from calls.accept(QUOTE, "{", "[")
+    if opening == QUOTE:
+        return (yield from calls.until(QUOTE))
+
+    if opening is None:
+        return (yield from read_word(calls))
+
+    if depth >= MAX_DEPTH:
+        raise MalformedCall("nested too deeply")
+
+    if opening == "{":
+        return (yield from read_noted_object(calls, depth + 1))
+
+    items: list[Any] = []
+    if (yield from calls.accept("]")):
+        return items
+
+    while True:
+        items.append((yield from read_noted(calls, depth + 1)))
+        if (yield from calls.expect(",", "]")) == "]":
+            return items
+
+
+def read_noted_object(calls: CallReader, depth: int) -> Steps[dict[str, Any]]:
+    """Take an object in Gemma 4's notation, behind its opening bracket. depth: number of brackets around its
+    values."""
+    found: dict[str, Any] = {}
+    if (yield from calls.accept("}")):
+        return found
+
+    while True:
+        if (yield from calls.accept(QUOTE)):
+            key = yield from calls.until(QUOTE)
+        else:
+            key = (yield from calls.run(NOTED_KEY)).strip()
+            if not key:
+                yield from calls.follows(QUOTE)
+                raise (yield from calls.wrong("expected a key"))
+
+        yield from calls.expect(":")
+        if key in found:
+            raise MalformedCall("an object has a key twice")
+
+        found[key] = yield from read_noted(calls, depth)
+        if (yield from calls.expect(",", "}")) == "}":
+            return found
+
+
+def read_word(calls: CallReader) -> Steps[Any]:
+    """Take a number, true, false or null. Python's names of these, which some templates write, are read
+    too."""
+    word = yield from calls.run(WORD)
+    if word in LITERALS:
+        return LITERALS[word]
+
+    if word:
+        try:
+            return decode_json(word)
+        except ValueError as error:
+            raise (yield from calls.wrong("expected a value")) from error
+
+    yield from calls.follows(QUOTE)
+    raise (yield from calls.wrong("expected a value"))
+
+
 def read_bare(calls: CallReader) -> Steps[None]:
     """An answer that begins with calls: {"name": ..., "parameters": {...}}; ... or a list of such objects."""
     separators: tuple[str, ...] = ("<|python_tag|>",)
@@ -661,6 +772,7 @@ TOOL_FORMATS = {
         read=read_glm,
         markers=("</tool_call>", ARG_KEY, ARG_KEY_END, ARG_VALUE, ARG_VALUE_END),
     ),
+    "gemma4": ToolFormat(openers=(NOTED_CALL,), read=read_gemma4, markers=(NOTED_CALL_END, QUOTE)),
     "llama3_json": ToolFormat(read=read_nothing, read_start=read_bare, markers=("<|python_tag|>",)),
     "pythonic": ToolFormat(
         read=read_nothing,
