@@ -382,7 +382,11 @@ class Notation:
         if self._num_joined > MAX_JOINED:
             raise unwritten(self._tool, f"more than {MAX_JOINED} alternatives")
 
-        return self._choices({**rest, "allOf": [member]})
+        joined = followed({**rest, "allOf": [member]}, self._tool.parameters)
+        if "allOf" in joined:
+            raise unwritten(self._tool, "alternatives that differ from what stands beside them")
+
+        return self._choices(joined)
 
     def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
         if kind == "string":
@@ -405,9 +409,13 @@ class Notation:
         if most == 0:
             return '"[" "]"'
 
-        is_open = least < 2 and most is None
-        more = "*" if is_open else f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f'({item} ("," {item}){more})'
+        more = f'("," {item})'
+        if most == 1:
+            items = f"({item})"
+        elif most is None and least < 2:
+            items = f"({item} {more}*)"
+        else:
+            items = f"({item} {more}{{{max(least - 1, 0)},{'' if most is None else most - 1}}})"
         return f'"[" {items} "]"' if least else f'"[" {items}? "]"'
 
     def _dictionary(self, value: str) -> str:
