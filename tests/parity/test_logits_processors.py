@@ -237,7 +237,9 @@ def test_a_function_that_fails_ends_its_request_alone(folder: Path, speculation:
 def test_a_machine_that_leaves_no_token_ends_its_request(folder: Path) -> None:
     machine = TokenMachine((TokenState(allowed=(7,)), TokenState()))
     with SyncEngine(folder, config()) as engine:
-        with pytest.raises(RequestError, match="logits_processors=.*expected machines that leave a token"):
+        with pytest.raises(
+            RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
+        ):
             both = [machine, TokenMachine((TokenState(forbidden=(7,)),))]
             engine.generate([5], max_tokens=5, logits_processors=both).result()
         assert engine.generate([5], max_tokens=2, logits_processors=[machine]).result().token_ids == (7, 7)
@@ -257,7 +259,7 @@ def test_a_machine_that_leaves_no_token_is_named_where_a_text_ends(
             {"max_tokens": num_before + 1, "ignore_eos": True},
         ):
             with pytest.raises(
-                RequestError, match="logits_processors=.*expected machines that leave a token"
+                RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
             ):
                 engine.generate([7] * 20, logits_processors=[machine], **options).result()
         assert engine.stats().num_running == 0

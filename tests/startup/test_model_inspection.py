@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from family_zoo import draw_model
 from gguf_model import write_gguf
 from hub_server import HubServer, hub_server
 from model_zoo import make_model
@@ -19,12 +20,16 @@ from random_folder import make_random_folder
 from safetensors.torch import load_file, save_file
 
 from drift_sdk import (
+    Chain,
     ConfigError,
     DriftError,
     Engine,
     EngineConfig,
     ModelInfo,
     ModelLoadError,
+    NGram,
+    PartialVerification,
+    Speculation,
     SyncEngine,
     inspect,
 )
@@ -33,6 +38,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models import decoder
 from drift_sdk.models.channels import MlpWeights
+from drift_sdk.startup import model_startup
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_cache_tokens=1024, max_model_len=256)
 
@@ -203,6 +209,33 @@ def test_plain_tensors_of_integers_are_reasons(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     (reason,) = inspect(folder, CONFIG).reasons
     assert f"tensor {DOWN}.weight is stored as torch.int64, expected float32" in reason
+
+
+PARTIAL = PartialVerification(sink_tokens=16, retrieved_tokens=32, window_tokens=16, refresh_tokens=8)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "glm4_moe_lite"])
+def test_drafts_that_an_engine_refuses_are_reasons(family: str, tmp_path: Path) -> None:
+    draw_model(family, 1).save_pretrained(tmp_path)
+    speculation = Speculation(draft=NGram(), shape=Chain(3), partial_verification=PARTIAL)
+    config = CONFIG.replace(speculation=speculation)
+    with (
+        pytest.raises(ConfigError, match="expected None for a model with") as caught,
+        SyncEngine(tmp_path, config),
+    ):
+        pass
+    assert inspect(tmp_path, config).reasons == (str(caught.value),)
+    assert inspect(tmp_path, CONFIG).is_supported
+
+
+def test_settings_that_graphs_refuse_are_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose place the CPU takes."""
+    draw_model("glm4_moe_lite", 1, kv_lora_rank=32, qk_rope_head_dim=32).save_pretrained(tmp_path)
+    config = CONFIG.replace(fast_prompts=True)
+    assert inspect(tmp_path, config).is_supported
+    monkeypatch.setattr(model_startup, "choose_executor", lambda *_: ("graph", None))
+    (reason,) = inspect(tmp_path, config).reasons
+    assert "fast_prompts=True: expected False for latent attention on CUDA graphs" in reason
 
 
 @pytest.mark.parametrize("weights", ["int4", "nvfp4"])

@@ -125,7 +125,11 @@ Commands = argparse._SubParsersAction  # what add_subparsers returns; it has no 
 
 
 def add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("doctor", help="examine this machine and report what an engine would find")
+    command = commands.add_parser(
+        "doctor",
+        help="examine this machine and report what an engine would find",
+        epilog="`inspect MODEL` reports whether a model can be served here.",
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 

@@ -388,8 +388,11 @@ class Inspection:
             self._config = with_weight_form(self._config, shapes, executor, device, dtype)
         if shapes is not None:
             self._try(lambda: check_kv_scheme(self._found.source, self._config, shapes))
+            self._try(lambda: check_views(self._config, shapes))
             self._try(lambda: check_states(self._config, shapes, executor, dtype))
             self._try(lambda: check_mtp(self._config, shapes))
+        if shapes is not None and executor == "graph" and device is not None and dtype is not None:
+            self._try(lambda: check_attention_room(self._config, shapes, dtype, device))
         has_weights = self._config.load == "auto" and not self._found.missing
         if shapes is not None and has_weights:
             self._try(lambda: check_tensors(shapes, self._found.source.tensors(), self._config.kv_dtype))

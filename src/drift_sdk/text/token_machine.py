@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from drift_sdk.errors import FieldError, RequestError
+from drift_sdk.errors import RequestError
 from drift_sdk.processors import TokenMachine, TokenState
 
 Masks = NDArray[np.int32]
@@ -38,9 +38,10 @@ def is_allowed(row: Masks, token_id: int) -> bool:
     return bool(row[token_id // 32] >> token_id % 32 & 1)
 
 
-def without_choice(token_id: int) -> FieldError:
+def without_choice(token_id: int) -> RequestError:
     allowed = "machines that leave a token, also with the grammar"
-    return RequestError.of("logits_processors", token_id, allowed)
+    message = f"logits_processors: token {token_id}, which they forbid: expected {allowed}"
+    return RequestError(message, field="logits_processors", value=token_id, allowed=allowed)
 
 
 class MachineLimits:
