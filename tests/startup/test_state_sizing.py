@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import anyio
@@ -16,8 +17,10 @@ from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.spec.model import BORDER, ModelSpec, checkpoint_bytes, graph_slot_bytes, slot_bytes
 from drift_sdk.startup.sizing import CHECKPOINTS_PER_SLOT, MemoryRoom, check_states, size_states
+from perf.harness.published import PUBLISHED
 
 CONFIG = EngineConfig(device="cpu", max_num_seqs=8)
 
@@ -49,6 +52,23 @@ def test_small_rooms_hold_fewer_sequences(spec: ModelSpec, num_slots: int) -> No
     states = size_states(CONFIG, spec, torch.float32, room(2 * num_slots * each), "eager")
     assert states is not None and states.num_slots == num_slots
     assert states.num_checkpoints == num_slots * each // 4 // checkpoint_bytes(spec, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("qwen3.6-27b", (191, 188, 176)), ("qwen3.6-35b-a3b", (362, 356, 331))]
+)
+def test_sequences_that_fit_on_a_gpu_of_139_gib(name: str, expected: tuple[int, ...]) -> None:
+    """With weights in bfloat16, and one, four and eight rows of a sequence in a step."""
+    spec = read_spec(PUBLISHED[name])
+    weights = 2 * sum(prod(shape) for shape in tensor_shapes(spec).values())
+    most = room(int(CONFIG.gpu_memory_fraction * 139 * 2**30) - weights)
+    found = []
+    for num_drafts in (0, 3, 7):
+        drafts = Speculation(draft=NGram(), shape=Chain(num_drafts)) if num_drafts else None
+        config = EngineConfig(max_num_seqs=1024, speculation=drafts)
+        states = size_states(config, spec, torch.bfloat16, most, "graph")
+        found.append(0 if states is None else states.num_slots)
+    assert tuple(found) == expected
 
 
 def test_no_room_for_a_sequence_is_an_error(spec: ModelSpec) -> None:
