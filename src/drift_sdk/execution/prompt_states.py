@@ -14,7 +14,7 @@ from torch import Tensor
 from drift_sdk.results import PromptStates, StateKind
 
 STATE_ROWS = 256
-"""Most rows that are normalised at a time: those of a long prompt would take much memory."""
+"""Most rows that are normalised at a time: all rows of a long prompt would take much memory."""
 FIXED_POINT = 2.0**30
 """Numbers of the mean are multiples of its inverse: 5e-10 is the largest error. The sum of a million numbers
 below 8,192 fits into 63 bits, and after the final norm they are far below that."""

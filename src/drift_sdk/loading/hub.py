@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import huggingface_hub
 from huggingface_hub import errors
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not marked as public  # type: ignore[attr-defined]  # not marked as public
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # not marked as public
     build_hf_headers,
     filter_repo_objects,
     get_session,

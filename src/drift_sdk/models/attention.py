@@ -33,8 +33,8 @@ class SequenceRows(Struct, frozen=True):
 
     block_ids: the sequence's KV blocks from position 0 on. They hold its context and receive the keys and
     values of the rows, all shifted by the batch's `slot_offset`.
-    window_ids: those of layers with windows, of which the ones behind the window are not read; None: they are
-    the same.
+    window_ids: blocks of layers with windows; blocks behind the window are not read. None: `block_ids` serve
+    these layers too.
     """
 
     block_ids: Sequence[int]

@@ -92,7 +92,7 @@ class KVDemand(Struct, frozen=True, kw_only=True):
         return max(min(wanted, KEPT_WINDOWS * config.max_num_seqs * each + chunks, num_blocks), least)
 
     def num_bytes(self, config: EngineConfig, num_blocks: int) -> int:
-        """Bytes of `num_blocks` blocks, and of those of layers with windows beside them."""
+        """Bytes of `num_blocks` blocks, and of the blocks of layers with windows beside them."""
         beside = self.num_window_bytes(self.num_window_blocks(config, num_blocks))
         return num_blocks * self.bytes_per_block + beside
 

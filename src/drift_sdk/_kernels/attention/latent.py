@@ -23,7 +23,7 @@ which is a row of the step with one head, and the s-th share of the plan's tiles
 loaded once, for scores and sums.
 
 Grid of `_attend_prompts`: (heads, tiles of rows, parts of a tile). A program owns some rows of one chunk with
-one head. It keeps the sums of a partition apart from those of the partitions before.
+one head. It keeps the sums of a partition apart from the sums of partitions before.
 
 Dependent launch: both wait before they read queries and keys. `_attend_latents` reads the plan and the rows
 before, which are older than the kernels that make queries and keys. They permit their dependents to start at

@@ -10,7 +10,7 @@ Grid: (heads times tiles of the weight, tiles of rows). A program owns TILE_N co
 head.
 
 Bytes: the weights once, and rows * heads * (K + N) elements beside them: for GLM-4.7-Flash 3.9 MB of matrices
-of keys and 5.2 MB of those of values, in bfloat16 and each layer. Flops: 2 * rows * heads * N * K.
+of keys and 5.2 MB of matrices of values, in bfloat16 and each layer. Flops: 2 * rows * heads * N * K.
 
 Dependent launch: a program waits before it reads, and permits its dependents to start when only the store is
 left.

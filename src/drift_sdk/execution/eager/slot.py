@@ -18,7 +18,7 @@ class Slot:
     length:           tokens of prompt and output computed or sampled so far.
     last_token:       the newest token; -1 before the first one is sampled.
     block_table:      its KV blocks.
-    window_table:     those of layers with windows; empty if they are the same.
+    window_table:     blocks of layers with windows; empty if they are the same.
     is_finished:      whether it has stopped or reached its limit.
     rules:            rules that change its logits; None without any.
     prompt_logprobs:  log-probabilities of the chunks so far.
