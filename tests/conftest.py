@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ import torch
 from hypothesis import settings
 from poisoned_memory import can_map, map_nan
 from steady_dots import install as install_steady_dots
+
+from drift_sdk import serving
 
 # Read when a kernel is decorated. Without a GPU, kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
@@ -71,6 +74,12 @@ def no_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
         monkeypatch.setattr(graph_startup, "EFFORTS", graph_startup.EFFORTS | {"short": None})
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture(autouse=True)
+def steady_seeds(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Requests that name no seed draw the same tokens in each run of a test."""
+    monkeypatch.setattr(serving, "SEEDS", random.Random(request.node.nodeid))
 
 
 @pytest.fixture(autouse=True)

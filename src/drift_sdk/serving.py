@@ -86,13 +86,15 @@ class Submission(Struct, frozen=True, kw_only=True, eq=False):
 Submit: TypeAlias = Callable[[Sequence[Submission]], Sequence[Callable[[], None]]]
 """Submits requests of one prompt, all or none; returns the function that cancels each."""
 
+SEEDS: random.Random = random.SystemRandom()
+"""Source of the seeds of requests that name none."""
+
 
 class Submitter:
     """Makes the submissions of one engine and their streams. May be used from any thread."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._seeds = random.SystemRandom()
 
     def submit(
         self, submit: Submit, prompt: Prompt, params: SamplingParams, *, request_id: str | None
@@ -141,7 +143,7 @@ class Submitter:
         return Samples(streams, signal)
 
     def _seed(self, params: SamplingParams) -> int:
-        return params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED)
+        return params.seed if params.seed is not None else SEEDS.randint(0, MAX_SEED)
 
 
 def check_request_id(request_id: object, *, is_new: bool) -> None:
