@@ -114,6 +114,20 @@ VARIANTS = {
             "mask_token_id": 7,
         },
     ),
+    "windowed": Variant(
+        architecture="Eagle3Speculator",
+        is_nested=True,
+        first_layer="layers.0",
+        num_layers=2,
+        num_features=2,
+        layer={
+            "model_type": "qwen3",
+            "layer_types": ["sliding_attention"] * 2,
+            "sliding_window": 7,
+            "use_sliding_window": True,
+        },
+        options={"speculators_model_type": "eagle3", "norm_output": True},
+    ),
     "flat peagle": Variant(
         has_embedding=True,
         has_masks=True,
@@ -213,6 +227,9 @@ def _shapes(
             "mlp.up_proj": (size, hidden),
             "mlp.down_proj": (hidden, size),
         }
+        if layer["model_type"] == "qwen3":
+            shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_dim,) for name in ("q", "k")}
+
         for module, shape in projections.items():
             shapes[f"{prefix}.{module}.weight"] = shape
             if layer.get("mlp_bias" if module.startswith("mlp") else "attention_bias"):

@@ -74,6 +74,8 @@ KNOWN = ("block_size", "causal", "mask_token_id", "num_target_layers", "swa_wind
 REFUSED = {
     "dspark": "DSpark, whose Markov head chooses the tokens of a draft one after the other",
     "dflash2": "DFlash 2, whose layers have convolutions",
+    "domino": "Domino, whose recurrent network sees the tokens of a draft one after the other",
+    "xpress": "XPress, whose refiner passes over the tokens of a draft several times",
 }
 MAX_MASKS = 255
 
