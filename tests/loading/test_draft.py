@@ -29,7 +29,6 @@ from drift_sdk.spec.rope import Rope
 from perf import compare_stages, reduce_vocab
 from perf.harness import draft_stages
 
-
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 
 
