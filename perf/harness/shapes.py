@@ -18,6 +18,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.allocation import QUANTISERS, WeightForm, quantised_bytes
 from drift_sdk.models.decoder import random_tensors
+from drift_sdk.models.dflash import DFlashConfig, dflash_shapes, read_head_config
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
@@ -56,7 +57,7 @@ DRAFT_SETTINGS = (
     "torch_dtype", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 """Fields that a draft shares with its target, unless DRAFTS says otherwise."""
-DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
+DRAFT_HEAD, DRAFT_FUSION, DRAFT_EMBEDDING = "lm_head.weight", "fc.weight", "embed_tokens.weight"
 
 
 class Model(Struct, frozen=True, kw_only=True):
@@ -220,28 +221,40 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """An EAGLE-3 head: a folder or hub id, and its shapes.
+    """A draft head: a folder or hub id, and its shapes.
 
     weights: `Speculation.draft_weights` for it; aux_layer_convention: as in Speculation.
     """
 
     path: Path | str
-    config: DraftConfig
+    config: DraftConfig | DFlashConfig
     weights: Literal["fp8", "int4"] | None = None
     aux_layer_convention: Literal["output", "boundary"] | None = None
 
     def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
         """Bytes that a round must read in addition to the target's.
 
-        Layers, head and KV are read for each drafted token, the weights that fuse the target's features once.
+        Layers, head and KV are read for each drafted token, or once by a head that drafts in one pass; the
+        weights that fuse the target's features once.
         """
-        config = self.config
-        shapes = required_shapes(config)
+        config, num_passes = self.config, num_drafts
+        if isinstance(config, DFlashConfig):
+            layers = config.shape.layers
+            kv_size = sum(layer.kv.size for layer in layers if layer.kv is not None)
+            shapes = dflash_shapes(config)
+            # Of the embedding a few rows are read.
+            shapes.pop(DRAFT_EMBEDDING)
+            num_passes = min(num_drafts, 1.0)
+        else:
+            kv_size = config.num_layers * config.attention.kv.size
+            shapes = required_shapes(config)
+            shapes.pop(DRAFT_EMBEDDING, None)
+            shapes[DRAFT_HEAD] = shareable_shapes(config)[DRAFT_HEAD]
+            if config.mask_token_id is not None:
+                num_passes = min(num_drafts, 1.0)
         fusion = self._tensor_bytes(shapes.pop(DRAFT_FUSION, (0,)), itemsize)
-        shapes[DRAFT_HEAD] = shareable_shapes(config)[DRAFT_HEAD]
         step = sum(self._tensor_bytes(shape, itemsize) for shape in shapes.values())
-        step_kv = batch * mean_context * config.num_layers * config.attention.kv.size
-        return num_drafts * (step + itemsize * step_kv) + fusion
+        return num_passes * (step + itemsize * batch * mean_context * kv_size) + fusion
 
     def _tensor_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Bytes of a tensor, of which matrices are quantised if `weights` says so."""
@@ -321,7 +334,7 @@ def prepare_draft(
         (path / "config.json").write_text(json.dumps(draft_settings(target), indent=1))
 
     found = resolve(path).config
-    config = DraftConfig.from_hf(found, model.spec, aux_layer_convention=aux_layer_convention)
+    config = read_head_config(found, model.spec, aux_layer_convention=aux_layer_convention)
     return Draft(path=path, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
 
 

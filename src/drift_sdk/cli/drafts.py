@@ -133,8 +133,7 @@ def layers_by_convention(
     # Imported here, so that the command line starts without torch.
     from drift_sdk.families import read_spec
     from drift_sdk.loading.source import resolve
-    from drift_sdk.models.dflash import DFlashConfig, is_dflash
-    from drift_sdk.models.draft_config import DraftConfig
+    from drift_sdk.models.dflash import read_head_config
     from drift_sdk.models.draft_head import is_whole_model
 
     assert config.speculation is not None and isinstance(config.speculation.draft, str | Path)
@@ -144,13 +143,12 @@ def layers_by_convention(
     target = read_spec(find(model, revision=config.revision).config)
     source = find(config.speculation.draft, role="draft")
     if is_whole_model(source):
-        raise ConfigError.of("draft", config.speculation.draft, "an EAGLE-3 head; this is a whole model")
+        raise ConfigError.of("draft", config.speculation.draft, "a draft head; this is a whole model")
 
     found: dict[Convention, tuple[int, ...] | ModelLoadError] = {}
     for convention in get_args(Convention):
         try:
-            kind = DFlashConfig if is_dflash(source.config) else DraftConfig
-            draft = kind.from_hf(source.config, target, aux_layer_convention=convention)
+            draft = read_head_config(source.config, target, aux_layer_convention=convention)
             found[convention] = draft.aux_layers
         except ModelLoadError as error:
             found[convention] = error

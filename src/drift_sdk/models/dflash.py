@@ -29,6 +29,7 @@ from drift_sdk.models.allocation import Allocation, MatrixReader, ReadMatrix, fi
 from drift_sdk.models.attention import AttentionBatch, ParallelAttentionBatch
 from drift_sdk.models.decoder import Decoder, apply_channel
 from drift_sdk.models.draft_config import (
+    DraftConfig,
     algorithm,
     check_convention,
     check_layers,
@@ -138,6 +139,14 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
     found = [str(name).lower() for name in architectures] if isinstance(architectures, list) else []
     is_named = any(name in architecture for architecture in found for name in names)
     return is_named or TABLE in config or algorithm(config) in names
+
+
+def read_head_config(
+    config: Mapping[str, Any], target: ModelSpec, *, aux_layer_convention: str | None = None
+) -> DraftConfig | DFlashConfig:
+    """Of a head of any kind, from the contents of its config.json; arguments and errors as of `from_hf`."""
+    kind = DFlashConfig if is_dflash(config) else DraftConfig
+    return kind.from_hf(config, target, aux_layer_convention=aux_layer_convention)
 
 
 def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
