@@ -12,9 +12,8 @@ from decoder_parity import load_decoder
 from draft_pass import dflash_pass, masked_pass
 from tolerances import assert_near
 
-from drift_sdk import Chain, ConfigError, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import DFlashDrafter, EagleDrafter
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -172,14 +171,3 @@ def test_what_is_not_implemented_or_missing_is_named(name: str, message: str, ta
     with pytest.raises(ModelLoadError, match=message) as error:
         Head(FOLDER / name, {}).load(target)
     assert str(error.value).startswith(f"draft: {FOLDER / name}: config: ")
-
-
-def test_heads_with_windows_are_not_for_graphs(target: Decoder) -> None:
-    for name, has_window in (("speculators-peagle", True), ("speculators-peagle-llama", False)):
-        draft = DraftDecoder.load(FOLDER / name, target)
-        factory = EagleDrafterFactory(draft, (1, 2))
-        if has_window:
-            with pytest.raises(ConfigError, match="draft heads whose layers have windows"):
-                factory.check_graphs()
-        else:
-            factory.check_graphs()

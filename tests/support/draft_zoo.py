@@ -50,6 +50,8 @@ class Variant(Struct, frozen=True, kw_only=True):
     eagle: dict[str, Any] | None = None
 
 
+WINDOWED = {"model_type": "qwen3", "sliding_window": 5, "use_sliding_window": True}
+
 VARIANTS = {
     "reference": Variant(architecture="LlamaForCausalLM", file="bin"),
     "legacy": Variant(architecture="LlamaForCausalLM", file="legacy bin", has_marks=False),
@@ -120,13 +122,17 @@ VARIANTS = {
         first_layer="layers.0",
         num_layers=2,
         num_features=2,
-        layer={
-            "model_type": "qwen3",
-            "layer_types": ["sliding_attention"] * 2,
-            "sliding_window": 7,
-            "use_sliding_window": True,
-        },
+        layer=WINDOWED | {"layer_types": ["sliding_attention"] * 2},
         options={"speculators_model_type": "eagle3", "norm_output": True},
+    ),
+    "windowed peagle": Variant(
+        architecture="PEagleSpeculator",
+        is_nested=True,
+        first_layer="layers.0",
+        has_embedding=True,
+        has_masks=True,
+        layer=WINDOWED | {"layer_types": ["sliding_attention"]},
+        options={"speculators_model_type": "peagle", "mask_token_id": 7},
     ),
     "flat peagle": Variant(
         has_embedding=True,

@@ -22,7 +22,6 @@ from drift_sdk.execution.eager.drafters import (
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.spec.model import Attention
 from drift_sdk.speculation import DynamicTree, NGram, StaticTree, TreePlan, tree_plan
 from drift_sdk.steps import ExecutorLimits
 
@@ -158,8 +157,6 @@ class EagleDrafterFactory(DrafterFactory):
     ) -> None:
         super().__init__(draft_choices, is_adaptive=is_adaptive)
         self.draft = draft
-        if isinstance(draft.config.attention, Attention) and draft.config.attention.window is not None:
-            self.graph_obstacle = "CUDA graphs do not support draft heads whose layers have windows"
         self._tree = tree
         self.max_tree_depth = None if tree is None else tree.depth
         if tree is not None:
