@@ -12,7 +12,7 @@ from decoder_parity import load_decoder
 from draft_pass import dflash_pass, masked_pass
 from tolerances import assert_near
 
-from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk import Chain, ConfigError, DynamicTree, Engine, EngineConfig, SamplingParams, Speculation
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.execution.eager.drafters import DFlashDrafter, EagleDrafter
 from drift_sdk.loading.source import resolve
@@ -171,3 +171,17 @@ def test_what_is_not_implemented_or_missing_is_named(name: str, message: str, ta
     with pytest.raises(ModelLoadError, match=message) as error:
         Head(FOLDER / name, {}).load(target)
     assert str(error.value).startswith(f"draft: {FOLDER / name}: config: ")
+
+
+async def test_trees_of_heads_with_windows_are_refused() -> None:
+    tree = DynamicTree(top_k=2, depth=2, num_draft_tokens=4)
+    for name, has_window in (("speculators-eagle3", True), ("speculators-eagle3-qwen3", False)):
+        speculation = Speculation(draft=FOLDER / name, shape=tree, adaptive=False)
+        engine = Engine(TARGET, EngineConfig(device="cpu", kv_cache_tokens=512, speculation=speculation))
+        if has_window:
+            with pytest.raises(ConfigError, match="a Chain with a head whose layers have windows"):
+                await engine.start()
+        else:
+            async with engine:
+                completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+                assert len(completion.token_ids) == 4
