@@ -149,6 +149,8 @@ def test_rope_settings_are_the_drafts() -> None:
         ({"eagle_config": 3}, "eagle_config=3"),
         ({"eagle_config": {"norm_output": True}, "norm_output": False}, "norm_output=False, but True"),
         ({"bias": True}, "bias=True"),
+        ({"pard_token": 3, "vocab_size": [1]}, r"vocab_size=\[1\]"),
+        ({"pard_token": 500}, "pard_token=500: expected one token id below vocab_size=500"),
         ({"speculators_config": {"algorithm": "eagle"}}, "algorithm='eagle'"),
         ({"norm_before_fc": 1}, "norm_before_fc=1"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),

@@ -156,6 +156,7 @@ FLAT, NESTED = 0, 1
             "algorithm='dflash', but speculators_model_type='eagle3'",
         ),
         (FLAT, {"model_type": "llama"}, "model_type='llama': expected 'qwen3'"),
+        (FLAT, {"architectures": True}, "architectures=True: expected a list"),
         (NESTED, {"sample_from_anchor": True}, "sample_from_anchor=True: only False is implemented"),
         (FLAT, {"logit_scale": 0.5}, "logit_scale=0.5: only 1.0 is implemented"),
         (NESTED, {"block_size": None}, "block_size is missing"),

@@ -127,7 +127,7 @@ class DFlashConfig(Struct, frozen=True, kw_only=True):
             target_hidden_size=target.hidden_size,
             aux_layers=_aux_layers(settings, target.num_layers, aux_layer_convention),
             num_masks=_num_masks(settings),
-            mask_token_id=read_mask_token(settings, ["mask_token_id"]),
+            mask_token_id=read_mask_token(settings, ["mask_token_id"], shape.vocab_size),
             is_causal=_read_causal(settings, shape),
         )
 
@@ -150,7 +150,13 @@ def read_head_config(
 
 
 def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    found = [algorithm(config), settings.get("projector_type"), *(settings["architectures"] or ())]
+    architectures = settings["architectures"]
+    if architectures is not None and not isinstance(architectures, list):
+        raise ModelLoadError(
+            f"config: architectures={short_repr(architectures)}: expected a list of one name"
+        )
+
+    found = [algorithm(config), settings.get("projector_type"), *(architectures or ())]
     for name, reason in REFUSED.items():
         if any(name in str(each).lower() for each in found):
             raise ModelLoadError(f"config: {reason}, is not implemented")

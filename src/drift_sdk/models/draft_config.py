@@ -133,11 +133,11 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
         """
         settings = draft_settings(config)
         _check_options(config, settings)
-        mask = _mask_token_id(config, settings)
         convention = aux_layer_convention or ("boundary" if _is_nested(config) else None)
         # The rotation is computed from positions, so the draft's own context is no limit.
         layers = {"max_position_embeddings": target.max_position_embeddings} | settings
         shape = read_spec(layers | LAYERS[_model_type(config)])
+        mask = _mask_token_id(config, settings, shape.vocab_size)
         draft = cls(
             vocab_size=shape.vocab_size,
             draft_vocab_size=read_draft_vocab_size(settings, shape.vocab_size),
@@ -305,22 +305,22 @@ def read_draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
     return sizes[0] if sizes else vocab_size
 
 
-def _mask_token_id(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int | None:
+def _mask_token_id(config: Mapping[str, Any], settings: Mapping[str, Any], vocab_size: int) -> int | None:
     """The token id of a parallel head; None for a head that drafts one token after the other."""
     names = [name for name in MASK_TOKENS if name in settings]
     is_parallel = algorithm(config) == PARALLEL or settings["architectures"] == ["PEagleDraftModel"]
     if is_parallel and not names:
         raise ModelLoadError(f"config: {MASK_TOKENS[0]} is missing: expected the token that masks stand for")
 
-    return read_mask_token(settings, names) if names and algorithm(config) != "eagle3" else None
+    return read_mask_token(settings, names, vocab_size) if names and algorithm(config) != "eagle3" else None
 
 
-def read_mask_token(settings: Mapping[str, Any], names: Sequence[str]) -> int:
+def read_mask_token(settings: Mapping[str, Any], names: Sequence[str], vocab_size: int) -> int:
     """The token id that all of these settings have; ModelLoadError for others than one of the vocabulary."""
-    first, vocab_size = settings[names[0]], settings.get("vocab_size")
+    first = settings[names[0]]
     for name in names:
         token_id = settings[name]
-        if not is_int(token_id) or not 0 <= token_id < (vocab_size or 0) or token_id != first:
+        if not is_int(token_id) or not 0 <= token_id < vocab_size or token_id != first:
             raise ModelLoadError(
                 f"config: {name}={short_repr(token_id)}: expected one token id below vocab_size={vocab_size}"
             )
