@@ -185,7 +185,7 @@ def _read_shape(settings: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
     """The layers, which are Qwen3's. The rotation is computed from positions, so the head's own context is no
     limit."""
     layers: dict[str, Any] = {"max_position_embeddings": target.max_position_embeddings, **settings}
-    if (types := settings.get("layer_types")) is not None:
+    if isinstance(types := settings.get("layer_types"), list):
         layers["use_sliding_window"] = "sliding_attention" in types
     if "swa_window_size" in settings:
         layers["sliding_window"] = settings["swa_window_size"]
