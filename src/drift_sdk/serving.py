@@ -25,6 +25,7 @@ from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.prompts import (
     AnsweredPrompt,
     ChatPrompt,
+    CutPrompt,
     ModelText,
     Prompt,
     TextPrompt,
@@ -192,8 +193,33 @@ def items_of(field: str, values: Sequence[Any], allowed: str) -> list[Any]:
         raise RequestError.of(field, values, f"{allowed} ({error_repr(error)})") from error
 
 
+def as_item(prompt: str | Sequence[int] | IdArray, index: int, most: int | None) -> Prompt:
+    """One of several prompts as a value. most: tokens that are kept; None = all."""
+    if isinstance(prompt, Job):  # which has parameters of its own
+        raise RequestError.of(f"prompts[{index}]", prompt, "a text or token ids")
+
+    try:
+        found = as_prompt(prompt)
+    except RequestError as error:
+        raise in_place(error, index) from error
+
+    return found if most is None else CutPrompt(cast("TextPrompt | TokenPrompt", found), most)
+
+
+def in_place(error: RequestError, index: int) -> RequestError:
+    """The error of one of several prompts, with its place among them; other errors as they are."""
+    if error.field != "prompt":
+        return error
+
+    place, message = f"prompts[{index}]", str(error)
+    rest = message.removeprefix("prompt")
+    message = place + (rest if rest.startswith(("=", "[", ":")) else f": {message}")
+    return type(error)(message, field=place, value=error.value, allowed=error.allowed)
+
+
+MAX_PROMPTS_AT_ONCE = 64
+"""Of `embed` and of `decide`."""
 MAX_CHOICES = 1000
-MAX_CHOICES_AT_ONCE = 64
 
 
 def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, ...]]:
@@ -426,6 +452,7 @@ class Serving(ABC):
         pooling: StateKind = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[Embedding]:
@@ -437,6 +464,9 @@ class Serving(ABC):
                     of all tokens, [tokens, dimensions] in `Embedding.states`.
         normalize:  divide each row by its Euclidean norm, after `dimensions`.
         dimensions: keep the first numbers of each row, at least 1; None = all, the model's hidden size.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, the first ones, at least 1 and never
+                    more than fit; those that the model has around a text are kept and counted. None = a
+                    prompt that is too long is an error.
         priority, cache_salt: as in SamplingParams.
 
         Each prompt is a request like others, which generates a token that is thrown away: it is batched with
@@ -444,21 +474,21 @@ class Serving(ABC):
         with "mean" and "all" the whole prompt is computed.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong,
-        EngineClosed, ExecutorError."""
+        EngineClosed, ExecutorError. The error of a prompt names it: "prompts[3]"."""
         check_bool(RequestError, "normalize", normalize)
         if dimensions is not None:
             dimensions = plain_scalar(dimensions)
             check_int(RequestError, "dimensions", dimensions, ge=1)
+        if truncate_prompt_tokens is not None:
+            truncate_prompt_tokens = plain_scalar(truncate_prompt_tokens)
+            check_int(RequestError, "truncate_prompt_tokens", truncate_prompt_tokens, ge=1)
         allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
         is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
         given = items_of("prompts", prompts, allowed) if is_list else []
         if not is_list or isinstance(next(iter(given), None), int):
             raise RequestError.of("prompts", prompts, allowed)
 
-        jobs = [each for each in given if isinstance(each, Job)]  # they have parameters of their own
-        if jobs:
-            raise RequestError.of("prompts", jobs[0], "texts and token ids")
-
+        items = [as_item(each, index, truncate_prompt_tokens) for index, each in enumerate(given)]
         check_choice(RequestError, "pooling", pooling, get_args(StateKind))
         params = SamplingParams(
             max_tokens=1,
@@ -467,10 +497,15 @@ class Serving(ABC):
             priority=priority,
             cache_salt=cache_salt,
         )
-        async with aclosing(self.map(given, params)) as completions:
-            return [
-                embedding_of(completion, dimensions, normalize=normalize) async for completion in completions
-            ]
+        found: list[Embedding] = []
+        async with aclosing(self._completions(items, params)) as completions:
+            try:
+                async for completion in completions:
+                    embedding = embedding_of(completion, dimensions, normalize=normalize)
+                    found.append(embedding)
+            except RequestError as error:
+                raise in_place(error, len(found)) from error
+        return found
 
     @with_config(EngineConfig, RequestKeywordError)
     async def decide(
@@ -508,16 +543,8 @@ class Serving(ABC):
         first, *others = [AnsweredPrompt(given, answer) for answer in answers]
         async with self._submit(first, params, None) as stream:
             completions = [await stream]
-        if others:
-            job_map = JobMap(
-                lambda job: self._submit(cast("Prompt", job), params, None),
-                lambda: self._has_room,
-                MAX_CHOICES_AT_ONCE,
-                is_ordered=True,
-                yields_errors=False,
-            )
-            async with aclosing(completions_of(job_map, cast("list[Any]", others))) as found:
-                completions += [completion async for completion in found]
+        async with aclosing(self._completions(others, params)) as found:
+            completions += [completion async for completion in found]
         return decision_of(answers, completions)
 
     def cancel(self, request_id: str) -> bool:
@@ -584,6 +611,19 @@ class Serving(ABC):
         job_map = self._job_map(params, max_concurrent, ordered, errors, options)
         check_prompts(prompts)
         return results_of(job_map, prompts) if errors == "yield" else completions_of(job_map, prompts)
+
+    def _completions(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[Completion, None]:
+        """The completions of prompts, in their order. The first error is raised in its place."""
+        job_map = JobMap(
+            lambda job: self._submit(cast("Prompt", job), params, None),
+            lambda: self._has_room,
+            MAX_PROMPTS_AT_ONCE,
+            is_ordered=True,
+            yields_errors=False,
+        )
+        return completions_of(job_map, cast("list[Any]", prompts))
 
     def _params(
         self, params: SamplingParams | None, options: SamplingOptions, method: Callable[..., object]
