@@ -51,6 +51,7 @@ from drift_sdk.jobs import (
 from drift_sdk.processors import functions_of
 from drift_sdk.results import Completion, Decision, Embedding, PromptStates, StateKind
 from drift_sdk.sampling_params import (
+    MAX_LOGPROB_IDS,
     MAX_SEED,
     NOTHING,
     SamplingOptions,
@@ -246,22 +247,62 @@ def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, 
     return answers
 
 
-def decision_of(answers: Sequence[str | tuple[int, ...]], completions: Sequence[Completion]) -> Decision:
-    """The decision between answers, from the completions of the prompt with each."""
-    scores: list[list[float]] = []
-    for completion in completions:
-        if completion.prompt_logprobs is None:
-            raise DriftError(f"{completion.request_id} was cancelled, or has a script in place of a model")
+MAX_SHORT_CHARS = 64
+"""Most characters of an answer that is tokenised on the event loop, to find out if it has one token."""
 
-        scores.append([entry.logprob for entry in completion.prompt_logprobs if entry is not None])
-    logprobs = [math.fsum(entries) for entries in scores]
+
+def single_tokens(answers: Sequence[str | tuple[int, ...]], model: ModelText) -> list[int] | None:
+    """The token of each answer; None unless all have one token of the model, and one request reports them."""
+    found: list[int] = []
+    for answer in answers:
+        if isinstance(answer, str):
+            if len(answer) > MAX_SHORT_CHARS:
+                return None
+
+            try:
+                answer = tuple(model.tokenizer.encode(answer, add_special_tokens=False))
+            except RequestError:  # with the field that it is about, when the answer is submitted
+                return None
+
+        if len(answer) != 1 or type(answer[0]) is not int or not 0 <= answer[0] < model.vocab_size:
+            return None
+
+        found += answer
+    return found if len(set(found)) <= MAX_LOGPROB_IDS else None
+
+
+def scored_tokens(completion: Completion, token_ids: Sequence[int]) -> list[float]:
+    """The log-probabilities of tokens after the prompt of a request that reports them."""
+    given = dict(completion.logprobs[0].given) if completion.logprobs else {}
+    if not given.keys() >= set(token_ids):
+        raise unscored(completion)
+
+    return [given[token_id] for token_id in token_ids]
+
+
+def scored_answer(completion: Completion) -> list[float]:
+    """The log-probabilities of an answer's tokens, which the request's prompt ends with."""
+    if completion.prompt_logprobs is None:
+        raise unscored(completion)
+
+    return [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
+
+
+def unscored(completion: Completion) -> DriftError:
+    return DriftError(f"{completion.request_id} was cancelled, or has a script in place of a model")
+
+
+def decision_of(
+    answers: Sequence[str | tuple[int, ...]], logprobs: Sequence[float], num_tokens: int
+) -> Decision:
+    """The decision between answers of which the log-probabilities are known."""
     most = max(logprobs)
     weights = [math.exp(logprob - most) for logprob in logprobs]
     return Decision(
         choices=tuple(answers),
         logprobs=tuple(logprobs),
         probabilities=tuple(weight / math.fsum(weights) for weight in weights),
-        num_tokens=completions[0].usage.prompt_tokens - len(scores[0]),
+        num_tokens=num_tokens,
     )
 
 
@@ -529,23 +570,33 @@ class Serving(ABC):
                        has it, since the answers follow the prompt without reasoning.
         priority, cache_salt: as in SamplingParams.
 
-        The prompt is computed once, with the first answer; the other answers find it in the prefix cache, but
-        for the tokens after the last full block. Each answer is a request, which generates a token that is
-        thrown away.
+        Answers of one token each, up to 128 different ones, are one request, which computes the prompt alone.
+        Else the prompt is computed once, with the first answer; the other answers find it in the prefix
+        cache, but for the tokens after the last full block. Each answer is a request then, which generates a
+        token that is thrown away, as the one request does.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong if
         the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
         answers = answers_of(choices)
         given = as_any_prompt(prompt, None, template_args)
-        params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, num_draft_tokens=0, priority=priority, cache_salt=cache_salt
-        )
+        params = SamplingParams(max_tokens=1, num_draft_tokens=0, priority=priority, cache_salt=cache_salt)
+        token_ids = single_tokens(answers, self._model_text())
+        if token_ids is not None:
+            params = params.replace(logprobs=0, logprob_token_ids=tuple(dict.fromkeys(token_ids)))
+            async with self._submit(given, params, None) as stream:
+                completion = await stream
+            logprobs = scored_tokens(completion, token_ids)
+            return decision_of(answers, logprobs, completion.usage.prompt_tokens)
+
+        params = params.replace(prompt_logprobs=0)
         first, *others = [AnsweredPrompt(given, answer) for answer in answers]
         async with self._submit(first, params, None) as stream:
             completions = [await stream]
         async with aclosing(self._completions(others, params)) as found:
             completions += [completion async for completion in found]
-        return decision_of(answers, completions)
+        scores = [scored_answer(completion) for completion in completions]
+        num_tokens = completions[0].usage.prompt_tokens - len(scores[0])
+        return decision_of(answers, [math.fsum(entries) for entries in scores], num_tokens)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
