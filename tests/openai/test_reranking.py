@@ -142,6 +142,7 @@ def test_wrong_requests_name_the_field(url: str, param: str, body: dict[str, Any
     reply = httpx.post(f"{url}/v1/rerank", json=body, timeout=60)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"].startswith(param), reply.text
+    assert "prompts[" not in reply.text
 
 
 def test_longer_documents_are_cut(url: str, engine: SyncEngine) -> None:
