@@ -249,8 +249,8 @@ def test_number_of_experts_is_bounded(num_experts: int, tmp_path: Path) -> None:
 def test_experts_in_old_files_of_mixtral_have_tensors_of_their_own() -> None:
     (architecture,) = MIXTRAL.gguf
     for name in ("blk.3.ffn_up.7.weight", "blk.3.ffn_up_exps.7.weight"):
-        assert architecture.tensor_name(name) == "model.layers.3.block_sparse_moe.experts.7.w3.weight"
-    assert architecture.tensor_name("blk.3.ffn_up.weight") == "blk.3.ffn_up.weight"
+        assert architecture.tensor_name(name, 4) == "model.layers.3.block_sparse_moe.experts.7.w3.weight"
+    assert architecture.tensor_name("blk.3.ffn_up.weight", 4) == "blk.3.ffn_up.weight"
 
 
 def test_experts_that_are_cut_already_are_refused(experts: Any, tmp_path: Path) -> None:
