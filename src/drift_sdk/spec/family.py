@@ -115,7 +115,8 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     layer_modules:  Hugging Face names of a layer's modules, by their names in the file; "{}" is an expert's
                     number.
     layer_tensors:  Hugging Face names of a layer's tensors that belong to no module, likewise. Their names in
-                    the file may have no suffix.
+                    the file may have no suffix, or the suffix "scale".
+    modules:        Hugging Face names of modules outside layers, likewise.
     is_permuted:    the rows of query and key projections are interleaved, see `GGUFFile.get`.
     is_partial:     a part of each head may be rotated.
     yarn:           settings of YaRN that files do not say; None: YaRN is not implemented.
@@ -131,6 +132,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     mark: str = ""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = {}
+    modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     is_permuted: bool = False
     is_partial: bool = False
     yarn: Mapping[str, Any] | None = None
@@ -147,20 +149,20 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
 
     def tensor_name(self, name: str) -> str:
         """The Hugging Face name of a tensor; its name in the file if models have no such tensor."""
-        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias))?", name):
+        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias|scale))?", name):
             layer, module, expert, suffix = match.groups()
             own = self.layer_tensors.get(module if suffix is None else f"{module}.{suffix}")
             if own is not None and expert is None:
                 return f"model.layers.{layer}.{own}"
 
             known = self.layer_modules.get(module)
-            if known is None or suffix is None or (expert is None) == ("{}" in known):
+            if known is None or suffix in (None, "scale") or (expert is None) == ("{}" in known):
                 return name
 
             return f"model.layers.{layer}.{known.format(expert)}.{suffix}"
 
         module, _, suffix = name.rpartition(".")
-        return f"{MODULES[module]}.{suffix}" if module in MODULES else name
+        return f"{self.modules[module]}.{suffix}" if module in self.modules else name
 
 
 class OriginalFiles(Struct, frozen=True, kw_only=True):
