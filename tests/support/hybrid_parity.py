@@ -82,8 +82,8 @@ def num_wrong(decoder: Decoder, token_ids: torch.Tensor, expected: torch.Tensor,
 def stacked_and_each(given: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The tensors of a model with the experts of a layer in one tensor, and with a tensor for each matrix."""
     stacked, each, matrices = dict(given), dict(given), dict[tuple[str, str], list[torch.Tensor]]()
-    for name in [name for name in given if ".mlp.experts." in name]:
-        prefix, rest = name.split(".mlp.experts.")
+    for name in [name for name in given if ".experts." in name]:
+        prefix, rest = name.split(".experts.")
         del stacked[name], each[name]
         if rest == "gate_up_proj":
             gate, up = given[name].chunk(2, 1)
@@ -96,10 +96,10 @@ def stacked_and_each(given: dict[str, torch.Tensor]) -> list[dict[str, torch.Ten
     assert matrices
     for (prefix, part), found in matrices.items():
         for index, matrix in enumerate(found):
-            each[f"{prefix}.mlp.experts.{index}.{part}_proj.weight"] = matrix.clone()
+            each[f"{prefix}.experts.{index}.{part}_proj.weight"] = matrix.clone()
         if part == "gate":
             both = zip(found, matrices[prefix, "up"], strict=True)
-            stacked[f"{prefix}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+            stacked[f"{prefix}.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
         elif part == "down":
-            stacked[f"{prefix}.mlp.experts.down_proj"] = torch.stack(found)
+            stacked[f"{prefix}.experts.down_proj"] = torch.stack(found)
     return [stacked, each]
