@@ -158,8 +158,11 @@ def test_files_of_gemma_4_equal_their_models(family: str, seed: int, kind: Q, tm
         ({"attention.value_length_swa": 8}, "value_length_swa=8, expected 16"),
         ({"rope.dimension_count_swa": 8}, "rope.dimension_count_swa=8, expected 16"),
         ({"rope.dimension_count": 8}, "rope.dimension_count=8, expected 32"),
-        ({"attention.head_count_kv": [2, 2, 1, 1, 2]}, "head_count_kv=.*, expected one number for a kind"),
-        ({"attention.head_count_kv": [2]}, r"head_count_kv=\[2\], expected one number for a kind"),
+        (
+            {"attention.head_count_kv": [2, 2, 1, 1, 2]},
+            "head_count_kv=.*, expected one number for layers of a kind",
+        ),
+        ({"attention.head_count_kv": [2]}, r"head_count_kv=\[2\], expected one number for layers of a kind"),
         ({"attention.shared_kv_layers": 5}, "shared_kv_layers=5, expected 0 to 4"),
         ({"feed_forward_length": [64, 64, 64, 64, 96]}, "feed_forward_length=.*, expected one number"),
         ({"feed_forward_length": [64, 64, 64, 96, 96]}, "feed_forward_length of 96 in the last 2 layers"),

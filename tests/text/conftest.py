@@ -91,7 +91,8 @@ def gemma4_json() -> str:
     corpus = ["".join(char for char in line if char.isascii() or char == "中") for line in CORPUS]
     trained.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=260, show_progress=False))
     model = json.loads(trained.to_str())["model"]
-    pieces = ["<unk>", "<bos>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"], "<extra>"]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "<bos>", "<eos>", *byte_tokens, *model["vocab"], "<extra>"]
     raw = tokenizers.Tokenizer(
         models.BPE(
             {piece: index for index, piece in enumerate(pieces)},

@@ -259,7 +259,8 @@ def gguf_entry(file: GGUFSettings, key: str, layers: Sequence[int]) -> Any:
 
     values = {found[index] for index in layers if index < len(found)}
     if len(values) != 1 or len(found) != file.num_layers:
-        raise ModelLoadError(f"{file.place}{key}={short_repr(found)}, expected one number for a kind of layer")
+        expected = "one number for layers of a kind"
+        raise ModelLoadError(f"{file.place}{key}={short_repr(found)}, expected {expected}")
 
     return values.pop()
 

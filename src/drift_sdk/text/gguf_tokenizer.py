@@ -167,8 +167,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """
     model = metadata.get("tokenizer.ggml.model")
     if model not in MODELS:
-        expected = ", ".join(map(repr, MODELS[:-1]))
-        raise ModelLoadError(f"tokenizer.ggml.model={short_repr(model)}: expected {expected} or {MODELS[-1]!r}")
+        expected = f"one of {', '.join(map(repr, MODELS))}"
+        raise ModelLoadError(f"tokenizer.ggml.model={short_repr(model)}: expected {expected}")
 
     tokens, types = _read_tokens(metadata, model)
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
