@@ -167,6 +167,35 @@ def test_rejected_drafts_change_no_token(kind: str) -> None:
 
 @pytest.mark.usefixtures("steady_dots")
 @pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+@pytest.mark.parametrize("num_drafts", slow_after(1, [0, 2]))
+def test_steps_that_no_prompt_ends_in_leave_out_layers_without_keys(num_drafts: int) -> None:
+    """With the bits of steps that do not, also behind prefix hits. None is left out if rows are read."""
+    decoder, (long, sampling) = decoder_of("E2B and E4B"), requests_of(2)[4]
+    asking = sampling_of(len(long), 2, num_logprobs=1, num_prompt_logprobs=1)
+    results, counts = [], []
+    for is_cut in (True, False):
+        for case in ([(long, sampling)] * 2, [(long, asking)]):
+            executor = graph_executor(decoder, num_drafts)
+            graphs = executor._graphs
+            ((size, inner),) = graphs.inner.items()
+            assert size == max(graphs.prefill)
+            if not is_cut:
+                graphs.inner.clear()
+            results.append(run(executor, case, num_drafts=num_drafts))
+            counts.append(inner.num_launches)
+    assert results[:2] == results[2:]
+    assert counts[0] > 0 and counts[1:] == [0, 0, 0]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+def test_models_whose_layers_all_keep_keys_have_no_shorter_steps() -> None:
+    executor = graph_executor(decoder_of("12B and 31B"))
+    assert not executor._graphs.inner
+    executor.close()
+
+
+@pytest.mark.usefixtures("steady_dots")
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
 @pytest.mark.parametrize(
     "kind", slow_after(1, ["wide heads", *(kind for kind in KINDS if kind != "wide heads")])
 )
