@@ -89,10 +89,10 @@ def test_a_conversation_hits_behind_the_window() -> None:
 
 
 def test_long_sessions_beside_each_other_hit_behind_their_windows() -> None:
-    """Two conversations of 50,000 tokens, turn by turn, in window blocks for a few thousand tokens. What
-    sequences hold of these does not grow."""
+    """Two conversations of 50,000 tokens, turn by turn, in window blocks for a few thousand tokens: two
+    windows each, and the chunks in flight. What sequences hold of these does not grow."""
     window, size, budget, num_answered = 512, 64, 1024, 12
-    num_window_blocks = 2 * (2 + window // size) + 2 * budget // size
+    num_window_blocks = 4 * (1 + window // size) + 2 * budget // size
     rig = window_rig(
         window=window,
         block_size=size,
@@ -113,7 +113,7 @@ def test_long_sessions_beside_each_other_hit_behind_their_windows() -> None:
         assert num_held(rig) == 0
         cached = [(len(turn.token_ids) - 1) // size * size for turn in turns]
         sessions = [turn.token_ids + other(6000) for turn in turns]
-    assert most <= num_window_blocks == 52
+    assert most <= 2 * (2 + window // size) + 2 * budget // size < num_window_blocks
     assert min(cached) > 40_000
     assert windows(rig).num_lost_tokens == 0 and rig.scheduler.num_preemptions == 0
 
