@@ -387,6 +387,25 @@ def test_scales_that_are_missing_or_misshapen_are_named(
         load(tmp_path / "quantised", "stored")
 
 
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_quantised_experts_in_one_tensor_are_refused(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, has_scales: bool
+) -> None:
+    """Published files of Gemma 4 have quantised experts one by one, and stacked ones in bfloat16."""
+    ignored = (*NO_VOCABULARY, "router.", "experts.")
+    folder, quantised = model_folder(GEMMA4_EXPERTS), tmp_path / "quantised"
+    write_checkpoint(folder, "fp8, blocks", quantised, tmp_path / "twin", ignored=ignored)
+    file = quantised / "model.safetensors"
+    stacked = stacked_and_each(load_file(file))[0]
+    name = "model.layers.0.experts.gate_up_proj"
+    codes = {name: stacked[name].to(torch.float8_e4m3fn)}
+    scales = {f"{name}_scale_inv": torch.ones(len(stacked[name]), 1, 1)} if has_scales else {}
+    save_file(stacked | codes | scales, file)
+    message = "gate_up_proj_scale_inv of shape .* is not part" if has_scales else f"{name} is stored as"
+    with pytest.raises(ModelLoadError, match=message):
+        load(quantised, "stored")
+
+
 @pytest.mark.parametrize("variant", ["specforge", "speculators", "norm before fc"])
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 def test_drafts_are_quantised_at_load(
