@@ -124,9 +124,10 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     layer_modules:  Hugging Face names of a layer's modules, by their names in the file; "{}" is an expert's
                     number.
     layer_tensors:  Hugging Face names of a layer's tensors that belong to no module, likewise. Their names in
-                    the file may have no suffix.
+                    the file may have no suffix, or the suffix "scale".
     mtp:            Hugging Face names of the layer that predicts one more token, by the number of the
                     decoder's layers, behind which files have it; None: it is not read.
+    modules:        Hugging Face names of modules outside layers, likewise.
     is_permuted:    the rows of query and key projections are interleaved, see `GGUFFile.get`.
     is_partial:     a part of each head may be rotated.
     yarn:           settings of YaRN that files do not say; None: YaRN is not implemented.
@@ -143,6 +144,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = {}
     mtp: Callable[[int], MtpNames] | None = None
+    modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     is_permuted: bool = False
     is_partial: bool = False
     yarn: Mapping[str, Any] | None = None
@@ -168,7 +170,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
             is_read = mtp is not None and int(layer) == num_layers and module in NEXTN_FIELDS
             return (getattr(mtp, NEXTN_FIELDS[module]) or name) if is_read else name
 
-        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias))?", name):
+        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias|scale))?", name):
             layer, module, expert, suffix = match.groups()
             prefix = f"model.layers.{layer}" if mtp is None or int(layer) != num_layers else mtp.layer
             own = self.layer_tensors.get(module if suffix is None else f"{module}.{suffix}")
@@ -176,13 +178,13 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
                 return f"{prefix}.{own}"
 
             known = self.layer_modules.get(module)
-            if known is None or suffix is None or (expert is None) == ("{}" in known):
+            if known is None or suffix in (None, "scale") or (expert is None) == ("{}" in known):
                 return name
 
             return f"{prefix}.{known.format(expert)}.{suffix}"
 
         module, _, suffix = name.rpartition(".")
-        return f"{MODULES[module]}.{suffix}" if module in MODULES else name
+        return f"{self.modules[module]}.{suffix}" if module in self.modules else name
 
 
 class OriginalFiles(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.ngram_history import NGramHistory, next_score, num_right
 from drift_sdk.models.attention import (
     AttentionBatch,
+    LastRows,
     ParallelAttentionBatch,
     SequenceRows,
     TreeAttentionBatch,
@@ -582,11 +583,8 @@ class ModelDrafter:
             rows.append(SequenceRows(span.slot.block_table, end - len(new), len(new)))
             state.num_rows = end
 
-        output = self._forward(tokens, rows)
-        last = -1
-        for span, row in zip(spans, rows, strict=True):
-            last += row.num_rows
-            model_state_of(span.slot).hidden = output[last]
+        for span, output in zip(spans, self._forward(tokens, rows), strict=True):
+            model_state_of(span.slot).hidden = output
 
     def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
         hidden = [output_of(slot) for slot in slots]
@@ -604,9 +602,10 @@ class ModelDrafter:
         return self._forward(tokens, rows)
 
     def _forward(self, tokens: Sequence[int], rows: Sequence[SequenceRows]) -> Tensor:
-        """The model's output [N, H] for tokens."""
+        """The model's output [len(rows), H] for the last token of each sequence."""
         token_ids = torch.tensor(tokens, dtype=torch.int64, device=self._draft.device)
-        return self._draft.forward(token_ids, AttentionBatch(rows, self._cache), self._cache)[0]
+        batch, last = AttentionBatch(rows, self._cache), LastRows.of(rows, [1] * len(rows))
+        return self._draft.forward(token_ids, batch, self._cache, last=last)[0]
 
 
 def output_of(slot: Slot) -> Tensor:

@@ -294,8 +294,8 @@ class ForwardPass:
             rows = self._rows
             self._exchange.share_drafts((rows.slot, rows.token, rows.position if parent is None else parent))
 
-    def run(self) -> None:
-        """Record the kernels of all layers."""
+    def run(self, num_layers: int | None = None) -> None:
+        """Record the kernels of the first `num_layers` layers; None: of all."""
         rows, stream, decoder = self._rows, self._stream, self._decoder
         if self._exchange is not None:
             self._exchange.begin()
@@ -305,7 +305,7 @@ class ForwardPass:
         self._attention.plan()
         if self._recurrent is not None:
             self._recurrent.begin()
-        layers = zip(decoder.spec.layers, decoder.weights.layers, strict=True)
+        layers = zip(decoder.spec.layers[:num_layers], decoder.weights.layers[:num_layers], strict=True)
         for index, (layer, weights) in enumerate(layers):
             stream.add_mixer(index, *self._mix(weights.mixer, layer.mixer, index))
             stream.add_channel(index, *self._channel(weights.channel, layer.channel, index))

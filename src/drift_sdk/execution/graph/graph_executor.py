@@ -102,6 +102,9 @@ class ProductLog:
         if is_exact:
             for num_rows, replay in graphs.prefill.items():
                 graphs.prefill[num_rows] = self._watched(replay, self._layers(num_rows))
+            for num_rows, replay in graphs.inner.items():
+                inner = self._layers(num_rows, self._decoder.spec.first_reader)
+                graphs.inner[num_rows] = self._watched(replay, inner)
 
     def reset(self) -> None:
         """Forget what was counted."""
@@ -123,8 +126,8 @@ class ProductLog:
         self._products[name] = products
         return WatchedReplay(replay, lambda: self._num_launches.update((name,)))
 
-    def _layers(self, num_rows: int) -> Products:
-        return Counter(_layer_products("", self._decoder.weights.layers, num_rows))
+    def _layers(self, num_rows: int, num_layers: int | None = None) -> Products:
+        return Counter(_layer_products("", self._decoder.weights.layers[:num_layers], num_rows))
 
     def _head(self, num_rows: int) -> Products:
         return Counter(_product("head", self._decoder.weights.head, num_rows))
