@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.execution.eager.drafters import (
+    AssistantDrafter,
     DFlashDrafter,
     Drafter,
     EagleDrafter,
@@ -19,6 +20,7 @@ from drift_sdk.execution.eager.drafters import (
     ModelDrafter,
     NGramDrafter,
 )
+from drift_sdk.models.assistant import AssistantDecoder
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
@@ -218,6 +220,28 @@ class DFlashDrafterFactory(DrafterFactory):
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
         return DFlashDrafter(self.head, limits)
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter | None:
+        self.check_graphs()
+        return None
+
+
+class AssistantDrafterFactory(DrafterFactory):
+    """The assistant of a Gemma 4 model."""
+
+    always_drafts = True
+    graph_obstacle = "CUDA graphs do not support assistants"
+
+    def __init__(
+        self, draft: AssistantDecoder, draft_choices: Sequence[int], *, is_adaptive: bool = True
+    ) -> None:
+        super().__init__(draft_choices, is_adaptive=is_adaptive)
+        self.assistant = draft
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
+        return AssistantDrafter(self.assistant, target)
 
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
