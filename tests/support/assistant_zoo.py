@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def make_assistant(seed: int, folder: Path, target: Any, *, num_clusters: int = 
     kinds = [LAYER_TYPES[0], LAYER_TYPES[0], LAYER_TYPES[1]]
     settings = {
         **{name: value for name, value in given.items() if name not in OWN},
-        "hidden_size": 40,
+        "hidden_size": given["hidden_size"],
         "intermediate_size": 72,
         "num_hidden_layers": len(kinds),
         "layer_types": kinds,
@@ -126,25 +125,27 @@ def _store_keys(target: Any) -> None:
 def make_often_right(folder: Path, assistant: Path) -> None:
     """Change the weights of a model and its assistant so that drafts are often right, and often wrong.
 
-    The next token depends mostly on the one before, because layers add little to the residual stream, and the
-    assistant hands on the embedding, which is that of the target in its first columns.
+    The model has a head of its own. The next token depends mostly on the one before, because layers add
+    little to the residual stream, and the assistant, of its width, begins with the embedding and has its
+    head.
     """
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
+    tensors = _with_small_layers(folder)
+    tensors["lm_head.weight"].mul_(3.0)  # fewer near ties
+    own = _with_small_layers(assistant)
+    width = own["pre_projection.weight"].shape[0]
+    own["pre_projection.weight"].mul_(0.01)[:, :width] += torch.eye(width)
+    own["model.embed_tokens.weight"] = tensors["lm_head.weight"].clone()
+    own["model.norm.weight"] = tensors["model.norm.weight"].clone()
+    if (name := "masked_embedding.centroids.weight") in own:
+        clusters = own["masked_embedding.token_ordering"].view(len(own[name]), -1)
+        own[name] = own["model.embed_tokens.weight"][clusters].mean(1)
+    for path, changed in ((folder, tensors), (assistant, own)):
+        save_file(changed, path / "model.safetensors", {"format": "pt"})
+
+
+def _with_small_layers(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if any(part in name for part in ("o_proj", "down_proj", "per_layer_projection")):
-            tensor.mul_(0.05)
-    save_file(tensors, file, {"format": "pt"})
-    embedding = tensors["model.embed_tokens.weight"]
-    norm = tensors["model.norm.weight"]
-    own = load_file(assistant / "model.safetensors")
-    config = json.loads((assistant / "config.json").read_text())
-    width, target_width = config["text_config"]["hidden_size"], embedding.shape[1]
-    for name, tensor in own.items():
-        if any(part in name for part in ("o_proj", "down_proj")):
-            tensor.mul_(0.05)
-    own["pre_projection.weight"].mul_(0.02)[:, :width] += torch.eye(width)
-    own["post_projection.weight"] = torch.eye(target_width, width)
-    own["model.embed_tokens.weight"] = embedding[:, :width].clone()
-    own["model.norm.weight"] = norm[:width].clone()
-    save_file(own, assistant / "model.safetensors", {"format": "pt"})
+        if name.endswith(("attention_layernorm.weight", "feedforward_layernorm.weight")) and ".post_" in name:
+            tensor.mul_(0.02)
+    return tensors

@@ -232,22 +232,25 @@ class AssistantDrafterFactory(DrafterFactory):
     """The assistant of a Gemma 4 model."""
 
     always_drafts = True
-    graph_obstacle = "CUDA graphs do not support assistants"
 
     def __init__(
         self, draft: AssistantDecoder, draft_choices: Sequence[int], *, is_adaptive: bool = True
     ) -> None:
         super().__init__(draft_choices, is_adaptive=is_adaptive)
-        self.assistant = draft
+        self.assistant, self.draft = draft, draft.layers
+        self.num_graph_layers = draft.config.shape.num_layers * self.draft_choices[-1]
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
         return AssistantDrafter(self.assistant, target)
 
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
-    ) -> RoundDrafter | None:
-        self.check_graphs()
-        return None
+    ) -> RoundDrafter:
+        from drift_sdk.execution.rounds.drafters import AssistantRoundDrafter
+
+        return AssistantRoundDrafter(
+            self.assistant, model, resources.table, resources.workspace, sizes, stages=resources.stages
+        )
 
 
 class ModelDrafterFactory(DrafterFactory):

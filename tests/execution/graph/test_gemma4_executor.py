@@ -1,5 +1,6 @@
 """The graph executor with models of the kinds of Gemma 4 against the eager executor: heads of two sizes, keys
-that are values, layers that read the keys of others, inputs of layers, experts beside an MLP."""
+that are values, layers that read the keys of others, inputs of layers, experts beside an MLP, and drafts of
+an assistant."""
 
 from __future__ import annotations
 
@@ -11,17 +12,25 @@ import pytest
 import torch
 from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
+from msgspec.structs import replace
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after, slow_rows_after
 from tolerances import bound
 
 from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
-from drift_sdk.execution.drafter_factory import NGramDrafterFactory
+from drift_sdk.execution.drafter_factory import (
+    AssistantDrafterFactory,
+    DrafterFactory,
+    NGramDrafterFactory,
+)
+from drift_sdk.execution.eager.drafters import AssistantDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward.kernel_weights import arrange_decoder
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
+from drift_sdk.execution.rounds.drafters import AssistantRoundDrafter
 from drift_sdk.families import read_spec
+from drift_sdk.models.assistant import AssistantConfig, AssistantDecoder
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.speculation import NGram
 from drift_sdk.startup.graph_startup import weights_to_tune
@@ -176,3 +185,147 @@ def test_tokens_have_the_bits_that_they_have_alone(kind: str) -> None:
 def scored(outputs: list[SlotOutput]) -> list[tuple[int, float]]:
     """All tokens, with their log-probabilities."""
     return [(entry.token_id, entry.logprob) for each in outputs for entry in each.logprobs or ()]
+
+
+NUM_DRAFTS, WINDOW_BLOCKS = 3, 16
+TYPES = ["sliding_attention", "full_attention"]
+Drafts = Counter[tuple[int, int, tuple[int, ...]]]
+"""Position of the newest token, this token, and the drafts behind it."""
+
+
+@torch.inference_mode()
+def assistant_of(target: Decoder, kind: str, *, num_clusters: int = 0) -> AssistantDecoder:
+    """A random assistant that is sometimes right: its stream begins with the target's embedding."""
+    absent = {"enable_moe_block": False, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0}
+    layers = {
+        "num_hidden_layers": 2,
+        "layer_types": TYPES,
+        "num_kv_shared_layers": 2,
+        "num_attention_heads": 8,
+    }
+    text = KINDS[kind] | absent | layers
+    settings = {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": target.spec.hidden_size,
+        "text_config": text,
+        "use_ordered_embeddings": num_clusters > 0,
+        "num_centroids": num_clusters,
+        "centroid_intermediate_top_k": max(num_clusters // 4, 1),
+    }
+    draft = AssistantDecoder.random(AssistantConfig.from_hf(settings, target.spec), target, seed=2)
+    draft.weights.pre[:, : target.spec.hidden_size] += torch.eye(target.spec.hidden_size)
+    draft.weights.head.copy_(target.weights.embedding)
+    return draft
+
+
+def run_assistant(
+    executor: EagerExecutor | GraphExecutor, requests: list[Request], window: int = 0
+) -> tuple[list[list[int]], list[SlotOutput]]:
+    outputs: list[SlotOutput] = []
+    tokens = run_scheduled(
+        executor,
+        requests,
+        prefill_token_budget=BUDGET,
+        draft_choices=(0, NUM_DRAFTS),
+        wants_history=True,
+        window=window,
+        on_step=lambda plan, result: outputs.extend([*result.prefill, *result.decode]),
+    )
+    executor.close()
+    return tokens, outputs
+
+
+def eager_assistant(
+    decoder: Decoder, factory: DrafterFactory, limits: ExecutorLimits = LIMITS
+) -> EagerExecutor:
+    return EagerExecutor(decoder, limits, factory.eager_drafter(decoder, limits))
+
+
+def graph_assistant(
+    decoder: Decoder, factory: DrafterFactory, limits: ExecutorLimits = LIMITS, table: TunedTable = NO_TABLE
+) -> GraphExecutor:
+    options = GraphOptions(prefill_token_budget=BUDGET)
+    return GraphExecutor(InterpretedDevice(), decoder, limits, table, options, drafter_factory=factory)
+
+
+@pytest.fixture
+def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
+    """What assistants propose on the eager executor."""
+    found: Drafts = Counter()
+    propose = AssistantDrafter.propose
+
+    def watched(self: AssistantDrafter, slots: Any, limits: Any) -> Any:
+        drafts = propose(self, slots, limits)
+        found.update(
+            (slot.length - 1, slot.last_token, tuple(draft.token_ids))
+            for slot, draft in zip(slots, drafts, strict=True)
+            if draft.token_ids
+        )
+        return drafts
+
+    monkeypatch.setattr(AssistantDrafter, "propose", watched)
+    return found
+
+
+@pytest.fixture
+def graph_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
+    """What assistants propose on the graph executor."""
+    found: Drafts = Counter()
+    propose = AssistantRoundDrafter.propose
+
+    def watched(self: AssistantRoundDrafter, rows: Any, *, num_slots: int, num_draft_tokens: int) -> None:
+        before = (
+            None
+            if self._model.cache.groups is None
+            else [each.keys.clone() for each in self._model.cache.groups]
+        )
+        propose(self, rows, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
+        for one, other in zip(before or (), self._model.cache.groups, strict=True):
+            assert torch.equal(one.view(torch.int32), other.keys.view(torch.int32))
+        columns = (each.view(num_slots, -1).tolist() for each in (rows.slot, rows.position, rows.token))
+        for slots, positions, tokens in zip(*columns, strict=True):
+            drafts = tuple(token for slot, token in zip(slots[1:], tokens[1:], strict=True) if slot >= 0)
+            if drafts:
+                found[positions[0], tokens[0], drafts] += 1
+
+    monkeypatch.setattr(AssistantRoundDrafter, "propose", watched)
+    return found
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+@pytest.mark.parametrize(
+    ("kind", "num_clusters", "window_blocks"),
+    slow_rows_after(
+        1,
+        [
+            ("12B and 31B", 20, WINDOW_BLOCKS),
+            ("wide heads", 0, 0),
+            ("E2B and E4B", 20, WINDOW_BLOCKS),
+            ("26B", 0, 0),
+            ("wide heads", 0, WINDOW_BLOCKS),
+        ],
+    ),
+)
+def test_assistants_draft_as_on_the_eager_executor(
+    kind: str, num_clusters: int, window_blocks: int, eager_drafts: Drafts, graph_drafts: Drafts
+) -> None:
+    """In requests that share beginnings, with chunks of prompts, more requests than slots, and drafts that
+    are accepted and rejected."""
+    decoder, requests = decoder_of(kind), requests_of(6)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), requests)
+    factory = AssistantDrafterFactory(assistant_of(decoder, kind, num_clusters=num_clusters), (NUM_DRAFTS,))
+    limits = replace(LIMITS, num_window_blocks=window_blocks)
+    window = KINDS[kind]["sliding_window"] + 63 if window_blocks else 0
+    tokens, outputs = run_assistant(eager_assistant(decoder, factory, limits), requests, window)
+    assert tokens == expected
+    arrange_decoder(decoder, factory.draft)
+    table = WatchedTable(element_bytes=4)
+    tokens, found = run_assistant(graph_assistant(decoder, factory, limits, table), requests, window)
+    assert tokens == expected
+    assert table.used == {weight.key for weight in weights_to_tune(decoder.weights, factory.draft.weights)}
+    assert graph_drafts == eager_drafts
+    assert graph_drafts.total() > 10
+    drafted, accepted = (
+        sum(getattr(each, name) for each in found) for name in ("num_drafted", "num_accepted")
+    )
+    assert 0 < accepted < drafted
