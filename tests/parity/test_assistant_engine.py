@@ -208,7 +208,7 @@ def run(
 
 def assert_drafts(model: Model, drafter: Watched) -> None:
     """The outputs that were seen equal those of a pass over the whole sequence."""
-    assert len(drafter.seen) > 300
+    assert len(drafter.seen) > 150
     for seed, tokens in model.sequences.items():
         seen = [(length, output) for other, length, output in drafter.seen if other == seed]
         if not seen:
@@ -310,7 +310,7 @@ def test_an_assistant_of_another_model_is_refused(
     """If it is required; otherwise a warning names what differs."""
     save("12B and 31B", tmp_path / "gemma")
     make_model(1, tmp_path / "llama")
-    message = "backbone_hidden_size=64, its target has a hidden size of"
+    message = "the draft has vocab_size=160, its target 500"
     options = {"draft": tmp_path / "gemma" / "assistant", "required": required}
     if required:
         with pytest.raises(ModelLoadError, match=message):

@@ -146,6 +146,8 @@ def make_often_right(folder: Path, assistant: Path) -> None:
 def _with_small_layers(folder: Path) -> dict[str, torch.Tensor]:
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith(("attention_layernorm.weight", "feedforward_layernorm.weight")) and ".post_" in name:
+        if ".post_" in name and name.endswith(
+            ("attention_layernorm.weight", "feedforward_layernorm.weight", "input_norm.weight")
+        ):
             tensor.mul_(0.02)
     return tensors
