@@ -250,12 +250,18 @@ def test_own_drafts_do_not_change_tokens(model: Model, variant: dict[str, int]) 
     assert_drafts(model, found.drafter)
 
 
-def test_ngrams_and_adaptive_drafts(model: Model) -> None:
-    found = run(model, VARIANTS[0], adaptive=True, ngrams=NGram(min_length=1))
+def test_ngrams_beside_the_assistant(model: Model) -> None:
+    found = run(model, VARIANTS[0], ngrams=NGram(min_length=1))
     assert tokens_of(found.completions) == tokens_of(model.alone)
     stats = [each.speculation for each in found.completions if each.speculation is not None]
     assert 0 < sum(each.num_ngram_drafted for each in stats) < sum(each.num_drafted for each in stats)
     assert_drafts(model, found.drafter)
+
+
+@pytest.mark.slow
+def test_adaptive_drafts(model: Model) -> None:
+    """With numbers of drafts that the policy chooses."""
+    assert tokens_of(run(model, VARIANTS[0], adaptive=True).completions) == tokens_of(model.alone)
 
 
 @pytest.mark.slow
