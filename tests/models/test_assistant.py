@@ -161,6 +161,7 @@ def test_assistants_are_known_by_architecture_and_type(unified: bool, tmp_path: 
     assert is_assistant({"model_type": config["model_type"]})
     assert is_assistant({"architectures": config["architectures"]})
     assert not is_assistant(config["text_config"])
+    assert not is_assistant({"model_type": {}, "architectures": "Gemma4AssistantForCausalLM"})
     assert AssistantConfig.from_hf(config, target.spec) == draft.config
 
 
@@ -183,6 +184,7 @@ TEXT = "text_config"
         ({"backbone_hidden_size": None}, "backbone_hidden_size=None, its target has"),
         ({TEXT: 3}, "text_config=3: expected a table"),
         ({"model_type": "gemma5_assistant"}, "model_type='gemma5_assistant': expected 'gemma4_assistant' or"),
+        ({"model_type": []}, r"model_type=\[\]: expected 'gemma4_assistant' or"),
         ({TEXT: {"model_type": "llama"}}, "text_config: model_type='llama': expected 'gemma4_text'"),
         ({TEXT: {"num_kv_shared_layers": 1}}, "num_kv_shared_layers=1: expected 3, all layers"),
         ({TEXT: {"enable_moe_block": True}}, "enable_moe_block=True: only 0 or false is implemented"),

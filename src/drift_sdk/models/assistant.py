@@ -103,7 +103,7 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes an assistant."""
     architectures = config.get("architectures")
     is_named = isinstance(architectures, list) and any(name in ARCHITECTURES for name in architectures)
-    return is_named or config.get("model_type") in MODEL_TYPES
+    return is_named or config.get("model_type") in tuple(MODEL_TYPES)
 
 
 def _read_shape(config: Mapping[str, Any]) -> ModelSpec:
@@ -112,7 +112,7 @@ def _read_shape(config: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(text, Mapping):
         raise ModelLoadError(f"config: text_config={short_repr(text)}: expected a table of settings")
 
-    expected = MODEL_TYPES.get(kind)
+    expected = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
     if expected is None:
         known = " or ".join(map(repr, MODEL_TYPES))
         raise ModelLoadError(f"config: model_type={short_repr(kind)}: expected {known}")

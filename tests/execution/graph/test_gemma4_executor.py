@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,24 +18,29 @@ from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after, slow_rows_after
 from tolerances import bound
 
+from drift_sdk._kernels.draft.draft_rows import keep_last_rows
 from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
 from drift_sdk.execution.drafter_factory import (
     AssistantDrafterFactory,
     DrafterFactory,
+    HybridDrafterFactory,
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.drafters import AssistantDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward.kernel_weights import arrange_decoder
+from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
-from drift_sdk.execution.rounds.drafters import AssistantRoundDrafter
+from drift_sdk.execution.rounds.drafters import AssistantRoundDrafter, VerifiedRows
 from drift_sdk.families import read_spec
+from drift_sdk.models import assistant
 from drift_sdk.models.assistant import AssistantConfig, AssistantDecoder
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.speculation import NGram
 from drift_sdk.startup.graph_startup import weights_to_tune
 from drift_sdk.steps import ExecutorLimits, SlotOutput, SlotSampling
+from drift_sdk.trees import Draft
 
 pytestmark = pytest.mark.kernel
 
@@ -189,7 +195,7 @@ def scored(outputs: list[SlotOutput]) -> list[tuple[int, float]]:
 
 NUM_DRAFTS, WINDOW_BLOCKS = 3, 16
 TYPES = ["sliding_attention", "full_attention"]
-Drafts = Counter[tuple[int, int, tuple[int, ...]]]
+Drafts: TypeAlias = Counter[tuple[int, int, tuple[int, ...]]]
 """Position of the newest token, this token, and the drafts behind it."""
 
 
@@ -248,84 +254,219 @@ def graph_assistant(
     return GraphExecutor(InterpretedDevice(), decoder, limits, table, options, drafter_factory=factory)
 
 
-@pytest.fixture
-def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
-    """What assistants propose on the eager executor."""
-    found: Drafts = Counter()
-    propose = AssistantDrafter.propose
+class Oracle:
+    """Takes the place of what was drafted, which is recorded: the first drafts are right, as many as the
+    position says, and the others wrong.
 
-    def watched(self: AssistantDrafter, slots: Any, limits: Any) -> Any:
+    answers: by seed, all tokens of a request; None: the drafts remain.
+    """
+
+    def __init__(self) -> None:
+        self.answers: list[list[int]] | None = None
+        self.drafts: Drafts = Counter()
+
+    def __call__(self, seed: int, position: int, token: int, drafts: Sequence[int]) -> list[int]:
+        """The drafts that are verified."""
+        self.drafts[position, token, tuple(drafts)] += 1
+        if self.answers is None:
+            return list(drafts)
+
+        right = [*self.answers[seed], *[0] * NUM_DRAFTS][position + 1 : position + 1 + len(drafts)]
+        num_right = position % (NUM_DRAFTS + 1)
+        return [each if index < num_right else (each + 1) % 120 for index, each in enumerate(right)]
+
+
+@pytest.fixture
+def eager_oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """Of assistants on the eager executor."""
+    oracle, propose = Oracle(), AssistantDrafter.propose
+
+    def watched(self: AssistantDrafter, slots: Any, limits: Any) -> list[Draft]:
         drafts = propose(self, slots, limits)
-        found.update(
-            (slot.length - 1, slot.last_token, tuple(draft.token_ids))
-            for slot, draft in zip(slots, drafts, strict=True)
+        return [
+            Draft.chain(oracle(slot.sampling.seed, slot.length - 1, slot.last_token, draft.token_ids))
             if draft.token_ids
-        )
-        return drafts
+            else draft
+            for slot, draft in zip(slots, drafts, strict=True)
+        ]
 
     monkeypatch.setattr(AssistantDrafter, "propose", watched)
-    return found
+    return oracle
 
 
 @pytest.fixture
-def graph_drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
-    """What assistants propose on the graph executor."""
-    found: Drafts = Counter()
-    propose = AssistantRoundDrafter.propose
+def graph_oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """Of assistants on the graph executor, which are watched not to write to the cache."""
+    oracle, propose = Oracle(), AssistantRoundDrafter.propose
 
-    def watched(self: AssistantRoundDrafter, rows: Any, *, num_slots: int, num_draft_tokens: int) -> None:
-        before = (
-            None
-            if self._model.cache.groups is None
-            else [each.keys.clone() for each in self._model.cache.groups]
-        )
+    def watched(self: AssistantRoundDrafter, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
+        groups = self._model.cache.groups
+        before = [each.keys.clone() for each in groups]
         propose(self, rows, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
-        for one, other in zip(before or (), self._model.cache.groups, strict=True):
+        for one, other in zip(before, groups, strict=True):
             assert torch.equal(one.view(torch.int32), other.keys.view(torch.int32))
-        columns = (each.view(num_slots, -1).tolist() for each in (rows.slot, rows.position, rows.token))
-        for slots, positions, tokens in zip(*columns, strict=True):
-            drafts = tuple(token for slot, token in zip(slots[1:], tokens[1:], strict=True) if slot >= 0)
-            if drafts:
-                found[positions[0], tokens[0], drafts] += 1
+        slots, positions, tokens = (
+            each.view(num_slots, -1) for each in (rows.slot, rows.position, rows.token)
+        )
+        for slot, position, token in zip(slots.tolist(), positions.tolist(), tokens, strict=True):
+            number = sum(each >= 0 for each in slot[1:])
+            if number:
+                seed = int(self._table.columns.seed[slot[0]])
+                newest, *drafts = token[: 1 + number].tolist()
+                token[1 : 1 + number] = torch.tensor(oracle(seed, position[0], newest, drafts))
 
     monkeypatch.setattr(AssistantRoundDrafter, "propose", watched)
-    return found
+    return oracle
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
-@pytest.mark.parametrize(
-    ("kind", "num_clusters", "window_blocks"),
-    slow_rows_after(
-        1,
-        [
-            ("12B and 31B", 20, WINDOW_BLOCKS),
-            ("wide heads", 0, 0),
-            ("E2B and E4B", 20, WINDOW_BLOCKS),
-            ("26B", 0, 0),
-            ("wide heads", 0, WINDOW_BLOCKS),
-        ],
-    ),
-)
-def test_assistants_draft_as_on_the_eager_executor(
-    kind: str, num_clusters: int, window_blocks: int, eager_drafts: Drafts, graph_drafts: Drafts
-) -> None:
-    """In requests that share beginnings, with chunks of prompts, more requests than slots, and drafts that
-    are accepted and rejected."""
-    decoder, requests = decoder_of(kind), requests_of(6)
+def seeded(requests: list[Request]) -> list[Request]:
+    """The requests, with their numbers as seeds."""
+    return [(prompt, replace(sampling, seed=index)) for index, (prompt, sampling) in enumerate(requests)]
+
+
+def drafts_of_both(
+    kind: str, eager: Oracle, graph: Oracle, *, num_clusters: int, window_blocks: int, is_oracle: bool
+) -> list[SlotOutput]:
+    """Run requests without drafts, and with an assistant on both executors: the tokens are the same. Returns
+    the outputs of the graph executor."""
+    decoder, requests = decoder_of(kind), seeded(requests_of(10))
     expected, _ = run(EagerExecutor(decoder, LIMITS), requests)
+    if is_oracle:
+        eager.answers = graph.answers = [
+            [*prompt, *tokens] for (prompt, _), tokens in zip(requests, expected, strict=True)
+        ]
     factory = AssistantDrafterFactory(assistant_of(decoder, kind, num_clusters=num_clusters), (NUM_DRAFTS,))
     limits = replace(LIMITS, num_window_blocks=window_blocks)
     window = KINDS[kind]["sliding_window"] + 63 if window_blocks else 0
-    tokens, outputs = run_assistant(eager_assistant(decoder, factory, limits), requests, window)
+    tokens, _ = run_assistant(eager_assistant(decoder, factory, limits), requests, window)
     assert tokens == expected
     arrange_decoder(decoder, factory.draft)
     table = WatchedTable(element_bytes=4)
     tokens, found = run_assistant(graph_assistant(decoder, factory, limits, table), requests, window)
     assert tokens == expected
     assert table.used == {weight.key for weight in weights_to_tune(decoder.weights, factory.draft.weights)}
-    assert graph_drafts == eager_drafts
-    assert graph_drafts.total() > 10
+    return found
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+@pytest.mark.parametrize(
+    ("kind", "num_clusters", "window_blocks", "is_oracle"),
+    slow_rows_after(
+        1,
+        [
+            ("12B and 31B", 20, WINDOW_BLOCKS, True),
+            ("wide heads", 0, 0, True),
+            ("12B and 31B", 0, 0, False),
+            ("E2B and E4B", 20, WINDOW_BLOCKS, False),
+            ("26B", 0, 0, True),
+            ("wide heads", 0, WINDOW_BLOCKS, False),
+        ],
+    ),
+)
+def test_assistants_draft_as_on_the_eager_executor(
+    kind: str,
+    num_clusters: int,
+    window_blocks: int,
+    is_oracle: bool,
+    eager_oracle: Oracle,
+    graph_oracle: Oracle,
+) -> None:
+    """In requests that share beginnings, with chunks of prompts, more requests than slots, and drafts that
+    are accepted and rejected; with those of an oracle, every number of them."""
+    found = drafts_of_both(
+        kind,
+        eager_oracle,
+        graph_oracle,
+        num_clusters=num_clusters,
+        window_blocks=window_blocks,
+        is_oracle=is_oracle,
+    )
+    assert graph_oracle.drafts == eager_oracle.drafts
+    assert graph_oracle.drafts.total() > 10
     drafted, accepted = (
         sum(getattr(each, name) for each in found) for name in ("num_drafted", "num_accepted")
+    )
+    assert 0 < accepted < drafted
+    if is_oracle:
+        counts = {each.num_accepted for each in found if each.num_drafted == NUM_DRAFTS}
+        assert counts == set(range(NUM_DRAFTS + 1))
+
+
+def row_of_rejected(self: AssistantRoundDrafter, verified: VerifiedRows) -> None:
+    """Fault: the last row of a round is kept, whether it was accepted or not."""
+    keep_last_rows(verified.rows.slot, verified.hidden.final, self._streams)
+
+
+def position_before(self: AssistantRoundDrafter, *arguments: Any) -> Rows:
+    """Fault: queries stand at the position before the newest token's."""
+    newest = NEWEST_ROWS(self, *arguments)
+    newest.position.sub_(1)
+    return newest
+
+
+def first_layer_of_a_type(*arguments: Any) -> tuple[int, Any]:
+    """Fault: keys of another layer, the only other one of its heads."""
+    index, mixer = KEPT_LAYER(*arguments)
+    return max(index - 2, 0) if mixer.window is not None else index, mixer
+
+
+NEWEST_ROWS, KEPT_LAYER = AssistantRoundDrafter._newest_rows, assistant._kept_layer
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+@pytest.mark.parametrize(
+    ("name", "fault"), [("draft_extend", row_of_rejected), ("_newest_rows", position_before)]
+)
+def test_planted_faults_in_assistants_are_found(
+    name: str,
+    fault: Any,
+    eager_oracle: Oracle,
+    graph_oracle: Oracle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which do not change tokens."""
+    monkeypatch.setattr(AssistantRoundDrafter, name, fault)
+    drafts_of_both("12B and 31B", eager_oracle, graph_oracle, num_clusters=0, window_blocks=0, is_oracle=True)
+    assert graph_oracle.drafts.total() == eager_oracle.drafts.total() > 10
+    assert graph_oracle.drafts != eager_oracle.drafts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+def test_keys_of_another_layer_are_found(
+    eager_oracle: Oracle, graph_oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In drafts of graphs, with a model of two layers of each type."""
+    monkeypatch.setitem(KINDS, "deep", COMMON | {"num_hidden_layers": 4, "layer_types": TYPES * 2})
+    decoder, requests = decoder_of("deep"), requests_of(4)
+    right = AssistantDrafterFactory(assistant_of(decoder, "deep"), (NUM_DRAFTS,))
+    expected, _ = run_assistant(eager_assistant(decoder, right), requests)
+    monkeypatch.setattr(assistant, "_kept_layer", first_layer_of_a_type)
+    wrong = AssistantDrafterFactory(assistant_of(decoder, "deep"), (NUM_DRAFTS,))
+    arrange_decoder(decoder, wrong.draft)
+    tokens, _ = run_assistant(graph_assistant(decoder, wrong), requests)
+    assert tokens == expected
+    assert graph_oracle.drafts != eager_oracle.drafts
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("steady_dots")
+@pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_ngrams", [False, True])
+def test_assistants_change_no_bit(kind: str, has_ngrams: bool) -> None:
+    """Of log-probabilities, alone without drafts and together with them; also with n-grams beside them."""
+    decoder, requests = decoder_of(kind), requests_of(5)
+    alone = Counter(
+        each for request in requests for each in scored(run(graph_executor(decoder), [request])[1])
+    )
+    factory: DrafterFactory = AssistantDrafterFactory(assistant_of(decoder, kind), (NUM_DRAFTS,))
+    if has_ngrams:
+        factory = HybridDrafterFactory(factory, NGram(min_length=1))
+    _, outputs = run_assistant(graph_assistant(decoder, factory), requests)
+    assert Counter(scored(outputs)) == alone
+    accepted, drafted = (
+        sum(getattr(each, f"num_{name}") for each in outputs) for name in ("accepted", "drafted")
     )
     assert 0 < accepted < drafted
