@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -19,7 +20,7 @@ from slow_cases import slow_after, slow_rows_after
 from tolerances import bound
 
 from drift_sdk._kernels.draft.draft_rows import keep_last_rows
-from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
+from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable, read_products
 from drift_sdk.execution.drafter_factory import (
     AssistantDrafterFactory,
     DrafterFactory,
@@ -248,9 +249,13 @@ def eager_assistant(
 
 
 def graph_assistant(
-    decoder: Decoder, factory: DrafterFactory, limits: ExecutorLimits = LIMITS, table: TunedTable = NO_TABLE
+    decoder: Decoder,
+    factory: DrafterFactory,
+    limits: ExecutorLimits = LIMITS,
+    table: TunedTable = NO_TABLE,
+    shape_log: Path | None = None,
 ) -> GraphExecutor:
-    options = GraphOptions(prefill_token_budget=BUDGET)
+    options = GraphOptions(prefill_token_budget=BUDGET, shape_log=shape_log)
     return GraphExecutor(InterpretedDevice(), decoder, limits, table, options, drafter_factory=factory)
 
 
@@ -325,7 +330,14 @@ def seeded(requests: list[Request]) -> list[Request]:
 
 
 def drafts_of_both(
-    kind: str, eager: Oracle, graph: Oracle, *, num_clusters: int, window_blocks: int, is_oracle: bool
+    kind: str,
+    eager: Oracle,
+    graph: Oracle,
+    *,
+    num_clusters: int,
+    window_blocks: int,
+    is_oracle: bool,
+    shape_log: Path | None = None,
 ) -> list[SlotOutput]:
     """Run requests without drafts, and with an assistant on both executors: the tokens are the same. Returns
     the outputs of the graph executor."""
@@ -342,7 +354,8 @@ def drafts_of_both(
     assert tokens == expected
     arrange_decoder(decoder, factory.draft)
     table = WatchedTable(element_bytes=4)
-    tokens, found = run_assistant(graph_assistant(decoder, factory, limits, table), requests, window)
+    executor = graph_assistant(decoder, factory, limits, table, shape_log)
+    tokens, found = run_assistant(executor, requests, window)
     assert tokens == expected
     assert table.used == {weight.key for weight in weights_to_tune(decoder.weights, factory.draft.weights)}
     return found
@@ -370,9 +383,11 @@ def test_assistants_draft_as_on_the_eager_executor(
     is_oracle: bool,
     eager_oracle: Oracle,
     graph_oracle: Oracle,
+    tmp_path: Path,
 ) -> None:
     """In requests that share beginnings, with chunks of prompts, more requests than slots, and drafts that
     are accepted and rejected; with those of an oracle, every number of them."""
+    shape_log = None if kind == "26B" else tmp_path / "shapes.json"  # products of experts are not logged
     found = drafts_of_both(
         kind,
         eager_oracle,
@@ -380,7 +395,10 @@ def test_assistants_draft_as_on_the_eager_executor(
         num_clusters=num_clusters,
         window_blocks=window_blocks,
         is_oracle=is_oracle,
+        shape_log=shape_log,
     )
+    if shape_log is not None:
+        check_log(shape_log, has_clusters=num_clusters > 0)
     assert graph_oracle.drafts == eager_oracle.drafts
     assert graph_oracle.drafts.total() > 10
     drafted, accepted = (
@@ -390,6 +408,19 @@ def test_assistants_draft_as_on_the_eager_executor(
     if is_oracle:
         counts = {each.num_accepted for each in found if each.num_drafted == NUM_DRAFTS}
         assert counts == set(range(NUM_DRAFTS + 1))
+
+
+def check_log(file: Path, *, has_clusters: bool) -> None:
+    """What was logged are the products that ran: for each draft all weights of an assistant of two layers,
+    but that of the next feature for the last draft of a round."""
+    counts = Counter[str]()
+    for product, number in read_products(file).items():
+        counts[product.role.removeprefix("draft ")] += number * product.role.startswith("draft ")
+    num_drafts = counts["head"]
+    assert counts["post"] * NUM_DRAFTS == num_drafts * (NUM_DRAFTS - 1) > 0
+    assert counts["pre"] == num_drafts and counts["centroids"] == num_drafts * has_clusters
+    for role in ("qkv", "output", "gate_up", "down"):
+        assert counts[role] == 2 * num_drafts
 
 
 def row_of_rejected(self: AssistantRoundDrafter, verified: VerifiedRows) -> None:
