@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from assistant_zoo import make_assistant, make_often_right
 from crowds import (
     VOCAB_SIZE,
     answers,
@@ -195,3 +196,45 @@ def test_prompts_in_another_order_of_summation_are_noticed(
     found, stats = answers(folder, prompts, max_num_seqs=16, kv_cache_tokens=448)
     assert stats.num_preemptions > 0
     assert different(found, expected)
+
+
+def with_assistant(kind: str, folder: Path) -> Path:
+    """Save a model and its assistant, whose drafts are often right and often wrong, with clusters where
+    published ones have them. Return the assistant's folder."""
+    fields = KINDS[kind] | {"tie_word_embeddings": False}  # or most tokens would be followed by themselves
+    target = random_model(transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**fields), seed=3)
+    target.save_pretrained(folder)
+    save_tokenizer(folder, VOCAB_SIZE)
+    make_assistant(3, folder / "assistant", target, num_clusters=40 if kind == "E2B and E4B" else 0)
+    make_often_right(folder, folder / "assistant")
+    return folder / "assistant"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_assistants_change_no_bit(kind: str, tmp_path: Path) -> None:
+    """With prefix hits, cut prompts, preemption, blocks of windows, and n-grams beside them."""
+    draft, prompts = with_assistant(kind, tmp_path), prompts_of(2)
+    expected, _ = answers(tmp_path, prompts, is_alone=True)
+    few, more = (chain_of(number, draft) for number in (3, 7))
+    both = chain_of(3, draft, ngrams=NGram(min_length=1))
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": few},
+        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 448, "prefill_token_budget": 200},
+        {"max_num_seqs": 16, "speculation": both, "prefill_token_budget": 40},
+        {"max_num_seqs": 16, "speculation": replace(few, draft_weights="fp8")},
+    ]
+    assert_same_in_crowds(tmp_path, prompts, expected, modes)
+    _, stats = answers(tmp_path, prompts, speculation=few, max_num_seqs=16)
+    assert all(count > 0 for count in stats.speculation.acceptance_histogram)
+
+
+@pytest.mark.parametrize("kind", ["12B and 31B", "E2B and E4B"])
+def test_assistants_draft_as_on_the_eager_executor(kind: str, tmp_path: Path) -> None:
+    """In float32, where drafts differ in near ties alone."""
+    speculation, prompts = chain_of(3, with_assistant(kind, tmp_path)), prompts_of(4)
+    accepted = []
+    for executor in ("eager", "graph"):
+        _, stats = answers(tmp_path, prompts, dtype="float32", executor=executor, speculation=speculation)
+        accepted.append(stats.num_accepted_tokens)
+    assert accepted[0] > 40
+    assert accepted[1] == pytest.approx(accepted[0], rel=0.05)

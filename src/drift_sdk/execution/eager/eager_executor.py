@@ -23,7 +23,7 @@ from torch import Tensor
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.memory import return_freed_memory
-from drift_sdk.execution.eager.drafters import Drafter, ModelDrafter, NGramDrafter, Span
+from drift_sdk.execution.eager.drafters import Drafter, ModelDrafter, NGramDrafter, ReadsTarget, Span
 from drift_sdk.execution.eager.rounds import (
     PartialRounds,
     RoundChecks,
@@ -158,6 +158,8 @@ class EagerExecutor:
         self._cache: KVCache | None = decoder.empty_kv_cache(
             num_blocks, limits.block_size, limits.num_window_blocks
         )
+        if isinstance(drafter, ReadsTarget):
+            drafter.read_from(self._cache)
         self._device = decoder.device
         self._drafter = drafter
         self._checks = checks
