@@ -22,6 +22,11 @@ Grid of `_attend_latents`: (tiles of query rows, shares). Program (t, s) owns qu
 which is a row of the step with one head, and the s-th share of the plan's tiles of keys. A tile of keys is
 loaded once, for scores and sums.
 
+Sums of partitions are many bytes: of 128 keys of 1,152 bytes each, those of a row of 20 heads take 40 KiB,
+which are written and read. With many sequences a program has many partitions of each. It then adds the ones
+that a sequence begins with by itself, in the order in which decode.py would add them, and writes their sum
+alone (FOLDS). All others are added behind what other programs sum, and are written one by one.
+
 Grid of `_attend_prompts`: (heads, tiles of rows, parts of a tile). A program owns some rows of one chunk with
 one head. It keeps the sums of a partition apart from the sums of partitions before.
 
@@ -35,6 +40,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.decode import AttentionScratch, add_partitions
@@ -68,6 +74,8 @@ ONES_ROWS = tl.constexpr(16)
 MIN_TILE_ROWS, MAX_TILE_ROWS, MAX_FLOAT32_ROWS = 16, 32, 16
 """Query rows of a program, least and most. Two sums of 32 rows and 512 dimensions, which `_attend_prompts`
 has, take 128 registers of each of 256 threads; twice as many rows leave no room for a second tile of keys."""
+MOST_WARPS = 8
+"""Warps of a program with two sums, or with the sums of more rows than the fewest."""
 MAX_PART_DIM = 128
 """Elements of latents that are loaded and multiplied at once. The addresses of wider parts take registers
 that the sums need; so do addresses that the compiler moves out of a loop, which both kernels forbid."""
@@ -107,7 +115,7 @@ def latent_config(num_query_rows: int, head_dim: int, dtype: torch.dtype, tile_k
 
     return LatentConfig(
         tile_rows=tile_rows,
-        num_warps=8 if tile_rows > MIN_TILE_ROWS else 4,
+        num_warps=MOST_WARPS if tile_rows > MIN_TILE_ROWS else 4,
         num_stages=min(num_stages, 2),
     )
 
@@ -231,6 +239,38 @@ def _add_partition(
     return new_maximum, weight, sums
 
 
+FOLDED_SHARE = 6
+"""Shares for each sequence up to which programs add the partitions that a sequence begins with. With more,
+few partitions are first ones, and the sums take registers. No result depends on it."""
+
+
+@device_function
+def _store_sums(
+    sums_ptr,  # [.., NUM_QUERY_ROWS, LATENT_DIM] fp32
+    maxima_ptr,  # [.., NUM_QUERY_ROWS] fp32
+    weights_ptr,  # as maxima
+    partition,  # index of those of all sequences
+    maximum,  # [TILE_ROWS] fp32
+    weight,  # [TILE_ROWS] fp32
+    total,  # parts [PART_DIM, TILE_ROWS] fp32
+    NUM_QUERY_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+):
+    """Store the sums of a partition of the program's query rows."""
+    row, dim = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS), tl.arange(0, PART_DIM)
+    is_row = row < NUM_QUERY_ROWS
+    index = partition.to(tl.int64) * NUM_QUERY_ROWS + row
+    sum_ptrs = sums_ptr + index[None, :] * LATENT_DIM + dim[:, None]
+    for part in tl.static_range(NUM_PARTS):
+        is_dim = (dim < LATENT_DIM - part * PART_DIM)[:, None]
+        tl.store(sum_ptrs + part * PART_DIM, total[part], mask=is_row[None, :] & is_dim)
+    tl.store(maxima_ptr + index, maximum, mask=is_row)
+    tl.store(weights_ptr + index, weight, mask=is_row)
+
+
 EARLY_TILES = tl.constexpr(2)
 """Up to so many tiles for each share, `_attend_latents` permits its dependents to start before it
 computes."""
@@ -257,6 +297,7 @@ def _attend_latents(
     ROWS_PER_SEQUENCE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    FOLDS: tl.constexpr,  # the first partitions of a sequence have one sum
     LATENT_DIM: tl.constexpr,
     PART_DIM: tl.constexpr,  # elements of latents that are loaded and multiplied at once
     NUM_PARTS: tl.constexpr,  # LATENT_DIM / PART_DIM, rounded up
@@ -276,7 +317,6 @@ def _attend_latents(
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * NUM_HEADS
     query_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = query_row < NUM_QUERY_ROWS
-    dim = tl.arange(0, PART_DIM)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
     tile_index = next_partition(
@@ -310,10 +350,14 @@ def _attend_latents(
             query_ptrs + LATENT_DIM, is_live[:, None], HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1
         )[0].T
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
-        first_sum = sequence * num_partitions * NUM_QUERY_ROWS + query_row
+        first_sum = sequence * num_partitions
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
         total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
+        if FOLDS:
+            first_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+            first_weight = tl.zeros((TILE_ROWS,), tl.float32)
+            first_total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
         for tile in tl.range(0, num_own_tiles, num_stages=NUM_STAGES, disable_licm=True):
             first_key = sequence_key + tile * TILE_KEYS
             position = (first_key + tl.arange(0, TILE_KEYS))[:, None]
@@ -333,17 +377,32 @@ def _attend_latents(
             partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
             if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
-                # The partition's last tile: store its sums, and start the next partition.
-                sum_index = first_sum + partition * NUM_QUERY_ROWS
-                sum_ptrs = sums_ptr + sum_index.to(tl.int64)[None, :] * LATENT_DIM + dim[:, None]
-                for part in tl.static_range(NUM_PARTS):
-                    is_dim = (dim < LATENT_DIM - part * PART_DIM)[:, None]
-                    tl.store(sum_ptrs + part * PART_DIM, total[part], mask=is_row[None, :] & is_dim)
-                tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
-                tl.store(weights_ptr + sum_index, tl.max(weight, 0), mask=is_row)
+                # The partition's last tile: store its sums or add them up, and start the next partition.
+                if FOLDS and sequence_key == 0:
+                    first_maximum, first_weight, first_total = _add_partition(
+                        first_maximum, first_weight, first_total, maximum, tl.max(weight, 0), total, NUM_PARTS
+                    )
+                else:
+                    _store_sums(
+                        sums_ptr, maxima_ptr, weights_ptr, first_sum + partition, maximum, tl.max(weight, 0),
+                        total, NUM_QUERY_ROWS, TILE_ROWS, LATENT_DIM, PART_DIM, NUM_PARTS,
+                    )  # fmt: skip
                 maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
                 weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
                 total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
+
+        if FOLDS:
+            if sequence_key == 0:
+                # The sums have the place of the first partition, those of the others none.
+                _store_sums(
+                    sums_ptr, maxima_ptr, weights_ptr, first_sum, first_maximum, first_weight, first_total,
+                    NUM_QUERY_ROWS, TILE_ROWS, LATENT_DIM, PART_DIM, NUM_PARTS,
+                )  # fmt: skip
+                last_key = num_own_tiles * TILE_KEYS - 1
+                for partition in range(1, partition_of(last_key, NARROW, NARROW_END, NUM_DOUBLINGS) + 1):
+                    none = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+                    sum_index = (first_sum + partition) * NUM_QUERY_ROWS + query_row
+                    tl.store(maxima_ptr + sum_index, none, mask=query_row < NUM_QUERY_ROWS)
 
         tile_index += num_own_tiles
 
@@ -456,6 +515,7 @@ def latent_attention(layer: LayerAttention, rows: PlannedRows, scratch: Attentio
     config = latent_config(num_query_rows, layer.head_dim, layer.query.dtype, plan.partitions.tile)
     num_row_tiles = cdiv(num_query_rows, config.tile_rows)
     num_shares = max(1, gpu_limits().num_multiprocessors // num_row_tiles)
+    folds = FOLDED_SHARE * rows.num_sequences >= num_shares
     _attend_latents[(num_row_tiles, num_shares)](
         query_ptr=layer.query,
         keys_ptr=layer.kv.keys,
@@ -465,12 +525,13 @@ def latent_attention(layer: LayerAttention, rows: PlannedRows, scratch: Attentio
         scale=layer.log2_scale,
         max_blocks=layer.block_table.shape[1],
         ROWS_PER_SEQUENCE=rows.rows_per_sequence,
+        FOLDS=folds,
         TILE_KEYS=plan.partitions.tile,
-        **_constants(layer, config),
+        **_constants(layer, replace(config, num_warps=MOST_WARPS) if folds else config),
         **scratch.kernel_arguments(rows),
         **launch_options(),
     )
-    add_partitions(layer, rows, scratch)
+    add_partitions(layer, rows, scratch, has_gaps=folds)
 
 
 def latent_prompt_attention(
