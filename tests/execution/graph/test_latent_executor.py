@@ -19,7 +19,9 @@ from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
 from tolerances import bound
 
+from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -27,12 +29,13 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.execution.forward import latent_attention
+from drift_sdk.execution.forward import channels, latent_attention
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.spec.model import Router
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
 
@@ -141,6 +144,38 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
         for output, other in zip(outputs, others, strict=True):
             for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
                 assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
+
+
+def test_rows_of_experts_are_routed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that the kernel takes, which is computed in three launches here. Only where there is
+    latent attention: other models keep the bits that they have."""
+    routers: list[Router] = []
+
+    def route(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        row_slot: torch.Tensor,
+        rows: ExpertRows,
+        router: Router,
+        correction: torch.Tensor | None,
+    ) -> None:
+        routers.append(router)
+        logits = (x @ weight.T)[None]
+        choose_experts(logits, bias, row_slot, rows, router, dtype=torch.float32, correction_bias=correction)
+        list_rows(rows)
+
+    decoder = decoder_of(CONFIG)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+    monkeypatch.setattr(channels, "has_cuda_route", lambda *_: True)
+    monkeypatch.setattr(channels, "cuda_route", route)
+    monkeypatch.setattr(channels, "choose_experts", None)
+    tokens, _ = run(graph_executor(decoder), 4)
+    assert tokens == expected
+    assert len(routers) > 8 and {router.kind for router in routers} == {"sigmoid"}
+    ungrouped = decoder_of({**CONFIG, "model_type": "glm4_moe", "num_key_value_heads": 3, "head_dim": 8})
+    with pytest.raises(ExecutorError, match="'NoneType' object is not callable"):
+        run(graph_executor(ungrouped), 1)
 
 
 def test_a_key_that_is_not_normalised_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
