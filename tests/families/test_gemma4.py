@@ -14,7 +14,7 @@ from family_zoo import draw_config
 from model_zoo import random_model, save_tokenizer
 from safetensors.torch import load_file, save_file
 
-from drift_sdk import ConfigError, EngineConfig, ModelLoadError
+from drift_sdk import EngineConfig, ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.spec.model import Attention, ParallelExperts
@@ -177,9 +177,9 @@ def test_graphs_compute_all_sizes(size: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
     device, spec = torch.device("cuda"), read_spec(PUBLISHED[size])
     assert executor_factory.choose_executor(EngineConfig(), device, spec) == ("graph", None)
-    with pytest.raises(ConfigError, match="heads of 512 dimensions in float32"):
-        executor_factory.check_attention_room(EngineConfig(), spec, torch.float32, device)
-    executor_factory.check_attention_room(EngineConfig(), spec, torch.bfloat16, device)
+    assert executor_factory.choose_executor(EngineConfig(), device, spec, torch.bfloat16) == ("graph", None)
+    name, reason = executor_factory.choose_executor(EngineConfig(), device, spec, torch.float32)
+    assert name == "eager" and "heads of 512 dimensions in float32" in str(reason)
 
 
 def test_text_part_beside_other_parts(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.quantised.formats import Fp8Weight, quantise_fp8
 from drift_sdk.spec.model import Experts, LatentAttention, Mlp
 from drift_sdk.startup import executor_factory
+from drift_sdk.startup.model_startup import _choose
 from perf.cross_compile import GPUS
 
 GLM_FLASH: dict[str, Any] = {
@@ -212,22 +213,34 @@ def test_what_graphs_refuse(config: EngineConfig, message: str | None) -> None:
         )
 
 
-def test_gpus_without_room_for_latents_are_named() -> None:
-    for capability, is_refused in ((80, False), (89, True), (120, True)):
-        refused = pytest.raises(ConfigError, match='executor=.auto.: expected "eager" here: head_dim=576')
-        with limited_gpu(GPUS[capability]), refused if is_refused else nullcontext():
-            executor_factory.check_attention_room(
-                EngineConfig(), read_spec(GLM_FLASH), torch.bfloat16, torch.device("cuda")
-            )
+def test_gpus_without_room_for_latents_run_them_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings that graphs refuse are none of theirs then."""
+    monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
+    (tmp_path / "config.json").write_text(json.dumps(GLM_FLASH))
+    source, device = resolve(tmp_path, has_weights=False), torch.device("cuda")
+    for capability, is_eager in ((80, False), (89, True), (90, False), (120, True)):
+        config = EngineConfig(load="random")
+        with limited_gpu(GPUS[capability]):
+            chosen = _choose(source, config, device, torch.bfloat16)
+            assert chosen.executor_name == ("eager" if is_eager else "graph")
+            assert is_eager == ("no room on this GPU for latent attention" in str(chosen.fallback))
+            for changes in ({"executor": "graph"}, {"strict_performance": True}) if is_eager else ():
+                with pytest.raises(
+                    ConfigError, match="no room on this GPU for latent attention: head_dim=576"
+                ):
+                    _choose(source, config.replace(**changes), device, torch.bfloat16)
+            fast = config.replace(fast_prompts=True)
+            with nullcontext() if is_eager else pytest.raises(ConfigError, match="fast_prompts=True"):
+                _choose(source, fast, device, torch.bfloat16)
 
 
-def test_keys_of_odd_sizes_are_named() -> None:
-    spec = read_spec(GLM_FLASH | {"qk_rope_head_dim": 60})
-    with (
-        limited_gpu(GPUS[90]),
-        pytest.raises(ConfigError, match="a key takes 1144 bytes, not a multiple of 16"),
-    ):
-        executor_factory.check_attention_room(EngineConfig(), spec, torch.bfloat16, torch.device("cuda"))
+def test_keys_of_odd_sizes_are_computed_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
+    spec, device = read_spec(GLM_FLASH | {"qk_rope_head_dim": 60}), torch.device("cuda")
+    expected = "eager", "a key takes 1144 bytes, not a multiple of 16"
+    assert executor_factory.choose_executor(EngineConfig(), device, spec, torch.bfloat16) == expected
 
 
 def test_layers_behind_the_last_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
