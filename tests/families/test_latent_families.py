@@ -24,6 +24,7 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk._kernels.launch.gpu_limits import limited_gpu
+from drift_sdk.execution.forward.caches import PagedKVCache
 from drift_sdk.families import gguf_architecture, read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -36,6 +37,7 @@ from drift_sdk.quantised.formats import Fp8Weight, quantise_fp8
 from drift_sdk.spec.model import Experts, LatentAttention, Mlp
 from drift_sdk.startup import executor_factory
 from drift_sdk.startup.model_startup import _choose
+from drift_sdk.steps import ExecutorLimits
 from perf.cross_compile import GPUS
 
 GLM_FLASH: dict[str, Any] = {
@@ -196,7 +198,7 @@ def test_what_graphs_compute(
     [
         (EngineConfig(), None),
         (EngineConfig(speculation=Speculation(draft="head")), None),
-        (EngineConfig(kv_dtype="fp8"), "kv_dtype='fp8': expected None for latent attention on CUDA graphs"),
+        (EngineConfig(kv_dtype="fp8"), None),
         (EngineConfig(fast_prompts=True), "fast_prompts=True: expected False for latent attention"),
         (
             EngineConfig(speculation=Speculation(draft="head", shape=DynamicTree())),
@@ -220,8 +222,10 @@ def test_gpus_without_room_for_latents_run_them_eagerly(
     monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
     (tmp_path / "config.json").write_text(json.dumps(GLM_FLASH))
     source, device = resolve(tmp_path, has_weights=False), torch.device("cuda")
-    for capability, is_eager in ((80, False), (89, True), (90, False), (120, True)):
-        config = EngineConfig(load="random")
+    for capability, form, is_eager in (
+        (80, None, False), (89, None, True), (90, None, False), (120, None, True), (89, "fp8", False),
+    ):  # fmt: skip
+        config = EngineConfig(load="random", kv_dtype=form)
         with limited_gpu(GPUS[capability]):
             chosen = _choose(source, config, device, torch.bfloat16)
             assert chosen.executor_name == ("eager" if is_eager else "graph")
@@ -346,6 +350,16 @@ def test_latents_in_eight_and_four_bits(form: Any) -> None:
     coded = Decoder.random(spec, device="cpu", dtype=torch.float32, seed=3, kv_form=form)
     cache = coded.empty_kv_cache(2, BLOCK_SIZE)
     assert len(cache.tensors) == 1 and cache.tensors[0].dtype.itemsize == 1
+    expected = 2 * BLOCK_SIZE * executor_factory.kv_bytes_per_token(spec, torch.float32, form)
+    assert cache.tensors[0].nbytes == expected
+    if form == "fp8":  # of the graph executor
+        limits = ExecutorLimits(
+            vocab_size=160, max_num_seqs=1, max_model_len=64, num_blocks=2, block_size=BLOCK_SIZE
+        )
+        paged = PagedKVCache(coded, limits)
+        paged.allocate(2)
+        assert [tensors.keys.nbytes for tensors in paged.groups] == [expected]
+        assert paged.layer(1).key_scale is not None and paged.layer(1).value_scale is not None
     keys, slots = torch.randn(5, 1, 48), torch.arange(3, 8)
     cache.store(1, slots, keys, keys[..., :32])
     read_keys, read_values = cache.read(1, slots)

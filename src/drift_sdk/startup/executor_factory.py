@@ -24,6 +24,7 @@ from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.spec.model import Attention, GatedDelta, LatentAttention, ModelSpec, experts_of
 from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout, tree_plan
 from drift_sdk.startup.model_parts import ModelPart, shards_of
@@ -81,7 +82,7 @@ def choose_executor(
     else:
         obstacle = _device_obstacle(device) or _config_obstacle(config) or _model_obstacle(model)
         if obstacle is None and model is not None and dtype is not None:
-            obstacle = _room_obstacle(model, dtype, device)
+            obstacle = _room_obstacle(config, model, dtype, device)
         if obstacle is None:
             return "graph", None
 
@@ -192,9 +193,8 @@ published model has such keys."""
 def check_latents(config: EngineConfig) -> None:
     """Raise ConfigError for settings that latent attention on graphs does not have."""
     where = 'for latent attention on CUDA graphs, or executor="eager"'
-    for name in ("kv_dtype", "fast_prompts"):
-        if getattr(config, name):
-            raise ConfigError.of(name, getattr(config, name), f"{getattr(EngineConfig(), name)} {where}")
+    if config.fast_prompts:
+        raise ConfigError.of("fast_prompts", True, f"False {where}")
 
     speculation = config.speculation
     if speculation is not None and not isinstance(speculation.shape, Chain):
@@ -542,25 +542,28 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     )
 
 
-def _room_obstacle(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+def _room_obstacle(
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Why kernels of attention cannot be laid out in the shared memory of a GPU; None if they can."""
     with _on_gpu(device):
         if model.has_latents:
-            return latent_room_obstacle(model.attention.head_dim, dtype)
+            kv_dtype = dtype if config.kv_dtype is None else E4M3
+            return latent_room_obstacle(model.attention.head_dim, dtype, kv_dtype)
 
         return head_room_obstacle(model.max_head_dim, dtype)
 
 
-def latent_room_obstacle(head_dim: int, dtype: torch.dtype) -> str | None:
+def latent_room_obstacle(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why keys with latents, `head_dim` numbers, cannot be read on the current GPU; None if they can."""
     from drift_sdk._kernels.attention.latent import latent_config
     from drift_sdk._kernels.attention.softmax import Partitions
 
-    if (num_bytes := head_dim * dtype.itemsize) % KEY_ALIGNMENT:
+    if (num_bytes := head_dim * kv_dtype.itemsize) % KEY_ALIGNMENT:
         return f"a key takes {num_bytes} bytes, not a multiple of {KEY_ALIGNMENT}"
 
     try:
-        latent_config(1, head_dim, dtype, Partitions().tile)
+        latent_config(1, head_dim, dtype, kv_dtype, Partitions().tile)
     except ValueError as error:
         return f"CUDA graphs have no room on this GPU for latent attention: {error}"
 

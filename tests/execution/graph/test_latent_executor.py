@@ -7,10 +7,12 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec.structs
 import pytest
 import torch
 from draft_zoo import make_draft
@@ -35,6 +37,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.spec.model import Router
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
@@ -73,6 +76,14 @@ Step = tuple[StepPlan, StepResult]
 
 def decoder_of(config: dict[str, Any]) -> Decoder:
     return Decoder.random(read_spec(config), device="cpu", dtype=torch.float32, seed=3)
+
+
+def decoder_in_fp8() -> Decoder:
+    """With a KV cache of e4m3, whose scales differ between layers. Latents have no scale of values."""
+    decoder = decoder_of(CONFIG)
+    scales = KVScales(torch.tensor([[0.02], [0.3], [0.007]]), torch.full((3, 1), torch.nan))
+    decoder.weights = replace(decoder.weights, kv_scales=scales)
+    return decoder
 
 
 def requests_of(num_tokens: int) -> list[tuple[list[int], SlotSampling]]:
@@ -191,9 +202,30 @@ def test_a_key_that_is_not_normalised_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert found != expected
 
 
+def test_latents_in_fp8_are_those_of_the_eager_executor() -> None:
+    decoder = decoder_in_fp8()
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+    assert run(graph_executor(decoder), 4)[0] == expected
+    assert run(EagerExecutor(decoder_of(CONFIG), LIMITS), 4)[0] != expected
+
+
 @pytest.mark.slow
-def test_ngram_drafts_do_not_change_tokens() -> None:
-    decoder = decoder_of(CONFIG)
+def test_latents_that_are_stored_with_another_scale_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, store = decoder_in_fp8(), latent_attention.store_latents
+
+    def store_with_another_scale(*args: Any, **options: Any) -> None:
+        kv = msgspec.structs.replace(args[6], key_scale=args[6].key_scale * 1.5)
+        store(*args[:6], kv, *args[7:], **options)
+
+    monkeypatch.setattr(latent_attention, "store_latents", store_with_another_scale)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+    assert run(graph_executor(decoder), 4)[0] != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_fp8", [False, True])
+def test_ngram_drafts_do_not_change_tokens(has_fp8: bool) -> None:
+    decoder = decoder_in_fp8() if has_fp8 else decoder_of(CONFIG)
     expected, _ = run(EagerExecutor(decoder, LIMITS), 14)
     factory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
     tokens, steps = run(graph_executor(decoder, factory), 14, num_drafts=NUM_DRAFTS, has_history=True)
