@@ -117,8 +117,7 @@ def test_kernels_of_recurrent_layers_compile_and_wait(outcomes: dict[tuple[str, 
 def test_kernels_of_latent_attention_compile_without_spills(
     outcomes: dict[tuple[str, ...], Outcome],
 ) -> None:
-    """Of models whose queries have a latent and whose queries have none, of 20, 16 and 128 heads, with keys in
-    bfloat16 and in e4m3."""
+    """Of 20, 16 and 128 heads, whose queries have a latent, none, and one; keys in bfloat16 and in e4m3."""
     status, printed = outcomes[LATENT]
     assert status == 0, printed
     found = json.loads(printed)

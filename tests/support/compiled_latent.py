@@ -1,7 +1,7 @@
 """Compiles the kernels of latent attention for GPUs that are not here, and prints what they take.
 
-Arguments: names of models of published shapes, whose KV caches are of bfloat16 and of e4m3. Prints, as JSON, the kernels that break a rule, and those that
-keep values of registers in local memory.
+Arguments: names of models of published shapes, whose KV caches are of bfloat16 and of e4m3. Prints, as JSON,
+the kernels that break a rule, and those that keep values of registers in local memory.
 """
 
 from __future__ import annotations
