@@ -17,7 +17,7 @@ from model_zoo import random_model, save_tokenizer
 from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from drift_sdk import ConfigError, EngineConfig, ModelLoadError
+from drift_sdk import EngineConfig, ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
@@ -183,9 +183,9 @@ def test_graphs_compute_all_sizes(size: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
     device, spec = torch.device("cuda"), read_spec(PUBLISHED[size])
     assert executor_factory.choose_executor(EngineConfig(), device, spec) == ("graph", None)
-    with pytest.raises(ConfigError, match="heads of 512 dimensions in float32"):
-        executor_factory.check_attention_room(EngineConfig(), spec, torch.float32, device)
-    executor_factory.check_attention_room(EngineConfig(), spec, torch.bfloat16, device)
+    assert executor_factory.choose_executor(EngineConfig(), device, spec, torch.bfloat16) == ("graph", None)
+    name, reason = executor_factory.choose_executor(EngineConfig(), device, spec, torch.float32)
+    assert name == "eager" and "heads of 512 dimensions in float32" in str(reason)
 
 
 @pytest.mark.parametrize("kind", ["packed", "fp8, channel"])

@@ -288,7 +288,7 @@ def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: t
     """Choose how to open a model. Raises ModelLoadError or ConfigError for what cannot be served."""
     spec = read_config(source, config)
     check_kv_scheme(source, config, spec)
-    executor_name, fallback = choose_executor(config, device, spec)
+    executor_name, fallback = choose_executor(config, device, spec, dtype)
     config = with_weight_form(config, spec, executor_name, device, dtype)
     check_division(config, spec, executor_name)
     check_views(config, spec)
@@ -384,7 +384,7 @@ class Inspection:
         shapes = self._try(lambda: read_config(self._found.source, self._config))
         executor = None
         if device is not None:
-            executor = self._try(lambda: choose_executor(self._config, device, shapes)[0])
+            executor = self._try(lambda: choose_executor(self._config, device, shapes, dtype)[0])
         if shapes is not None and executor is not None and device is not None and dtype is not None:
             self._config = with_weight_form(self._config, shapes, executor, device, dtype)
         if shapes is not None:

@@ -4,10 +4,10 @@ an assistant."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -142,7 +142,7 @@ def decoder_of(kind: str, *, has_e4m3: bool = False) -> Decoder:
         sizes = decoder.spec.num_layers, max(kv_heads(decoder.spec).values())
         count = torch.arange(sizes[0] * sizes[1], device=DEVICE).view(sizes)
         scales = KVScales(0.01 * (1 + count / 7), 0.013 * (1 + count / 5))
-        decoder.weights = replace(decoder.weights, kv_scales=scales)
+        decoder.weights = dataclasses.replace(decoder.weights, kv_scales=scales)
     return decoder
 
 
