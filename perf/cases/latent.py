@@ -15,7 +15,6 @@ from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.gemm.head_gemm import multiply_heads
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.spec.model import LatentAttention
@@ -101,7 +100,7 @@ def prepare_decode(spec: LatentAttention, context: int, batch: int, rows: int, d
     slot = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(rows)
     position = torch.arange(context - rows, context, dtype=torch.int32, device=device).repeat(batch)
     planned = PlannedRows(slot, position, rows)
-    plan = AttentionPlan(batch, context, Partitions(), torch.device(device))
+    plan = AttentionPlan(batch, context, layers[0].partitions, torch.device(device))
     plan_attention(planned, plan)
     scratch = AttentionScratch.allocate(
         plan, num_kv_heads=1, num_rows=rows, group=spec.num_heads, head_dim=spec.value_dim
@@ -122,7 +121,7 @@ def prepare_chunk(spec: LatentAttention, num_before: int, num_rows: int, device:
 
     def step() -> None:
         for layer in layers:
-            latent_prompt_attention(layer, tiles, TILE_ROWS, Partitions())
+            latent_prompt_attention(layer, tiles, TILE_ROWS, layer.partitions)
 
     return Prepared(step, len(layers), (layers[0].out,))
 

@@ -28,7 +28,7 @@ from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
 from perf.peers.vllm_process import ANSWERS_MARK, EXPERTS_MARK, MARK, Experts, Job, Times
 
-__all__ = ["answers", "measure", "measure_drafts", "measure_prompts", "write_nested"]
+__all__ = ["answers", "measure", "measure_drafts", "measure_prompts", "write_mtp_config"]
 
 PROCESS = "perf.peers.vllm_process"
 ENVIRONMENT = {
@@ -49,6 +49,9 @@ ARCHITECTURES = {
     "Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration",
 }
+"""Of models whose config is nested, by the architecture of their text."""
+FLAT_ARCHITECTURES = "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM"
+"""Of models whose config is that of their text."""
 DECODER, NESTED_DECODER = "model.", "model.language_model."
 
 
@@ -189,7 +192,7 @@ def _prepared(model: Model, job: Job) -> Iterator[Job]:
 
     with tempfile.TemporaryDirectory() as folder:
         if job.draft == MTP:
-            write_nested(model.path, Path(folder))
+            write_mtp_config(model.path, Path(folder))
             job = msgspec.structs.replace(job, folder=folder)
         if model.spec.experts is None:
             yield job
@@ -262,19 +265,27 @@ def _expert_fields(model: Model, times: Times, num_experts: float | None) -> dic
     return {"num_experts": num_experts, "num_distinct_tokens": times.num_distinct_tokens}
 
 
-def write_nested(source: Path, folder: Path) -> None:
-    """Write the nested config.json of the model in `source` into `folder`.
+def write_mtp_config(source: Path, folder: Path) -> None:
+    """Write the config.json of the model in `source` into `folder`, as vLLM takes it for its MTP layer.
 
-    vLLM 0.33 takes the config of a model of text alone, but not for its MTP layer: it replaces the
-    outermost model_type, and then looks for the one of text. Published files have the nested config.
+    vLLM 0.33 takes the config of a model of text alone, but not for the MTP layer of one whose published
+    files have a nested config: it replaces the outermost model_type, and then looks for the one of text. The
+    nested config is written then.
 
-    Raises ValueError for a model of an architecture that is not in ARCHITECTURES.
+    Raises ValueError for a model of another architecture, and for one without an MTP layer.
     """
     text: dict[str, Any] = json.loads((source / "config.json").read_text())
     (architecture,) = text["architectures"]
+    if architecture in FLAT_ARCHITECTURES:
+        if not text.get("num_nextn_predict_layers"):
+            raise ValueError(f"num_nextn_predict_layers of {source.name}: expected 1 for an MTP layer")
+
+        (folder / "config.json").write_text(json.dumps(text))
+        return
+
     if architecture not in ARCHITECTURES:
-        allowed = " or ".join(ARCHITECTURES)
-        raise ValueError(f"architecture {architecture}: expected {allowed} for an MTP layer in vLLM")
+        allowed = ", ".join((*ARCHITECTURES, *FLAT_ARCHITECTURES))
+        raise ValueError(f"architecture {architecture}: expected one of {allowed} for an MTP layer in vLLM")
 
     nested = {
         "architectures": [ARCHITECTURES[architecture]],

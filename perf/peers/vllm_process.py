@@ -48,7 +48,7 @@ class Job(Struct, frozen=True):
     num_active:      experts of a row, to count those of a step of each scenario without graphs, and to time
                      nothing; 0: nothing is counted.
     draft:           folder of an EAGLE-3 draft's config.json; "mtp": the MTP layer of the model, whose config
-                     has a text_config; None: no drafts.
+                     is as `write_mtp_config` writes it; None: no drafts.
     num_draft_tokens, acceptance_length:  of rounds with drafts: tokens drafted and emitted.
     num_gpus:        that the model is divided between.
     quantization:    as vLLM names it, of weights that are not quantised in the file; None: none.

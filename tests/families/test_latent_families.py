@@ -24,6 +24,7 @@ from drift_sdk import (
     Speculation,
 )
 from drift_sdk._kernels.launch.gpu_limits import limited_gpu
+from drift_sdk.execution.forward.caches import PagedKVCache
 from drift_sdk.families import gguf_architecture, read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
@@ -35,6 +36,8 @@ from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.quantised.formats import Fp8Weight, quantise_fp8
 from drift_sdk.spec.model import Experts, LatentAttention, Mlp
 from drift_sdk.startup import executor_factory
+from drift_sdk.startup.model_startup import _choose
+from drift_sdk.steps import ExecutorLimits
 from perf.cross_compile import GPUS
 
 GLM_FLASH: dict[str, Any] = {
@@ -195,7 +198,7 @@ def test_what_graphs_compute(
     [
         (EngineConfig(), None),
         (EngineConfig(speculation=Speculation(draft="head")), None),
-        (EngineConfig(kv_dtype="fp8"), "kv_dtype='fp8': expected None for latent attention on CUDA graphs"),
+        (EngineConfig(kv_dtype="fp8"), None),
         (EngineConfig(fast_prompts=True), "fast_prompts=True: expected False for latent attention"),
         (
             EngineConfig(speculation=Speculation(draft="head", shape=DynamicTree())),
@@ -212,22 +215,36 @@ def test_what_graphs_refuse(config: EngineConfig, message: str | None) -> None:
         )
 
 
-def test_gpus_without_room_for_latents_are_named() -> None:
-    for capability, is_refused in ((80, False), (89, True), (120, True)):
-        refused = pytest.raises(ConfigError, match='executor=.auto.: expected "eager" here: head_dim=576')
-        with limited_gpu(GPUS[capability]), refused if is_refused else nullcontext():
-            executor_factory.check_attention_room(
-                EngineConfig(), read_spec(GLM_FLASH), torch.bfloat16, torch.device("cuda")
-            )
+def test_gpus_without_room_for_latents_run_them_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings that graphs refuse are none of theirs then."""
+    monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
+    (tmp_path / "config.json").write_text(json.dumps(GLM_FLASH))
+    source, device = resolve(tmp_path, has_weights=False), torch.device("cuda")
+    for capability, form, is_eager in (
+        (80, None, False), (89, None, True), (90, None, False), (120, None, True), (89, "fp8", False),
+    ):  # fmt: skip
+        config = EngineConfig(load="random", kv_dtype=form)
+        with limited_gpu(GPUS[capability]):
+            chosen = _choose(source, config, device, torch.bfloat16)
+            assert chosen.executor_name == ("eager" if is_eager else "graph")
+            assert is_eager == ("no room on this GPU for latent attention" in str(chosen.fallback))
+            for changes in ({"executor": "graph"}, {"strict_performance": True}) if is_eager else ():
+                with pytest.raises(
+                    ConfigError, match="no room on this GPU for latent attention: head_dim=576"
+                ):
+                    _choose(source, config.replace(**changes), device, torch.bfloat16)
+            fast = config.replace(fast_prompts=True)
+            with nullcontext() if is_eager else pytest.raises(ConfigError, match="fast_prompts=True"):
+                _choose(source, fast, device, torch.bfloat16)
 
 
-def test_keys_of_odd_sizes_are_named() -> None:
-    spec = read_spec(GLM_FLASH | {"qk_rope_head_dim": 60})
-    with (
-        limited_gpu(GPUS[90]),
-        pytest.raises(ConfigError, match="a key takes 1144 bytes, not a multiple of 16"),
-    ):
-        executor_factory.check_attention_room(EngineConfig(), spec, torch.bfloat16, torch.device("cuda"))
+def test_keys_of_odd_sizes_are_computed_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_factory, "_device_obstacle", lambda device: None)
+    spec, device = read_spec(GLM_FLASH | {"qk_rope_head_dim": 60}), torch.device("cuda")
+    expected = "eager", "a key takes 1144 bytes, not a multiple of 16"
+    assert executor_factory.choose_executor(EngineConfig(), device, spec, torch.bfloat16) == expected
 
 
 def test_layers_behind_the_last_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,6 +350,16 @@ def test_latents_in_eight_and_four_bits(form: Any) -> None:
     coded = Decoder.random(spec, device="cpu", dtype=torch.float32, seed=3, kv_form=form)
     cache = coded.empty_kv_cache(2, BLOCK_SIZE)
     assert len(cache.tensors) == 1 and cache.tensors[0].dtype.itemsize == 1
+    expected = 2 * BLOCK_SIZE * executor_factory.kv_bytes_per_token(spec, torch.float32, form)
+    assert cache.tensors[0].nbytes == expected
+    if form == "fp8":  # of the graph executor
+        limits = ExecutorLimits(
+            vocab_size=160, max_num_seqs=1, max_model_len=64, num_blocks=2, block_size=BLOCK_SIZE
+        )
+        paged = PagedKVCache(coded, limits)
+        paged.allocate(2)
+        assert [tensors.keys.nbytes for tensors in paged.groups] == [expected]
+        assert paged.layer(1).key_scale is not None and paged.layer(1).value_scale is not None
     keys, slots = torch.randn(5, 1, 48), torch.arange(3, 8)
     cache.store(1, slots, keys, keys[..., :32])
     read_keys, read_values = cache.read(1, slots)

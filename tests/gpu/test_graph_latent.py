@@ -72,6 +72,26 @@ def test_a_crowd_changes_no_bit(family: str, seed: int, sizes: dict[str, int], t
     assert_same_in_crowds(folder, prompts, expected, modes)
 
 
+@pytest.mark.parametrize("sizes", [{"qk_rope_head_dim": 16, "kv_lora_rank": 32}, WIDE], ids=("small", "wide"))
+def test_a_crowd_changes_no_bit_of_latents_in_fp8(sizes: dict[str, int], tmp_path: Path) -> None:
+    """As above, with the model's own drafts too. Tokens are others than those of a cache in bfloat16."""
+    make_mtp_model("glm4_moe_lite", 1, tmp_path, **sizes)
+    make_often_right(tmp_path)
+    prompts = prompts_of(7)
+    expected, stats = answers(tmp_path, prompts, is_alone=True, kv_dtype="fp8")
+    plain, others = answers(tmp_path, prompts, is_alone=True)
+    assert [one.token_ids for one in plain] != [one.token_ids for one in expected]
+    assert (stats.kv_dtype, others.kv_dtype) == ("fp8", "bfloat16")
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16},
+        {"max_num_seqs": 16, "prefill_token_budget": 40},
+        {"max_num_seqs": 16, "kv_cache_tokens": 640},
+        {"max_num_seqs": 16, "speculation": chain_of(3, NGram(min_length=1))},
+        {"max_num_seqs": 8, "speculation": chain_of(3, "mtp"), "kv_cache_tokens": 640},
+    ]
+    assert_same_in_crowds(tmp_path, prompts, expected, [mode | {"kv_dtype": "fp8"} for mode in modes])
+
+
 def test_oracle_drafts_change_no_bit(tmp_path: Path) -> None:
     """Every number of accepted drafts, whatever the model would draft."""
     folder = saved("glm4_moe_lite", 1, tmp_path, **WIDE)

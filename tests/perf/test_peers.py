@@ -19,7 +19,7 @@ from perf.harness.shapes import MODELS, Model, prepare, prepare_draft
 from perf.peers import vllm
 from perf.peers.anchors import ANCHORS, anchor_of, is_void
 from perf.peers.transformers import Decoding, load
-from perf.peers.vllm import measure_drafts, measure_prompts, write_nested
+from perf.peers.vllm import measure_drafts, measure_prompts, write_mtp_config
 from perf.peers.vllm_process import Job, settings_of
 from perf.peers.vllm_routing import copying, counted_passes, counting, distinct_tokens, mean_experts
 
@@ -506,11 +506,11 @@ def test_vllm_drafts_with_the_mtp_layer_of_a_nested_config(
     assert len(modules) == len(skipped)
 
 
-def test_transformers_reads_nested_configs(tmp_path: Path) -> None:
+def test_transformers_reads_configs_for_mtp_layers(tmp_path: Path) -> None:
     for name, kind in (("qwen3.6-27b", "Qwen3_5"), ("qwen3.6-35b-a3b", "Qwen3_5Moe")):
         nested = tmp_path / f"{name}-nested"
         nested.mkdir()
-        write_nested(prepare(name, tmp_path / name).path, nested)
+        write_mtp_config(prepare(name, tmp_path / name).path, nested)
         config = transformers.AutoConfig.from_pretrained(nested)
         assert type(config).__name__ == f"{kind}Config"
         assert config.text_config.mtp_num_hidden_layers == 1
@@ -518,8 +518,20 @@ def test_transformers_reads_nested_configs(tmp_path: Path) -> None:
             config.get_text_config().layer_types.count("full_attention")
             == config.text_config.num_hidden_layers // 4
         )
-    with pytest.raises(ValueError, match="architecture LlamaForCausalLM: expected Qwen3_5ForCausalLM or"):
-        write_nested(prepare("tiny", tmp_path / "tiny").path, tmp_path)
+    for name, model_type in (("glm-4.7-flash", "glm4_moe_lite"), ("deepseek-v3-4-layers", "deepseek_v3")):
+        model, flat = prepare(name, tmp_path / name), tmp_path / f"{name}-flat"
+        flat.mkdir()
+        write_mtp_config(model.path, flat)
+        config = transformers.AutoConfig.from_pretrained(flat)
+        assert (config.model_type, config.num_nextn_predict_layers) == (model_type, 1)
+        assert config.first_k_dense_replace == 1 < config.num_hidden_layers
+        settings = json.loads((model.path / "config.json").read_text())
+        settings["num_nextn_predict_layers"] = 0
+        (model.path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match=f"num_nextn_predict_layers of {name}: expected 1"):
+            write_mtp_config(model.path, flat)
+    with pytest.raises(ValueError, match="architecture LlamaForCausalLM: expected one of Qwen3_5ForCausalLM"):
+        write_mtp_config(prepare("tiny", tmp_path / "tiny").path, tmp_path)
 
 
 def test_weights_are_copied_into_the_decoder_of_a_model_that_reads_images(tmp_path: Path) -> None:

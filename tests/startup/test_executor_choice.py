@@ -19,7 +19,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.speculation import Chain, DynamicTree, PartialVerification, Speculation, StaticTree
 from drift_sdk.startup import executor_factory
-from drift_sdk.startup.executor_factory import check_chain, check_head_size, choose_executor
+from drift_sdk.startup.executor_factory import check_chain, choose_executor
 from drift_sdk.startup.model_startup import _choose
 from perf.cross_compile import GPUS
 
@@ -140,15 +140,18 @@ def test_heads_that_do_not_fit_a_gpu_are_named(head_dim: int, is_large: bool) ->
         (512, torch.bfloat16, 90, False),
     ],
 )
-def test_heads_in_float32_without_room_are_refused(
+def test_heads_in_float32_without_room_run_eagerly(
     head_dim: int, dtype: torch.dtype, capability: int, is_refused: bool
 ) -> None:
+    model = read_spec(CONFIG | {"head_dim": head_dim})
+    reason = f"CUDA graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
     with limited_gpu(GPUS[capability]):
+        expected = ("eager", reason) if is_refused else ("graph", None)
+        assert choose_executor(EngineConfig(), GPU, model, dtype) == expected
         if is_refused:
-            with pytest.raises(ConfigError, match=f"no room on this GPU for heads of {head_dim} dimensions"):
-                check_head_size(EngineConfig(dtype="float32"), head_dim, dtype)
-        else:
-            check_head_size(EngineConfig(), head_dim, dtype)
+            for config in (EngineConfig(executor="graph"), EngineConfig(strict_performance=True)):
+                with pytest.raises(ConfigError, match=reason):
+                    choose_executor(config, GPU, model, dtype)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,11 @@ def test_chains_longer_than_attention_has_room_for_are_refused(
 @pytest.mark.parametrize(
     ("dtype", "shape", "message"),
     [
-        ("float32", Chain(1), "for heads of 256 dimensions in float32"),
+        (
+            "float32",
+            Chain(1),
+            'executor=.graph.: expected "eager" or "auto" here: .* heads of 256 dimensions',
+        ),
         ("bfloat16", Chain(16), "num_draft_tokens=16: expected at most 7 here"),
         ("bfloat16", CHAIN_OF_16, "num_draft_tokens=16"),
         ("bfloat16", Chain(7), None),
@@ -198,7 +205,7 @@ def test_what_has_no_room_is_refused_before_weights_are_downloaded(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     source = resolve(tmp_path, has_weights=False)
     speculation = Speculation(draft="head", shape=shape)
-    config = EngineConfig(load="random", dtype=dtype, speculation=speculation)
+    config = EngineConfig(load="random", executor="graph", dtype=dtype, speculation=speculation)
     refused = nullcontext() if message is None else pytest.raises(ConfigError, match=message)
     with limited_gpu(GPUS[86]), refused:
         _choose(source, config, GPU, getattr(torch, dtype))

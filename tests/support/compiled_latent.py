@@ -1,7 +1,7 @@
 """Compiles the kernels of latent attention for GPUs that are not here, and prints what they take.
 
-Arguments: names of models of published shapes. Prints, as JSON, the kernels that break a rule, and those that
-keep values of registers in local memory.
+Arguments: names of models of published shapes, whose KV caches are of bfloat16 and of e4m3. Prints, as JSON,
+the kernels that break a rule, and those that keep values of registers in local memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import triton
@@ -27,11 +28,10 @@ TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def main(arguments: Sequence[str]) -> int:
     found: dict[str, list[str]] = {"errors": [], "spills": [], "kernels": []}
-    for model in arguments:
+    for model, has_kv_scales in product(arguments, (False, True)):
         settings = PUBLISHED[model] | {"num_hidden_layers": 2}
-        kernels = [
-            kernel for kernel in kernels_of(settings, 90, drafts=NGram()) if kernel.module.endswith(MODULES)
-        ]
+        recorded = kernels_of(settings, 90, drafts=NGram(), has_kv_scales=has_kv_scales)
+        kernels = [kernel for kernel in recorded if kernel.module.endswith(MODULES)]
         found["kernels"] += sorted({kernel.name for kernel in kernels})
         found["errors"] += [f"{model}: {each.kernel.name}: {each.error}" for each in violations(kernels)]
         for kernel in kernels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.eager.rounds import PartialRounds, RoundChecks
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
+from drift_sdk.quantised.formats import E4M3
 from drift_sdk.spec.model import Attention, GatedDelta, LatentAttention, ModelSpec, experts_of
 from drift_sdk.speculation import Chain, PartialVerification, Speculation, ViewLayout, tree_plan
 from drift_sdk.startup.model_parts import ModelPart, shards_of
@@ -63,11 +64,15 @@ class OpenedExecutor(Struct, frozen=True, kw_only=True):
 
 
 def choose_executor(
-    config: EngineConfig, device: torch.device, model: ModelSpec | None = None
+    config: EngineConfig,
+    device: torch.device,
+    model: ModelSpec | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[str, str | None]:
     """The executor's name, and the reason if "auto" chooses a slower executor than a GPU allows, else None.
 
-    model: None before it is known: what graphs do not support of it is not found then.
+    model, dtype: None before they are known: what graphs do not support of the model, or have no room for on
+    the GPU, is not found then.
 
     Raises ConfigError for an executor that cannot run on the device or with the config, and for settings that
     need the graph executor where it cannot run.
@@ -76,6 +81,8 @@ def choose_executor(
         obstacle: str | None = 'executor="eager"'
     else:
         obstacle = _device_obstacle(device) or _config_obstacle(config) or _model_obstacle(model)
+        if obstacle is None and model is not None and dtype is not None:
+            obstacle = _room_obstacle(config, model, dtype, device)
         if obstacle is None:
             return "graph", None
 
@@ -154,16 +161,19 @@ def check_drafts(plan: StepPlan, result: StepResult) -> None:
 def check_attention_room(
     config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ConfigError for heads or drafts that attention has no room for on a GPU."""
+    """Raise ConfigError for settings that attention on graphs does not have, and for drafts that it has no
+    room for on a GPU."""
     check_wide_heads(config, model)
-    with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
-        if model.has_latents:
-            check_latents(config, model.attention.head_dim, dtype)
-            return
-
-        check_head_size(config, model.max_head_dim, dtype)
-        if config.speculation is not None:
+    if model.has_latents:
+        check_latents(config)
+    elif config.speculation is not None:
+        with _on_gpu(device):
             check_chain(_longest_chain(config.speculation), model, dtype)
+
+
+def _on_gpu(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which kernels are configured for a GPU, or for one that is assumed where there is none."""
+    return torch.cuda.device(device) if torch.cuda.is_available() else nullcontext()
 
 
 def _longest_chain(speculation: Speculation) -> int:
@@ -180,16 +190,11 @@ KEY_ALIGNMENT = 16
 published model has such keys."""
 
 
-def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise ConfigError for settings that latent attention on graphs does not have, and for a GPU without
-    room for its tiles."""
-    from drift_sdk._kernels.attention.latent import latent_config
-    from drift_sdk._kernels.attention.softmax import Partitions
-
+def check_latents(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that latent attention on graphs does not have."""
     where = 'for latent attention on CUDA graphs, or executor="eager"'
-    for name in ("kv_dtype", "fast_prompts"):
-        if getattr(config, name):
-            raise ConfigError.of(name, getattr(config, name), f"{getattr(EngineConfig(), name)} {where}")
+    if config.fast_prompts:
+        raise ConfigError.of("fast_prompts", True, f"False {where}")
 
     speculation = config.speculation
     if speculation is not None and not isinstance(speculation.shape, Chain):
@@ -197,15 +202,6 @@ def check_latents(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> No
 
     if speculation is not None and speculation.checks:
         raise ConfigError.of("checks", True, f"False {where}")
-
-    if (num_bytes := head_dim * dtype.itemsize) % KEY_ALIGNMENT:
-        found = f"a key takes {num_bytes} bytes, not a multiple of {KEY_ALIGNMENT}"
-        raise ConfigError.of("executor", config.executor, f'"eager" here: {found}')
-
-    try:
-        latent_config(1, head_dim, dtype, Partitions().tile)
-    except ValueError as error:
-        raise ConfigError.of("executor", config.executor, f'"eager" here: {error}') from error
 
 
 def check_wide_heads(config: EngineConfig, model: ModelSpec) -> None:
@@ -225,18 +221,6 @@ def check_wide_heads(config: EngineConfig, model: ModelSpec) -> None:
 
     if speculation.partial_verification is not None:
         raise ConfigError.of("partial_verification", speculation.partial_verification, f"None {where}")
-
-
-def check_head_size(config: EngineConfig, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise ConfigError for heads in float32 for which attention of chunks has no room on the current GPU."""
-    from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
-    from drift_sdk._kernels.attention.softmax import WIDE_HEAD
-    from drift_sdk._kernels.launch.gpu_limits import gpu_limits
-
-    is_large = head_dim > 128 and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES
-    if dtype == torch.float32 and (is_large or head_dim > WIDE_HEAD):
-        found = f"graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
-        raise ConfigError.of("dtype", config.dtype, f'"bfloat16", or executor="eager", here: {found}')
 
 
 def check_chain(num_drafts: int, model: ModelSpec, dtype: torch.dtype) -> None:
@@ -556,6 +540,47 @@ def _model_obstacle(model: ModelSpec | None) -> str | None:
     return (
         f"CUDA graphs support heads of up to {MAX_HEAD_DIM} dimensions, this model has {model.max_head_dim}"
     )
+
+
+def _room_obstacle(
+    config: EngineConfig, model: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why kernels of attention cannot be laid out in the shared memory of a GPU; None if they can."""
+    with _on_gpu(device):
+        if model.has_latents:
+            kv_dtype = dtype if config.kv_dtype is None else E4M3
+            return latent_room_obstacle(model.attention.head_dim, dtype, kv_dtype)
+
+        return head_room_obstacle(model.max_head_dim, dtype)
+
+
+def latent_room_obstacle(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    """Why keys with latents, `head_dim` numbers, cannot be read on the current GPU; None if they can."""
+    from drift_sdk._kernels.attention.latent import latent_config
+    from drift_sdk._kernels.attention.softmax import Partitions
+
+    if (num_bytes := head_dim * kv_dtype.itemsize) % KEY_ALIGNMENT:
+        return f"a key takes {num_bytes} bytes, not a multiple of {KEY_ALIGNMENT}"
+
+    try:
+        latent_config(1, head_dim, dtype, kv_dtype, Partitions().tile)
+    except ValueError as error:
+        return f"CUDA graphs have no room on this GPU for latent attention: {error}"
+
+    return None
+
+
+def head_room_obstacle(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why attention of chunks has no room for heads on the current GPU; None if it has."""
+    from drift_sdk._kernels.attention.exact_prefill import WIDE_FLOAT32_SHARED_BYTES
+    from drift_sdk._kernels.attention.softmax import WIDE_HEAD
+    from drift_sdk._kernels.launch.gpu_limits import gpu_limits
+
+    is_large = head_dim > 128 and gpu_limits().shared_bytes < WIDE_FLOAT32_SHARED_BYTES
+    if dtype != torch.float32 or not (is_large or head_dim > WIDE_HEAD):
+        return None
+
+    return f"CUDA graphs have no room on this GPU for heads of {head_dim} dimensions in float32"
 
 
 def _latent_obstacle(model: ModelSpec) -> str | None:

@@ -41,7 +41,7 @@ from drift_sdk._kernels.recurrent.gated_delta import (
     advance_rows,
     state_shape,
 )
-from drift_sdk.spec.model import BORDER, GatedDelta, Norm, num_ring_rows
+from drift_sdk.spec.model import BORDER, GatedDelta, Norm, Router, RouterKind, num_ring_rows
 
 pytestmark = pytest.mark.kernel
 BF16 = torch.bfloat16
@@ -283,12 +283,17 @@ def test_products_of_quantised_experts_wait_as_they_declare(
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("num_rows", [1, 16])
-def test_routing_waits_as_it_declares(num_rows: int, launches: list[Launch], device: str) -> None:
+def test_routing_waits_as_it_declares(
+    num_rows: int, kind: RouterKind, launches: list[Launch], device: str
+) -> None:
     rows = routed(num_rows, 32, 4, device)
     x, weight = (drawn(count, 64, dtype=BF16, device=device) for count in (num_rows, 32))
     slot = torch.zeros(num_rows, dtype=torch.int32, device=device)
-    cuda_route(x, weight, drawn(32, dtype=BF16, device=device), slot, rows, is_normalised=True)
+    bias = drawn(32, dtype=BF16, device=device) if kind == "softmax" else None
+    correction = drawn(32, dtype=torch.float32, device=device) if kind == "sigmoid" else None
+    cuda_route(x, weight, bias, slot, rows, Router(kind=kind), correction)
     assert_declared(launches)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
+from references.attention import pack_cache
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.layers.latent_rows import split_queries, store_latents
 from drift_sdk.models.layers import half_tables, rms_norm, rotary_tables, rotate
+from drift_sdk.quantised.formats import E4M3, quantise_e4m3
 from drift_sdk.spec.rope import Rope
 
 pytestmark = pytest.mark.kernel
@@ -96,6 +99,32 @@ def test_latents_are_stored(
     if found is not None and query_weight is not None:
         wanted = rms_norm(total[:, : case.rank], query_weight, EPS)
         assert_near(found, wanted, inner=case.rank, num_roundings=dtype != torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_are_those_of_stored_numbers(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    """Bit for bit: the e4m3 codes of what a cache of numbers would hold."""
+    case = Case(shape, 2, dtype, device)
+    sums, _ = case.sums(case.width)
+    weight, scale = case.randn(case.latent_dim), torch.tensor([0.03], device=device)
+    size = (15, 1, BLOCK_SIZE, case.head_dim)
+    keys = torch.full(size, torch.nan, dtype=dtype, device=device)
+    cache = torch.full(size, 0x7F, dtype=torch.uint8, device=device).view(E4M3)
+    for kv in (LayerKV(keys, keys), LayerKV(cache, cache, scale, scale)):
+        kv = replace(kv, latent_dim=case.latent_dim)
+        rows = case.slot, case.position, case.block_table, case.cos, case.sin
+        store_latents(sums, *rows, kv, weight, eps=EPS)
+    is_stored = ~keys.isnan()
+    assert is_stored.sum() == 4 * case.head_dim
+    codes = quantise_e4m3(keys.float(), scale).view(torch.uint8)
+    assert len(codes[is_stored].unique()) > 20
+    codes = torch.where(is_stored, codes, 0x7F)
+    parts = codes[..., : case.latent_dim], codes[..., case.latent_dim :]
+    found = [pack_cache(part).view(torch.uint8) for part in parts]
+    assert torch.equal(cache.view(torch.uint8), torch.cat(found, -1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,10 +7,12 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec.structs
 import pytest
 import torch
 from draft_zoo import make_draft
@@ -19,7 +21,9 @@ from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
 from tolerances import bound
 
+from drift_sdk._kernels.experts.routing import ExpertRows, choose_experts, list_rows
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -27,12 +31,14 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.execution.forward import latent_attention
+from drift_sdk.execution.forward import channels, latent_attention
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.models.kv_cache import KVScales
+from drift_sdk.spec.model import Router
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
 
@@ -70,6 +76,14 @@ Step = tuple[StepPlan, StepResult]
 
 def decoder_of(config: dict[str, Any]) -> Decoder:
     return Decoder.random(read_spec(config), device="cpu", dtype=torch.float32, seed=3)
+
+
+def decoder_in_fp8() -> Decoder:
+    """With a KV cache of e4m3, whose scales differ between layers. Latents have no scale of values."""
+    decoder = decoder_of(CONFIG)
+    scales = KVScales(torch.tensor([[0.02], [0.3], [0.007]]), torch.full((3, 1), torch.nan))
+    decoder.weights = replace(decoder.weights, kv_scales=scales)
+    return decoder
 
 
 def requests_of(num_tokens: int) -> list[tuple[list[int], SlotSampling]]:
@@ -143,6 +157,38 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
                 assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
 
 
+def test_rows_of_experts_are_routed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that the kernel takes, which is computed in three launches here. Only where there is
+    latent attention: other models keep the bits that they have."""
+    routers: list[Router] = []
+
+    def route(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        row_slot: torch.Tensor,
+        rows: ExpertRows,
+        router: Router,
+        correction: torch.Tensor | None,
+    ) -> None:
+        routers.append(router)
+        logits = (x @ weight.T)[None]
+        choose_experts(logits, bias, row_slot, rows, router, dtype=torch.float32, correction_bias=correction)
+        list_rows(rows)
+
+    decoder = decoder_of(CONFIG)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+    monkeypatch.setattr(channels, "has_cuda_route", lambda *_: True)
+    monkeypatch.setattr(channels, "cuda_route", route)
+    monkeypatch.setattr(channels, "choose_experts", None)
+    tokens, _ = run(graph_executor(decoder), 4)
+    assert tokens == expected
+    assert len(routers) > 8 and {router.kind for router in routers} == {"sigmoid"}
+    ungrouped = decoder_of({**CONFIG, "model_type": "glm4_moe", "num_key_value_heads": 3, "head_dim": 8})
+    with pytest.raises(ExecutorError, match="'NoneType' object is not callable"):
+        run(graph_executor(ungrouped), 1)
+
+
 @pytest.mark.slow
 def test_a_key_that_is_not_normalised_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(CONFIG)
@@ -157,9 +203,30 @@ def test_a_key_that_is_not_normalised_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert found != expected
 
 
+def test_latents_in_fp8_are_those_of_the_eager_executor() -> None:
+    decoder = decoder_in_fp8()
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+    assert run(graph_executor(decoder), 4)[0] == expected
+    assert run(EagerExecutor(decoder_of(CONFIG), LIMITS), 4)[0] != expected
+
+
 @pytest.mark.slow
-def test_ngram_drafts_do_not_change_tokens() -> None:
-    decoder = decoder_of(CONFIG)
+def test_latents_that_are_stored_with_another_scale_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, store = decoder_in_fp8(), latent_attention.store_latents
+
+    def store_with_another_scale(*args: Any, **options: Any) -> None:
+        kv = msgspec.structs.replace(args[6], key_scale=args[6].key_scale * 1.5)
+        store(*args[:6], kv, *args[7:], **options)
+
+    monkeypatch.setattr(latent_attention, "store_latents", store_with_another_scale)
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+    assert run(graph_executor(decoder), 4)[0] != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_fp8", [False, True])
+def test_ngram_drafts_do_not_change_tokens(has_fp8: bool) -> None:
+    decoder = decoder_in_fp8() if has_fp8 else decoder_of(CONFIG)
     expected, _ = run(EagerExecutor(decoder, LIMITS), 14)
     factory = NGramDrafterFactory(NGram(min_length=1), (NUM_DRAFTS,))
     tokens, steps = run(graph_executor(decoder, factory), 14, num_drafts=NUM_DRAFTS, has_history=True)

@@ -269,6 +269,7 @@ def _add_several(
     STRIDE: tl.constexpr,  # rows from a partition to the next
     HEAD_DIM: tl.constexpr,
     NUMBER: tl.constexpr,
+    HAS_GAPS: tl.constexpr,  # some partitions are in the sums of one before, and have the maximum -inf
 ):
     """Return maximum, weight and total with partitions first ... first + NUMBER - 1 added, in this order.
 
@@ -285,6 +286,9 @@ def _add_several(
     part_weights, part_totals = (), ()
     for number in tl.static_range(NUMBER):
         is_part = number + zeros < end - first
+        if HAS_GAPS:
+            part_maximum_ptrs = maxima_ptr + (first + number) * STRIDE + zeros
+            is_part = is_part & (tl.load(part_maximum_ptrs, mask=is_part, other=0.0) > float("-inf"))
         part_weight = tl.load(weight_ptrs + number * STRIDE, mask=is_part, other=0.0)
         part_total = tl.load(sum_ptrs + number * (STRIDE * HEAD_DIM), mask=is_part & is_dim, other=0.0)
         part_weights = part_weights + (part_weight,)  # type: ignore[assignment]  # longer tuples
@@ -328,6 +332,7 @@ def _add_partitions(
     TILE_DIM: tl.constexpr,  # dimensions of a program
     FEW: tl.constexpr,
     MANY: tl.constexpr,
+    HAS_GAPS: tl.constexpr,  # see `_add_several`
     WINDOW: tl.constexpr,  # 0: off
     NARROW: tl.constexpr,
     NARROW_END: tl.constexpr,
@@ -369,13 +374,13 @@ def _add_partitions(
     if end - first <= FEW:
         maximum, weight, total = _add_several(
             maximum, weight, total, sums_ptr, maxima_ptr, weights_ptr, first, end, is_dim, dim,
-            NUM_QUERY_ROWS, HEAD_DIM, FEW,
+            NUM_QUERY_ROWS, HEAD_DIM, FEW, HAS_GAPS,
         )  # fmt: skip
     else:
         for begin in range(first, end, MANY):
             maximum, weight, total = _add_several(
                 maximum, weight, total, sums_ptr, maxima_ptr, weights_ptr, begin, end, is_dim, dim,
-                NUM_QUERY_ROWS, HEAD_DIM, MANY,
+                NUM_QUERY_ROWS, HEAD_DIM, MANY, HAS_GAPS,
             )  # fmt: skip
 
     if sinks_ptr is not None:
@@ -388,10 +393,13 @@ def _add_partitions(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
-def add_partitions(layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch) -> None:
+def add_partitions(
+    layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch, *, has_gaps: bool = False
+) -> None:
     """Combine the partitions' sums in `scratch`, which are those of the same rows, to `layer.out`.
 
-    Rows of slot -1 get zeros.
+    Rows of slot -1 get zeros. has_gaps: partitions of the maximum -inf have no sums, because these are in the
+    sums of a partition before.
     """
     num_rows = rows.slot.shape[0]
     num_heads, num_kv_heads, group = layer.num_heads, layer.kv.num_heads, layer.group
@@ -411,6 +419,7 @@ def add_partitions(layer: LayerAttention, rows: PlannedRows, scratch: AttentionS
         TILE_DIM=tile_dim,
         FEW=FEW_PARTITIONS,
         MANY=max(2, min(32, LOADED_NUMBERS // tile_dim)),
+        HAS_GAPS=has_gaps,
         WINDOW=layer.window,
         PDL=uses_pdl(),
         num_warps=1,

@@ -5,10 +5,12 @@ verified, and of chunks of prompts, with the same bits.
     out[r, h] = sum over p of softmax(score[r, h])[p] * key[p][:LATENT_DIM]
 
 A key is the latent and, behind it, the part that is rotated; values are the latents. See `LatentAttention`
-in spec/model.py.
+in spec/model.py. In a cache of e4m3, latent and rotated part are each laid out as a head of cache.py is: a
+word has an element of the first half and the one at its place in the second. One scale is for both parts.
 
 Order of summation: that of softmax.py, with the products of queries and latents before those of the rotated
-parts. Where `_attend_latents` leaves the sums of partitions, decode.py adds them. Keys stand on the M side of
+parts; of e4m3, those of a part of the first half and of its counterpart in the second in turn. Where
+`_attend_latents` leaves the sums of partitions, decode.py adds them. Keys stand on the M side of
 the MMA, in scores and in sums, so the instruction is the same for one row and for many, and a tile of keys is
 read from shared memory alone, in both orders.
 
@@ -21,6 +23,11 @@ DeepSeek-V3 (128 heads) 242.
 Grid of `_attend_latents`: (tiles of query rows, shares). Program (t, s) owns query rows of tile t, each of
 which is a row of the step with one head, and the s-th share of the plan's tiles of keys. A tile of keys is
 loaded once, for scores and sums.
+
+Sums of partitions are many bytes: of 128 keys of 1,152 bytes each, those of a row of 20 heads take 40 KiB,
+which are written and read. With many sequences a program has many partitions of each. It then adds the ones
+that a sequence begins with by itself, in the order in which decode.py would add them, and writes their sum
+alone (FOLDS). All others are added behind what other programs sum, and are written one by one.
 
 Grid of `_attend_prompts`: (heads, tiles of rows, parts of a tile). A program owns some rows of one chunk with
 one head. It keeps the sums of a partition apart from the sums of partitions before.
@@ -35,8 +42,10 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
+from drift_sdk._kernels.attention.cache import cache_words, decode_pairs, is_decoded_in_pairs
 from drift_sdk._kernels.attention.decode import AttentionScratch, add_partitions
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
 from drift_sdk._kernels.attention.plan import (
@@ -49,7 +58,7 @@ from drift_sdk._kernels.attention.plan import (
     next_partition,
 )
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS
-from drift_sdk._kernels.attention.softmax import Partitions, partition_of, partition_start
+from drift_sdk._kernels.attention.softmax import Partitions, head_scale, partition_of, partition_start
 from drift_sdk._kernels.launch.arguments import cdiv, check_tensor
 from drift_sdk._kernels.launch.gpu_limits import gpu_limits
 from drift_sdk._kernels.launch.kernel import (
@@ -60,14 +69,18 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
+from drift_sdk.quantised.formats import E4M3
 
 NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 ONES_ROWS = tl.constexpr(16)
 """Rows of the matrix of ones whose product is the softmax's denominator, as `ONES_COLUMNS` of softmax.py."""
 
-MIN_TILE_ROWS, MAX_TILE_ROWS, MAX_FLOAT32_ROWS = 16, 32, 16
+MIN_TILE_ROWS, MAX_TILE_ROWS, MAX_FLOAT32_ROWS, MAX_E4M3_ROWS = 16, 32, 16, 16
 """Query rows of a program, least and most. Two sums of 32 rows and 512 dimensions, which `_attend_prompts`
-has, take 128 registers of each of 256 threads; twice as many rows leave no room for a second tile of keys."""
+has, take 128 registers of each of 256 threads; twice as many rows leave no room for a second tile of keys. In
+e4m3, keys are in registers too."""
+MOST_WARPS = 8
+"""Warps of a program with two sums, or with the sums of more rows than the fewest."""
 MAX_PART_DIM = 128
 """Elements of latents that are loaded and multiplied at once. The addresses of wider parts take registers
 that the sums need; so do addresses that the compiler moves out of a loop, which both kernels forbid."""
@@ -86,20 +99,24 @@ class LatentConfig(Struct, frozen=True, kw_only=True):
     num_stages: int
 
 
-def latent_config(num_query_rows: int, head_dim: int, dtype: torch.dtype, tile_keys: int) -> LatentConfig:
-    """Return the configuration for so many query rows on the current GPU.
+def latent_config(
+    num_query_rows: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, tile_keys: int
+) -> LatentConfig:
+    """Return the configuration for so many query rows on the current GPU, and keys of `kv_dtype`.
 
     Raises ValueError if its shared memory has no room for a tile of keys beside the fewest queries.
     """
     most = MAX_FLOAT32_ROWS if dtype == torch.float32 else MAX_TILE_ROWS
+    if kv_dtype == E4M3:
+        most = MAX_E4M3_ROWS
     tile_rows = min(padded_size(num_query_rows), most)
-    row_bytes = head_dim * dtype.itemsize
+    row_bytes, stage_bytes = head_dim * dtype.itemsize, tile_keys * head_dim * kv_dtype.itemsize
     room = gpu_limits().shared_bytes - SHARED_RESERVE
-    while tile_rows > MIN_TILE_ROWS and (tile_rows + tile_keys) * row_bytes > room:
+    while tile_rows > MIN_TILE_ROWS and tile_rows * row_bytes + stage_bytes > room:
         tile_rows //= 2
-    num_stages = (room - tile_rows * row_bytes) // (tile_keys * row_bytes)
+    num_stages = (room - tile_rows * row_bytes) // stage_bytes
     if num_stages < 1:
-        needed = (tile_rows + tile_keys) * row_bytes + SHARED_RESERVE
+        needed = tile_rows * row_bytes + stage_bytes + SHARED_RESERVE
         raise ValueError(
             f"head_dim={head_dim} in {dtype}: {needed} bytes of shared memory: expected at most "
             f"{gpu_limits().shared_bytes}"
@@ -107,7 +124,7 @@ def latent_config(num_query_rows: int, head_dim: int, dtype: torch.dtype, tile_k
 
     return LatentConfig(
         tile_rows=tile_rows,
-        num_warps=8 if tile_rows > MIN_TILE_ROWS else 4,
+        num_warps=MOST_WARPS if tile_rows > MIN_TILE_ROWS or kv_dtype == E4M3 else 4,
         num_stages=min(num_stages, 2),
     )
 
@@ -127,6 +144,27 @@ def _load_parts(
         is_dim = dim < DIM - part * PART_DIM
         loaded = tl.load(pointers + part * PART_DIM + dim, mask=mask & is_dim, other=0.0)
         parts = parts + (loaded,)  # type: ignore[assignment]  # a longer tuple
+    return parts
+
+
+@device_function
+def _load_halves(
+    pointers,  # [ROWS, 1]: to the first element of each row
+    mask,  # [ROWS, 1]
+    DIM: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # of all halves
+    HALVES: tl.constexpr,  # 2: a part lies in one half of the elements; 1: in all of them
+):
+    """Return the parts of rows, NUM_PARTS times [ROWS, PART_DIM]: the first one of each half, then the second
+    ones, and so on."""
+    parts = _load_parts(pointers, mask, DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+    if HALVES == 2:
+        others = _load_parts(pointers + DIM // 2, mask, DIM // 2, PART_DIM, NUM_PARTS // 2)
+        both = (parts[0], others[0])
+        for part in tl.static_range(1, NUM_PARTS // 2):
+            both = both + (parts[part], others[part])  # type: ignore[assignment]  # a longer tuple
+        parts = both
     return parts
 
 
@@ -179,31 +217,52 @@ def _attend_tile(
     weight,  # [ONES_ROWS, TILE_ROWS] fp32: sum of exp2(score - maximum), in every row
     total,  # parts [PART_DIM, TILE_ROWS] fp32: sum of exp2(score - maximum) * latent
     query,  # parts [PART_DIM, TILE_ROWS], storage type
-    rotated_query,  # [PADDED_ROTARY, TILE_ROWS]
-    latents,  # parts [TILE_KEYS, PART_DIM]; zeros where there is no key
-    rotated,  # [TILE_KEYS, PADDED_ROTARY]
+    rotated_query,  # parts [PADDED_ROTARY, TILE_ROWS]
+    latents,  # parts [TILE_KEYS, PART_DIM] as in the cache; zeros where there is no key
+    rotated,  # [TILE_KEYS, PADDED_ROTARY] as in the cache
     is_seen,  # [TILE_KEYS, TILE_ROWS]: which keys a row sees
     scale,  # of scores, times log2(e)
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # of queries and sums
+    HALVES: tl.constexpr,  # of these, in a part of the cache
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
 ):
     """Return maximum, weight and total with a tile of keys taken in: the steps of `attend_tile` of
-    softmax.py."""
-    score = tl.dot(latents[0], query[0], input_precision="ieee")
-    for part in tl.static_range(1, NUM_PARTS):
-        score = tl.dot(latents[part], query[part], score, input_precision="ieee")
-    score = tl.dot(rotated, rotated_query, score, input_precision="ieee")
+    softmax.py. Codes become numbers twice: those of all parts would take more registers than there are."""
+    DTYPE: tl.constexpr = query[0].dtype
+    if HALVES == 1:
+        score = tl.dot(latents[0], query[0], input_precision="ieee")
+        for part in tl.static_range(1, NUM_PARTS):
+            score = tl.dot(latents[part], query[part], score, input_precision="ieee")
+        score = tl.dot(rotated, rotated_query[0], score, input_precision="ieee")
+    else:
+        score = tl.zeros(is_seen.shape, tl.float32)
+        for part in tl.static_range(NUM_PARTS // 2):
+            low, high = decode_pairs(latents[part], DTYPE, IN_PAIRS)
+            score = tl.dot(low, query[2 * part], score, input_precision="ieee")
+            score = tl.dot(high, query[2 * part + 1], score, input_precision="ieee")
+        low, high = decode_pairs(rotated, DTYPE, IN_PAIRS)
+        score = tl.dot(low, rotated_query[0], score, input_precision="ieee")
+        score = tl.dot(high, rotated_query[1], score, input_precision="ieee")
     score = tl.where(is_seen, score, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(score, 0) * scale)
     # A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - reference)[None, :]
-    probability = tl.exp2(tl.fma(score, scale, -reference[None, :])).to(rotated_query.dtype)
-    ones = tl.full((ONES_ROWS, rotated.shape[0]), 1.0, rotated_query.dtype)
+    probability = tl.exp2(tl.fma(score, scale, -reference[None, :])).to(DTYPE)
+    ones = tl.full((ONES_ROWS, latents[0].shape[0]), 1.0, DTYPE)
     weight = tl.dot(ones, probability, weight * rescale, input_precision="ieee")
-    sums = (tl.dot(latents[0].T, probability, total[0] * rescale, input_precision="ieee"),)
-    for part in tl.static_range(1, NUM_PARTS):
-        added = tl.dot(latents[part].T, probability, total[part] * rescale, input_precision="ieee")
-        sums = sums + (added,)  # type: ignore[assignment]  # a longer tuple
+    if HALVES == 1:
+        sums = (tl.dot(latents[0].T, probability, total[0] * rescale, input_precision="ieee"),)
+        for part in tl.static_range(1, NUM_PARTS):
+            added = tl.dot(latents[part].T, probability, total[part] * rescale, input_precision="ieee")
+            sums = sums + (added,)  # type: ignore[assignment]  # a longer tuple
+    else:
+        sums = ()  # type: ignore[assignment]  # a shorter tuple
+        for part in tl.static_range(NUM_PARTS // 2):
+            low, high = decode_pairs(latents[part].T, DTYPE, IN_PAIRS)
+            of_low = tl.dot(low, probability, total[2 * part] * rescale, input_precision="ieee")
+            of_high = tl.dot(high, probability, total[2 * part + 1] * rescale, input_precision="ieee")
+            sums = sums + (of_low, of_high)  # type: ignore[assignment]  # a longer tuple
     return new_maximum, weight, sums
 
 
@@ -231,6 +290,42 @@ def _add_partition(
     return new_maximum, weight, sums
 
 
+FOLDED_SHARE = 6
+"""Shares for each sequence up to which programs add the partitions that a sequence begins with. With more,
+few partitions are first ones, and the sums take registers; in e4m3 there are none left. No result depends on
+it."""
+
+
+@device_function
+def _store_sums(
+    sums_ptr,  # [.., NUM_QUERY_ROWS, LATENT_DIM] fp32
+    maxima_ptr,  # [.., NUM_QUERY_ROWS] fp32
+    weights_ptr,  # as maxima
+    partition,  # index of those of all sequences
+    maximum,  # [TILE_ROWS] fp32
+    weight,  # [TILE_ROWS] fp32
+    total,  # parts [PART_DIM, TILE_ROWS] fp32
+    NUM_QUERY_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Store the sums of a partition of the program's query rows."""
+    HALF_DIM: tl.constexpr = LATENT_DIM // HALVES
+    row, dim = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS), tl.arange(0, PART_DIM)
+    is_row = row < NUM_QUERY_ROWS
+    index = partition.to(tl.int64) * NUM_QUERY_ROWS + row
+    sum_ptrs = sums_ptr + index[None, :] * LATENT_DIM + dim[:, None]
+    for part in tl.static_range(NUM_PARTS):
+        is_dim = (dim < HALF_DIM - part // HALVES * PART_DIM)[:, None]
+        part_ptrs = sum_ptrs + (part % HALVES * HALF_DIM + part // HALVES * PART_DIM)
+        tl.store(part_ptrs, total[part], mask=is_row[None, :] & is_dim)
+    tl.store(maxima_ptr + index, maximum, mask=is_row)
+    tl.store(weights_ptr + index, weight, mask=is_row)
+
+
 EARLY_TILES = tl.constexpr(2)
 """Up to so many tiles for each share, `_attend_latents` permits its dependents to start before it
 computes."""
@@ -242,7 +337,8 @@ computes."""
 )
 def _attend_latents(
     query_ptr,  # [R, NUM_HEADS, HEAD_DIM], storage type
-    keys_ptr,  # [num_blocks, 1, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, 1, KV_BLOCK_SIZE, HEAD_DIM / HALVES], storage type or words of two e4m3 codes
+    key_scale_ptr,  # [1] fp32, or None
     block_table_ptr,  # [S, max_blocks] int32
     row_slot_ptr,  # [R] int32; -1: padding row
     row_position_ptr,  # [R] int32: the last position that a row sees
@@ -257,10 +353,13 @@ def _attend_latents(
     ROWS_PER_SEQUENCE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    FOLDS: tl.constexpr,  # the first partitions of a sequence have one sum
     LATENT_DIM: tl.constexpr,
     PART_DIM: tl.constexpr,  # elements of latents that are loaded and multiplied at once
-    NUM_PARTS: tl.constexpr,  # LATENT_DIM / PART_DIM, rounded up
-    PADDED_ROTARY: tl.constexpr,  # HEAD_DIM - LATENT_DIM, rounded up to a power of two, 16 or more
+    NUM_PARTS: tl.constexpr,  # of all halves
+    PADDED_ROTARY: tl.constexpr,  # a half of HEAD_DIM - LATENT_DIM, rounded up to a power of two, 16 or more
+    HALVES: tl.constexpr,  # of the elements of keys: 2 with e4m3, else 1, which is all of them
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -276,7 +375,7 @@ def _attend_latents(
     NUM_QUERY_ROWS: tl.constexpr = ROWS_PER_SEQUENCE * NUM_HEADS
     query_row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = query_row < NUM_QUERY_ROWS
-    dim = tl.arange(0, PART_DIM)
+    scale = head_scale(scale, key_scale_ptr, 0)
     num_tiles = tl.load(num_tiles_ptr, cache_modifier=".cg")
     share = tl.program_id(1)
     tile_index = next_partition(
@@ -304,46 +403,73 @@ def _attend_latents(
             start_dependents(PDL)
         query_ptrs = query_ptr + (row.to(tl.int64) * NUM_HEADS + query_row % NUM_HEADS)[:, None] * HEAD_DIM
         query = _transposed(
-            _load_parts(query_ptrs, is_live[:, None], LATENT_DIM, PART_DIM, NUM_PARTS), NUM_PARTS
+            _load_halves(query_ptrs, is_live[:, None], LATENT_DIM, PART_DIM, NUM_PARTS, HALVES), NUM_PARTS
         )
-        rotated_query = _load_parts(
-            query_ptrs + LATENT_DIM, is_live[:, None], HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1
-        )[0].T
+        rotated_ptrs = query_ptrs + LATENT_DIM
+        rotated_query = _transposed(
+            _load_halves(
+                rotated_ptrs, is_live[:, None], HEAD_DIM - LATENT_DIM, PADDED_ROTARY, HALVES, HALVES
+            ),
+            HALVES,
+        )
         table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
-        first_sum = sequence * num_partitions * NUM_QUERY_ROWS + query_row
+        first_sum = sequence * num_partitions
         maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
         total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
+        if FOLDS:
+            first_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+            first_weight = tl.zeros((TILE_ROWS,), tl.float32)
+            first_total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
         for tile in tl.range(0, num_own_tiles, num_stages=NUM_STAGES, disable_licm=True):
             first_key = sequence_key + tile * TILE_KEYS
             position = (first_key + tl.arange(0, TILE_KEYS))[:, None]
             key_ptrs = _key_pointers(
-                keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS
+                keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM // HALVES, KV_BLOCK_SIZE, TILE_KEYS
             )
             is_key = position < num_keys
             is_seen = position <= last_position[None, :]
             if FIRST_KEY > 0:
                 is_key = is_key & (position >= FIRST_KEY)
                 is_seen = is_seen & (position >= FIRST_KEY)
-            latents = _load_parts(key_ptrs, is_key, LATENT_DIM, PART_DIM, NUM_PARTS)
-            rotated = _load_parts(key_ptrs + LATENT_DIM, is_key, HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1)[0]
+            latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+            rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
+            rotated = _load_parts(
+                rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1
+            )[0]
             maximum, weight, total = _attend_tile(
                 maximum, weight, total, query, rotated_query, latents, rotated, is_seen, scale, NUM_PARTS,
+                HALVES, IN_PAIRS,
             )  # fmt: skip
             partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
             if (first_key + TILE_KEYS >= next_start) | (first_key + TILE_KEYS >= num_keys):
-                # The partition's last tile: store its sums, and start the next partition.
-                sum_index = first_sum + partition * NUM_QUERY_ROWS
-                sum_ptrs = sums_ptr + sum_index.to(tl.int64)[None, :] * LATENT_DIM + dim[:, None]
-                for part in tl.static_range(NUM_PARTS):
-                    is_dim = (dim < LATENT_DIM - part * PART_DIM)[:, None]
-                    tl.store(sum_ptrs + part * PART_DIM, total[part], mask=is_row[None, :] & is_dim)
-                tl.store(maxima_ptr + sum_index, maximum, mask=is_row)
-                tl.store(weights_ptr + sum_index, tl.max(weight, 0), mask=is_row)
+                # The partition's last tile: store its sums or add them up, and start the next partition.
+                if FOLDS and sequence_key == 0:
+                    first_maximum, first_weight, first_total = _add_partition(
+                        first_maximum, first_weight, first_total, maximum, tl.max(weight, 0), total, NUM_PARTS
+                    )
+                else:
+                    _store_sums(
+                        sums_ptr, maxima_ptr, weights_ptr, first_sum + partition, maximum, tl.max(weight, 0),
+                        total, NUM_QUERY_ROWS, TILE_ROWS, LATENT_DIM, PART_DIM, NUM_PARTS, HALVES,
+                    )  # fmt: skip
                 maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
                 weight = tl.zeros((ONES_ROWS, TILE_ROWS), tl.float32)
                 total = _zeros(PART_DIM, TILE_ROWS, NUM_PARTS)
+
+        if FOLDS:
+            if sequence_key == 0:
+                # The sums have the place of the first partition, those of the others none.
+                _store_sums(
+                    sums_ptr, maxima_ptr, weights_ptr, first_sum, first_maximum, first_weight, first_total,
+                    NUM_QUERY_ROWS, TILE_ROWS, LATENT_DIM, PART_DIM, NUM_PARTS, HALVES,
+                )  # fmt: skip
+                last_key = num_own_tiles * TILE_KEYS - 1
+                for partition in range(1, partition_of(last_key, NARROW, NARROW_END, NUM_DOUBLINGS) + 1):
+                    none = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+                    sum_index = (first_sum + partition) * NUM_QUERY_ROWS + query_row
+                    tl.store(maxima_ptr + sum_index, none, mask=query_row < NUM_QUERY_ROWS)
 
         tile_index += num_own_tiles
 
@@ -354,7 +480,8 @@ def _attend_latents(
 @kernel
 def _attend_prompts(
     query_ptr,  # [N, NUM_HEADS, HEAD_DIM], storage type
-    keys_ptr,  # [num_blocks, 1, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, 1, KV_BLOCK_SIZE, HEAD_DIM / HALVES], storage type or words of two e4m3 codes
+    key_scale_ptr,  # [1] fp32, or None
     block_table_ptr,  # [S, max_blocks] int32; table_stride from slot to slot
     tiles_ptr,  # [num_tiles, NUM_FIELDS] int32
     output_ptr,  # [N, NUM_HEADS, LATENT_DIM], storage type
@@ -366,6 +493,8 @@ def _attend_prompts(
     PART_DIM: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     PADDED_ROTARY: tl.constexpr,
+    HALVES: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -393,10 +522,18 @@ def _attend_prompts(
     dim = tl.arange(0, PART_DIM)
     is_row = row < num_rows
     query_ptrs = query_ptr + ((first_row + row) * NUM_HEADS + head)[:, None] * HEAD_DIM
-    query = _transposed(_load_parts(query_ptrs, is_row[:, None], LATENT_DIM, PART_DIM, NUM_PARTS), NUM_PARTS)
-    rotated_query = _load_parts(
-        query_ptrs + LATENT_DIM, is_row[:, None], HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1
-    )[0].T
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
+    HALF_DIM: tl.constexpr = LATENT_DIM // HALVES
+    scale = head_scale(scale, key_scale_ptr, 0)
+    query = _transposed(
+        _load_halves(query_ptrs, is_row[:, None], LATENT_DIM, PART_DIM, NUM_PARTS, HALVES), NUM_PARTS
+    )
+    rotated_query = _transposed(
+        _load_halves(
+            query_ptrs + LATENT_DIM, is_row[:, None], HEAD_DIM - LATENT_DIM, PADDED_ROTARY, HALVES, HALVES
+        ),
+        HALVES,
+    )
     num_keys = start + tl.minimum(num_rows, TILE_ROWS)
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
@@ -409,17 +546,22 @@ def _attend_prompts(
     for tile in tl.range(0, num_tiles, num_stages=NUM_STAGES, disable_licm=True):
         first_key = num_tiles * 0 + tile * TILE_KEYS  # a tensor, in the interpreter too
         position = (first_key + tl.arange(0, TILE_KEYS))[:, None]
-        key_ptrs = _key_pointers(keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS)
+        key_ptrs = _key_pointers(
+            keys_ptr, table_ptr, first_key, num_keys, HEAD_DIM // HALVES, KV_BLOCK_SIZE, TILE_KEYS
+        )
         is_key = position < num_keys
         is_seen = position <= (start + row)[None, :]
         if FIRST_KEY > 0:
             is_key = is_key & (position >= FIRST_KEY)
             is_seen = is_seen & (position >= FIRST_KEY)
-        latents = _load_parts(key_ptrs, is_key, LATENT_DIM, PART_DIM, NUM_PARTS)
-        rotated = _load_parts(key_ptrs + LATENT_DIM, is_key, HEAD_DIM - LATENT_DIM, PADDED_ROTARY, 1)[0]
+        latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+        rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
+        rotated = _load_parts(rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1)[
+            0
+        ]
         part_maximum, part_weight, part_total = _attend_tile(
             part_maximum, part_weight, part_total, query, rotated_query, latents, rotated, is_seen, scale,
-            NUM_PARTS,
+            NUM_PARTS, HALVES, IN_PAIRS,
         )  # fmt: skip
         partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
         next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
@@ -437,9 +579,12 @@ def _attend_prompts(
     divisor = tl.where(is_row, weight, 1.0)[None, :]
     output_ptrs = output_ptr + ((first_row + row) * NUM_HEADS + head)[None, :] * LATENT_DIM + dim[:, None]
     for part in tl.static_range(NUM_PARTS):
-        is_dim = (dim < LATENT_DIM - part * PART_DIM)[:, None]
-        result = (total[part] / divisor).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptrs + part * PART_DIM, result, mask=is_row[None, :] & is_dim)
+        is_dim = (dim < HALF_DIM - part // HALVES * PART_DIM)[:, None]
+        sums = total[part]
+        if key_scale_ptr is not None:
+            sums = sums * tl.load(key_scale_ptr)
+        part_ptrs = output_ptrs + (part % HALVES * HALF_DIM + part // HALVES * PART_DIM)
+        tl.store(part_ptrs, (sums / divisor).to(DTYPE), mask=is_row[None, :] & is_dim)
 
 
 def latent_attention(layer: LayerAttention, rows: PlannedRows, scratch: AttentionScratch) -> None:
@@ -453,24 +598,27 @@ def latent_attention(layer: LayerAttention, rows: PlannedRows, scratch: Attentio
     plan, num_query_rows = scratch.plan, rows.rows_per_sequence * layer.num_heads
     _check(layer, plan.partitions)
     scratch.check(layer, rows)
-    config = latent_config(num_query_rows, layer.head_dim, layer.query.dtype, plan.partitions.tile)
+    config = _config(layer, num_query_rows, plan.partitions)
     num_row_tiles = cdiv(num_query_rows, config.tile_rows)
     num_shares = max(1, gpu_limits().num_multiprocessors // num_row_tiles)
+    folds = FOLDED_SHARE * rows.num_sequences >= num_shares and layer.kv.key_scale is None
     _attend_latents[(num_row_tiles, num_shares)](
         query_ptr=layer.query,
-        keys_ptr=layer.kv.keys,
+        keys_ptr=cache_words(layer.kv.keys),
+        key_scale_ptr=layer.kv.key_scale,
         block_table_ptr=layer.block_table,
         tiles_ptr=plan.tiles,
         num_tiles_ptr=plan.num_tiles,
         scale=layer.log2_scale,
         max_blocks=layer.block_table.shape[1],
         ROWS_PER_SEQUENCE=rows.rows_per_sequence,
+        FOLDS=folds,
         TILE_KEYS=plan.partitions.tile,
-        **_constants(layer, config),
+        **_constants(layer, replace(config, num_warps=MOST_WARPS) if folds else config),
         **scratch.kernel_arguments(rows),
         **launch_options(),
     )
-    add_partitions(layer, rows, scratch)
+    add_partitions(layer, rows, scratch, has_gaps=folds)
 
 
 def latent_prompt_attention(
@@ -484,10 +632,11 @@ def latent_prompt_attention(
     """
     _check(layer, partitions)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
-    config = latent_config(tile_rows, layer.head_dim, layer.query.dtype, partitions.tile)
+    config = _config(layer, tile_rows, partitions)
     _attend_prompts[(layer.num_heads, tiles.shape[0], cdiv(tile_rows, config.tile_rows))](
         query_ptr=layer.query,
-        keys_ptr=layer.kv.keys,
+        keys_ptr=cache_words(layer.kv.keys),
+        key_scale_ptr=layer.kv.key_scale,
         block_table_ptr=layer.block_table,
         tiles_ptr=tiles,
         output_ptr=layer.out,
@@ -502,22 +651,35 @@ def latent_prompt_attention(
     )
 
 
+def _config(layer: LayerAttention, num_query_rows: int, partitions: Partitions) -> LatentConfig:
+    dtypes = layer.query.dtype, layer.kv.keys.dtype
+    return latent_config(num_query_rows, layer.head_dim, *dtypes, partitions.tile)
+
+
 def _check(layer: LayerAttention, partitions: Partitions) -> None:
     layer.check(max_first_key=partitions.tile - 1)
     if not layer.kv.latent_dim or layer.window or layer.sinks is not None:
         raise ValueError("layer: expected latents, and neither a window nor sinks")
 
+    if layer.kv.keys.dtype == E4M3 and (layer.head_dim % 2 or layer.value_dim % 2):
+        found = f"{layer.value_dim} and {layer.head_dim - layer.value_dim} elements"
+        raise ValueError(f"keys: {found} of latents and rotated parts: expected even numbers in e4m3")
+
 
 def _constants(layer: LayerAttention, config: LatentConfig) -> dict[str, int | bool]:
     """The compile-time arguments of either kernel."""
-    part_dim = min(padded_size(layer.value_dim), MAX_PART_DIM)
+    halves = 2 if layer.kv.keys.dtype == E4M3 else 1
+    half_dim = layer.value_dim // halves
+    part_dim = min(padded_size(half_dim), MAX_PART_DIM)
     return {
         "NUM_HEADS": layer.num_heads,
         "HEAD_DIM": layer.head_dim,
         "LATENT_DIM": layer.value_dim,
         "PART_DIM": part_dim,
-        "NUM_PARTS": cdiv(layer.value_dim, part_dim),
-        "PADDED_ROTARY": padded_size(layer.head_dim - layer.value_dim),
+        "NUM_PARTS": halves * cdiv(half_dim, part_dim),
+        "PADDED_ROTARY": padded_size((layer.head_dim - layer.value_dim) // halves),
+        "HALVES": halves,
+        "IN_PAIRS": is_decoded_in_pairs(layer.query.dtype),
         "KV_BLOCK_SIZE": layer.kv.block_size,
         "TILE_ROWS": config.tile_rows,
         "NUM_STAGES": config.num_stages,

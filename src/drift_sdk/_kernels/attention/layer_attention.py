@@ -95,7 +95,10 @@ class LayerAttention(Struct, frozen=True, kw_only=True):
     @property
     def partitions(self) -> Partitions:
         """Borders at which its keys are cut, part of the result's bits."""
-        return Partitions.of_layer(None if self.kv.latent_dim else self.head_dim, self.window)
+        if self.kv.latent_dim:
+            return Partitions.of_latents(self.num_heads)
+
+        return Partitions.of_layer(self.head_dim, self.window)
 
     @property
     def score_scale(self) -> float:

@@ -35,6 +35,9 @@ from drift_sdk._kernels.launch.kernel import device_function
 
 WIDE_HEAD = 256
 """Heads of more dimensions are wide: they have smaller tiles of keys, and prompts have a kernel for them."""
+MANY_HEADS = 64
+"""Of latents that more heads share, partitions are twice as wide: each of them has the sums of all heads, and
+programs that divide the heads use a GPU in place of the programs of other partitions."""
 
 
 class Partitions(Struct, frozen=True):
@@ -55,14 +58,19 @@ class Partitions(Struct, frozen=True):
     tile: int = 64
 
     @classmethod
-    def of_layer(cls, head_dim: int | None, window: int) -> Partitions:
-        """Borders for heads of `head_dim` dimensions, or None of latents, and rows that see only their last
-        `window` keys; 0: all keys.
+    def of_latents(cls, num_heads: int) -> Partitions:
+        """Borders for latents of so many heads."""
+        return cls() if num_heads <= MANY_HEADS else cls(narrow=2 * cls().narrow)
+
+    @classmethod
+    def of_layer(cls, head_dim: int, window: int) -> Partitions:
+        """Borders for heads of `head_dim` dimensions, and rows that see only their last `window` keys; 0: all
+        keys.
 
         Few keys need narrow partitions wherever they lie. Of wide heads, a tile of 32 keys has the bytes of
         64 keys of half the size.
         """
-        default = cls() if head_dim is None or head_dim <= WIDE_HEAD else cls(tile=32)
+        default = cls() if head_dim <= WIDE_HEAD else cls(tile=32)
         return replace(default, num_doublings=0) if 0 < window <= default.narrow_end else default
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 
 Routing in one launch of CUDA C++: the router's product, and what routing.py does with it.
 
-It is for routers of the kind "softmax". For a decode pass of up to LISTED_ROWS rows, three launches become
+It is for routers of the kind "softmax", and for those of the kind "sigmoid" without groups, whose logits are
+not rounded. For a decode pass of up to LISTED_ROWS rows, three launches become
 one; for more rows, `list_rows` follows. The CTAs of a cluster have 16 experts each, and write their logits to
 each other's shared memory: they wait for each other, but not for a launch. There are no atomic operations,
 and lists have a fixed order.
@@ -330,10 +331,11 @@ COLUMN_ALIGNMENT = 8
 
 
 def has_cuda_route(weight: Tensor, num_active: int, router: Router) -> bool:
-    """Whether `cuda_route` routes with a router's weight [E, K]: never for sigmoids."""
+    """Whether `cuda_route` routes with a router's weight [E, K]."""
     num_experts, inner = weight.shape
     if (
-        router.kind != "softmax"
+        router.kind == "wide"
+        or router.num_groups > 1
         or weight.device.type != "cuda"
         or weight.dtype != torch.bfloat16
         or inner % COLUMN_ALIGNMENT
@@ -356,26 +358,32 @@ def cuda_route(
     bias: Tensor | None,
     row_slot: Tensor,
     rows: ExpertRows,
-    *,
-    is_normalised: bool,
+    router: Router,
+    correction: Tensor | None = None,
 ) -> None:
     """Fill `rows`, where `has_cuda_route`: `multiply`, `choose_experts` and `list_rows` in this order.
 
-    x [R, K] and weight [E, K], bfloat16. The other arguments are those of `choose_experts`. Raises ValueError
-    for another shape, type or layout.
+    x [R, K] and weight [E, K], bfloat16. bias: [E] bfloat16, for a router of the kind "softmax". correction:
+    [E] float32, for one of the kind "sigmoid". The other arguments are those of `choose_experts`. Raises
+    ValueError for another shape, type or layout.
     """
     num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
     inner = weight.shape[1]
     check_tensor("x", x, (num_rows, inner), torch.bfloat16)
     check_tensor("weight", weight, (num_experts, inner), torch.bfloat16)
+    is_sigmoid = router.kind == "sigmoid"
+    if (bias if is_sigmoid else correction) is not None:
+        raise ValueError(f"router={router.kind!r}: expected no {'bias' if is_sigmoid else 'correction'}")
+
     check_tensors((num_experts,), torch.bfloat16, bias=bias)
+    check_tensors((num_experts,), torch.float32, correction=correction)
     check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
     check_rows(rows)
     from drift_sdk._kernels.launch.cuda_programs import CudaKernel, compile_kernel, launch_kernel
 
     row_tiles = 1 if num_rows <= LISTED_ROWS // 2 else 2
     has_lists = num_rows <= LISTED_ROWS
-    flags = ", ".join(str(flag).lower() for flag in (is_normalised, has_lists))
+    flags = ", ".join(str(flag).lower() for flag in (is_sigmoid, router.is_normalised, has_lists))
     template = f"{inner}, {num_experts}, {num_active}, {row_tiles}, {flags}"
     macros = (("ROUTE", f"route_rows<{template}>"),)
     kernel = CudaKernel((*FILES, "experts/route_rows.cu"), "route", macros)
@@ -387,11 +395,13 @@ def cuda_route(
         x,
         weight,
         bias,
+        correction,
         row_slot,
         rows.experts,
         rows.shares,
         rows.pairs,
         rows.counts,
+        router.scale,
         num_rows,
         cluster=num_experts // CTA_EXPERTS,
     )

@@ -9,6 +9,7 @@
 constexpr int CTA_EXPERTS = 16;
 constexpr float LOWEST = -3.40282347e38f;
 constexpr int LAST_EXPERT = 0xFFFF;
+constexpr float NORM_OFFSET = 1e-20f;  // as in routing.py
 
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
@@ -27,26 +28,71 @@ __device__ __forceinline__ void store_to_rank(float* place, u32 rank, float valu
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// A number, not 0, that is larger for a larger logit, which is a bfloat16, and of equal ones for the lower expert.
-// NaN counts as the lowest number, as minus infinity does, and minus zero as zero.
+// Bits that are larger for a larger number, and not 0. NaN counts as the lowest number, as minus infinity does, and
+// minus zero as zero.
+__device__ __forceinline__ u32 ordered(float score) {
+  const u32 bits = score > LOWEST ? __float_as_uint(score + 0.f) : 0xFF800000u;
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// `ordered` of a logit, which is a bfloat16, and of equal ones larger for the lower expert.
 __device__ __forceinline__ u32 key_of(float logit, int expert) {
-  const u32 bits = logit > LOWEST ? __float_as_uint(logit + 0.f) : 0xFF800000u;
-  const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return (ordered & 0xFFFF0000u) | static_cast<u32>(LAST_EXPERT - expert);
+  return (ordered(logit) & 0xFFFF0000u) | static_cast<u32>(LAST_EXPERT - expert);
+}
+
+// The experts of a row with the largest sums of sigmoid and correction, chosen by a warp, and their sigmoids.
+// correction: [E], or null.
+template <int NUM_EXPERTS, int NUM_ACTIVE>
+__device__ __forceinline__ void choose_by_sigmoids(const float* logits, const float* correction, int lane,
+                                                   float (&values)[NUM_ACTIVE], int (&experts)[NUM_ACTIVE]) {
+  constexpr int EACH = (NUM_EXPERTS + 31) / 32;
+  float value[EACH];
+  u32 key[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int expert = i * 32 + lane;
+    const bool is_expert = expert < NUM_EXPERTS;
+    value[i] = is_expert ? __fdiv_rn(1.f, __fadd_rn(1.f, __expf(-logits[expert]))) : 0.f;
+    const float added = is_expert && correction != nullptr ? correction[expert] : 0.f;
+    key[i] = is_expert ? ordered(__fadd_rn(value[i], added)) : 0;
+  }
+#pragma unroll
+  for (int r = 0; r < NUM_ACTIVE; r++) {
+    u32 best = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) best = max(best, key[i]);
+    best = __reduce_max_sync(~0u, best);
+    u32 first = LAST_EXPERT;
+#pragma unroll
+    for (int i = EACH - 1; i >= 0; i--)
+      if (key[i] == best) first = i * 32 + lane;
+    const int expert = static_cast<int>(__reduce_min_sync(~0u, first));
+    float mine = value[0];
+#pragma unroll
+    for (int i = 1; i < EACH; i++)
+      if (expert / 32 == i) mine = value[i];
+    values[r] = __shfl_sync(~0u, mine, expert % 32), experts[r] = expert;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i * 32 + lane == expert) key[i] = 0;
+  }
 }
 
 // What routing takes. x: [R, K] and weight: [E, K], bfloat16. bias: [E] bfloat16, or null. row_slot: [R], -1 for
-// padding. Written: experts and shares [R, NUM_ACTIVE]; with HAS_LISTS also pairs [E, R] and counts [E].
+// padding. Written: experts and shares [R, NUM_ACTIVE]; with HAS_LISTS also pairs [E, R] and counts [E]. For
+// IS_SIGMOID: correction [E], or null, and a factor of shares.
 struct Arguments {
   const u16 *x, *weight, *bias;
+  const float* correction;
   const int* row_slot;
   int* experts;
   float* shares;
   int *pairs, *counts;
+  float scale;
   int num_rows;
 };
 
-template <int K, int NUM_EXPERTS, int NUM_ACTIVE, int NT, bool IS_NORMALISED, bool HAS_LISTS>
+template <int K, int NUM_EXPERTS, int NUM_ACTIVE, int NT, bool IS_SIGMOID, bool IS_NORMALISED, bool HAS_LISTS>
 __device__ __forceinline__ void route_rows(const Arguments& a) {
   constexpr int TILE_M = NT * 8, NUM_CTAS = NUM_EXPERTS / CTA_EXPERTS, STRIDE = TILE_M + 1;
   constexpr int NUM_CHUNKS = (K + 31) / 32, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
@@ -102,7 +148,7 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
     float* const place = logits + row * NUM_EXPERTS + first_expert + expert;
     if (row < num_rows) {
 #pragma unroll
-      for (int other = 0; other < NUM_CTAS; other++) store_to_rank(place, other, rounded(total));
+      for (int other = 0; other < NUM_CTAS; other++) store_to_rank(place, other, IS_SIGMOID ? total : rounded(total));
     }
   }
   arrive_in_cluster();
@@ -111,43 +157,50 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
   // Without lists, the CTAs share the rows.
   for (int row = HAS_LISTS ? warp : warp + rank * WARPS; row < num_rows; row += HAS_LISTS ? WARPS : WARPS * NUM_CTAS) {
     const bool is_live = a.row_slot[first_row + row] >= 0;
-    float logit[EACH];
-    u32 key[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int expert = i * 32 + lane;
-      logit[i] = expert < NUM_EXPERTS ? logits[row * NUM_EXPERTS + expert] : LOWEST;
-      key[i] = expert < NUM_EXPERTS ? key_of(logit[i], expert) : 0;
-    }
     float ranked[NUM_ACTIVE];
     int ranked_expert[NUM_ACTIVE];
+    float highest = 0.f, norm = 0.f;
+    if constexpr (IS_SIGMOID) {
+      choose_by_sigmoids<NUM_EXPERTS>(logits + row * NUM_EXPERTS, a.correction, lane, ranked, ranked_expert);
 #pragma unroll
-    for (int r = 0; r < NUM_ACTIVE; r++) {
-      u32 best = 0;
-#pragma unroll
-      for (int i = 0; i < EACH; i++) best = max(best, key[i]);
-      best = __reduce_max_sync(~0u, best);
-      const int expert = LAST_EXPERT - static_cast<int>(best & LAST_EXPERT);
-      float value = logit[0];
-#pragma unroll
-      for (int i = 1; i < EACH; i++)
-        if (expert / 32 == i) value = logit[i];
-      ranked[r] = __shfl_sync(~0u, value, expert % 32), ranked_expert[r] = expert;
-#pragma unroll
-      for (int i = 0; i < EACH; i++)
-        if (key[i] == best) key[i] = 0;
-    }
-    const float highest = ranked[0];
-    float norm = 0.f;
-    if (IS_NORMALISED) {
-#pragma unroll
-      for (int r = 0; r < NUM_ACTIVE; r++) norm = __fadd_rn(norm, __expf(ranked[r] - highest));
+      for (int r = 0; r < NUM_ACTIVE; r++) norm = __fadd_rn(norm, ranked[r]);
+      norm = IS_NORMALISED ? __fadd_rn(norm, NORM_OFFSET) : 1.f;
     } else {
+      float logit[EACH];
+      u32 key[EACH];
 #pragma unroll
-      for (int i = 0; i < EACH; i++)
-        if (i * 32 + lane < NUM_EXPERTS) norm = __fadd_rn(norm, __expf(logit[i] - highest));
+      for (int i = 0; i < EACH; i++) {
+        const int expert = i * 32 + lane;
+        logit[i] = expert < NUM_EXPERTS ? logits[row * NUM_EXPERTS + expert] : LOWEST;
+        key[i] = expert < NUM_EXPERTS ? key_of(logit[i], expert) : 0;
+      }
 #pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) norm = __fadd_rn(norm, __shfl_xor_sync(~0u, norm, distance));
+      for (int r = 0; r < NUM_ACTIVE; r++) {
+        u32 best = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) best = max(best, key[i]);
+        best = __reduce_max_sync(~0u, best);
+        const int expert = LAST_EXPERT - static_cast<int>(best & LAST_EXPERT);
+        float value = logit[0];
+#pragma unroll
+        for (int i = 1; i < EACH; i++)
+          if (expert / 32 == i) value = logit[i];
+        ranked[r] = __shfl_sync(~0u, value, expert % 32), ranked_expert[r] = expert;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+          if (key[i] == best) key[i] = 0;
+      }
+      highest = ranked[0];
+      if (IS_NORMALISED) {
+#pragma unroll
+        for (int r = 0; r < NUM_ACTIVE; r++) norm = __fadd_rn(norm, __expf(ranked[r] - highest));
+      } else {
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+          if (i * 32 + lane < NUM_EXPERTS) norm = __fadd_rn(norm, __expf(logit[i] - highest));
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) norm = __fadd_rn(norm, __shfl_xor_sync(~0u, norm, distance));
+      }
     }
 #pragma unroll
     for (int r = 0; r < NUM_ACTIVE; r++) {
@@ -157,7 +210,8 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
       if (HAS_LISTS && rank > 0) continue;
       const i64 pair = static_cast<i64>(first_row + row) * NUM_ACTIVE + r;
       a.experts[pair] = expert;
-      a.shares[pair] = __fdiv_rn(__expf(ranked[r] - highest), norm);
+      const float share = __fdiv_rn(IS_SIGMOID ? ranked[r] : __expf(ranked[r] - highest), norm);
+      a.shares[pair] = IS_SIGMOID ? __fmul_rn(share, a.scale) : share;
     }
   }
   if (HAS_LISTS) {
@@ -177,7 +231,7 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    route(const u16* x, const u16* weight, const u16* bias, const int* row_slot, int* experts, float* shares,
-          int* pairs, int* counts, int num_rows) {
-  ROUTE({x, weight, bias, row_slot, experts, shares, pairs, counts, num_rows});
+    route(const u16* x, const u16* weight, const u16* bias, const float* correction, const int* row_slot,
+          int* experts, float* shares, int* pairs, int* counts, float scale, int num_rows) {
+  ROUTE({x, weight, bias, correction, row_slot, experts, shares, pairs, counts, scale, num_rows});
 }

@@ -23,6 +23,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from drift_sdk._kernels.attention.cache import check_cache, check_scales
 from drift_sdk._kernels.attention.layer_attention import LayerKV
 from drift_sdk._kernels.launch.arguments import (
     cdiv,
@@ -42,7 +43,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.layers.norm import inverse_rms, norm_warps, weigh
-from drift_sdk._kernels.layers.rope_store import rotate_pairs
+from drift_sdk._kernels.layers.rope_store import rotate_pairs, store_heads
 
 PROGRAM_ELEMENTS, NUM_WARPS = 1_024, 4
 """Elements of a program of `split_queries`, and its warps."""
@@ -80,7 +81,8 @@ def _store_latents(
     block_table_ptr,  # [S, max_blocks] int32
     row_kv_slot_ptr,  # [R] int64, or None
     query_latent_ptr,  # [R, QUERY_RANK], storage type, or None
-    keys_ptr,  # [num_blocks, 1, KV_BLOCK_SIZE, LATENT_DIM + 2 * HALF], storage type
+    keys_ptr,  # [num_blocks, 1, KV_BLOCK_SIZE, LATENT_DIM + 2 * HALF], storage type or uint8 codes of e4m3
+    key_scale_ptr,  # [1] fp32, or None
     eps,
     slice_stride,
     row_stride,
@@ -124,11 +126,17 @@ def _store_latents(
         high = _load_sums(sums_ptr, bias_ptr, rotated + HALF, slice_stride, is_half, NUM_SLICES, DTYPE)
         normed = weigh(latent * inverse_rms(tl.sum(latent * latent, axis=0), LATENT_DIM, eps), weight)
         key_ptr = keys_ptr + kv_slot * (LATENT_DIM + 2 * HALF)
-        is_stored = half < tl.where(slot < 0, 0, HALF)
-        tl.store(key_ptr + dim, normed, mask=dim < tl.where(slot < 0, 0, LATENT_DIM))
-        rotary_ptr = key_ptr + LATENT_DIM + half
-        tl.store(rotary_ptr, rotate_pairs(low, cosines, high, -sines, DTYPE), mask=is_stored)
-        tl.store(rotary_ptr + HALF, rotate_pairs(high, cosines, low, sines, DTYPE), mask=is_stored)
+        IS_E4M3: tl.constexpr = key_scale_ptr is not None
+        scale = 1.0
+        if key_scale_ptr is not None:
+            scale = tl.load(key_scale_ptr)
+        is_latent, is_rotated = dim < tl.where(slot < 0, 0, LATENT_DIM), half < tl.where(slot < 0, 0, HALF)
+        store_heads(key_ptr, normed, dim, scale, is_latent, LATENT_DIM, IS_E4M3)
+        rotary_ptr = key_ptr + LATENT_DIM
+        first = rotate_pairs(low, cosines, high, -sines, DTYPE)
+        second = rotate_pairs(high, cosines, low, sines, DTYPE)
+        store_heads(rotary_ptr, first, half, scale, is_rotated, 2 * HALF, IS_E4M3)
+        store_heads(rotary_ptr, second, half + HALF, scale, is_rotated, 2 * HALF, IS_E4M3)
     elif query_norm_ptr is not None:
         rank = tl.arange(0, PADDED_RANK)
         is_rank = rank < QUERY_RANK
@@ -211,6 +219,7 @@ def store_latents(
     part; its first ones a latent of queries, if there is one. Its rows may have any stride.
     row_slot, row_position, block_table, row_kv_slot: as of `rotate_and_store`.
     cos, sin: [max_positions, rotary_dim / 2] in the storage type.
+    kv: of the layer, with a scale if it is e4m3; see latent.py for its layout.
     latent_norm: [latent_dim]. query_norm, query_latent: [rank] and [R, rank], both or neither.
     eps: of both norms, which are "rounded".
     Raises ValueError for another shape, type or layout.
@@ -226,7 +235,8 @@ def store_latents(
         )
 
     check_power_of_two("block_size", kv.block_size)
-    check_tensor("keys", kv.keys, (kv.keys.shape[0], 1, kv.block_size, head_dim), dtype)
+    check_cache(kv.keys, kv.keys, (kv.keys.shape[0], 1, kv.block_size, head_dim), dtype)
+    check_scales(kv.keys, 1, key_scale=kv.key_scale)
     check_tensors(cos.shape, dtype, cos=cos, sin=sin)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     check_tensors((num_rows,), torch.int64, row_kv_slot=row_kv_slot)
@@ -247,7 +257,8 @@ def store_latents(
         block_table_ptr=block_table,
         row_kv_slot_ptr=row_kv_slot,
         query_latent_ptr=query_latent,
-        keys_ptr=kv.keys,
+        keys_ptr=kv.keys if kv.key_scale is None else kv.keys.view(torch.uint8),
+        key_scale_ptr=kv.key_scale,
         eps=eps,
         slice_stride=slices.slice_stride,
         row_stride=product.stride(-2),

@@ -108,7 +108,7 @@ def rotate_pairs(
 
 
 @device_function
-def _store_heads(
+def store_heads(
     cache_ptr,  # of rows: [TILE_HEADS, 1]
     x,  # [TILE_HEADS, PADDED], storage type
     dim,  # [1, PADDED]
@@ -272,12 +272,12 @@ def _rotate_and_store(
         if IS_E4M3:
             scale_ptrs = tl.where(is_value, value_scale_ptr, key_scale_ptr) + head[:, None]
             kv_scale = tl.load(scale_ptrs, mask=is_stored[:, None], other=1.0)
-        _store_heads(cache_ptrs, stored_low, dim[None, :], kv_scale, cache_mask, HEAD_DIM, IS_E4M3)
-        _store_heads(cache_ptrs, stored_high, HALF + dim[None, :], kv_scale, cache_mask, HEAD_DIM, IS_E4M3)
+        store_heads(cache_ptrs, stored_low, dim[None, :], kv_scale, cache_mask, HEAD_DIM, IS_E4M3)
+        store_heads(cache_ptrs, stored_high, HALF + dim[None, :], kv_scale, cache_mask, HEAD_DIM, IS_E4M3)
         if PADDED_REST > 0:
             rest_mask = is_stored[:, None] & is_rest[None, :]
             rest_place = 2 * HALF + rest_dim[None, :]
-            _store_heads(cache_ptrs, rest.to(DTYPE), rest_place, kv_scale, rest_mask, HEAD_DIM, IS_E4M3)
+            store_heads(cache_ptrs, rest.to(DTYPE), rest_place, kv_scale, rest_mask, HEAD_DIM, IS_E4M3)
 
 
 def rotate_and_store(

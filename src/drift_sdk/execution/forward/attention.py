@@ -91,7 +91,10 @@ class AttentionShape(Struct, frozen=True, kw_only=True):
     @property
     def partitions(self) -> Partitions:
         """Borders at which keys are cut."""
-        return Partitions.of_layer(None if self.is_latent else self.head_dim, self.window)
+        if self.is_latent:
+            return Partitions.of_latents(self.group)
+
+        return Partitions.of_layer(self.head_dim, self.window)
 
     def num_partitions(self, max_num_keys: int, num_rows: int) -> int:
         """The most partitions of a sequence of up to `max_num_keys` keys that `num_rows` rows see."""

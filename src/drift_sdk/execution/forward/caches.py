@@ -108,12 +108,14 @@ class PagedKVCache:
         keys, values = (tensor[place] for tensor in self.groups[group])
         shape, scales = self._decoder.spec.layers[index].kv, self._decoder.weights.kv_scales
         if shape is not None and shape.is_latent:
-            return LayerKV(keys, keys, latent_dim=shape.value_dim)
+            scale = None if scales is None else scales.keys[index]
+            return LayerKV(keys, keys, scale, scale, latent_dim=shape.value_dim)
 
         if scales is None:
             return LayerKV(keys, values)
 
-        return LayerKV(keys, values, scales.keys[index], scales.values[index])
+        number = keys.shape[1]
+        return LayerKV(keys, values, scales.keys[index, :number], scales.values[index, :number])
 
     def rotation(self, spec: AnyAttention) -> Rotation:
         """The tables of a layer. Layers with the same rotation share them."""

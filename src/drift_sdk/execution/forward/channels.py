@@ -88,15 +88,17 @@ class ExpertForward:
         counts: Tensor,
         max_scale: int | None,
         routed: Tensor | None = None,
+        joins_sigmoids: bool = False,
     ) -> None:
         """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads. counts
         [num_layers, E] int32: see `take_counts`.
         max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many.
-        routed [R, hidden]: the router's input; None: `normed`."""
+        routed [R, hidden]: the router's input; None: `normed`. joins_sigmoids: kernels of few rows route by
+        sigmoids in one launch too."""
         num_rows = normed.shape[0]
         self._spec, self._tuned, self._row_slot, self._normed = spec, tuned, row_slot, normed
         self._routed = normed if routed is None else routed
-        self._workspace, self._max_scale = workspace, max_scale
+        self._workspace, self._max_scale, self._joins_sigmoids = workspace, max_scale, joins_sigmoids
         self._products = ExactProducts(tuned, None, workspace, num_rows)
         self._rows = ExpertRows.take(workspace.take, num_rows, spec.num_experts, spec.num_active)
         self._counts = counts
@@ -134,6 +136,7 @@ class ExpertForward:
             counts=take_counts(workspace, model.decoder.spec.num_layers, spec.num_experts),
             max_scale=model.decoder.max_expert_scale if is_of_few else None,
             routed=routed,
+            joins_sigmoids=model.decoder.spec.has_latents,
         )
 
     def run(self, weights: ExpertWeights, index: int) -> Tensor:
@@ -195,10 +198,11 @@ class ExpertForward:
     def _route(self, weights: ExpertWeights, rows: ExpertRows) -> None:
         """Fill `rows`: the experts of each row, their shares, and the rows of each expert."""
         routed, weight, router = self._routed, weights.router, self._spec.router
-        is_for_few = self._max_scale is not None and weights.expert_factors is None
+        is_joined = router.kind == "softmax" or (self._joins_sigmoids and weights.router_bias is None)
+        is_for_few = self._max_scale is not None and weights.expert_factors is None and is_joined
         if is_for_few and has_cuda_route(weight, rows.num_active, router):
-            bias, is_normalised = weights.router_bias, router.is_normalised
-            cuda_route(routed, weight, bias, self._row_slot, rows, is_normalised=is_normalised)
+            bias, correction = weights.router_bias, weights.correction
+            cuda_route(routed, weight, bias, self._row_slot, rows, router, correction)
             return
 
         config = self._tuned.gemm(*weight.shape).config(routed.shape[0])

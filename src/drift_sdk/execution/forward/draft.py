@@ -232,6 +232,7 @@ class DraftForward:
             self._workspace,
             counts=counts,
             max_scale=0 if has_few_rows(normed.shape[0], spec) else None,
+            joins_sigmoids=isinstance(self._draft.config.layer.mixer, LatentAttention),
         )
         return experts.run(weights, 0), None
 
