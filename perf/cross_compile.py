@@ -34,6 +34,7 @@ from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded
 from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
+    DFlashDrafterFactory,
     DrafterFactory,
     EagleDrafterFactory,
     NGramDrafterFactory,
@@ -46,9 +47,9 @@ from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.speculation import DynamicTree, NGram
+from drift_sdk.speculation import Chain, DynamicTree, NGram
 from drift_sdk.steps import ExecutorLimits
-from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_draft
+from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_dflash, meta_draft
 from perf.harness.numbers import at_least
 from perf.harness.published import LLAMA, PUBLISHED
 
@@ -79,8 +80,8 @@ GPUS = {
 FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
 """Instructions of compute capability 9.0 and later."""
 
-Drafts = NGram | DynamicTree | None
-"""N-grams, the tree of an EAGLE-3 draft, or no drafts, with exact prompts."""
+Drafts = NGram | DynamicTree | Chain | None
+"""N-grams, the tree of an EAGLE-3 draft, all that a DFlash head drafts, or no drafts, with exact prompts."""
 
 EXCHANGE = "drift_sdk._kernels.exchange."
 """Modules of kernels of several GPUs."""
@@ -234,6 +235,9 @@ def kernels_of(
         factory: DrafterFactory = NO_DRAFTER
         if isinstance(drafts, NGram):
             factory = NGramDrafterFactory(drafts, (1, 3))
+        elif isinstance(drafts, Chain):
+            head = meta_dflash(settings, decoder, drafts.num_draft_tokens + 1)
+            factory = DFlashDrafterFactory(head, drafts.choices)
         elif drafts is not None:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), drafts.choices, tree=drafts)
         is_fast = drafts is not None and not spec.has_latents
@@ -323,7 +327,9 @@ def configurations(
         spec = read_spec(settings)
         is_wide = spec.max_head_dim > WIDE_HEAD
         has_trees = not (spec.recurrent_layers or spec.has_latents or is_wide)
-        yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []))
+        has_masks = not is_wide  # a head has as many dimensions as the model's
+        masks = [Chain(7)] if has_masks else []
+        yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []), *masks)
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())
 

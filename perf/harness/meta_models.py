@@ -8,11 +8,12 @@ import torch
 from msgspec import Struct
 
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashConfig, DFlashDecoder, dflash_shapes, load_dflash_weights
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import DraftDecoder, load_draft_weights, required_shapes, shareable_shapes
-from perf.harness.shapes import draft_settings
+from perf.harness.shapes import dflash_settings, draft_settings
 
-__all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_draft"]
+__all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_dflash", "meta_draft"]
 
 META_DTYPE = torch.bfloat16
 NUM_META_LAYERS = 4
@@ -48,3 +49,14 @@ def meta_draft(settings: Mapping[str, object], decoder: Decoder) -> DraftDecoder
     tensors = MetaTensors(required_shapes(config) | shareable_shapes(config))
     ids = torch.arange(config.draft_vocab_size, device="cpu")
     return DraftDecoder(config, load_draft_weights(config, tensors, ids, decoder.weights), decoder)
+
+
+def meta_dflash(settings: Mapping[str, object], decoder: Decoder, block_size: int) -> DFlashDecoder:
+    """Return a DFlash head of the target's width, with an embedding and a head of its own.
+
+    settings: as of `meta_draft`. block_size: rows of a draft.
+    """
+    config = DFlashConfig.from_hf(dflash_settings(settings, block_size), decoder.spec)
+    ids = torch.arange(config.draft_vocab_size, device="cpu")
+    weights = load_dflash_weights(config, MetaTensors(dflash_shapes(config)), ids, decoder)
+    return DFlashDecoder(config, weights, decoder)

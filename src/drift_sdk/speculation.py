@@ -295,7 +295,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     are the same as without drafts, to the last bit of the logits, unless `EngineConfig(fast_prompts=True)`;
     on the eager executor near ties may resolve differently.
 
-    draft:                folder or hub id of a head (EAGLE-3, P-EAGLE, or DFlash on the eager executor);
+    draft:                folder or hub id of a head (EAGLE-3, P-EAGLE or DFlash);
                           or folder, .gguf file or hub id of a model with the same vocabulary, smaller than
                           the engine's; or `NGram()`; or "mtp" for the layer of the model's own files that
                           predicts one more token (Qwen3.5 and its successors).
