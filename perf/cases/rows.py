@@ -13,7 +13,7 @@ from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, num_mask_words
+from drift_sdk._kernels.slots import SlotColumns, num_mask_words
 from drift_sdk.spec.model import Attention
 from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import ITEMSIZE

@@ -16,7 +16,7 @@ from drift_sdk._kernels.commit import CommitTensors
 from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.sampling.rows import SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
+from drift_sdk._kernels.slots import SlotColumns, SlotState
 from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_growth import CandidateBuffers, rank_candidates

@@ -46,7 +46,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.sampling.logits import PENALTIES
-from drift_sdk._kernels.slots.step_inputs import entry_after
+from drift_sdk._kernels.slots import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 __all__ = ["SimulatedAcceptance", "SimulatedRounds", "commit_simulated", "simulate_choices"]

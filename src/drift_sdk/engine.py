@@ -18,9 +18,8 @@ from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress
 from drift_sdk.driver.driver import Driver, Pause, Resume, Sleep, Unpause, UpdateWeights, Wake
-from drift_sdk.driver.life_cycle import LifeCycle
+from drift_sdk.driver.life_cycle import LifeCycle, LoadedModel, OpenModel, opening_error, with_limits
 from drift_sdk.driver.loops import Latch, without_collection
-from drift_sdk.driver.model_opener import LoadedModel, OpenModel, opening_error, with_limits
 from drift_sdk.driver.prompts import ModelText, Prompt, SharedPrompt
 from drift_sdk.driver.requests import Request
 from drift_sdk.errors import ConfigError, DriftError, EngineClosed, RequestError, error_repr, short_repr
@@ -77,7 +76,7 @@ class Engine(BaseEngine):
     open_model:  for tests and measurement only: opens the model in place of the files that `model` names. It
                  is called on the engine's thread as `open_model(report, limits)`, at the start with the first
                  argument alone and by `wake()` with both, and returns a `LoadedModel`; see `OpenModel` in
-                 drift_sdk/driver/model_opener.py. `drift_sdk.testing.ScriptedModel` is one.
+                 drift_sdk/driver/life_cycle.py. `drift_sdk.testing.ScriptedModel` is one.
 
     Use it with `async with`, or call `start()` and `aclose()`, from any task of any event loop. A wrong
     argument raises ConfigError. An engine changes no settings of the host process (no signal handlers, no

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from drift_sdk._validation import check_float, check_int
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.model_opener import LoadedModel, with_limits
+from drift_sdk.driver.life_cycle import LoadedModel, with_limits
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError
 from drift_sdk.events import Report

@@ -21,7 +21,7 @@ from drift_sdk._fields import check_fields, with_config
 from drift_sdk._plain_data import FrozenMapping
 from drift_sdk._validation import check_float, check_int, check_str
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.model_opener import OpenModel
+from drift_sdk.driver.life_cycle import OpenModel
 from drift_sdk.engine import Engine
 from drift_sdk.errors import ConfigError, DriftError, ExecutorError, ModelLoadError
 from drift_sdk.pool.engine_pool import MAX_REPLICAS, EnginePool

@@ -17,9 +17,8 @@ from drift_sdk._plain_data import IdArray
 from drift_sdk._validation import check_float
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
-from drift_sdk.driver.life_cycle import starting_error
+from drift_sdk.driver.life_cycle import OpenModel, starting_error
 from drift_sdk.driver.loops import LoopThread, check_no_loop
-from drift_sdk.driver.model_opener import OpenModel
 from drift_sdk.driver.stream_updates import StreamUpdates
 from drift_sdk.engine import Engine, description
 from drift_sdk.errors import EngineClosed, RequestError, RequestKeywordError

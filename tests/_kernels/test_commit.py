@@ -21,7 +21,7 @@ from drift_sdk._kernels.commit import (
     record_words,
 )
 from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.slots import SlotColumns, SlotFlag, SlotState
 from perf.harness.simulated_acceptance import SimulatedRounds, commit_simulated
 
 pytestmark = pytest.mark.kernel

@@ -37,7 +37,7 @@ from drift_sdk.cli import readiness
 from drift_sdk.cli.command_line import main
 from drift_sdk.cli.engine_start import hide_progress, show_progress
 from drift_sdk.cli.readiness import Device, Warmed, examine, kernel_cache
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedEngine, ScriptedModel, scripted_engine
 
 COMMAND = [sys.executable, "-m", "drift_sdk"]

@@ -19,7 +19,7 @@ from drift_sdk.driver.driver import (
     PlanTimer,
     kind_of,
 )
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.events import Report
 from drift_sdk.steps import DecodeRow, Executor, ExecutorLimits, PrefillChunk, StepPlan, StepResult
 from drift_sdk.testing import ScriptedModel

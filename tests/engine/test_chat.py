@@ -23,7 +23,7 @@ from drift_sdk import (
     SamplingParams,
     SyncEngine,
 )
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.driver.prompts import ChatPrompt, check_forced_calls
 from drift_sdk.engine import Engine
 from drift_sdk.steps import ExecutorLimits

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from drift_sdk import EngineClosed, EngineConfig, ModelLoadError, SamplingParams
 from drift_sdk.draft_policy import ViewCosts
-from drift_sdk.driver.model_opener import LoadedModel, with_limits
+from drift_sdk.driver.life_cycle import LoadedModel, with_limits
 from drift_sdk.measurement import recorded_engine
 from drift_sdk.testing import byte_tokenizer, scripted_engine
 

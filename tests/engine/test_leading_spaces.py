@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from drift_sdk import Engine, EngineConfig, Regex
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.results import Completion
 from drift_sdk.testing import ScriptedModel
 from drift_sdk.text.tokenizer import Tokenizer

@@ -34,7 +34,7 @@ from drift_sdk import (
     SyncEngine,
 )
 from drift_sdk.driver.driver import Delivery
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.events import Report
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.testing import EOS_TOKEN_ID, ScriptedModel, scripted_engine

@@ -29,7 +29,7 @@ from drift_sdk import (
     TokenLogprobs,
 )
 from drift_sdk._plain_data import IdArray
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.driver.prompts import ModelText, TextPrompt
 from drift_sdk.processors import LogitsProcessor
 from drift_sdk.steps import SlotOutput, StepResult

@@ -30,8 +30,8 @@ from drift_sdk import (
     SamplingParams,
     SyncEngine,
 )
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.driver.loops import LoopPoster
-from drift_sdk.driver.model_opener import LoadedModel
 from drift_sdk.events import Progress
 from drift_sdk.sync import SyncStream
 from drift_sdk.testing import NextToken, ScriptedModel

@@ -33,7 +33,7 @@ from slow_cases import slow_after
 
 import drift_sdk
 from drift_sdk import Engine, EngineConfig, ModelLoadError, QueueFull, SamplingParams, TokenStream, ToolCall
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.testing import ScriptedEngine, ScriptedModel, scripted_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -3,13 +3,12 @@ and in a crowd, from checkpoints, with drafts and without."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from statistics import mean
 
-import anyio
+import crowds
 import pytest
+from crowds import VOCAB_SIZE, answers, assert_as_near_float32_as_eager, chain_of, prompts_of
 from hybrid_parity import stacked_and_each
 from hybrid_zoo import make_hybrid_model
 from kept_rows import keep_rejected_inputs
@@ -18,17 +17,12 @@ from mtp_zoo import add_mtp, make_often_right
 from quantised_files import quantise_folder
 from safetensors.torch import load_file, save_file
 
-from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
-from drift_sdk.stats import EngineStats
-from perf.harness.oracle import KnownAnswers, oracle_drafts
+from drift_sdk import NGram
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-VOCAB_SIZE = 160
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 MTP_FAMILIES = FAMILIES[:2]
-PREFIX = [3 + (7 * i) % 150 for i in range(256)]
-NUM_TOKENS = 40
 UNQUANTISED = (
     "lm_head",
     "embed_tokens",
@@ -39,6 +33,8 @@ UNQUANTISED = (
     "mtp.fc",
 )
 """Parts of the names of matrices that published files in FP8 have in bfloat16."""
+
+assert_same_in_crowds = partial(crowds.assert_same_in_crowds, hits="num_checkpoint_hits")
 
 
 def saved(family: str, folder: Path) -> Path:
@@ -56,103 +52,13 @@ def saved_with_mtp(family: str, folder: Path) -> Path:
     return folder
 
 
-def chain_of(number: int, draft: str | NGram, **fields: NGram) -> Speculation:
-    return Speculation(draft=draft, shape=Chain(number), adaptive=False, **fields)
-
-
-def answers(
-    folder: Path, prompts: list[list[int]], *, repeats: int = 1, is_alone: bool = False, **fields: object
-) -> tuple[list[Completion], EngineStats]:
-    """Answers to all prompts, computed together; of the last repeat. is_alone: one after the other, without
-    prefix hits."""
-    settings: dict[str, object] = {"max_num_seqs": 4, "max_model_len": 384, "kv_cache_tokens": 4096}
-    settings |= {"dtype": "bfloat16", "executor": "graph", "prefill_token_budget": 96, "block_size": 16}
-    if is_alone:
-        settings["max_num_seqs"] = 1
-    config = EngineConfig(device="cuda", **settings | fields)
-
-    def params(index: int) -> SamplingParams:
-        temperature = 0.0 if index % 2 else 0.7
-        return SamplingParams(
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            logprobs=1,
-            temperature=temperature,
-            seed=index,
-            cache_salt=str(index) if is_alone else None,
-        )
-
-    async def main() -> tuple[list[Completion], EngineStats]:
-        async with Engine(folder, config) as engine:
-            for _ in range(repeats):
-                streams = [engine.generate(prompt, params(index)) for index, prompt in enumerate(prompts)]
-                found = [await stream for stream in streams]
-            return found, engine.stats()
-
-    return anyio.run(main)
-
-
-def prompts_of(seed: int) -> list[list[int]]:
-    """Prompts that share beginnings of many lengths, some of which repeat themselves."""
-    rng = random.Random(seed)
-
-    def tokens(number: int) -> list[int]:
-        return [rng.randrange(3, VOCAB_SIZE) for _ in range(number)]
-
-    shared = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 160, 250, 256]
-    return [PREFIX[:length] + tokens(rng.randint(1, 50)) for length in shared] + [tokens(6) * 6, tokens(70)]
-
-
-def scores(folder: Path, sequences: list[list[int]], **fields: object) -> list[float]:
-    """Log-probabilities of all tokens of prompts."""
-    settings: dict[str, object] = {"max_num_seqs": 4, "max_model_len": 384, "kv_cache_tokens": 4096}
-    config = EngineConfig(device="cuda", prefill_token_budget=96, block_size=16, **settings | fields)
-    params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-
-    async def main() -> list[float]:
-        found = []
-        async with Engine(folder, config) as engine:
-            for sequence in sequences:
-                completion = await engine.generate(sequence, params)
-                found += [entry.logprob for entry in completion.prompt_logprobs or () if entry is not None]
-        return found
-
-    return anyio.run(main)
-
-
 @pytest.mark.parametrize("fast_prompts", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_are_as_near_float32_as_the_eager_executor(
     family: str, fast_prompts: bool, tmp_path: Path
 ) -> None:
     folder, sequences = saved(family, tmp_path), prompts_of(1)
-    expected = scores(folder, sequences, executor="eager", dtype="float32")
-    rounded = scores(folder, sequences, executor="eager", dtype="bfloat16")
-    found = scores(folder, sequences, executor="graph", dtype="bfloat16", fast_prompts=fast_prompts)
-
-    def error(other: list[float]) -> float:
-        return mean(abs(a - b) for a, b in zip(expected, other, strict=True))
-
-    assert len(found) > 1000
-    assert error(found) < 1.25 * error(rounded)
-
-
-def assert_same_in_crowds(
-    folder: Path, prompts: list[list[int]], expected: list[Completion], modes: Sequence[dict[str, object]]
-) -> None:
-    """Answers in each mode are the expected ones, with prefix hits, and with preemptions and rejected drafts
-    in the modes that should have them."""
-    for mode in modes:
-        found, stats = answers(folder, prompts, repeats=2, **mode)
-        different = [
-            index
-            for index, (one, other) in enumerate(zip(found, expected, strict=True))
-            if (one.token_ids, one.logprobs) != (other.token_ids, other.logprobs)
-        ]
-        assert not different, f"{mode}: requests {different}"
-        assert stats.num_checkpoint_hits > 0
-        assert "kv_cache_tokens" not in mode or stats.num_preemptions > 0
-        assert "speculation" not in mode or 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert_as_near_float32_as_eager(folder, sequences, fast_prompts=fast_prompts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,25 +114,13 @@ def test_drafts_of_files_in_fp8_change_no_bit(family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_oracle_drafts_change_no_bit(family: str, tmp_path: Path) -> None:
     """Every number of accepted drafts, whatever the model would draft."""
-    folder, prompts = saved(family, tmp_path), prompts_of(5)
-    expected, _ = answers(folder, prompts, is_alone=True)
-    sequences = {
-        seed: [*prompt, *one.token_ids]
-        for seed, (prompt, one) in enumerate(zip(prompts, expected, strict=True))
-    }
     drafts, more = (chain_of(number, NGram()) for number in (3, 7))
-    with oracle_drafts(KnownAnswers(sequences, VOCAB_SIZE)):
-        assert_same_in_crowds(
-            folder,
-            prompts,
-            expected,
-            [
-                {"max_num_seqs": 16, "speculation": drafts},
-                {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 640},
-            ],
-        )
-        _, stats = answers(folder, prompts, speculation=drafts)
-    assert all(count > 0 for count in stats.speculation.acceptance_histogram)
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": drafts},
+        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 640},
+    ]
+    folder = saved(family, tmp_path)
+    crowds.assert_oracle_drafts_change_no_bit(folder, modes, hits="num_checkpoint_hits")
 
 
 def test_a_state_of_other_rows_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,33 +3,34 @@ alone and in a crowd, with drafts and without."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
-import anyio
 import pytest
+from crowds import (
+    VOCAB_SIZE,
+    answers,
+    assert_near,
+    assert_oracle_drafts_change_no_bit,
+    assert_same_in_crowds,
+    chain_of,
+    different,
+    prompts_of,
+)
 from draft_zoo import make_draft
 from family_zoo import draw_model
 from model_zoo import save_tokenizer
 from mtp_zoo import make_mtp_model, make_often_right
 from quantised_files import quantise_folder
 
-from drift_sdk import Chain, Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation
-from drift_sdk.stats import EngineStats
-from perf.harness.oracle import KnownAnswers, oracle_drafts
+from drift_sdk import NGram
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-VOCAB_SIZE = 160
 MODELS = [(family, seed) for family in ("glm4_moe_lite", "deepseek_v3") for seed in range(4)]
 """With queries that have a latent and those that have none, with YaRN, and groups of experts."""
 WIDE = {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 80, "kv_lora_rank": 512}
 WIDE |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 48, "v_head_dim": 40, "q_lora_rank": 96}
 """Latents of published sizes."""
-PREFIX = [3 + (7 * i) % 150 for i in range(256)]
-NUM_TOKENS = 40
-NEAR = 1e-3
-"""In float32, log-probabilities differ by less, and tokens only where two are nearer than that."""
 
 
 def saved(family: str, seed: int, folder: Path, **sizes: object) -> Path:
@@ -38,88 +39,12 @@ def saved(family: str, seed: int, folder: Path, **sizes: object) -> Path:
     return folder
 
 
-def answers(
-    folder: Path, prompts: list[list[int]], *, repeats: int = 1, is_alone: bool = False, **fields: object
-) -> tuple[list[Completion], EngineStats]:
-    """Answers to all prompts, computed together; of the last repeat. is_alone: one after the other, without
-    prefix hits."""
-    settings: dict[str, object] = {"max_num_seqs": 4, "max_model_len": 384, "kv_cache_tokens": 4096}
-    settings |= {"dtype": "bfloat16", "executor": "graph", "prefill_token_budget": 96, "block_size": 16}
-    if is_alone:
-        settings["max_num_seqs"] = 1
-    config = EngineConfig(device="cuda", **settings | fields)
-    is_greedy = config.dtype == "float32"
-
-    def params(index: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            logprobs=2,
-            temperature=0.0 if is_greedy or index % 2 else 0.7,
-            seed=index,
-            cache_salt=str(index) if is_alone else None,
-        )
-
-    async def main() -> tuple[list[Completion], EngineStats]:
-        async with Engine(folder, config) as engine:
-            for _ in range(repeats):
-                streams = [engine.generate(prompt, params(index)) for index, prompt in enumerate(prompts)]
-                found = [await stream for stream in streams]
-            return found, engine.stats()
-
-    return anyio.run(main)
-
-
-def prompts_of(seed: int) -> list[list[int]]:
-    """Prompts that share beginnings of many lengths, some of which repeat themselves."""
-    rng = random.Random(seed)
-
-    def tokens(number: int) -> list[int]:
-        return [rng.randrange(3, VOCAB_SIZE) for _ in range(number)]
-
-    shared = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 160, 250, 256]
-    return [PREFIX[:length] + tokens(rng.randint(1, 50)) for length in shared] + [tokens(6) * 6, tokens(70)]
-
-
 @pytest.mark.parametrize(("family", "seed"), MODELS)
 def test_graphs_equal_the_eager_executor(family: str, seed: int, tmp_path: Path) -> None:
     folder, prompts = saved(family, seed, tmp_path), prompts_of(1)[:10]
     expected, _ = answers(folder, prompts, executor="eager", dtype="float32")
     found, _ = answers(folder, prompts, dtype="float32")
-    num_equal = 0
-    for one, other in zip(found, expected, strict=True):
-        assert one.logprobs is not None and other.logprobs is not None
-        for entry, wanted in zip(one.logprobs, other.logprobs, strict=True):
-            if entry.token_id != wanted.token_id:
-                (_, best), (_, second) = wanted.top
-                assert best - second < NEAR
-                break  # the texts after it have nothing in common
-
-            assert entry.logprob == pytest.approx(wanted.logprob, abs=NEAR)
-            num_equal += 1
-    assert num_equal > 0.9 * len(prompts) * NUM_TOKENS
-
-
-def assert_same_in_crowds(
-    folder: Path, prompts: list[list[int]], expected: list[Completion], modes: list[dict[str, object]]
-) -> None:
-    """Answers in each mode are the expected ones, with prefix hits, and with preemptions and rejected drafts
-    in the modes that should have them."""
-    for mode in modes:
-        found, stats = answers(folder, prompts, repeats=2, **mode)
-        different = [
-            index
-            for index, (one, other) in enumerate(zip(found, expected, strict=True))
-            if (one.token_ids, one.logprobs) != (other.token_ids, other.logprobs)
-        ]
-        assert not different, f"{mode}: requests {different}"
-        assert sum(one.usage.cached_tokens for one in found) > 0
-        assert "kv_cache_tokens" not in mode or stats.num_preemptions > 0
-        assert "speculation" not in mode or 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
-
-
-def chain_of(number: int, draft: Path | str | NGram, **fields: NGram) -> Speculation:
-    return Speculation(draft=draft, shape=Chain(number), adaptive=False, **fields)
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -149,18 +74,8 @@ def test_a_crowd_changes_no_bit(family: str, seed: int, sizes: dict[str, int], t
 
 def test_oracle_drafts_change_no_bit(tmp_path: Path) -> None:
     """Every number of accepted drafts, whatever the model would draft."""
-    folder, prompts = saved("glm4_moe_lite", 1, tmp_path, **WIDE), prompts_of(5)
-    expected, _ = answers(folder, prompts, is_alone=True)
-    sequences = {
-        seed: [*prompt, *one.token_ids]
-        for seed, (prompt, one) in enumerate(zip(prompts, expected, strict=True))
-    }
-    drafts = chain_of(3, NGram())
-    with oracle_drafts(KnownAnswers(sequences, VOCAB_SIZE)):
-        mode: dict[str, object] = {"max_num_seqs": 16, "speculation": drafts}
-        assert_same_in_crowds(folder, prompts, expected, [mode])
-        _, stats = answers(folder, prompts, speculation=drafts)
-    assert all(count > 0 for count in stats.speculation.acceptance_histogram)
+    folder = saved("glm4_moe_lite", 1, tmp_path, **WIDE)
+    assert_oracle_drafts_change_no_bit(folder, [{"max_num_seqs": 16, "speculation": chain_of(3, NGram())}])
 
 
 def test_an_eagle_head_changes_no_bit(tmp_path: Path) -> None:
@@ -170,8 +85,7 @@ def test_an_eagle_head_changes_no_bit(tmp_path: Path) -> None:
     expected, _ = answers(folder, prompts, is_alone=True)
     found, stats = answers(folder, prompts, max_num_seqs=16, speculation=chain_of(3, tmp_path / "draft"))
     assert stats.num_drafted_tokens > 0
-    for one, other in zip(found, expected, strict=True):
-        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+    assert not different(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from tolerances import assert_near
 from drift_sdk.families import read_spec
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.states import (
+from drift_sdk.models.kv_cache import (
     Checkpoint,
+    KVCache,
     LayerState,
     SequenceState,
     StateRows,

@@ -41,7 +41,7 @@ from drift_sdk import (
 )
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.models.states import LayerState, SequenceState
+from drift_sdk.models.kv_cache import LayerState, SequenceState
 from drift_sdk.spec.model import BORDER
 
 SHARED_SEED = 1

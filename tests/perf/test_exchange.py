@@ -9,7 +9,7 @@ import torch
 from interpreted_device import InterpretedDevice, InterpretedReplay
 from lockstep_devices import Lockstep, LockstepDevice, LockstepReplay
 
-from drift_sdk._kernels.exchange.exchanges import add_norm_across
+from drift_sdk._kernels.exchange import add_norm_across
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.families import read_spec
 from perf import exchange

@@ -11,7 +11,7 @@ import torch
 from model_zoo import make_model
 
 from drift_sdk import ConfigError, Engine, EngineConfig
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.events import Report
 from drift_sdk.loading.source import Source
 from drift_sdk.startup import model_parts, model_startup, text_startup

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from drift_sdk import Chain, ConfigError, DynamicTree, EngineConfig, NGram, Speculation
 from drift_sdk._kernels.attention.softmax import Partitions
-from drift_sdk.driver.model_opener import with_limits
+from drift_sdk.driver.life_cycle import with_limits
 from drift_sdk.families import read_spec
 from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.scheduling.planning import least_window_blocks

@@ -10,7 +10,7 @@ from drift_sdk.models.attention import AttentionBatch, ParallelAttentionBatch, S
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.models.states import SequenceState, StateRows
+from drift_sdk.models.kv_cache import SequenceState, StateRows
 
 __all__ = ["dflash_pass", "masked_pass", "whole_pass"]
 

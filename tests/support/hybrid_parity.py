@@ -16,7 +16,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.states import SequenceState, StateRows
+from drift_sdk.models.kv_cache import SequenceState, StateRows
 from drift_sdk.spec.model import BORDER
 
 __all__ = ["MIN_DISTINCT", "answer", "length_of", "load", "logits_of", "num_wrong", "stacked_and_each"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice
 
-from drift_sdk._kernels.exchange.peer_memory import PeerMemory, PeerSums, PeerTensor
+from drift_sdk._kernels.exchange import PeerMemory, PeerSums, PeerTensor
 from drift_sdk.execution.device import exchange
 from drift_sdk.execution.forward import forward_pass
 from drift_sdk.execution.rounds import round as round_module

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, num_mask_words
+from drift_sdk._kernels.slots import SlotColumns, SlotFlag, num_mask_words
 from drift_sdk.execution.eager.sampling import LogitsProcessors, apply_processors
 from drift_sdk.steps import SlotAssignment, SlotSampling
 

@@ -30,8 +30,7 @@ from drift_sdk.grammars import AnyOf
 from drift_sdk.testing import byte_tokenizer
 from drift_sdk.text import grammar as grammar_module
 from drift_sdk.text import grammar as grammars
-from drift_sdk.text.grammar import GrammarConstraint, constrain
-from drift_sdk.text.grammar_limits import check_schema
+from drift_sdk.text.grammar import GrammarConstraint, check_schema, constrain
 from drift_sdk.text.tokenizer import Tokenizer
 
 NUM_PADDED = 37  # ids of the model after the tokenizer's last one

@@ -40,8 +40,7 @@ from drift_sdk._kernels.launch.kernel import (
 )
 from drift_sdk._kernels.sampling.logits import PENALTIES
 from drift_sdk._kernels.sampling.rows import MAX_TOP, SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotState
-from drift_sdk._kernels.slots.step_inputs import entry_after
+from drift_sdk._kernels.slots import SlotColumns, SlotState, entry_after
 
 FINISHED_STOP, FINISHED_LENGTH = 1, 2
 """Reasons for which a slot has ended, as in `SlotState.finish` and in its record; 0: it has not."""

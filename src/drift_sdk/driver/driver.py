@@ -21,9 +21,8 @@ from typing import Any
 from msgspec import Struct
 
 from drift_sdk.driver.callbacks import EventSender
-from drift_sdk.driver.life_cycle import Startable
+from drift_sdk.driver.life_cycle import LoadedModel, ModelOpener, OpenModel, Startable, clear_frames
 from drift_sdk.driver.loops import Latch, LoopPoster, close_at_exit
-from drift_sdk.driver.model_opener import LoadedModel, ModelOpener, OpenModel, clear_frames
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.driver.requests import Request, RequestRegistry, failure_of
 from drift_sdk.driver.stats_recorder import StatsRecorder

@@ -15,7 +15,7 @@ import msgspec
 
 from drift_sdk.draft_policy import DraftCount
 from drift_sdk.driver.callbacks import NO_EVENTS, EventSender
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.driver.requests import Request, RequestRegistry
 from drift_sdk.errors import DriftError, EngineClosed
 from drift_sdk.results import Chunk, Completion

@@ -21,13 +21,12 @@ from drift_sdk.models.channels import (
     apply_mlp,
     apply_parallel,
 )
-from drift_sdk.models.kv_cache import KVCache, KVForm, stored_shape
+from drift_sdk.models.kv_cache import KVCache, KVForm, StateRows, stored_shape
 from drift_sdk.models.layer_inputs import add_input, inputs_of
 from drift_sdk.models.layers import embed, linear, normalise, rms_norm, rotary_tables
 from drift_sdk.models.mixers.attention import AttentionStep, attend
 from drift_sdk.models.mixers.gated_delta import GatedDeltaWeights, apply_gated_delta
 from drift_sdk.models.mixers.latent_attention import LatentWeights, attend_latent
-from drift_sdk.models.states import StateRows
 from drift_sdk.models.weights import (
     ChannelWeights,
     DecoderWeights,

@@ -32,9 +32,8 @@ from drift_sdk._fields import with_config
 from drift_sdk._validation import check_float
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
-from drift_sdk.driver.life_cycle import LifeCycle
+from drift_sdk.driver.life_cycle import LifeCycle, OpenModel
 from drift_sdk.driver.loops import Latch, LoopThread, num_forks
-from drift_sdk.driver.model_opener import OpenModel
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine import Engine
 from drift_sdk.errors import (

@@ -3,7 +3,7 @@
 Two layers with equal specs are computed by the same code, and by the same kernels.
 
 Also names of the tensors of a decoder in files, by default those of Llama at Hugging Face, and sizes of the
-states of recurrent layers. `models.states` and the kernels say what states hold.
+states of recurrent layers. `models.kv_cache` and the kernels say what states hold.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from drift_sdk._kernels.gemm.tuning import (
 from drift_sdk._kernels.launch.kernel import is_interpreted
 from drift_sdk.config import EngineConfig
 from drift_sdk.events import Report
-from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.device.errors import is_kept
+from drift_sdk.execution.device.device import GpuDevice, is_kept
 from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions, StartupHooks
 from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
 from drift_sdk.models.channels import ExpertWeights, ParallelWeights

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from drift_sdk._cuda_driver import ignore_other_captures
 from drift_sdk.config import EngineConfig, prefill_token_budget
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.errors import ConfigError, ModelLoadError
 from drift_sdk.events import Report, ignore_progress
 from drift_sdk.execution.device.stages import AcceptanceFactory, StageMarks

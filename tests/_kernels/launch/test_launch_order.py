@@ -19,7 +19,7 @@ from drift_sdk._kernels.launch.launch_order import (
     note_kernel,
     note_library_kernel,
 )
-from drift_sdk._kernels.slots.step_inputs import advance
+from drift_sdk._kernels.slots import advance
 
 
 def names(*values: str) -> frozenset[str]:
@@ -214,7 +214,7 @@ def test_launches_on_a_gpu_are_recorded() -> None:
         advance(index, 3)
     assert index.item() == 2
 
-    from drift_sdk._kernels.slots.step_inputs import _advance
+    from drift_sdk._kernels.slots import _advance
 
     argument = _advance.arg_names[0]
     compiled = _advance.warmup(index, 3, True, grid=(1,), num_warps=1, launch_pdl=True)

@@ -7,7 +7,7 @@ import torch
 
 from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.torch_reference import unpack_mask
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag
+from drift_sdk._kernels.slots import SlotColumns, SlotFlag
 
 pytestmark = pytest.mark.kernel
 

@@ -21,7 +21,7 @@ from references.trees import (
 )
 
 from drift_sdk._kernels.draft.draft_choose import num_draft_chunks
-from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
+from drift_sdk._kernels.slots import SlotFlag, SlotState
 from drift_sdk._kernels.trees.tree_growth import (
     CandidateBuffers,
     CandidatePool,

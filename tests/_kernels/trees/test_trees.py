@@ -27,7 +27,7 @@ from drift_sdk._kernels.attention.softmax import Partitions
 from drift_sdk._kernels.commit import CommitTensors
 from drift_sdk._kernels.sampling.logits import apply_logits_rules
 from drift_sdk._kernels.sampling.rows import RowsToSample, SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState
+from drift_sdk._kernels.slots import SlotColumns, SlotFlag, SlotState
 from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows

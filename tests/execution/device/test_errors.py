@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drift_sdk import ExecutorError, RequestError
-from drift_sdk.execution.device.errors import FATAL, executor_error, keep_forever, typed_errors
+from drift_sdk.execution.device.device import FATAL, executor_error, keep_forever, typed_errors
 
 
 class CUDAError(Exception):

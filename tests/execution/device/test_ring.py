@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from interpreted_device import InterpretedDevice
 
-from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS
+from drift_sdk._kernels.slots import HEADER_WORDS
 from drift_sdk.execution.device.resources import Ring, RingSizes
 from drift_sdk.execution.device.slot_table import NO_UPDATES
 

@@ -16,7 +16,7 @@ from tiny_llama import tiny_llama
 
 from drift_sdk import Engine, EngineClosed, EngineConfig, ExecutorError
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk.driver.model_opener import LoadedModel
+from drift_sdk.driver.life_cycle import LoadedModel
 from drift_sdk.execution.device import device as device_module
 from drift_sdk.execution.device.device import step_timeout
 from drift_sdk.execution.device.resources import Ring, RingSizes

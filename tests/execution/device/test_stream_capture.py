@@ -16,8 +16,7 @@ from cuda.bindings import driver
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device import device as device_module
-from drift_sdk.execution.device.device import MAX_CAPTURES, captured_graph
-from drift_sdk.execution.device.errors import is_kept
+from drift_sdk.execution.device.device import MAX_CAPTURES, captured_graph, is_kept
 
 STREAM = 11
 SUCCESS, INVALIDATED = device_module.SUCCESS, device_module.INVALIDATED

@@ -18,7 +18,7 @@ from tiny_llama import tiny_llama
 from tolerances import bound
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
-from drift_sdk._kernels.slots.slot_columns import num_mask_words
+from drift_sdk._kernels.slots import num_mask_words
 from drift_sdk.execution.device.device import GpuDevice
 from drift_sdk.execution.device.resources import Ring
 from drift_sdk.execution.drafter_factory import (

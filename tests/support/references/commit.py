@@ -13,7 +13,7 @@ from drift_sdk._kernels.commit import (
     record_words,
 )
 from drift_sdk._kernels.sampling.rows import MAX_TOP
-from drift_sdk._kernels.slots.slot_columns import SlotFlag
+from drift_sdk._kernels.slots import SlotFlag
 
 
 def commit_reference(tensors: CommitTensors) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
-from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS
+from drift_sdk._kernels.slots import HEADER_WORDS, SlotFlag, SlotState
 
 
 def gather_rows_reference(

@@ -28,7 +28,7 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max, gumbel_from_bits
+from drift_sdk._kernels.sampling.rows import LAST_ID, arg_max, gumbel_from_bits
 
 CHUNK_TOKENS = 1024
 """Logits of a program: 8 a thread of 4 warps. A draft's vocabulary of 32,000 has 32 chunks, so that a single

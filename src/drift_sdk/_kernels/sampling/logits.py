@@ -52,10 +52,8 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.sampling.noise import LEAST_NOISE, MOST_NOISE, arg_max
-from drift_sdk._kernels.sampling.rows import CHUNK_TOKENS, RowsToSample
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag
-from drift_sdk._kernels.slots.step_inputs import CONSTRAINT
+from drift_sdk._kernels.sampling.rows import CHUNK_TOKENS, LEAST_NOISE, MOST_NOISE, RowsToSample, arg_max
+from drift_sdk._kernels.slots import CONSTRAINT, SlotColumns, SlotFlag
 
 NEGLIGIBLE_LOGIT = tl.constexpr(LEAST_NOISE - MOST_NOISE - 0.1)
 """About -25.8. A token with a scaled logit below it is never chosen: even with the most noise it stays below

@@ -53,9 +53,16 @@ from drift_sdk._kernels.launch.kernel import (
 )
 from drift_sdk._kernels.sampling.filters import collect_candidates, find_thresholds, refine_brackets
 from drift_sdk._kernels.sampling.logits import NEGLIGIBLE_LOGIT, apply_logits_rules, find_ruled_row, scale
-from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max, gumbel
-from drift_sdk._kernels.sampling.rows import CHUNK_TOKENS, MAX_TOP, RowsToSample, SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import SlotColumns
+from drift_sdk._kernels.sampling.rows import (
+    CHUNK_TOKENS,
+    LAST_ID,
+    MAX_TOP,
+    RowsToSample,
+    SampleBuffers,
+    arg_max,
+    gumbel,
+)
+from drift_sdk._kernels.slots import SlotColumns
 
 
 @kernel

@@ -57,7 +57,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.sampling.logits import PENALTIES
-from drift_sdk._kernels.slots.step_inputs import entry_after
+from drift_sdk._kernels.slots import entry_after
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 NO_NODE = tl.constexpr(2**31 - 1)

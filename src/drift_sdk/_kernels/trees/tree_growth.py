@@ -65,7 +65,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.sampling.logits import LEAST_TEMPERATURE
-from drift_sdk._kernels.sampling.noise import LAST_ID, arg_max
+from drift_sdk._kernels.sampling.rows import LAST_ID, arg_max
 from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors
 from drift_sdk.trees import MAX_CANDIDATES
 

@@ -70,8 +70,7 @@ from drift_sdk._kernels.launch.kernel import (
     wait_for_producers,
 )
 from drift_sdk._kernels.layers.norm import norm_warps
-from drift_sdk._kernels.slots.slot_columns import SlotState
-from drift_sdk._kernels.slots.step_inputs import CONSTRAINT
+from drift_sdk._kernels.slots import CONSTRAINT, SlotState
 from drift_sdk.trees import MAX_PATH_LENGTH, MAX_TREE_NODES
 
 PATH_ENTRIES = MAX_PATH_LENGTH + 1

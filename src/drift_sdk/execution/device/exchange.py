@@ -9,8 +9,15 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.exchanges import NUM_COLUMNS, share_drafts
-from drift_sdk._kernels.exchange.peer_memory import EMPTY, PeerMemory, PeerSums, PeerTensor, begin_exchange
+from drift_sdk._kernels.exchange import (
+    EMPTY,
+    NUM_COLUMNS,
+    PeerMemory,
+    PeerSums,
+    PeerTensor,
+    begin_exchange,
+    share_drafts,
+)
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.device import Device
 from drift_sdk.models.shard import Shard

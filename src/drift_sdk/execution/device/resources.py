@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS, advance, enter
+from drift_sdk._kernels.slots import HEADER_WORDS, advance, enter
 from drift_sdk.execution.device.device import Device, Event, Replay, ServingDevice
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import Pairs, SlotTable

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from drift_sdk._kernels.slots.slot_columns import SlotColumns, SlotFlag, SlotState, num_mask_words
+from drift_sdk._kernels.slots import SlotColumns, SlotFlag, SlotState, num_mask_words
 from drift_sdk.errors import ConfigError
 from drift_sdk.steps import BlockUpdate, ExecutorLimits, SlotAssignment, SlotSampling
 

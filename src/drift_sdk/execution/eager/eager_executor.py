@@ -48,8 +48,7 @@ from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.prompt_states import StateGatherer
 from drift_sdk.models.attention import AttentionBatch, RefreshBatch, StepRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_cache import KVCache
-from drift_sdk.models.states import Checkpoint, SequenceState, StateRows
+from drift_sdk.models.kv_cache import Checkpoint, KVCache, SequenceState, StateRows
 from drift_sdk.models.weight_update import update_weights
 from drift_sdk.steps import (
     DecodeRow,

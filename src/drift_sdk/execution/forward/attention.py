@@ -33,7 +33,7 @@ from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import PrefillAttentionConfig, has_cuda_prefill, prefill_attention
 from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
-from drift_sdk._kernels.exchange.peer_memory import PeerSums
+from drift_sdk._kernels.exchange import PeerSums
 from drift_sdk._kernels.layers.gates import gate_attention
 from drift_sdk._kernels.layers.rope_store import Projected, rotate_and_store
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention

@@ -6,7 +6,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.peer_memory import PeerSums
+from drift_sdk._kernels.exchange import PeerSums
 from drift_sdk._kernels.experts.cuda_experts import (
     cuda_expert_multiply,
     cuda_gated_expert_multiply,

@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.peer_memory import PeerSums
+from drift_sdk._kernels.exchange import PeerSums
 from drift_sdk._kernels.recurrent.gated_delta import (
     MixedRows,
     PromptRuns,

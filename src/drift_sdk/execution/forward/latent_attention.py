@@ -9,7 +9,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
-from drift_sdk._kernels.exchange.peer_memory import PeerSums
+from drift_sdk._kernels.exchange import PeerSums
 from drift_sdk._kernels.gemm.head_gemm import multiply_heads
 from drift_sdk._kernels.layers.latent_rows import split_queries, store_latents
 from drift_sdk.execution.device.memory import Workspace

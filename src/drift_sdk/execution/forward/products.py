@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from drift_sdk._kernels.exchange.peer_memory import PeerSums
+from drift_sdk._kernels.exchange import PeerSums
 from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply, library_product
 from drift_sdk._kernels.gemm.gemm import GemmConfig
 from drift_sdk._kernels.gemm.tuning import TunedTable

@@ -16,8 +16,7 @@ from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
 from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers
-from drift_sdk._kernels.slots.slot_columns import num_mask_words
-from drift_sdk._kernels.slots.step_inputs import gather_rows
+from drift_sdk._kernels.slots import gather_rows, num_mask_words
 from drift_sdk.events import Report, ignore_progress
 from drift_sdk.execution.device.device import Device, GroupReplay, Replay, ServingDevice
 from drift_sdk.execution.device.exchange import Exchange

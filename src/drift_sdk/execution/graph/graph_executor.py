@@ -22,8 +22,15 @@ from torch import Tensor
 from drift_sdk._kernels.gemm.tuning import LoggedProduct, TunedTable, add_products
 from drift_sdk.errors import ExecutorError, RequestError
 from drift_sdk.events import ignore_progress
-from drift_sdk.execution.device.device import Device, DeviceGroup, Event, Replay, ServingDevice
-from drift_sdk.execution.device.errors import is_kept, typed_errors
+from drift_sdk.execution.device.device import (
+    Device,
+    DeviceGroup,
+    Event,
+    Replay,
+    ServingDevice,
+    is_kept,
+    typed_errors,
+)
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges
 from drift_sdk.execution.device.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory

@@ -16,15 +16,13 @@ from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.commit import CommitTensors, commit
-from drift_sdk._kernels.exchange.exchanges import gather_logits
-from drift_sdk._kernels.exchange.peer_memory import PeerTensor
+from drift_sdk._kernels.exchange import PeerTensor, gather_logits
 from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows
-from drift_sdk._kernels.slots.slot_columns import SlotState
-from drift_sdk._kernels.slots.step_inputs import copy_masks, gather_rows, show_drafts
+from drift_sdk._kernels.slots import SlotState, copy_masks, gather_rows, show_drafts
 from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk._kernels.trees.tree_checks import (

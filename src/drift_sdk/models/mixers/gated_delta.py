@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from drift_sdk.models.allocation import Allocation
+from drift_sdk.models.kv_cache import LayerState, StateRows
 from drift_sdk.models.layers import linear, normalise
-from drift_sdk.models.states import LayerState, StateRows
 from drift_sdk.quantised.weight import Matrix
 from drift_sdk.spec.model import BORDER, GatedDelta, GatedDeltaNames
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from references.exchange import add_norm_across_reference, gather_logits_reference, share_drafts_reference
 
-from drift_sdk._kernels.exchange.exchanges import add_norm_across, gather_logits
-from drift_sdk._kernels.exchange.peer_memory import PeerSums, PeerTensor, begin_exchange
+from drift_sdk._kernels.exchange import PeerSums, PeerTensor, add_norm_across, begin_exchange, gather_logits
 from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.exchange import Exchange, ExchangeSizes, open_exchanges

@@ -1,13 +1,21 @@
-"""The ring of inputs: how a replayed graph reads its own input, and how it leaves drafts for the host.
+"""Slot tables and inputs of steps, on the device.
 
-The host writes the input of a replay into the next entry of a ring in pinned memory. The replay's first
-kernel, `enter`, reads that entry over the bus: this is the only copy. An index on the device, of which the
-host keeps a copy in step, tells which entry it is, so one captured graph serves any number of replays in
-flight. One kernel at the end of each replay (`advance`, `show_drafts` or `commit`) moves the index on, around
-the ring: the index stays in [0, num_entries) however many replays there have been.
+The slot tables have a tensor for each column and a row for each slot. S: number of slots. V: vocabulary
+size. W = ceil(V / 32): words of a set of tokens, one bit a token.
 
-An entry is int32 words: HEADER_WORDS words, of which the first is the number of updates; `max_updates` places
-in the slot tables; `max_updates` values; the payload.
+A replayed graph reads its own input from a ring. The host writes the input of a replay into the next entry
+of a ring in pinned memory. The replay's first kernel, `enter`, reads that entry over the bus: this is the
+only copy. An index on the device, of which the host keeps a copy in step, tells which entry it is, so one
+captured graph serves any number of replays in flight. One kernel at the end of each replay (`advance`,
+`show_drafts` or `commit`) moves the index on, around the ring: the index stays in [0, num_entries) however
+many replays there have been.
+
+An entry is int32 words: HEADER_WORDS words, of which the first is the number of updates; `max_updates`
+places in the slot tables; `max_updates` values; the payload.
+
+The first kernel of a decode round after `enter`, `_gather_rows`, makes the rows of a step of its slots. Every
+slot has the same number of rows, at consecutive positions: the row of its newest token, then one row for
+each token that may be drafted behind it.
 
 | kernel | grid | a program owns | bytes |
 |---|---|---|---|
@@ -15,25 +23,21 @@ in the slot tables; `max_updates` values; the payload.
 | `_advance` | 1 | the index | 8 |
 | `_show_drafts` | 1 | all rows | 12 a row |
 | `_copy_masks` | rows | the mask of its row | 8 a word, of rows under a constraint |
+| `_gather_rows` | 1 | all rows | 24 a slot, 12 a row |
 
-Programmatic dependent launch: every kernel waits for its producers before its first read. `_enter` and
-`_copy_masks` are short and let their dependents start right after that. `_advance` and `_show_drafts` are the
-last kernels of a replay and let nothing start early.
-
-The rows of a step, made of its slots: the first kernel of a decode round after `enter`.
-
-Every slot has the same number of rows, at consecutive positions: the row of its newest token, then one row
-for each token that may be drafted behind it. Grid: one program, which owns all rows. Bytes: 24 a slot, 12 a
-row.
-
-Programmatic dependent launch: it waits for its producers before its first read and, being short, lets its
-dependents start right after that.
+Programmatic dependent launch: every kernel waits for its producers before its first read. `_enter`,
+`_copy_masks` and `_gather_rows` are short and let their dependents start right after that. `_advance` and
+`_show_drafts` are the last kernels of a replay and let nothing start early.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import IntFlag
+
 import torch
 import triton.language as tl
+from msgspec import Struct
 from torch import Tensor
 
 from drift_sdk._kernels.launch.arguments import cdiv, check_tensor, next_power_of_2
@@ -45,7 +49,149 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.slots.slot_columns import SlotFlag, SlotState
+
+
+class SlotFlag(IntFlag):
+    """The rules that apply to a slot's logits. Sampling reads a table [S, V] or [S, W] only for slots that
+    have the table's flag."""
+
+    BIAS = 1
+    """`SlotColumns.bias` is added."""
+    PENALTIES = 2
+    """Repetition, frequency and presence penalties apply: `counts` and `prompt_bits` are kept up to date."""
+    ALLOWED = 4
+    """Only the tokens of `allowed_bits` may be chosen."""
+    CONSTRAINT = 8
+    """Only the tokens of the row's own mask, which the host computes from a grammar, may be chosen."""
+    STOPS = 16
+    """There are stop ids: they are in `stop_bits`."""
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Number of 32-bit words that hold one bit a token: token i is bit i % 32 of word i // 32."""
+    return -(-vocab_size // 32)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotColumns:
+    """The columns that sampling reads. Where nothing else is said a column is [S] and means what the field of
+    the same name of `SlotSampling` means.
+
+    bias, counts, prompt_bits and allowed_bits are undefined for slots without the flag. stop_bits is defined
+    for every slot in use, since the commit kernel reads it whatever the flags are.
+    """
+
+    temperature: Tensor
+    """fp32 [S]."""
+    top_k: Tensor
+    """int32 [S]; 0: off."""
+    top_p: Tensor
+    """fp32 [S]."""
+    min_p: Tensor
+    """fp32 [S]."""
+    seed: Tensor
+    """int64 [S]."""
+    flags: Tensor
+    """int32 [S]: a `SlotFlag`; STOPS is set where there are any stop ids."""
+    min_length: Tensor
+    """int32 [S]."""
+    num_prompt_tokens: Tensor
+    """int32 [S]."""
+    presence_penalty: Tensor
+    """fp32 [S]."""
+    frequency_penalty: Tensor
+    """fp32 [S]."""
+    repetition_penalty: Tensor
+    """fp32 [S]."""
+    num_logprobs: Tensor
+    """int32 [S]; -1: none are reported."""
+    bias: Tensor
+    """fp32 [S, V]: the addend of every token's logit."""
+    counts: Tensor
+    """int32 [S, V]: how often each token was generated."""
+    prompt_bits: Tensor
+    """int32 [S, W]: the tokens that occur in the prompt."""
+    stop_bits: Tensor
+    """int32 [S, W]: the stop ids."""
+    allowed_bits: Tensor
+    """int32 [S, W]: the tokens that are allowed."""
+
+    @classmethod
+    def allocate(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> SlotColumns:
+        """Columns of zeros: greedy slots without rules, once `num_logprobs` and `top_p` are set too."""
+
+        def column(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+        num_words = num_mask_words(vocab_size)
+        return cls(
+            temperature=column(torch.float32),
+            top_k=column(torch.int32),
+            top_p=column(torch.float32),
+            min_p=column(torch.float32),
+            seed=column(torch.int64),
+            flags=column(torch.int32),
+            min_length=column(torch.int32),
+            num_prompt_tokens=column(torch.int32),
+            presence_penalty=column(torch.float32),
+            frequency_penalty=column(torch.float32),
+            repetition_penalty=column(torch.float32),
+            num_logprobs=column(torch.int32),
+            bias=column(torch.float32, vocab_size),
+            counts=column(torch.int32, vocab_size),
+            prompt_bits=column(torch.int32, num_words),
+            stop_bits=column(torch.int32, num_words),
+            allowed_bits=column(torch.int32, num_words),
+        )
+
+    def check(self) -> None:
+        """Raises ValueError for a column of another shape or type, or one that is not contiguous."""
+        num_slots, vocab_size = self.num_slots, self.vocab_size
+        num_words = num_mask_words(vocab_size)
+        for name in ("top_k", "flags", "min_length", "num_prompt_tokens", "num_logprobs"):
+            check_tensor(name, getattr(self, name), (num_slots,), torch.int32)
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
+            check_tensor(name, getattr(self, name), (num_slots,), torch.float32)
+        check_tensor("seed", self.seed, (num_slots,), torch.int64)
+        check_tensor("bias", self.bias, (num_slots, vocab_size), torch.float32)
+        check_tensor("counts", self.counts, (num_slots, vocab_size), torch.int32)
+        for name in ("prompt_bits", "stop_bits", "allowed_bits"):
+            check_tensor(name, getattr(self, name), (num_slots, num_words), torch.int32)
+
+    @property
+    def num_slots(self) -> int:
+        return self.temperature.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.counts.shape[1]
+
+
+class SlotState(Struct, frozen=True):
+    """The columns that the commit kernel advances, int32 [S] each."""
+
+    length: Tensor
+    """Number of tokens of the sequence, prompt and generated."""
+    last_token: Tensor
+    """The newest token."""
+    finish: Tensor
+    """0 while the sequence runs; else why it ended: FINISHED_STOP or FINISHED_LENGTH."""
+    max_length: Tensor
+    """The most tokens that the sequence may have; never written by a kernel."""
+
+    def check(self) -> None:
+        """Raises ValueError for a column of another shape or type, or one that is not contiguous."""
+        (num_slots,) = self.length.shape
+        for name in ("length", "last_token", "finish", "max_length"):
+            check_tensor(name, getattr(self, name), (num_slots,), torch.int32)
+
 
 HEADER_WORDS = 4
 """The number of updates, and three unused words: the places begin at 16 bytes, the widest load."""

@@ -8,8 +8,7 @@ import pytest
 import torch
 from references.slots import gather_rows_reference
 
-from drift_sdk._kernels.slots.slot_columns import SlotState
-from drift_sdk._kernels.slots.step_inputs import gather_rows
+from drift_sdk._kernels.slots import SlotState, gather_rows
 
 pytestmark = pytest.mark.kernel
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from references.slots import advance_reference, copy_masks_reference, enter_reference, show_drafts_reference
 
-from drift_sdk._kernels.slots.slot_columns import SlotFlag
-from drift_sdk._kernels.slots.step_inputs import HEADER_WORDS, advance, copy_masks, enter, show_drafts
+from drift_sdk._kernels.slots import HEADER_WORDS, SlotFlag, advance, copy_masks, enter, show_drafts
 
 pytestmark = pytest.mark.kernel
 
