@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftForm
+from drift_sdk.quantised.formats import quantise_fp8
+from drift_sdk.quantised.weight import dense
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees import DraftLimit
 
@@ -299,6 +302,20 @@ def test_quantised_head_equals_the_eager_drafter(
     pair.prefill([(0, 0, 5)], num_rows=5)
     pair.round(2, [(0, 2, 2)])
     pair.round(2, [(0, 2, 1)])
+
+
+def test_a_quantised_head_is_arranged_once(tmp_path: Path) -> None:
+    """Target and draft have the same."""
+    settings = TARGET | {"hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    target = Decoder.random(read_spec(settings), device=DEVICE, dtype=torch.float32)
+    target.weights = dataclasses.replace(target.weights, head=quantise_fp8(dense(target.weights.head)))
+    make_dflash(0, tmp_path / "draft", tmp_path)
+    draft = DFlashDecoder.load(resolve(tmp_path / "draft", role="draft"), target)
+    arrange_decoder(target, draft)
+    assert isinstance(target.weights.head, KernelWeight)
+    assert draft.weights.head is target.weights.head
+    assert draft.decoder().weights.embedding is target.weights.embedding
 
 
 def see_no_later_rows(patch: pytest.MonkeyPatch) -> None:
