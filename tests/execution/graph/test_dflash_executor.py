@@ -19,7 +19,7 @@ from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_rows_after
 from tiny_llama import tiny_llama
 
-from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable
+from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable, read_products
 from drift_sdk.execution.drafter_factory import (
     DFlashDrafterFactory,
     DrafterFactory,
@@ -141,8 +141,10 @@ def run(executor: EagerExecutor | GraphExecutor, num_drafts: int, *, has_history
     return Run(tokens, steps)
 
 
-def graph_executor(target: Decoder, factory: DrafterFactory, table: TunedTable = NO_TABLE) -> GraphExecutor:
-    options = GraphOptions(prefill_token_budget=BUDGET, num_checkpoints=NUM_CHECKPOINTS)
+def graph_executor(
+    target: Decoder, factory: DrafterFactory, table: TunedTable = NO_TABLE, shape_log: Path | None = None
+) -> GraphExecutor:
+    options = GraphOptions(prefill_token_budget=BUDGET, num_checkpoints=NUM_CHECKPOINTS, shape_log=shape_log)
     return GraphExecutor(InterpretedDevice(), target, LIMITS, table, options, drafter_factory=factory)
 
 
@@ -193,14 +195,24 @@ def test_rounds_equal_those_of_the_eager_executor(
     plain = run(EagerExecutor(target, LIMITS), 0)
     of_eager, of_graph = note_drafts(monkeypatch)
     expected = run(EagerExecutor(target, LIMITS, DFlashDrafter(draft, LIMITS)), num_drafts)
-    table = WatchedTable()
-    found = run(graph_executor(target, DFlashDrafterFactory(draft, (num_drafts,)), table), num_drafts)
+    table, factory, log = WatchedTable(), DFlashDrafterFactory(draft, (num_drafts,)), tmp_path / "shapes.json"
+    found = run(graph_executor(target, factory, table, log), num_drafts)
     assert of_graph == of_eager
     assert found.tokens == expected.tokens == plain.tokens
     assert found.counts == expected.counts
     assert len(set(of_eager)) > 10 and any(len(drafts) == num_drafts for drafts in of_eager)
     assert found.num_hits + found.num_preemptions > 0
     assert table.used == {weight.key for weight in weights_to_tune(target.weights, draft.weights)}
+    logged, weights = read_products(log), draft.weights
+    sizes = {(each.role, each.num_columns, each.inner) for each in logged if each.role.startswith("draft ")}
+    expected_sizes = {("draft fc", *weights.fc.shape), ("draft head", *weights.head.shape)}
+    for index, layer in enumerate(weights.layers):
+        matrices = layer.mixer.matrices | {"gate_up": layer.channel.gate_up, "down": layer.channel.down}
+        matrices["context"] = weights.context_projection(index)[0]
+        expected_sizes |= {(f"draft {name}", *matrix.shape) for name, matrix in matrices.items()}
+    assert sizes == expected_sizes
+    num_rows = {each.num_rows for each in logged if each.role == "draft qkv"}
+    assert num_rows <= {slots * (1 + draft.config.num_masks) for slots in (1, 2, 3)}
 
 
 @pytest.mark.parametrize(
