@@ -143,6 +143,7 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
                 assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_normalised_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(CONFIG)
     expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
