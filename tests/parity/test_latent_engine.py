@@ -65,7 +65,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(2, ["head", "dynamic tree", "ngram", "static tree"]))
+@pytest.mark.parametrize("name", slow_after(1, ["head", "dynamic tree", "ngram", "static tree"]))
 def test_drafts_do_not_change_tokens(
     folder: Path, cases: list[Case], alone: list[Completion], tmp_path: Path, name: str
 ) -> None:

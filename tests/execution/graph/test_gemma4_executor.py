@@ -158,7 +158,7 @@ def test_rejected_drafts_change_no_token(kind: str) -> None:
 @pytest.mark.usefixtures("steady_dots")
 @pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
 @pytest.mark.parametrize(
-    "kind", slow_after(1, ["wide heads", *(kind for kind in KINDS if kind != "wide heads")])
+    "kind", slow_after(1, KINDS)
 )
 def test_tokens_have_the_bits_that_they_have_alone(kind: str) -> None:
     """Beside other rows, behind prefix hits, in other chunks, and verified with drafts."""

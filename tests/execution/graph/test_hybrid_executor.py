@@ -161,6 +161,7 @@ def test_rejected_drafts_leave_no_trace(decoder: Decoder) -> None:
     assert 0 < accepted < drafted
 
 
+@pytest.mark.slow
 def test_a_rejected_row_in_a_state_is_noticed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without drafts there is none."""
     requests = requests_of(14)

@@ -189,6 +189,7 @@ def test_rows_of_experts_are_routed_in_one_launch(monkeypatch: pytest.MonkeyPatc
         run(graph_executor(ungrouped), 1)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_normalised_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(CONFIG)
     expected, _ = run(EagerExecutor(decoder, LIMITS), 4)

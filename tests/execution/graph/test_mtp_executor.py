@@ -129,7 +129,7 @@ def requests_of() -> list[Request]:
 
     shared = tokens(40)
     prompts = [[*shared, *tokens(12)], tokens(1), [*shared, *tokens(3)], [*shared, *tokens(30)]]
-    return [(prompt, sampling_of(len(prompt), 14)) for prompt in prompts]
+    return [(prompt, sampling_of(len(prompt), 11)) for prompt in prompts]
 
 
 def run(executor: EagerExecutor | GraphExecutor) -> tuple[list[list[int]], list[StepResult]]:

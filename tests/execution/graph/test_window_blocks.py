@@ -147,7 +147,7 @@ def logprobs_of(steps: Outputs) -> list[float]:
 @pytest.mark.parametrize(
     "block_size, num_drafts, fast_prompts",
     slow_rows_after(
-        2, [(64, NUM_DRAFTS, False), (16, 0, False), (64, 0, True), (16, NUM_DRAFTS, False), (16, 0, True)]
+        1, [(64, NUM_DRAFTS, False), (16, 0, False), (64, 0, True), (16, NUM_DRAFTS, False), (16, 0, True)]
     ),
 )
 def test_tokens_equal_those_of_shared_blocks(
@@ -223,6 +223,7 @@ def test_a_tile_before_the_window_is_read() -> None:
     assert not attend((start - WINDOW + 1) // size).isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_block_recycled_too_early_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """With so few blocks that it is written at once: the same tokens without the fault."""
     requests = requests_of(8)
@@ -242,6 +243,7 @@ def test_a_block_recycled_too_early_is_found(decoder: Decoder, monkeypatch: pyte
     assert tokens() != expected
 
 
+@pytest.mark.slow
 def test_a_model_on_two_gpus_has_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     spec = read_spec(CONFIG | heads | {"hidden_size": 64, "intermediate_size": 128})
