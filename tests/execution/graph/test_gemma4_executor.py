@@ -157,9 +157,7 @@ def test_rejected_drafts_change_no_token(kind: str) -> None:
 
 @pytest.mark.usefixtures("steady_dots")
 @pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter: kernels run on the CPU")
-@pytest.mark.parametrize(
-    "kind", slow_after(1, KINDS)
-)
+@pytest.mark.parametrize("kind", slow_after(1, KINDS))
 def test_tokens_have_the_bits_that_they_have_alone(kind: str) -> None:
     """Beside other rows, behind prefix hits, in other chunks, and verified with drafts."""
     decoder, requests = decoder_of(kind), requests_of(5)
