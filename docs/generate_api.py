@@ -117,6 +117,7 @@ def render() -> str:
     parts.append("## Serving")
     parts.append(f"### drift_sdk.openai.{signature('app', drift_sdk.openai.app)}")
     parts.append(doc_of(drift_sdk.openai.app))
+    parts.append(render_class("drift_sdk.openai.Reranker", drift_sdk.openai.Reranker))
     parts.append(f"### drift_sdk.openai.server.{signature('serve', serve)}")
     parts.append(doc_of(serve))
     parts.append("## Testing code that embeds an engine")

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import triton
@@ -34,6 +35,7 @@ from drift_sdk._kernels.launch.parallel_compile import KernelToCompile, recorded
 from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
+    AssistantDrafterFactory,
     DrafterFactory,
     EagleDrafterFactory,
     NGramDrafterFactory,
@@ -48,7 +50,8 @@ from drift_sdk.models.weights import meta_weights
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.speculation import DynamicTree, NGram
 from drift_sdk.steps import ExecutorLimits
-from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_draft
+from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_assistant, meta_draft
+from perf.harness.mtp_draft import ASSISTANT
 from perf.harness.numbers import at_least
 from perf.harness.published import LLAMA, PUBLISHED
 
@@ -79,8 +82,8 @@ GPUS = {
 FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
 """Instructions of compute capability 9.0 and later."""
 
-Drafts = NGram | DynamicTree | None
-"""N-grams, the tree of an EAGLE-3 draft, or no drafts, with exact prompts."""
+Drafts = NGram | DynamicTree | Literal["assistant"] | None
+"""N-grams, the tree of an EAGLE-3 draft, an assistant, or no drafts, with exact prompts."""
 
 EXCHANGE = "drift_sdk._kernels.exchange."
 """Modules of kernels of several GPUs."""
@@ -234,6 +237,8 @@ def kernels_of(
         factory: DrafterFactory = NO_DRAFTER
         if isinstance(drafts, NGram):
             factory = NGramDrafterFactory(drafts, (1, 3))
+        elif drafts == ASSISTANT:
+            factory = AssistantDrafterFactory(meta_assistant(settings, decoder), (1, 3))
         elif drafts is not None:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), drafts.choices, tree=drafts)
         is_fast = drafts is not None and not spec.has_latents
@@ -323,7 +328,10 @@ def configurations(
         spec = read_spec(settings)
         is_wide = spec.max_head_dim > WIDE_HEAD
         has_trees = not (spec.recurrent_layers or spec.has_latents or is_wide)
-        yield settings, (NGram(), None, *([DynamicTree()] if has_trees else []))
+        kinds: list[Drafts] = [NGram(), None]
+        kinds += [DynamicTree()] if has_trees else []
+        kinds += [ASSISTANT] if settings["model_type"] == "gemma4_text" else []
+        yield settings, kinds
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())
 

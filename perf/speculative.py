@@ -3,6 +3,7 @@
 python -m perf.speculative --num-draft-tokens 1 3 5 --acceptance-length 3.2 --scenario single-512 batch64-512
 python -m perf.speculative --model smollm2-135m --draft ngram
 python -m perf.speculative --model qwen3.6-27b --draft mtp --acceptance-length 3 --peer vllm
+python -m perf.speculative --model gemma-4-31b --draft assistant --acceptance-length 3
 python -m perf.speculative --policy-sweep --repeats 3
 python -m perf.speculative --model gpt-oss-120b --acceptance-length 2.56 --peer vllm
 python -m perf.speculative --model llama-3.1-8b --acceptance-length 3.2 --tensor-parallel 1 2 --peer vllm
@@ -34,7 +35,7 @@ from drift_sdk.measurement import recorded_engine
 from perf.harness.decoding import DecodeOptions, slow_paths
 from perf.harness.drafting import Drafting
 from perf.harness.experts import measured_experts
-from perf.harness.mtp_draft import MTP, MtpDraft
+from perf.harness.mtp_draft import ASSISTANT, MTP, Assistant, MtpDraft
 from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
@@ -234,9 +235,11 @@ def read_text(model: Model, file: Path | None) -> Text | None:
 
 def draftings_of(given: argparse.Namespace, model: Model) -> list[Drafting]:
     """The drafts to measure."""
-    draft: Draft | Model | MtpDraft | NGram
+    draft: Draft | Model | MtpDraft | Assistant | NGram
     if given.draft == MTP:
         draft = MtpDraft(model=model, weights=given.draft_weights)
+    elif given.draft == ASSISTANT:
+        draft = Assistant.prepare(model, given.draft_weights)
     else:
         draft = prepare_drafts(model, given.draft, given.draft_weights, given.aux_layer_convention)
     return [

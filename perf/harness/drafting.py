@@ -10,7 +10,7 @@ from msgspec import Struct
 from drift_sdk import Chain, EngineConfig, NGram, Speculation
 from drift_sdk.measurement import AcceptanceTrace, RecordedEngine, recorded_engine
 from perf.harness.decoding import DecodeOptions
-from perf.harness.mtp_draft import MtpDraft
+from perf.harness.mtp_draft import Assistant, MtpDraft
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Draft, Model
 from perf.harness.simulation import simulated_engine
@@ -21,7 +21,7 @@ __all__ = ["Drafting"]
 class Drafting(Struct, frozen=True, kw_only=True):
     """Chains of drafted tokens.
 
-    draft:              a head, a small model, the model's MTP layer or n-grams.
+    draft:              a head, a small model, the model's MTP layer or assistant, or n-grams.
     ngrams:             beside the draft, see `Speculation`.
     num_draft_tokens:   tokens drafted per round; the most if adaptive.
     acceptance_length:  tokens per round to simulate, limited to `num_draft_tokens + 1`; None for real
@@ -30,7 +30,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
     trace:              the recorded rounds to simulate, in place of a mean.
     """
 
-    draft: Draft | Model | MtpDraft | NGram
+    draft: Draft | Model | MtpDraft | Assistant | NGram
     ngrams: NGram | None = None
     num_draft_tokens: int
     acceptance_length: float | None = None

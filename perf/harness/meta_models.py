@@ -7,12 +7,20 @@ from collections.abc import Collection, Mapping
 import torch
 from msgspec import Struct
 
+from drift_sdk.models.assistant import (
+    ORDERING,
+    AssistantConfig,
+    AssistantDecoder,
+    assistant_shapes,
+    load_assistant_weights,
+)
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import DraftDecoder, load_draft_weights, required_shapes, shareable_shapes
+from perf.harness.mtp_draft import CLUSTERS, assistant_settings
 from perf.harness.shapes import draft_settings
 
-__all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_draft"]
+__all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_assistant", "meta_draft"]
 
 META_DTYPE = torch.bfloat16
 NUM_META_LAYERS = 4
@@ -48,3 +56,11 @@ def meta_draft(settings: Mapping[str, object], decoder: Decoder) -> DraftDecoder
     tensors = MetaTensors(required_shapes(config) | shareable_shapes(config))
     ids = torch.arange(config.draft_vocab_size, device="cpu")
     return DraftDecoder(config, load_draft_weights(config, tensors, ids, decoder.weights), decoder)
+
+
+def meta_assistant(settings: Mapping[str, object], decoder: Decoder) -> AssistantDecoder:
+    """Return an assistant of published size, with clusters of tokens. settings: as of `meta_draft`."""
+    config = AssistantConfig.from_hf(assistant_settings(settings) | CLUSTERS, decoder.spec)
+    clusters = torch.zeros(config.shape.vocab_size, dtype=torch.int32, device="meta")
+    tensors = MetaTensors(assistant_shapes(config) | {ORDERING: tuple(clusters.shape)})
+    return AssistantDecoder(config, load_assistant_weights(config, tensors, clusters, decoder), decoder)

@@ -202,13 +202,20 @@ class BaseEngine(Serving):
                  changed before this returns. A layer whose weights are quantised when they are loaded
                  (`EngineConfig.weights`), or stand in another order than in files, is replaced whole.
 
+        All or nothing: tensors are checked and memory is allocated before the first number is written. A
+        layer that is replaced whole takes a layer's memory on the device for a while, and until the end its
+        own in the host's; tensors on another device, in another dtype or not contiguous, one of the largest
+        of them on that device.
+
         Requests go on: their text so far stays, their context is computed again with the new weights, and so
-        is what follows. The prefix cache is emptied. Drafts keep their own weights. The files are as they
+        is what follows; each step has one set of weights, and `Completion.weights_versions` tells which. The
+        prefix cache is emptied. Drafts keep their own weights. The files are as they
         were: `wake()` and a restart load those again. If the task is cancelled, the cancellation is raised
         afterwards.
 
         RequestError names the first tensor that is not part of the model, has another shape or type, is not
-        finite in the model's dtype or is missing beside others; nothing has changed then. Also for weights
+        finite in the model's dtype or is missing beside others, and tells if memory is short; nothing has
+        changed then. Also for weights
         that files store quantised and that are kept so, with `tensor_parallel`, for an engine that is asleep,
         and for engines in other processes. Raises as `pause` does.
         """

@@ -35,6 +35,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
                         keep the last tokens of a sequence alone; 0 if there are none.
     state_bytes:        bytes of the recurrent states of a running sequence; 0 for a model without any.
     num_checkpoints:    checkpoints of such states that there would be room for.
+    has_mtp:            whether files have a layer that predicts one more token, with which
+                        `Speculation(draft="mtp")` drafts; of random weights, whether the config has it.
     context:            the model's own context, in tokens.
     has_tokenizer:      whether it takes and gives text; if not, token ids alone.
     has_chat_template:  whether `chat` can be used.
@@ -60,6 +62,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     window_bytes_per_token: int | None = None
     state_bytes: int | None = None
     num_checkpoints: int | None = None
+    has_mtp: bool | None = None
     context: int | None = None
     has_tokenizer: bool | None = None
     has_chat_template: bool | None = None
@@ -104,6 +107,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
             ("runs on", " ".join(filter(None, (self.device, self.dtype, self.executor))) or None),
             ("KV cache", self._kv_cache()),
             *([("states", self._states())] if self.state_bytes else []),
+            *([("MTP layer", 'yes, for Speculation(draft="mtp")')] if self.has_mtp else []),
             ("to download", self._downloads()),
         ]
         width = max(len(name) for name, _ in rows)

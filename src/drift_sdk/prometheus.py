@@ -6,6 +6,7 @@ name                                      type      what
 drift_engine_info{model, executor}        gauge     always 1
 drift_paused                              gauge     1 while the engine is paused, else 0
 drift_asleep                              gauge     1 while it sleeps, else 0
+drift_weights_version                     gauge     times that weights were put in the place of others
 drift_requests_running                    gauge     in a slot
 drift_requests_waiting                    gauge     waiting for a slot, preempted ones included
 drift_requests_submitted_total            counter   submitted and not rejected
@@ -258,6 +259,7 @@ class MetricsCollector(Collector):
 def requests(families: Families) -> Iterator[Metric]:
     yield families.gauge("paused", "Whether the engine is paused", lambda s: s.is_paused)
     yield families.gauge("asleep", "Whether the engine sleeps", lambda s: s.is_asleep)
+    yield families.gauge("weights_version", "Times that weights were replaced", lambda s: s.weights_version)
     yield families.gauge("requests_running", "Requests in a slot", lambda s: s.num_running)
     yield families.gauge("requests_waiting", "Requests waiting for a slot", lambda s: s.num_waiting)
     yield families.counter("requests_submitted", "Requests submitted", lambda s: s.num_submitted)

@@ -278,6 +278,8 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
                      of the model's formats are in it, even those that are special tokens.
     schema:          the request's `JsonSchema` if the text is complete; None if it was cut short, or if the
                      answer is tool calls.
+    weights_versions: `EngineStats.weights_version` of the weights that computed the first token and the last
+                     one; equal unless weights were replaced in between. (0, 0) without a token.
     """
 
     request_id: str
@@ -296,6 +298,7 @@ class Completion(Struct, Generic[ParsedT_co], frozen=True, kw_only=True, dict=Tr
     reasoning: str = ""
     raw_text: str = ""
     schema: JsonSchema[ParsedT_co] | None = None
+    weights_versions: tuple[int, int] = (0, 0)
 
     @cached_property
     def parsed(self) -> ParsedT_co | None:

@@ -25,6 +25,7 @@ from drift_sdk.driver.loops import LoopPoster
 from drift_sdk.driver.prompts import (
     AnsweredPrompt,
     ChatPrompt,
+    CutPrompt,
     ModelText,
     Prompt,
     TextPrompt,
@@ -50,6 +51,7 @@ from drift_sdk.jobs import (
 from drift_sdk.processors import functions_of
 from drift_sdk.results import Completion, Decision, Embedding, PromptStates, StateKind
 from drift_sdk.sampling_params import (
+    MAX_LOGPROB_IDS,
     MAX_SEED,
     NOTHING,
     SamplingOptions,
@@ -192,8 +194,33 @@ def items_of(field: str, values: Sequence[Any], allowed: str) -> list[Any]:
         raise RequestError.of(field, values, f"{allowed} ({error_repr(error)})") from error
 
 
+def as_item(prompt: str | Sequence[int] | IdArray, index: int, most: int | None) -> Prompt:
+    """One of several prompts as a value. most: tokens that are kept; None = all."""
+    if isinstance(prompt, Job):  # which has parameters of its own
+        raise RequestError.of(f"prompts[{index}]", prompt, "a text or token ids")
+
+    try:
+        found = as_prompt(prompt)
+    except RequestError as error:
+        raise in_place(error, index) from error
+
+    return found if most is None else CutPrompt(cast("TextPrompt | TokenPrompt", found), most)
+
+
+def in_place(error: RequestError, index: int) -> RequestError:
+    """The error of one of several prompts, with its place among them; other errors as they are."""
+    if error.field != "prompt":
+        return error
+
+    place, message = f"prompts[{index}]", str(error)
+    rest = message.removeprefix("prompt")
+    message = place + (rest if rest.startswith(("=", "[", ":")) else f": {message}")
+    return type(error)(message, field=place, value=error.value, allowed=error.allowed)
+
+
+MAX_PROMPTS_AT_ONCE = 64
+"""Of `embed` and of `decide`."""
 MAX_CHOICES = 1000
-MAX_CHOICES_AT_ONCE = 64
 
 
 def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, ...]]:
@@ -220,22 +247,62 @@ def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, 
     return answers
 
 
-def decision_of(answers: Sequence[str | tuple[int, ...]], completions: Sequence[Completion]) -> Decision:
-    """The decision between answers, from the completions of the prompt with each."""
-    scores: list[list[float]] = []
-    for completion in completions:
-        if completion.prompt_logprobs is None:
-            raise DriftError(f"{completion.request_id} was cancelled, or has a script in place of a model")
+MAX_SHORT_CHARS = 64
+"""Most characters of an answer that is tokenised on the event loop, to find out if it has one token."""
 
-        scores.append([entry.logprob for entry in completion.prompt_logprobs if entry is not None])
-    logprobs = [math.fsum(entries) for entries in scores]
+
+def single_tokens(answers: Sequence[str | tuple[int, ...]], model: ModelText) -> list[int] | None:
+    """The token of each answer; None unless all have one token of the model, and one request reports them."""
+    found: list[int] = []
+    for answer in answers:
+        if isinstance(answer, str):
+            if len(answer) > MAX_SHORT_CHARS:
+                return None
+
+            try:
+                answer = tuple(model.tokenizer.encode(answer, add_special_tokens=False))
+            except RequestError:  # with the field that it is about, when the answer is submitted
+                return None
+
+        if len(answer) != 1 or type(answer[0]) is not int or not 0 <= answer[0] < model.vocab_size:
+            return None
+
+        found += answer
+    return found if len(set(found)) <= MAX_LOGPROB_IDS else None
+
+
+def scored_tokens(completion: Completion, token_ids: Sequence[int]) -> list[float]:
+    """The log-probabilities of tokens after the prompt of a request that reports them."""
+    given = dict(completion.logprobs[0].given) if completion.logprobs else {}
+    if not given.keys() >= set(token_ids):
+        raise unscored(completion)
+
+    return [given[token_id] for token_id in token_ids]
+
+
+def scored_answer(completion: Completion) -> list[float]:
+    """The log-probabilities of an answer's tokens, which the request's prompt ends with."""
+    if completion.prompt_logprobs is None:
+        raise unscored(completion)
+
+    return [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
+
+
+def unscored(completion: Completion) -> DriftError:
+    return DriftError(f"{completion.request_id} was cancelled, or has a script in place of a model")
+
+
+def decision_of(
+    answers: Sequence[str | tuple[int, ...]], logprobs: Sequence[float], num_tokens: int
+) -> Decision:
+    """The decision between answers of which the log-probabilities are known."""
     most = max(logprobs)
     weights = [math.exp(logprob - most) for logprob in logprobs]
     return Decision(
         choices=tuple(answers),
         logprobs=tuple(logprobs),
         probabilities=tuple(weight / math.fsum(weights) for weight in weights),
-        num_tokens=completions[0].usage.prompt_tokens - len(scores[0]),
+        num_tokens=num_tokens,
     )
 
 
@@ -426,6 +493,7 @@ class Serving(ABC):
         pooling: StateKind = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[Embedding]:
@@ -437,6 +505,9 @@ class Serving(ABC):
                     of all tokens, [tokens, dimensions] in `Embedding.states`.
         normalize:  divide each row by its Euclidean norm, after `dimensions`.
         dimensions: keep the first numbers of each row, at least 1; None = all, the model's hidden size.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, the first ones, at least 1 and never
+                    more than fit; those that the model has around a text are kept and counted. None = a
+                    prompt that is too long is an error.
         priority, cache_salt: as in SamplingParams.
 
         Each prompt is a request like others, which generates a token that is thrown away: it is batched with
@@ -444,21 +515,21 @@ class Serving(ABC):
         with "mean" and "all" the whole prompt is computed.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong,
-        EngineClosed, ExecutorError."""
+        EngineClosed, ExecutorError. The error of a prompt names it: "prompts[3]"."""
         check_bool(RequestError, "normalize", normalize)
         if dimensions is not None:
             dimensions = plain_scalar(dimensions)
             check_int(RequestError, "dimensions", dimensions, ge=1)
+        if truncate_prompt_tokens is not None:
+            truncate_prompt_tokens = plain_scalar(truncate_prompt_tokens)
+            check_int(RequestError, "truncate_prompt_tokens", truncate_prompt_tokens, ge=1)
         allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
         is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
         given = items_of("prompts", prompts, allowed) if is_list else []
         if not is_list or isinstance(next(iter(given), None), int):
             raise RequestError.of("prompts", prompts, allowed)
 
-        jobs = [each for each in given if isinstance(each, Job)]  # they have parameters of their own
-        if jobs:
-            raise RequestError.of("prompts", jobs[0], "texts and token ids")
-
+        items = [as_item(each, index, truncate_prompt_tokens) for index, each in enumerate(given)]
         check_choice(RequestError, "pooling", pooling, get_args(StateKind))
         params = SamplingParams(
             max_tokens=1,
@@ -467,10 +538,15 @@ class Serving(ABC):
             priority=priority,
             cache_salt=cache_salt,
         )
-        async with aclosing(self.map(given, params)) as completions:
-            return [
-                embedding_of(completion, dimensions, normalize=normalize) async for completion in completions
-            ]
+        found: list[Embedding] = []
+        async with aclosing(self._completions(items, params)) as completions:
+            try:
+                async for completion in completions:
+                    embedding = embedding_of(completion, dimensions, normalize=normalize)
+                    found.append(embedding)
+            except RequestError as error:
+                raise in_place(error, len(found)) from error
+        return found
 
     @with_config(EngineConfig, RequestKeywordError)
     async def decide(
@@ -494,31 +570,33 @@ class Serving(ABC):
                        has it, since the answers follow the prompt without reasoning.
         priority, cache_salt: as in SamplingParams.
 
-        The prompt is computed once, with the first answer; the other answers find it in the prefix cache, but
-        for the tokens after the last full block. Each answer is a request, which generates a token that is
-        thrown away.
+        Answers of one token each, up to 128 different ones, are one request, which computes the prompt alone.
+        Else the prompt is computed once, with the first answer; the other answers find it in the prefix
+        cache, but for the tokens after the last full block. Each answer is a request then, which generates a
+        token that is thrown away, as the one request does.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong if
         the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
         answers = answers_of(choices)
         given = as_any_prompt(prompt, None, template_args)
-        params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, num_draft_tokens=0, priority=priority, cache_salt=cache_salt
-        )
+        params = SamplingParams(max_tokens=1, num_draft_tokens=0, priority=priority, cache_salt=cache_salt)
+        token_ids = single_tokens(answers, self._model_text())
+        if token_ids is not None:
+            params = params.replace(logprobs=0, logprob_token_ids=tuple(dict.fromkeys(token_ids)))
+            async with self._submit(given, params, None) as stream:
+                completion = await stream
+            logprobs = scored_tokens(completion, token_ids)
+            return decision_of(answers, logprobs, completion.usage.prompt_tokens)
+
+        params = params.replace(prompt_logprobs=0)
         first, *others = [AnsweredPrompt(given, answer) for answer in answers]
         async with self._submit(first, params, None) as stream:
             completions = [await stream]
-        if others:
-            job_map = JobMap(
-                lambda job: self._submit(cast("Prompt", job), params, None),
-                lambda: self._has_room,
-                MAX_CHOICES_AT_ONCE,
-                is_ordered=True,
-                yields_errors=False,
-            )
-            async with aclosing(completions_of(job_map, cast("list[Any]", others))) as found:
-                completions += [completion async for completion in found]
-        return decision_of(answers, completions)
+        async with aclosing(self._completions(others, params)) as found:
+            completions += [completion async for completion in found]
+        scores = [scored_answer(completion) for completion in completions]
+        num_tokens = completions[0].usage.prompt_tokens - len(scores[0])
+        return decision_of(answers, [math.fsum(entries) for entries in scores], num_tokens)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the live request, or all samples, of this id; from any thread. Returns whether there are
@@ -584,6 +662,19 @@ class Serving(ABC):
         job_map = self._job_map(params, max_concurrent, ordered, errors, options)
         check_prompts(prompts)
         return results_of(job_map, prompts) if errors == "yield" else completions_of(job_map, prompts)
+
+    def _completions(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[Completion, None]:
+        """The completions of prompts, in their order. The first error is raised in its place."""
+        job_map = JobMap(
+            lambda job: self._submit(cast("Prompt", job), params, None),
+            lambda: self._has_room,
+            MAX_PROMPTS_AT_ONCE,
+            is_ordered=True,
+            yields_errors=False,
+        )
+        return completions_of(job_map, cast("list[Any]", prompts))
 
     def _params(
         self, params: SamplingParams | None, options: SamplingOptions, method: Callable[..., object]

@@ -295,10 +295,10 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     are the same as without drafts, to the last bit of the logits, unless `EngineConfig(fast_prompts=True)`;
     on the eager executor near ties may resolve differently.
 
-    draft:                folder or hub id of a head (EAGLE-3, P-EAGLE, or DFlash on the eager executor);
-                          or folder, .gguf file or hub id of a model with the same vocabulary, smaller than
-                          the engine's; or `NGram()`; or "mtp" for the layer of the model's own files that
-                          predicts one more token (Qwen3.5 and its successors).
+    draft:                folder or hub id of a head (EAGLE-3, P-EAGLE, or DFlash on the eager executor), or
+                          of the assistant of a Gemma 4 model; or folder, .gguf file or hub id of a model with
+                          the same vocabulary, smaller than the engine's; or `NGram()`; or "mtp" for the layer
+                          of the model's own files that predicts one more token (Qwen3.5 and its successors).
     ngrams:               n-grams beside a head or a model as the draft: they take its place in the rounds of
                           a sequence in which they find something and are accepted at least as often, as
                           measured in the sequence. Drafts are chains then. None = no n-grams.
@@ -309,9 +309,10 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     aux_layer_convention: meaning of explicit layer ids in the draft's config: "output", the output of that
                           layer, or "boundary", the boundary before it. None = as most publishers mean them.
     draft_weights:        "fp8" or "int4": the matrices of the draft are quantised when they are loaded, of a
-                          head but for its embedding and what it shares with the model, of a model those of
-                          its layers. They take less memory, and drafts may be accepted less often. None = in
-                          the engine's dtype, but for "mtp" with the model's `weights`="stored": as stored.
+                          head but for its embedding and what it shares with the model, of a model or an
+                          assistant those of its layers. They take less memory, and drafts may be accepted
+                          less often. None = in the engine's dtype, but for "mtp" with the model's
+                          `weights`="stored": as stored.
     partial_verification: LOSSY: drafts in long sequences are verified over a part of the KV cache, where
                           that is faster; see `PartialVerification`. Drafts are chains then, without
                           `checks`. A request with num_draft_tokens=0 or a grammar is verified over all of it,

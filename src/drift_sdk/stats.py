@@ -27,6 +27,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     is_paused:         whether the engine is paused: no step runs until `resume`.
     is_asleep:         whether it sleeps: weights and KV cache are freed until `wake`.
+    weights_version:   times that weights were put in the place of others since the start: by
+                       `update_weights`, and by `wake`, which loads the files.
     num_running:       sequences in a slot.
     num_waiting:       sequences waiting for a slot, preempted ones included.
     num_queued:        of them, those that never had a slot.
@@ -97,6 +99,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
     is_paused: bool = False
     is_asleep: bool = False
+    weights_version: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_queued: int = 0

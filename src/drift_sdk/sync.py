@@ -412,6 +412,7 @@ class SyncEngine:
         pooling: StateKind = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[Embedding]:
@@ -421,6 +422,7 @@ class SyncEngine:
             pooling=pooling,
             normalize=normalize,
             dimensions=dimensions,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             priority=priority,
             cache_salt=cache_salt,
         )

@@ -15,6 +15,8 @@ import pytest
 from loops import WAIT_S
 
 from drift_sdk.cli.command_line import main
+from drift_sdk.cli.engine_start import RERANKER_NAMES
+from drift_sdk.openai import RERANKERS
 
 SCRIPTED = """
 import sys
@@ -110,11 +112,13 @@ def test_key_comes_from_the_environment_and_options_reach_the_engine(
     monkeypatch.setattr("drift_sdk.cli.engine_start.run_serve", run_serve)
     monkeypatch.setenv("DRIFTSDK_API_KEY", "secret")
     options = ["--max-num-seqs", "3", "--drain", "1.5", "--draft", "ngram", "--gpu-memory-fraction", "0.5"]
+    options += ["--reranker", "qwen3"]
     assert main(["serve", "some/model", *options]) == 0
     model, config, server = given
     assert (model, server.api_keys, server.names, server.drain) == ("some/model", ("secret",), (), 1.5)
     assert (config.max_num_seqs, config.max_queued_requests, config.gpu_memory_fraction) == (3, 256, 0.5)
     assert config.speculation is not None
+    assert server.reranker == "qwen3" and RERANKER_NAMES == tuple(RERANKERS)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ import torch
 import transformers
 from decoder_parity import assert_parity, load_decoder, random_tokens
 from family_zoo import draw_config
+from hybrid_parity import logits_of
 from model_zoo import random_model, save_tokenizer
+from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from drift_sdk import EngineConfig, ModelLoadError
 from drift_sdk.families import read_spec
+from drift_sdk.loading.source import resolve
+from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.weights import tensor_shapes
+from drift_sdk.quantised.weight import QuantisedWeight
 from drift_sdk.spec.model import Attention, ParallelExperts
 from drift_sdk.startup import executor_factory
 
@@ -180,6 +186,32 @@ def test_graphs_compute_all_sizes(size: str, monkeypatch: pytest.MonkeyPatch) ->
     assert executor_factory.choose_executor(EngineConfig(), device, spec, torch.bfloat16) == ("graph", None)
     name, reason = executor_factory.choose_executor(EngineConfig(), device, spec, torch.float32)
     assert name == "eager" and "heads of 512 dimensions in float32" in str(reason)
+
+
+@pytest.mark.parametrize("kind", ["packed", "fp8, channel"])
+def test_quantised_text_part_beside_other_parts(kind: str, tmp_path: Path) -> None:
+    """Towers and embedders are quantised or not, which is not looked at."""
+    plain, quantised, twin = (tmp_path / name for name in ("plain", "quantised", "twin"))
+    sizes = {"hidden_size": 48, "intermediate_size": 40, "hidden_size_per_layer_input": 0}
+    config = draw_config("gemma4", 0, num_kv_shared_layers=0, **sizes)
+    random_model(transformers.Gemma4ForCausalLM, config, seed=4).save_pretrained(plain)
+    write_checkpoint(plain, kind, quantised, twin, ignored=("embed_tokens",))
+    file, prefix = quantised / "model.safetensors", "model.language_model."
+    tensors = {f"{prefix}{name.removeprefix('model.')}": tensor for name, tensor in load_file(file).items()}
+    parts = ("vision_embedder.patch_dense", "embed_vision.projection", "audio_tower.layers.0.q_proj")
+    last = ("weight", "weight_packed", "weight_scale")
+    spare = {f"model.{part}.{name}": torch.ones(3) for part in parts for name in last}
+    save_file(tensors | spare, file)
+    text = json.loads((quantised / "config.json").read_text())
+    quantisation = text.pop("quantization_config")
+    text |= {"model_type": "gemma4_unified_text"}
+    outer = outer_of(text) | {"quantization_config": quantisation}
+    (quantised / "config.json").write_text(json.dumps(outer))
+    source = resolve(quantised)
+    spec, token_ids = read_spec(source.config), torch.arange(3, 40)
+    stored = Decoder.load(spec, source.tensors(), device="cpu", dtype=torch.float32, form="stored")
+    assert isinstance(stored.weights.layers[0].mixer.output, QuantisedWeight)
+    assert torch.equal(*(logits_of(each, token_ids, [37]) for each in (stored, load_decoder(twin))))
 
 
 def test_text_part_beside_other_parts(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +112,26 @@ def test_each_file_of_the_folder_is_a_family() -> None:
     assert [family.spec.__module__.rpartition(".")[2] for family in families()] == modules
     names = [name for family in families() for name in (family.model_type, *family.architectures)]
     assert len(set(names)) == len(names)
+
+
+def test_threads_that_ask_first_at_once_know_all_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engines of a pool, which start together."""
+    registry, found = Registry(), list[tuple[Family, ...]]()
+    load = drift_sdk.families.import_module
+
+    def slowly(name: str) -> Any:
+        time.sleep(0.01)
+        return load(name)
+
+    monkeypatch.setattr(drift_sdk.families, "import_module", slowly)
+    threads = [threading.Thread(target=lambda: found.append(registry.all())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    names = [{family.model_type for family in each} for each in found]
+    assert len(names) == 3 and len(names[0]) > 20 and names[0] == names[1] == names[2]
 
 
 def test_registered_family_is_read() -> None:

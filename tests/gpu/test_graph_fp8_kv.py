@@ -25,7 +25,8 @@ from drift_sdk import (
     StaticTree,
 )
 from drift_sdk.models import weights
-from drift_sdk.models.kv_cache import KVForm, KVScales
+from drift_sdk.models.kv_cache import KVForm, KVScales, kv_heads
+from drift_sdk.spec.model import ModelSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -43,11 +44,10 @@ DYNAMIC = DynamicTree(top_k=4, depth=3, num_draft_tokens=11)
 Case = tuple[list[int], SamplingParams]
 
 
-def varied_scales(
-    _tensors: object, _form: KVForm, num_layers: int, num_kv_heads: int, device: torch.device
-) -> KVScales:
+def varied_scales(_tensors: object, _form: KVForm, spec: ModelSpec, device: torch.device) -> KVScales:
     """Scales that differ between layers and heads, and between keys and values."""
-    count = torch.arange(num_layers * num_kv_heads, device=device).view(num_layers, num_kv_heads)
+    sizes = spec.num_layers, max(kv_heads(spec).values())
+    count = torch.arange(sizes[0] * sizes[1], device=device).view(sizes)
     return KVScales(0.01 * (1 + count / 7), 0.013 * (1 + count / 5))
 
 
@@ -195,7 +195,7 @@ def test_tokens_depend_on_kv_dtype_and_scales(folders: tuple[Path, Path], alone:
         patch.setattr(
             weights,
             "load_kv_scales",
-            lambda _tensors, _form, *sizes: KVScales(*(torch.ones(sizes[:2]).cuda(),) * 2),
+            lambda *given: KVScales(*(torch.ones_like(varied_scales(*given).keys),) * 2),
         )
         found.append(anyio.run(main))
     for one in found:

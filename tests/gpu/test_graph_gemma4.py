@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from assistant_zoo import make_assistant, make_often_right
 from crowds import (
     VOCAB_SIZE,
     answers,
@@ -21,8 +22,13 @@ from crowds import (
     prompts_of,
 )
 from family_zoo import draw_config
+from gguf import GGMLQuantizationType as Q
+from gguf_files import write_gguf
+from hybrid_parity import stacked_and_each
 from model_zoo import random_model, save_tokenizer
 from msgspec.structs import replace
+from quantised_files import write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from drift_sdk import NGram
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
@@ -70,8 +76,11 @@ DRAWN = [("gemma4", seed) for seed in (0, 1, 2, 4)] + [("gemma4 experts", seed) 
 
 
 def saved(kind: str, folder: Path) -> Path:
-    config = transformers.Gemma4TextConfig(**KINDS[kind])
-    return save(config, 3, folder)
+    return save(config_of(kind), 3, folder)
+
+
+def config_of(kind: str) -> Any:
+    return transformers.Gemma4TextConfig(**KINDS[kind])
 
 
 def save(config: Any, seed: int, folder: Path) -> Path:
@@ -123,6 +132,46 @@ def test_a_crowd_changes_no_bit(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_e4m3_has_the_bits_of_one_alone(kind: str, tmp_path: Path) -> None:
+    """With hits, cut prompts, preemption and rejected drafts."""
+    folder, prompts = saved(kind, tmp_path), prompts_of(3)
+    expected, _ = answers(folder, prompts, is_alone=True, kv_dtype="fp8")
+    assert different(expected, answers(folder, prompts, is_alone=True)[0])
+    modes: list[dict[str, object]] = [
+        {"kv_dtype": "fp8", "max_num_seqs": 16},
+        {"kv_dtype": "fp8", "max_num_seqs": 16, "kv_cache_tokens": 448, "prefill_token_budget": 40},
+        {"kv_dtype": "fp8", "max_num_seqs": 16, "speculation": chain_of(3, NGram(min_length=1))},
+    ]
+    assert_same_in_crowds(folder, prompts, expected, modes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("12B and 31B", "gguf"), ("26B", "gguf"), ("E2B and E4B", "packed"), ("26B", "fp8, channel")],
+)
+def test_quantised_files_have_the_bits_of_one_alone(kind: str, form: str, tmp_path: Path) -> None:
+    """Weights stay quantised in kernels, but for those of experts' gates."""
+    folder, prompts = saved(kind, tmp_path / "plain"), prompts_of(4)
+    quantised = tmp_path / "quantised"
+    if form == "gguf":
+        quantised = tmp_path / "model.gguf"
+        write_gguf(random_model(transformers.Gemma4ForCausalLM, config_of(kind), seed=3), quantised, Q.Q4_0)
+    else:
+        file = folder / "model.safetensors"
+        if kind == "26B":
+            save_file(stacked_and_each(load_file(file))[1], file)
+        ignored = ("embed_tokens", "router.")
+        write_checkpoint(folder, form, quantised, tmp_path / "twin", ignored=ignored)
+    expected, _ = answers(quantised, prompts, is_alone=True)
+    drafts = chain_of(3, NGram(min_length=1))
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16},
+        {"max_num_seqs": 16, "speculation": drafts, "kv_cache_tokens": 448},
+    ]
+    assert_same_in_crowds(quantised, prompts, expected, modes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_oracle_drafts_change_no_bit(kind: str, tmp_path: Path) -> None:
     """Every number of accepted drafts, whatever the model would draft."""
     drafts, more = (chain_of(number, NGram()) for number in (3, 7))
@@ -147,3 +196,45 @@ def test_prompts_in_another_order_of_summation_are_noticed(
     found, stats = answers(folder, prompts, max_num_seqs=16, kv_cache_tokens=448)
     assert stats.num_preemptions > 0
     assert different(found, expected)
+
+
+def with_assistant(kind: str, folder: Path) -> Path:
+    """Save a model and its assistant, whose drafts are often right and often wrong, with clusters where
+    published ones have them. Return the assistant's folder."""
+    fields = KINDS[kind] | {"tie_word_embeddings": False}  # or most tokens would be followed by themselves
+    target = random_model(transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**fields), seed=3)
+    target.save_pretrained(folder)
+    save_tokenizer(folder, VOCAB_SIZE)
+    make_assistant(3, folder / "assistant", target, num_clusters=40 if kind == "E2B and E4B" else 0)
+    make_often_right(folder, folder / "assistant")
+    return folder / "assistant"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_assistants_change_no_bit(kind: str, tmp_path: Path) -> None:
+    """With prefix hits, cut prompts, preemption, blocks of windows, and n-grams beside them."""
+    draft, prompts = with_assistant(kind, tmp_path), prompts_of(2)
+    expected, _ = answers(tmp_path, prompts, is_alone=True)
+    few, more = (chain_of(number, draft) for number in (3, 7))
+    both = chain_of(3, draft, ngrams=NGram(min_length=1))
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": few},
+        {"max_num_seqs": 8, "speculation": more, "kv_cache_tokens": 448, "prefill_token_budget": 200},
+        {"max_num_seqs": 16, "speculation": both, "prefill_token_budget": 40},
+        {"max_num_seqs": 16, "speculation": replace(few, draft_weights="fp8")},
+    ]
+    assert_same_in_crowds(tmp_path, prompts, expected, modes)
+    _, stats = answers(tmp_path, prompts, speculation=few, max_num_seqs=16)
+    assert all(count > 0 for count in stats.speculation.acceptance_histogram)
+
+
+@pytest.mark.parametrize("kind", ["12B and 31B", "E2B and E4B"])
+def test_assistants_draft_as_on_the_eager_executor(kind: str, tmp_path: Path) -> None:
+    """In float32, where drafts differ in near ties alone."""
+    speculation, prompts = chain_of(3, with_assistant(kind, tmp_path)), prompts_of(4)
+    accepted = []
+    for executor in ("eager", "graph"):
+        _, stats = answers(tmp_path, prompts, dtype="float32", executor=executor, speculation=speculation)
+        accepted.append(stats.num_accepted_tokens)
+    assert accepted[0] > 40
+    assert accepted[1] == pytest.approx(accepted[0], rel=0.05)

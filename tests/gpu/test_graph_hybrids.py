@@ -22,7 +22,6 @@ from drift_sdk import NGram
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-MTP_FAMILIES = FAMILIES[:2]
 UNQUANTISED = (
     "lm_head",
     "embed_tokens",
@@ -77,7 +76,7 @@ def test_a_crowd_changes_no_bit(family: str, tmp_path: Path) -> None:
     assert_same_in_crowds(folder, prompts, expected, modes)
 
 
-@pytest.mark.parametrize("family", MTP_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_the_mtp_layer_change_no_bit(family: str, tmp_path: Path) -> None:
     """Drafts of the model's own layer, alone and with n-grams beside it."""
     folder, prompts = saved_with_mtp(family, tmp_path), prompts_of(4)
@@ -93,7 +92,7 @@ def test_drafts_of_the_mtp_layer_change_no_bit(family: str, tmp_path: Path) -> N
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
-@pytest.mark.parametrize("family", MTP_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_files_in_fp8_change_no_bit(family: str, tmp_path: Path) -> None:
     """Weights of the model and of its MTP layer in blocks of FP8, as published."""
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "head_dim": 32, "hidden_size": 160}

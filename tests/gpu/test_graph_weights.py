@@ -14,6 +14,7 @@ from model_zoo import make_model
 from safetensors.torch import load_file, save_file
 
 from drift_sdk import Engine, EngineConfig, RequestError
+from drift_sdk.models import weight_update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -82,3 +83,35 @@ def test_tokens_are_those_of_an_engine_with_the_new_files(
             assert await answers(engine) == expected
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("form", ["expanded", "fp8"])
+def test_copies_need_no_memory(
+    folders: tuple[Path, Path], form: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors in float64, whose rows are apart in memory."""
+    numbers: list[int] = []
+    run = weight_update.Copies.run
+
+    def counted(self: weight_update.Copies) -> None:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        run(self)
+        torch.cuda.synchronize()
+        numbers.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+
+    async def main() -> None:
+        old, new = folders
+        async with engine_of(new, weights=form) as engine:
+            expected = await answers(engine)
+        async with engine_of(old, weights=form) as engine:
+            given = {
+                name: torch.stack((tensor.to(place).double(),) * 2, dim=-1)[..., 0]
+                for name, tensor in tensors_of(new).items()
+            }
+            monkeypatch.setattr(weight_update.Copies, "run", counted)
+            await engine.update_weights(given)
+            assert await answers(engine) == expected and engine.stats().weights_version == 1
+
+    anyio.run(main)
+    assert numbers == [0]

@@ -16,6 +16,7 @@ from family_zoo import draw_model, own_decoder
 from gguf import GGMLQuantizationType as Q
 from gguf_files import write_gguf, write_gpt_oss
 from msgspec import structs
+from slow_cases import slow_rows_after
 from tolerances import assert_near
 
 from drift_sdk import Engine, EngineConfig, inspect
@@ -26,12 +27,15 @@ from drift_sdk.loading.gguf import GGUFFile
 from drift_sdk.loading.source import resolve
 from drift_sdk.loading.stored_formats import dequantise_mxfp4
 from drift_sdk.loading.tensors import InPlaceSource
+from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.quantised.weight import QuantisedWeight
 from drift_sdk.spec.model import ModelSpec
 from drift_sdk.spec.rope import LinearScaling, Rope
 
 NUM_MODELS = 3
+GEMMA4_MODELS = ("gemma4", "gemma4 experts")
 NUM_TOKENS = 40
 # The layers without rotation are fixed in files of SmolLM3, and they have no windows.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -79,7 +83,7 @@ def _without_scaling(spec: ModelSpec) -> ModelSpec:
     return structs.replace(spec, layers=tuple(layers))
 
 
-@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3", "smollm3", "granite"])
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3", "gemma4", "smollm3", "granite"])
 def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
     for seed in range(NUM_MODELS):
         model = draw_model(family, seed, **CHANGES.get(family, {}))
@@ -104,6 +108,108 @@ def test_decoder_equals_that_of_the_model(family: str, tmp_path: Path) -> None:
         token_ids = random_tokens(spec, NUM_TOKENS, seed=seed)
         inner, depth = inner_terms(spec), spec.num_layers + 1
         assert_near(_logits(decoder, token_ids), _logits(expected, token_ids), inner=inner, depth=depth)
+
+
+GEMMA4: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": None,
+    "hidden_size_per_layer_input": 32,
+}
+"""With rows of whole blocks of 32."""
+SEEDS = (3, 0, 1, 5, 7)
+"""Of models with and without shared keys, keys that are values, and wide MLPs."""
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q4_0, Q.Q8_0])
+@pytest.mark.parametrize(
+    ("family", "seed"), slow_rows_after(2, [(family, seed) for seed in SEEDS for family in GEMMA4_MODELS])
+)
+def test_files_of_gemma_4_equal_their_models(family: str, seed: int, kind: Q, tmp_path: Path) -> None:
+    """Also as blocks in memory, embeddings among them."""
+    experts = {"moe_intermediate_size": 32} if "experts" in family else {}
+    model = draw_model(family, seed, **GEMMA4, **experts)
+    stored = write_gguf(model, tmp_path / "model.gguf", kind)
+    source, expected = resolve(tmp_path / "model.gguf"), own_decoder(stored)
+    spec = read_spec(source.config)
+    _assert_same(_flat(structs.replace(spec, quantisation=None)), _flat(expected.spec))
+    token_ids = random_tokens(spec, NUM_TOKENS, seed=seed)
+    logits = _logits(expected, token_ids)
+    forms: tuple[WeightForm, ...] = ("expanded", "stored")
+    for form in forms:
+        decoder = Decoder.load(spec, source.tensors(), device="cpu", dtype=torch.float32, form=form)
+        assert torch.equal(_logits(decoder, token_ids), logits)
+        is_stored = form == "stored" and kind != Q.F32
+        weights = decoder.weights
+        inputs = () if weights.layer_inputs is None else (weights.layer_inputs.embedding,)
+        matrices = (weights.embedding, weights.layers[0].mixer.qkv, *inputs)
+        assert all(isinstance(matrix, QuantisedWeight) == is_stored for matrix in matrices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention.sliding_window_pattern": 6}, "sliding_window_pattern=6, expected true or false"),
+        ({"attention.sliding_window_pattern": [True, False]}, "expected true or false for each of 5 layers"),
+        ({"attention.value_length_swa": 8}, "value_length_swa=8, expected 16"),
+        ({"rope.dimension_count_swa": 8}, "rope.dimension_count_swa=8, expected 16"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count=8, expected 32"),
+        (
+            {"attention.head_count_kv": [2, 2, 1, 1, 2]},
+            "head_count_kv=.*, expected one number for layers of a kind",
+        ),
+        ({"attention.head_count_kv": [2]}, r"head_count_kv=\[2\], expected one number for layers of a kind"),
+        ({"attention.shared_kv_layers": 5}, "shared_kv_layers=5, expected 0 to 4"),
+        ({"feed_forward_length": [64, 64, 64, 64, 96]}, "feed_forward_length=.*, expected one number"),
+        ({"feed_forward_length": [64, 64, 64, 96, 96]}, "feed_forward_length of 96 in the last 2 layers"),
+        ({"expert_count": 4}, "gemma4.expert_used_count is missing"),
+        ({"embedding_length_per_layer_input": -1}, "hidden_size_per_layer_input=-1"),
+        ({"attention.key_length_swa": "x"}, "head_dim='x'|expected 'x'"),
+    ],
+)
+def test_metadata_of_gemma_4_that_do_not_fit_are_named(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = draw_model("gemma4", 4, **GEMMA4)
+    assert model.config.num_hidden_layers == 5 and model.config.num_kv_shared_layers == 2
+    write_gguf(model, tmp_path / "model.gguf")
+    parts = GGUFFile(tmp_path / "model.gguf")._parts
+    metadata = parts.header.metadata | {f"gemma4.{key}": value for key, value in changes.items()}
+    changed = structs.replace(parts.header, metadata=metadata)
+    monkeypatch.setattr("drift_sdk.loading.gguf_file.read_header", lambda file: changed)
+    with pytest.raises(ModelLoadError, match=message):
+        read_spec(GGUFFile(tmp_path / "model.gguf").config)
+
+
+@pytest.mark.parametrize("factors", [None, [1.0] * 4 + [0.5] * 12, [1.0, 1e30] * 8, [1e30] * 16])
+def test_factors_of_gemma_4_that_are_not_of_a_proportional_rotation(
+    factors: list[float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {} if factors is None else {"rope_freqs.weight": np.array(factors, np.float32)}
+    monkeypatch.setattr("gguf_files._rope_factors", lambda model: found)
+    write_gguf(draw_model("gemma4", 4, **GEMMA4), tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match=r"gemma4\.rope_freqs\.weight with .*, expected 1"):
+        GGUFFile(tmp_path / "model.gguf")
+
+
+def test_spare_keys_of_gemma_4_are_left_out(tmp_path: Path) -> None:
+    """Files may have keys of layers that do not use them."""
+    model = draw_model("gemma4", 4, **GEMMA4)
+    spare = {
+        "blk.4.attn_k.weight": np.ones((64, 64), np.float32),
+        "blk.4.attn_v.weight": np.ones((64, 64), np.float32),
+        "blk.4.attn_k_norm.weight": np.ones(32, np.float32),
+    }
+    write_gguf(model, tmp_path / "model.gguf", **spare)
+    source = resolve(tmp_path / "model.gguf")
+    spec = read_spec(source.config)
+    decoder = Decoder.load(spec, source.tensors(), device="cpu", dtype=torch.float32)
+    token_ids = random_tokens(spec, NUM_TOKENS)
+    assert torch.equal(_logits(decoder, token_ids), _logits(own_decoder(model), token_ids))
 
 
 @pytest.fixture(params=["qwen3_moe", "mixtral"])
@@ -249,8 +355,8 @@ def test_number_of_experts_is_bounded(num_experts: int, tmp_path: Path) -> None:
 def test_experts_in_old_files_of_mixtral_have_tensors_of_their_own() -> None:
     (architecture,) = MIXTRAL.gguf
     for name in ("blk.3.ffn_up.7.weight", "blk.3.ffn_up_exps.7.weight"):
-        assert architecture.tensor_name(name) == "model.layers.3.block_sparse_moe.experts.7.w3.weight"
-    assert architecture.tensor_name("blk.3.ffn_up.weight") == "blk.3.ffn_up.weight"
+        assert architecture.tensor_name(name, 4) == "model.layers.3.block_sparse_moe.experts.7.w3.weight"
+    assert architecture.tensor_name("blk.3.ffn_up.weight", 4) == "blk.3.ffn_up.weight"
 
 
 def test_experts_that_are_cut_already_are_refused(experts: Any, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import gguf
 import numpy as np
 import pytest
@@ -16,14 +19,27 @@ from hybrid_gguf import write_hybrid_gguf
 from hybrid_parity import answer, load, logits_of, num_wrong
 from hybrid_zoo import make_hybrid_model
 from msgspec import structs
-from slow_cases import slow_after
+from mtp_zoo import add_mtp, make_often_right
+from safetensors.torch import load_file, save_file
+from slow_cases import slow_after, slow_rows_after
 
-from drift_sdk import EngineConfig, ModelLoadError, inspect
+from drift_sdk import (
+    Chain,
+    Completion,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    ModelLoadError,
+    Speculation,
+    inspect,
+)
+from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.loading import gguf as gguf_loading
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.mtp import load_mtp
 from drift_sdk.models.weights import weight_bytes
-from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight
+from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight, dequantised
 from drift_sdk.spec.family import GGUFChange
 
 NUM_MODELS = 6
@@ -42,6 +58,7 @@ LARGE = GROUPED | {
     "num_hidden_layers": 4,
 }
 """With rows of whole blocks of 256."""
+PARTS = ("gate", "up", "down")
 EXPERT_SIZES = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 32}
 
 
@@ -169,6 +186,190 @@ def test_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.
         for decoder in (load(file), unchanged)
     ]
     assert errors[0] > 100 * errors[1]
+
+
+def write_with_mtp(
+    family: str, folder: Path, kind: Callable[[str], Q] = lambda name: Q.F32, **form: bool
+) -> Path:
+    """A file of a model with the layer that predicts one more token, beside the folder "twin" that has the
+    numbers as stored."""
+    experts = {} if family == "qwen3_5" else EXPERT_SIZES
+    more = {"tie_word_embeddings": False, "attention_bias": False}
+    model = make_hybrid_model(family, 2, folder, **sizes(family, **LARGE, **experts, **more))
+    add_mtp(folder, is_stacked=True)
+    make_often_right(folder)
+    given = load_file(folder / "model.safetensors")
+    layer = {name: tensor for name, tensor in given.items() if name.startswith("mtp.")}
+    model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+    file, twin = folder / "model.gguf", folder / "twin"
+    stored = write_hybrid_gguf(model, file, kind, num_predicting=1, mtp=layer, **form)
+    stored.save_pretrained(twin)
+    shutil.copy(folder / "config.json", twin)
+    save_file(load_file(twin / "model.safetensors") | layer, twin / "model.safetensors")
+    return file
+
+
+def config_of(**fields: Any) -> EngineConfig:
+    return EngineConfig(device="cpu", dtype="float32", max_model_len=128, **fields)
+
+
+Drafts = list[tuple[int, ...]]
+
+
+def answers_of(path: Path, **fields: Any) -> tuple[list[list[int]], Drafts, int]:
+    """Tokens for some prompts, of greedy answers and of drawn ones; all drafts in order, and how many were
+    accepted."""
+    prompts = [[3 + (7 * i + j) % 150 for i in range(5 + 9 * j)] for j in range(3)]
+    drafts: Drafts = []
+    propose = EagleDrafter.propose
+
+    def noted(self: EagleDrafter, *inputs: Any) -> Any:
+        found = propose(self, *inputs)
+        drafts.extend(tuple(draft.token_ids) for draft in found if draft.token_ids)
+        return found
+
+    async def main() -> list[Completion]:
+        async with Engine(path, config_of(**fields)) as engine:
+            return [
+                await engine.generate(
+                    prompt, max_tokens=12, ignore_eos=True, seed=index, temperature=0.9 * (index % 2)
+                )
+                for index, prompt in enumerate(prompts)
+            ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagleDrafter, "propose", noted)
+        found = anyio.run(main)
+    stats = [each.speculation for each in found if each.speculation is not None]
+    return [each.token_ids for each in found], drafts, sum(each.num_accepted for each in stats)
+
+
+DRAFTS = Speculation(draft="mtp", shape=Chain(3), adaptive=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    slow_rows_after(1, itertools.product(FAMILIES, ["mixed", "F32", "Q8_0", "Q4_K", "some"])),
+)
+def test_drafts_of_files_equal_those_of_their_numbers(family: str, kind: str, tmp_path: Path) -> None:
+    """Of the layer behind the others, quantised as stored: tokens, drafts, and how many are accepted."""
+    form = {"has_fused_experts": True} if family == "qwen3_5_moe" and kind == "mixed" else {}
+    file = write_with_mtp(family, tmp_path, KINDS.get(kind, lambda name: Q.F32), **form)
+    tokens, drafts, num_accepted = answers_of(file, weights="stored", speculation=DRAFTS)
+    assert (tokens, drafts, num_accepted) == answers_of(tmp_path / "twin", speculation=DRAFTS)
+    assert tokens == answers_of(file)[0]
+    assert len(set(drafts)) > 8 and all(len(each) <= 3 for each in drafts)
+    assert num_accepted > 0 or kind in ("mixed", "Q4_K"), "of weights that are not random blocks"
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layer_has_the_numbers_of_the_file(family: str, kind: str, tmp_path: Path) -> None:
+    """Its matrices are as quantised in memory as in the file."""
+    file = write_with_mtp(family, tmp_path, KINDS.get(kind, lambda name: Q.F32))
+    tensors, twin = resolve(file).tensors(), resolve(tmp_path / "twin").tensors()
+    draft, expected = (load_mtp(load(each), resolve(each).tensors()) for each in (file, tmp_path / "twin"))
+    stored = load_mtp(load(file, "stored"), tensors, form="stored")
+    names = [name for name in tensors.names() if name.startswith("mtp.")]
+    assert len(names) > 14 and not any("blk" in name for name in tensors.names())
+    for name in names:
+        if ".experts." not in name:
+            assert torch.equal(tensors.get(name), twin.get(name)), name
+    prefix = "mtp.layers.0.mlp.experts"
+    for expert in range(6 if family != "qwen3_5" else 0):
+        gate, up, down = (tensors.get(f"{prefix}.{expert}.{part}_proj.weight") for part in PARTS)
+        assert torch.equal(torch.cat((gate, up)), twin.get(f"{prefix}.gate_up_proj")[expert])
+        assert torch.equal(down, twin.get(f"{prefix}.down_proj")[expert])
+    assert torch.equal(draft.weights.joint, expected.weights.joint)
+    for name in ("embedding_norm", "hidden_norm", "final_norm"):
+        assert torch.equal(getattr(draft.weights, name), getattr(expected.weights, name)), name
+    layer = stored.weights.layers[0]
+    matrices = [stored.weights.joint, *layer.mixer.matrices.values()]
+    assert all(isinstance(matrix, QuantisedWeight) == (kind == "Q4_K") for matrix in matrices)
+    for name, matrix in layer.mixer.matrices.items():
+        assert torch.equal(
+            dequantised(matrix, torch.float32), expected.weights.layers[0].mixer.matrices[name]
+        )
+
+
+@pytest.mark.parametrize("name", slow_after(1, ["mtp.pre_fc_norm_embedding.weight", "mtp.norm.weight"]))
+def test_planted_faults_of_the_layer_are_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, usual = write_with_mtp("qwen3_5", tmp_path), gguf_loading.GGUFFile._change
+    tokens, drafts, _ = answers_of(file, speculation=DRAFTS)
+    monkeypatch.setattr(
+        gguf_loading.GGUFFile, "_change", lambda self, own: _drop(name, numbers=None)(own, usual(self, own))
+    )
+    found = answers_of(file, speculation=DRAFTS)
+    assert found[0] == tokens and found[1] != drafts
+
+
+def test_inspection_tells_of_the_layer(tmp_path: Path) -> None:
+    file = write_with_mtp("qwen3_5", tmp_path)
+    info = inspect(file, config_of())
+    assert info.has_mtp and info.is_supported and 'yes, for Speculation(draft="mtp")' in info.text()
+    model = make_hybrid_model("qwen3_5", 0, tmp_path / "plain")
+    write_hybrid_gguf(model, tmp_path / "plain.gguf")
+    info = inspect(tmp_path / "plain.gguf", config_of())
+    assert info.has_mtp is False and "MTP" not in info.text()
+
+
+def start(file: Path, **fields: Any) -> None:
+    async def main() -> None:
+        async with Engine(file, config_of(**fields)):
+            pass
+
+    anyio.run(main)
+
+
+def test_a_layer_that_is_not_used_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "drift_sdk")
+    start(write_with_mtp("qwen3_5", tmp_path))
+    assert "MTP layer that is not used" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "this model has no MTP layer"),
+        ({"num_predicting": 2}, "this model has no MTP layer"),
+        ({"num_predicting": 1}, r"model\.gguf has no tensor mtp\.fc\.weight"),
+    ],
+)
+def test_files_without_the_layer_are_refused(
+    form: dict[str, int], message: str, family: str, tmp_path: Path
+) -> None:
+    """Also where metadata alone tell of one, or of two."""
+    model = make_hybrid_model(family, 0, tmp_path, **sizes(family, num_hidden_layers=4))
+    write_hybrid_gguf(model, tmp_path / "model.gguf", **form)
+    with pytest.raises(ConfigError, match=message) as caught:
+        start(tmp_path / "model.gguf", speculation=Speculation(draft="mtp"))
+    assert caught.value.field == "draft"
+
+
+def test_layers_with_an_embedding_of_their_own_are_refused(tmp_path: Path) -> None:
+    model = make_hybrid_model("qwen3_5", 0, tmp_path, num_hidden_layers=4)
+    add_mtp(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
+    extra = {"blk.4.nextn.embed_tokens.weight": stored["model.embed_tokens.weight"].numpy()}
+    file = tmp_path / "model.gguf"
+    write_hybrid_gguf(model, file, num_predicting=1, mtp=layer, **extra)
+    with pytest.raises(ConfigError, match="this model has no MTP layer"):
+        start(file, speculation=Speculation(draft="mtp"))
+
+
+def test_a_tensor_that_the_layer_lacks_is_named(tmp_path: Path) -> None:
+    model = make_hybrid_model("qwen3_5", 0, tmp_path, num_hidden_layers=4)
+    add_mtp(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
+    del layer["mtp.layers.0.self_attn.k_norm.weight"]
+    write_hybrid_gguf(model, tmp_path / "model.gguf", num_predicting=1, mtp=layer)
+    with pytest.raises(ModelLoadError, match=r"mtp\.layers\.0\.self_attn\.k_norm\.weight of shape"):
+        start(tmp_path / "model.gguf", speculation=Speculation(draft="mtp"))
 
 
 class _Writer(gguf.GGUFWriter):

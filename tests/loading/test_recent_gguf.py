@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from decoder_parity import poisoned_cache, random_tokens, shuffled_blocks
+from mtp_zoo import make_mtp_model
 from recent_zoo import make_recent_model
 
 from drift_sdk.errors import ModelLoadError
@@ -21,6 +22,8 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source, resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.models.mtp import load_mtp, mtp_shapes
 from drift_sdk.spec.model import Experts
 
 NUM_MODELS = 4
@@ -49,6 +52,12 @@ NAMES = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
+    "embed_tokens": "nextn.embed_tokens",
 }
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
 
@@ -168,15 +177,38 @@ def test_files_equal_their_folders(family: str, seed: int, tmp_path: Path) -> No
     assert torch.equal(found, expected)
 
 
-def test_layers_that_predict_several_tokens_are_left_out(
+def test_drafts_of_files_equal_those_of_their_folders(tmp_path: Path) -> None:
+    """Of the layer behind the others, with copies of embedding and head, which are not read."""
+    for seed in range(NUM_MODELS):
+        folder = tmp_path / str(seed)
+        make_mtp_model("glm4_moe", seed, folder)
+        file = tmp_path / f"{seed}.gguf"
+        write_recent("glm4_moe", folder, file)
+        (draft, layer), (expected, other) = (places_of(resolve(each)) for each in (file, folder))
+        assert layer.keys() == other.keys() and len(layer) > 30
+        for name, tensor in layer.items():
+            assert torch.equal(tensor, other[name]), name
+        assert torch.equal(draft.weights.joint, expected.weights.joint)
+        for name in ("embedding_norm", "hidden_norm", "final_norm"):
+            assert torch.equal(getattr(draft.weights, name), getattr(expected.weights, name))
+
+
+def places_of(source: Source) -> tuple[DraftDecoder, dict[str, torch.Tensor]]:
+    """The draft of a source, and the tensors of files that it reads."""
+    spec, tensors = read_spec(source.config), source.tensors()
+    target = Decoder.load(spec, tensors, device="cpu", dtype=torch.float32)
+    return load_mtp(target, tensors), {name: tensors.get(name) for name in mtp_shapes(spec)}
+
+
+def test_layers_after_the_one_that_predicts_a_token_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_recent_model("glm4_moe", 0, tmp_path)
     file, num_layers = tmp_path / "model.gguf", read_spec(resolve(tmp_path).config).num_layers
-    extra = {f"blk.{num_layers}.nextn.enorm.weight": np.ones(8, np.float32)}
+    extra = {f"blk.{num_layers + 1}.nextn.enorm.weight": np.ones(8, np.float32)}
     write_recent("glm4_moe", tmp_path, file, **extra)
     assert torch.equal(logits_of(resolve(file)), logits_of(resolve(tmp_path)))
-    assert f"layer {num_layers} and later are left out" in caplog.text
+    assert f"layer {num_layers + 1} and later are left out" in caplog.text
 
 
 def test_temperature_of_another_context_is_refused(tmp_path: Path) -> None:

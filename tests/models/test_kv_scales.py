@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_zoo import draw_model
 from hybrid_zoo import make_hybrid_model
 from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
@@ -16,7 +17,7 @@ from drift_sdk import EngineConfig, ModelLoadError, SyncEngine, inspect
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.kv_cache import KVCache, KVScales
+from drift_sdk.models.kv_cache import KVCache, KVScales, kv_heads
 from drift_sdk.models.shard import Shard, load_shard
 from drift_sdk.quantised.formats import quantise_e4m3
 from drift_sdk.spec.model import KVShape
@@ -133,6 +134,33 @@ def test_layers_without_attention_have_no_scales(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="k_scale"):
         load(Source(tmp_path))
+
+
+def test_scales_of_layers_with_other_heads(tmp_path: Path) -> None:
+    """A layer has the scales of its own KV heads. Layers with the keys of another one have none, though files
+    may have some."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+    model = draw_model("gemma4", 4, **sizes)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, spec = load_file(file), read_spec(Source(tmp_path).config)
+    heads = kv_heads(spec)
+    assert set(heads.values()) == {2, 4} and list(heads) == [0, 1, 2] and spec.num_layers == 5
+    for layer, number in (heads | {4: 1}).items():
+        prefix = f"model.layers.{layer}.self_attn"
+        tensors |= {f"{prefix}.k_scale": torch.arange(1.0, number + 1), f"{prefix}.v_scale": torch.ones(1)}
+    save_file(tensors, file)
+    found = load(Source(tmp_path)).weights.kv_scales
+    assert found is not None
+    for layer, number in heads.items():
+        assert found.keys[layer].tolist() == [*range(1, number + 1), *[1] * (4 - number)]
+
+    name = "model.layers.1.self_attn.k_scale"
+    wrong = torch.ones(heads[1] + 1)
+    for changed, message in (({}, f"{name} is missing"), ({name: wrong}, rf"{name} has shape \[")):
+        save_file({each: tensor for each, tensor in tensors.items() if each != name} | changed, file)
+        with pytest.raises(ModelLoadError, match=message):
+            load(Source(tmp_path))
 
 
 @pytest.mark.parametrize("settings", [COMPRESSED, None], ids=["quantised", "not quantised"])

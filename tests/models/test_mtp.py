@@ -39,7 +39,7 @@ from drift_sdk.startup.model_parts import check_mtp, open_drafter_factory
 NUM_MODELS = 16
 NUM_PROMPT, NUM_DRAFTS, NUM_BLOCKS = 43, 5, 16
 CHUNKS = (1, 20, 7, 15)
-FAMILIES = ("qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 LATENT = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
 LATENT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 COPIES = (".shared_head.head.weight", ".2.embed_tokens.weight", ".3.embed_tokens.weight")
@@ -105,7 +105,8 @@ class Reference:
             return self.mlp(x, name)
         probabilities = self.project(x, f"{name}.gate").softmax(-1)
         shares, experts = probabilities.topk(self.c["num_experts_per_tok"], dim=-1)
-        shares = shares / shares.sum(-1, keepdim=True)
+        if self.c.get("norm_topk_prob", True):
+            shares = shares / shares.sum(-1, keepdim=True)
         gate = self.project(x, f"{name}.shared_expert_gate").sigmoid()
         total = gate * self.mlp(x, f"{name}.shared_expert")
         for row in range(len(x)):
@@ -125,8 +126,8 @@ class Reference:
         return outputs @ self.w[max(names, key=lambda name: name.endswith("lm_head.weight"))].T
 
 
-class LatentReference(Reference):
-    """The layer of a model with latent attention, whose heads have keys and values of their own."""
+class ReferenceBehind(Reference):
+    """The layer of a model that has it behind the others, with experts that a sigmoid chooses."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -147,6 +148,55 @@ class LatentReference(Reference):
         x = x + self.attention(self.norm(x, "input_layernorm"))
         x = x + self.channel(self.norm(x, "post_attention_layernorm"))
         return self.norm(x, "shared_head.norm")
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, dim = (
+            self.c[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        query = self.project(x, "self_attn.q_proj").view(-1, heads, dim)
+        key = self.project(x, "self_attn.k_proj").view(-1, kv_heads, dim)
+        value = self.project(x, "self_attn.v_proj").view(-1, kv_heads, dim)
+        if self.c["use_qk_norm"]:
+            query, key = self.norm(query, "self_attn.q_norm"), self.norm(key, "self_attn.k_norm")
+        key, value = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (self.rotate(key), value))
+        scores = torch.einsum("qhd,khd->hqk", self.rotate(query), key) / math.sqrt(dim)
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        return self.project(attended.flatten(1), "self_attn.o_proj")
+
+    def channel(self, x: torch.Tensor) -> torch.Tensor:
+        num_groups, size = self.c["n_group"], self.c["n_routed_experts"] // self.c["n_group"]
+        scores = self.project(x, "mlp.gate").sigmoid()
+        choice = scores + self.w[f"{self.prefix}.mlp.gate.e_score_correction_bias"]
+        groups = choice.view(-1, num_groups, size).topk(min(2, size), dim=-1).values.sum(-1)
+        kept = torch.zeros_like(groups, dtype=torch.bool).scatter(
+            1, groups.topk(self.c["topk_group"], dim=-1).indices, True
+        )
+        choice = choice.masked_fill(~kept.repeat_interleave(size, dim=1), -math.inf)
+        experts = choice.topk(self.c["num_experts_per_tok"], dim=-1).indices
+        shares = scores.gather(1, experts)
+        if self.c["norm_topk_prob"]:
+            shares = shares / shares.sum(-1, keepdim=True)
+        total = self.mlp(x, "mlp.shared_experts")
+        for row in range(len(x)):
+            for share, expert in zip(shares[row], experts[row].tolist(), strict=True):
+                total[row] += self.c["routed_scaling_factor"] * share * self.expert(x[row], expert)
+        return total
+
+    def expert(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        prefix = f"{self.prefix}.mlp.experts"
+        if f"{prefix}.gate_up_proj" not in self.w:
+            return self.mlp(x, f"mlp.experts.{index}")
+        gate, up = (self.w[f"{prefix}.gate_up_proj"][index] @ x).chunk(2)
+        return self.w[f"{prefix}.down_proj"][index] @ (F.silu(gate) * up)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """By the model's own head: the copy is wrong in no file, and not read."""
+        return outputs @ self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"]).T
+
+
+class LatentReference(ReferenceBehind):
+    """The layer of a model with latent attention, whose heads have keys and values of their own."""
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         heads, plain, rotated, latent = (
@@ -179,36 +229,6 @@ class LatentReference(Reference):
         pairs = x.unflatten(-1, (-1, 2)) if self.c["rope_interleave"] else x.unflatten(-1, (2, -1)).mT
         turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
         return torch.view_as_real(turned).flatten(-2)
-
-    def channel(self, x: torch.Tensor) -> torch.Tensor:
-        num_groups, size = self.c["n_group"], self.c["n_routed_experts"] // self.c["n_group"]
-        scores = self.project(x, "mlp.gate").sigmoid()
-        choice = scores + self.w[f"{self.prefix}.mlp.gate.e_score_correction_bias"]
-        groups = choice.view(-1, num_groups, size).topk(min(2, size), dim=-1).values.sum(-1)
-        kept = torch.zeros_like(groups, dtype=torch.bool).scatter(
-            1, groups.topk(self.c["topk_group"], dim=-1).indices, True
-        )
-        choice = choice.masked_fill(~kept.repeat_interleave(size, dim=1), -math.inf)
-        experts = choice.topk(self.c["num_experts_per_tok"], dim=-1).indices
-        shares = scores.gather(1, experts)
-        if self.c["norm_topk_prob"]:
-            shares = shares / shares.sum(-1, keepdim=True)
-        total = self.mlp(x, "mlp.shared_experts")
-        for row in range(len(x)):
-            for share, expert in zip(shares[row], experts[row].tolist(), strict=True):
-                total[row] += self.c["routed_scaling_factor"] * share * self.expert(x[row], expert)
-        return total
-
-    def expert(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        prefix = f"{self.prefix}.mlp.experts"
-        if f"{prefix}.gate_up_proj" not in self.w:
-            return self.mlp(x, f"mlp.experts.{index}")
-        gate, up = (self.w[f"{prefix}.gate_up_proj"][index] @ x).chunk(2)
-        return self.w[f"{prefix}.down_proj"][index] @ (F.silu(gate) * up)
-
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """By the model's own head: the copy is wrong in no file, and not read."""
-        return outputs @ self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"]).T
 
 
 def load(folder: Path) -> tuple[Decoder, DraftDecoder]:
@@ -286,6 +306,14 @@ def test_drafts_with_latents_equal_the_formula(family: str, seed: int, tmp_path:
     assert draft.empty_kv_cache(1, 16).tensors[0].numel() == 16 * target.spec.attention.kv.size
     assert len(copies) == 2
     assert_drafts(target, draft, LatentReference(tmp_path), seed)
+
+
+@pytest.mark.parametrize("seed", slow_after(3, range(NUM_MODELS)))
+def test_drafts_behind_layers_of_plain_attention_equal_the_formula(seed: int, tmp_path: Path) -> None:
+    make_mtp_model("glm4_moe", seed, tmp_path, is_stacked=seed % 2 == 1)
+    target, draft = load(tmp_path)
+    assert draft.weights.embedding is target.weights.embedding and draft.weights.head is target.weights.head
+    assert_drafts(target, draft, ReferenceBehind(tmp_path), seed)
 
 
 @pytest.mark.parametrize("name", ["joint", "hidden_norm", "latent_norm", "correction"])

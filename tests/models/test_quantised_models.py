@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import transformers
 from decoder_parity import poisoned_cache, random_tokens, shuffled_blocks
 from draft_zoo import make_draft
 from expert_zoo import make_expert_model
+from family_zoo import draw_model
 from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
+from hybrid_parity import stacked_and_each
 from model_zoo import make_model, random_model
 from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
@@ -26,7 +29,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.allocation import PAIRED, QUANTISERS, WeightForm
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
-from drift_sdk.models.channels import MlpWeights
+from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder
 from drift_sdk.models.weights import weight_bytes
@@ -37,6 +40,27 @@ from drift_sdk.startup.model_parts import bytes_without_files
 TIED, UNTIED, PHI3 = 6, 1, 29
 """Models of the zoo. The first has matrices of 24, 72 and 80 rows and columns, and a tied head."""
 QWEN3_MOE = "qwen3_moe"
+GEMMA4, GEMMA4_EXPERTS = "gemma4", "gemma4 experts"
+GEMMA4_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+GEMMA4_SEED = 3
+"""Of a model with keys of other layers and inputs of layers."""
+
+
+def make_gemma4(family: str, folder: Path) -> None:
+    """A model with a tensor for each matrix of an expert, as tools write them."""
+    experts = {"moe_intermediate_size": 24} if "experts" in family else {}
+    model = draw_model(family, GEMMA4_SEED, **GEMMA4_SIZES, **experts)
+    assert model.config.num_kv_shared_layers or experts
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    if "experts" in family:
+        save_file(stacked_and_each(load_file(file))[1], file)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +73,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | st
             made[model] = tmp_path_factory.mktemp("model")
             if isinstance(model, int):
                 make_model(model, made[model])
+            elif model in (GEMMA4, GEMMA4_EXPERTS):
+                make_gemma4(model, made[model])
             else:
                 make_expert_model(model, made[model])
         return made[model]
@@ -80,12 +106,20 @@ def all_matrices(decoder: Decoder) -> Iterator[Any]:
     yield weights.embedding
     if weights.head is not weights.embedding:
         yield weights.head
+    if weights.layer_inputs is not None:
+        yield from (weights.layer_inputs.embedding, weights.layer_inputs.projection)
     for layer in weights.layers:
         yield from (layer.mixer.qkv, layer.mixer.output)
-        if isinstance(layer.channel, MlpWeights):
-            yield from (layer.channel.gate_up, layer.channel.down)
+        if layer.input is not None:
+            yield from (layer.input.gate, layer.input.projection)
+        channel = layer.channel
+        if isinstance(channel, ParallelWeights):
+            yield from (channel.mlp.gate_up, channel.mlp.down)
+            channel = channel.experts
+        if isinstance(channel, MlpWeights):
+            yield from (channel.gate_up, channel.down)
         else:
-            yield from (*layer.channel.gate_up, *layer.channel.down)
+            yield from (*channel.gate_up, *channel.down)
 
 
 def kinds_of(decoder: Decoder) -> set[type]:
@@ -112,6 +146,15 @@ INT4, FP8, NVFP4 = ({kind, torch.Tensor} for kind in (Int4Weight, Fp8Weight, Nvf
         (PHI3, "packed", NO_VOCABULARY, INT4),
         (QWEN3_MOE, "gptq", (*NO_VOCABULARY, "mlp.gate."), INT4),
         (QWEN3_MOE, "fp8, blocks", (*NO_VOCABULARY, "3.up_proj"), FP8 | {StackedWeight}),
+        (GEMMA4, "packed", NO_VOCABULARY, INT4),
+        (GEMMA4, "packed", (), {Int4Weight}),
+        (GEMMA4, "fp8, channel", (*NO_VOCABULARY, "per_layer"), FP8),
+        (GEMMA4, "fp8, blocks", NO_VOCABULARY, FP8),
+        (GEMMA4, "fp8, compressed blocks", (*NO_VOCABULARY, "v_proj"), FP8 | {StackedWeight}),
+        (GEMMA4_EXPERTS, "fp8, channel", (*NO_VOCABULARY, "router."), FP8),
+        (GEMMA4_EXPERTS, "fp8, compressed blocks", (*NO_VOCABULARY, "router."), FP8),
+        (GEMMA4_EXPERTS, "packed", (*NO_VOCABULARY, "router."), INT4),
+        (GEMMA4_EXPERTS, "nvfp4, modelopt", (*NO_VOCABULARY, "router.", "self_attn"), NVFP4),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -322,6 +365,45 @@ def test_weights_that_are_not_finite_are_named(
     save_file(tensors, file)
     with pytest.raises(ModelLoadError, match=rf"tensor {name}\.{part} has NaN"):
         load(tmp_path / "quantised", form)
+
+
+@pytest.mark.parametrize("kind", ["packed", "fp8, channel", "fp8, blocks"])
+@pytest.mark.parametrize("part", ["experts.1.down_proj", "self_attn.o_proj"])
+def test_scales_that_are_missing_or_misshapen_are_named(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, part: str, kind: str
+) -> None:
+    ignored = (*NO_VOCABULARY, "router.")
+    folder = model_folder(GEMMA4_EXPERTS)
+    write_checkpoint(folder, kind, tmp_path / "quantised", tmp_path / "twin", ignored=ignored)
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(each for each in tensors if f"layers.1.{part}.weight_scale" in each)
+    scales = tensors.pop(name)
+    save_file(tensors, file)
+    with pytest.raises(ModelLoadError, match=rf"tensor {re.escape(name)} is missing"):
+        load(tmp_path / "quantised", "stored")
+    save_file(tensors | {name: torch.cat((scales, scales))}, file)
+    with pytest.raises(ModelLoadError, match=rf"tensor {re.escape(name)} has shape"):
+        load(tmp_path / "quantised", "stored")
+
+
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_quantised_experts_in_one_tensor_are_refused(
+    model_folder: Callable[[int | str], Path], tmp_path: Path, has_scales: bool
+) -> None:
+    """Published files of Gemma 4 have quantised experts one by one, and stacked ones in bfloat16."""
+    ignored = (*NO_VOCABULARY, "router.", "experts.")
+    folder, quantised = model_folder(GEMMA4_EXPERTS), tmp_path / "quantised"
+    write_checkpoint(folder, "fp8, blocks", quantised, tmp_path / "twin", ignored=ignored)
+    file = quantised / "model.safetensors"
+    stacked = stacked_and_each(load_file(file))[0]
+    name = "model.layers.0.experts.gate_up_proj"
+    codes = {name: stacked[name].to(torch.float8_e4m3fn)}
+    scales = {f"{name}_scale_inv": torch.ones(len(stacked[name]), 1, 1)} if has_scales else {}
+    save_file(stacked | codes | scales, file)
+    message = "gate_up_proj_scale_inv of shape .* is not part" if has_scales else f"{name} is stored as"
+    with pytest.raises(ModelLoadError, match=message):
+        load(quantised, "stored")
 
 
 @pytest.mark.parametrize("variant", ["specforge", "speculators", "norm before fc"])

@@ -31,8 +31,12 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": MESSAGES},
     "/v1/embeddings": {"input": "hi"},
     "/v1/score": {"text_1": "hi", "text_2": "ho"},
+    "/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v2/rerank": {"query": "hi", "documents": ["ho"]},
 }
-STREAMS = [path for path in ENDPOINTS if not path.endswith(("count_tokens", "embeddings", "score"))]
+WITHOUT_STREAMS = ("count_tokens", "embeddings", "score", "rerank")
+STREAMS = [path for path in ENDPOINTS if not path.endswith(WITHOUT_STREAMS)]
 every_endpoint = pytest.mark.parametrize("path", ENDPOINTS)
 
 

@@ -26,6 +26,7 @@ from drift_sdk.testing import scripted_engine
 
 PATH = "/v1/embeddings"
 INPUTS = ["a b", "c d e f", "a b"]
+LONG = "a cat and a dog, " * 20
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,10 @@ def test_inputs_may_be_token_ids(url: str, folder: Path) -> None:
         ("dimensions", {"input": "a", "dimensions": 65}),
         ("dimensions", {"input": "a", "dimensions": 0}),
         ("encoding_format", {"input": "a", "encoding_format": "int8"}),
-        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": 5}),
+        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": 0}),
+        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": -2}),
+        ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": "5"}),
+        ("truncation_side", {"input": "a", "truncate_prompt_tokens": 5, "truncation_side": "left"}),
         ("what", {"input": "a", "what": 5}),
     ],
 )
@@ -136,25 +140,22 @@ async def test_keys_share_no_prefixes(folder: Path) -> None:
         assert cached == [0, 0, 32]
 
 
-def test_scores_are_cosines_of_embeddings(url: str, expected: list[np.ndarray]) -> None:
-    def scores(**texts: Any) -> list[float]:
-        reply = httpx.post(f"{url}/v1/score", json=texts, timeout=60)
-        assert reply.status_code == 200, reply.text
-        data = reply.json()["data"]
-        assert [each["index"] for each in data] == list(range(len(data)))
-        return [each["score"] for each in data]
+def test_longer_inputs_are_cut(url: str, folder: Path) -> None:
+    with SyncEngine(folder, engine_config(max_model_len=64)) as engine:
+        ids = engine.tokenizer.encode(LONG)
+        assert len(ids) > 64
+        for most, kept in ((5, 5), (63, 63), (64, 63), (10**9, 63), (-1, 63)):
+            [expected] = engine.embed([ids[:kept]])
+            for given in (LONG, ids):
+                found = ask(url, input=given, truncate_prompt_tokens=most)
+                assert found["usage"]["prompt_tokens"] == kept
+                assert np.allclose(found["data"][0]["embedding"], expected.vector, atol=1e-6)
+        short = ask(url, input="a b", truncate_prompt_tokens=60, truncation_side="right")
+        assert short["data"] == ask(url, input="a b")["data"]
 
-    cosine = float(expected[0] @ expected[1])
-    assert abs(cosine) < 0.99
-    assert scores(text_1=INPUTS[0], text_2=INPUTS) == pytest.approx([1.0, cosine, 1.0], abs=1e-5)
-    assert scores(text_1=INPUTS[:2], text_2=INPUTS[1::-1]) == pytest.approx([cosine, cosine], abs=1e-5)
-    for body, param, words in (
-        ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "text_2 has 1: expected 2 texts"),
-        ({"text_1": [], "text_2": "a"}, "text_1", "expected 1 to"),
-        ({"text_1": "a", "text_2": ["a", ""]}, "text_2", "none of them empty"),
-        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1", "tokens"),
-        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2", "tokens"),
-    ):
-        reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
-        error = reply.json()["error"]
-        assert reply.status_code == 400 and error["param"] == param and words in error["message"]
+
+def test_the_input_that_is_too_long_is_named(url: str) -> None:
+    for given, param in ((LONG, "input"), (["a", LONG], "input[1]"), ([[5], [5] * 64], "input[1]")):
+        reply = httpx.post(f"{url}{PATH}", json={"input": given}, timeout=60)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+        assert reply.json()["error"]["code"] == "context_length_exceeded"

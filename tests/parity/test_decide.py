@@ -27,6 +27,7 @@ from drift_sdk import (
     SamplingParams,
     Speculation,
     SyncEngine,
+    serving,
 )
 from drift_sdk.testing import scripted_engine
 
@@ -112,6 +113,49 @@ def test_the_prompt_is_computed_once(folder: Path) -> None:
             num_cached = stats.num_cached_tokens - before.num_cached_tokens
             assert num_prompt == len(CHOICES) * len(prompt) + sum(map(len, CHOICES))
             assert num_cached == (len(CHOICES) - 1) * 80 > 0
+
+    anyio.run(main)
+
+
+def test_answers_of_one_token_are_one_request(
+    folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the numbers of a request for each answer, and of forced runs."""
+    answers: list[Any] = [(7,), (11,), "b", (7,), (499,), "c"]
+    prompts = prompts_of(7)
+
+    async def main() -> None:
+        async with Engine(folder, config()) as engine:
+            ids = [each if isinstance(each, tuple) else engine.tokenizer.encode(each) for each in answers]
+            assert {len(each) for each in ids} == {1}
+            found = []
+            for prompt in prompts:
+                before = engine.stats()
+                found.append(await engine.decide(prompt, answers, cache_salt=str(len(prompt))))
+                stats = engine.stats()
+                assert stats.num_submitted - before.num_submitted == 1
+                assert stats.num_prompt_tokens - before.num_prompt_tokens == len(prompt)
+            text = await engine.decide("a b", ["b", "c"])
+            with monkeypatch.context() as patch:
+                patch.setattr(serving, "single_tokens", lambda *_: None)
+                several = [await engine.decide(prompt, answers) for prompt in prompts]
+                assert (await engine.decide("a b", ["b", "c"])).logprobs == pytest.approx(
+                    text.logprobs, abs=TOLERANCE
+                )
+            for prompt, one, other in zip(prompts, found, several, strict=True):
+                assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+                assert (one.num_tokens, one.choices) == (other.num_tokens, other.choices)
+                expected = [reference(model, prompt, answer) for answer in ids]
+                assert one.logprobs == pytest.approx(expected, abs=TOLERANCE)
+                assert one.probabilities == pytest.approx(softmax(expected), abs=TOLERANCE)
+            longest = prompts_of(1, (255,))[0]  # which leaves room for the answer
+            assert len((await engine.decide(longest, [(7,), (8,)])).logprobs) == 2
+            most = [(index,) for index in range(3, 132)]
+            before = engine.stats().num_submitted
+            await engine.decide([5, 6], most[:128])
+            assert engine.stats().num_submitted - before == 1
+            await engine.decide([5, 6], most)
+            assert engine.stats().num_submitted - before == 1 + 129
 
     anyio.run(main)
 

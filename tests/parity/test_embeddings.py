@@ -10,11 +10,13 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from model_zoo import make_model
 from placement import engine_config
+from tokenizers import processors
 
-from drift_sdk import Engine, Job, RequestError, SamplingParams, SyncEngine
+from drift_sdk import Engine, EnginePool, Job, PromptTooLong, RequestError, SamplingParams, SyncEngine
 from drift_sdk.results import StateKind
 
 MODELS = {"qwen3": 18, "gemma3": 30, "granite": 32}
@@ -158,15 +160,16 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         for arguments, keywords, words in (
             (("a text",), {}, r"prompts='a text': expected a sequence of prompts.*; \[prompt\] for one"),
             (([5, 6],), {}, r"prompts=\[5, 6\]: expected a sequence of prompts.*; \[prompt\] for one"),
-            (([[6], 5],), {}, "prompt=5: expected a string or a sequence of token ids"),
+            (([[6], 5],), {}, r"prompts\[1\]=5: expected a string or a sequence of token ids"),
             (([[5]],), {"pooling": "first"}, "pooling='first': expected one of"),
             (([[5]],), {"dimensions": 0}, "dimensions=0: expected an integer of at least 1"),
             (([[5]],), {"dimensions": 65}, "dimensions=65: expected 1 to 64, or None"),
             (([[5]],), {"normalize": 1}, "normalize=1"),
-            (([[5], [7] * 64],), {}, "prompt of 64 tokens"),
-            (([[5], [500]],), {}, r"prompt\[0\]=500"),
+            (([[5], [7] * 64],), {}, r"prompts\[1\]: prompt of 64 tokens"),
+            (([[5]],), {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: expected an integer of"),
+            (([[5], [500]],), {}, r"prompts\[1\]\[0\]=500"),
             ((Unreadable([[5]]),), {}, r"prompts=.*\(ValueError\('no such place'\)\)"),
-            (([[5], job],), {}, "prompts=Job.*expected texts and token ids"),
+            (([[5], job],), {}, r"prompts\[1\]=Job.*expected a text or token ids"),
         ):
             with pytest.raises(RequestError, match=words):
                 engine.embed(*arguments, **keywords)
@@ -178,3 +181,44 @@ def test_strict_engines_refuse_by_name(tmp_path: Path) -> None:
     engine = Engine(tmp_path, engine_config(strict_performance=True))
     with pytest.raises(RequestError, match="prompt_states='mean': expected None with strict_performance"):
         engine._check(None, SamplingParams(prompt_states="mean"), None)
+
+
+def test_long_prompts_are_cut_and_keep_the_tokens_around_a_text(tmp_path: Path) -> None:
+    make_model(MODELS["qwen3"], tmp_path)
+    raw = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    around = [("<bos>", 0), ("<eos>", 1)]
+    raw.post_processor = processors.TemplateProcessing("<bos> <bos> $A <eos>", special_tokens=around)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    text = "a cat and a dog, " * 20
+    with SyncEngine(tmp_path, engine_config(max_model_len=64)) as engine:
+        ids = engine.tokenizer.encode(text)
+        own = engine.tokenizer.encode(text, add_special_tokens=False)
+        assert ids == [0, 0, *own, 1] and len(own) > 80
+        for most in (4, 20, 63, 500):
+            kept = min(most, 63)
+            found, of_ids, other = engine.embed([text, own, [5, 6, 7]], truncate_prompt_tokens=most)
+            [expected, own_cut, short] = engine.embed([[0, 0, *own[: kept - 3], 1], own[:kept], [5, 6, 7]])
+            for one, wanted in ((found, expected), (of_ids, own_cut), (other, short)):
+                assert one.num_tokens == wanted.num_tokens
+                assert np.allclose(one.vector, wanted.vector, atol=TOLERANCE)
+        whole = engine.embed(["a b"], truncate_prompt_tokens=63)
+        assert np.array_equal(whole[0].vector, engine.embed(["a b"])[0].vector)
+        with pytest.raises(
+            RequestError, match="=3: expected at least 4, as the model has 3 tokens"
+        ) as caught:
+            engine.embed([text], truncate_prompt_tokens=3)
+        assert caught.value.field == "truncate_prompt_tokens"
+        with pytest.raises(PromptTooLong) as too_long:
+            engine.embed(["a", "b", text])
+        assert too_long.value.field == "prompts[2]"
+
+
+async def test_cut_prompts_go_to_the_replica_that_has_them(tmp_path: Path) -> None:
+    make_model(MODELS["qwen3"], tmp_path)
+    text = "a cat and a dog, " * 40
+    engines = [Engine(tmp_path, engine_config(max_model_len=256)) for _ in range(2)]
+    async with EnginePool(engines) as pool:
+        for _ in range(3):
+            [found] = await pool.embed([text], truncate_prompt_tokens=200)
+            assert found.num_tokens == 200
+        assert found.cached_tokens > 100

@@ -37,14 +37,18 @@ TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_dtype="fp8", kv_cache_tokens=1024, max_model_len=128)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+LLAMA, GEMMA4 = 1, 33
+"""Models of the zoo. The second has heads of two sizes, windows, and layers with the keys of others."""
+
+
+@pytest.fixture(scope="module", params=[LLAMA, GEMMA4], ids=["llama", "gemma4"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A model whose files have scales, and a draft of it."""
     root = tmp_path_factory.mktemp("models")
-    make_model(1, root / "model")
+    make_model(request.param, root / "model")
     config = json.loads((root / "model/config.json").read_text())
     tensors = load_file(root / "model/model.safetensors")
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)):
         for number, part in enumerate(("k_scale", "v_scale")):
             tensors[f"model.layers.{layer}.self_attn.{part}"] = torch.tensor(
                 [0.01 * (1 + layer + 2 * number)]

@@ -25,7 +25,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.steps import ExecutorLimits
 
-MODELS = {"qwen3_5": 6, "deepseek_v3": 0, "glm4_moe_lite": 2, "qwen3_5_moe": 12}
+MODELS = {"qwen3_5": 6, "deepseek_v3": 0, "glm4_moe_lite": 2, "qwen3_5_moe": 12, "qwen3_next": 6}
 """Seeds of models without near ties."""
 LATENT_NEAR_TIE = bound(16.0, inner=96, depth=1 + 3 * 2)
 """More than the rounding of logits of a model with three layers of chained products."""
@@ -218,7 +218,7 @@ def test_trees(model: Model) -> None:
     """Models with recurrent layers refuse them."""
     folder, cases, alone = model
     speculation = replace(SPECULATION, shape=DynamicTree())
-    if "qwen3_5" in folder.name:
+    if "qwen3" in folder.name:
         with pytest.raises(ConfigError) as caught:
             start(folder, speculation=speculation)
         assert caught.value.field == "shape"

@@ -9,11 +9,16 @@ from typing import Any
 import anyio
 import pytest
 from draft_zoo import make_draft
+from family_zoo import draw_model
 from gguf import GGMLQuantizationType as Q
+from gguf_files import write_gguf
 from hybrid_gguf import write_hybrid_gguf
+from hybrid_parity import stacked_and_each
 from hybrid_zoo import make_hybrid_model
 from model_zoo import make_model
 from quantised_files import write_checkpoint
+from safetensors.torch import load_file, save_file
+from slow_cases import slow_rows_after
 
 from drift_sdk import ConfigError, Engine, EngineConfig, SamplingParams, Speculation, inspect
 
@@ -66,6 +71,40 @@ def test_tokens_of_models_with_recurrent_layers(kind: str, tmp_path: Path) -> No
         ignored = ("lm_head", "embed_tokens", "in_proj_a", "in_proj_b")
         write_checkpoint(tmp_path / "plain", kind, quantised, tmp_path / "twin", ignored=ignored)
     expected = generate(tmp_path / "twin", SAMPLED, prompts)
+    assert generate(quantised, SAMPLED, prompts, weights="stored") == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    slow_rows_after(
+        3,
+        [
+            ("gemma4", "gguf"),
+            ("gemma4 experts", "packed"),
+            ("gemma4", "fp8, channel"),
+            ("gemma4 experts", "gguf"),
+            ("gemma4", "packed"),
+            ("gemma4 experts", "fp8, compressed blocks"),
+        ],
+    ),
+)
+def test_tokens_of_gemma_4(family: str, kind: str, tmp_path: Path) -> None:
+    experts = {"moe_intermediate_size": 32} if "experts" in family else {}
+    model = draw_model(family, 3, hidden_size=64, intermediate_size=96, **experts)
+    model.save_pretrained(tmp_path / "plain")
+    quantised = tmp_path / "quantised"
+    if kind == "gguf":
+        quantised = tmp_path / "model.gguf"
+        write_gguf(model, quantised, Q.Q4_0).save_pretrained(tmp_path / "twin")
+    else:
+        file = tmp_path / "plain" / "model.safetensors"
+        if experts:
+            save_file(stacked_and_each(load_file(file))[1], file)
+        ignored = ("embed_tokens", "router.")
+        write_checkpoint(tmp_path / "plain", kind, quantised, tmp_path / "twin", ignored=ignored)
+    prompts = [[5, 17, 30], list(range(40, 90)), [7]]
+    expected = generate(tmp_path / "twin", SAMPLED, prompts)
+    assert len({token for tokens in expected for token in tokens}) > 12
     assert generate(quantised, SAMPLED, prompts, weights="stored") == expected
 
 

@@ -18,8 +18,11 @@ from local_host import LocalHostEngine
 from model_zoo import make_model, save_tokenizer
 from placement import engine_config
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drift_sdk import Engine, EngineConfig, EnginePool, NGram, RequestError, Speculation, SyncEngine
+from drift_sdk.execution.eager import eager_executor
+from drift_sdk.models import weight_update
 from drift_sdk.models.weight_update import leaves
 from drift_sdk.testing import scripted_engine
 
@@ -336,5 +339,173 @@ def test_a_pool_updates_its_replicas(tmp_path: Path) -> None:
             found = (await pool.generate([5, 6], max_tokens=9, ignore_eos=True)).token_ids
         async with Engine(saved(folder, new), config()) as engine:
             assert found == (await engine.generate([5, 6], max_tokens=9, ignore_eos=True)).token_ids
+
+    anyio.run(main)
+
+
+class OperationNames(TorchDispatchMode):
+    """Notes the names of operations on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(function.overloadpacket._qualified_op_name)
+        return function(*args, **kwargs or {})
+
+
+VIEWS = {"aten::view", "aten::slice", "aten::detach", "aten::as_strided"}
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("form", ["expanded", "fp8"])
+def test_copies_need_no_memory(
+    form: str, is_far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """is_far: as between devices, for tensors of another dtype and of another layout."""
+    folder = tmp_path / "model"
+    make_model(1, folder)
+    new = changed(tensors_of(folder))
+    with SyncEngine(saved(folder, new), config(weights=form)) as engine:
+        wanted = weights_of(engine)
+    names, run = OperationNames(), weight_update.Copies.run
+    buffers: list[int] = []
+
+    def noted(self: weight_update.Copies) -> None:
+        buffers.append(sum(each.numel() for each in self._buffers.values()))
+        with names:
+            run(self)
+
+    monkeypatch.setattr(weight_update.Copies, "run", noted)
+    if is_far:
+        monkeypatch.setattr(weight_update, "is_between_devices", lambda target, source: True)
+    given = {
+        name: tensor.double().T.contiguous().T if tensor.ndim == 2 else tensor.double()
+        for name, tensor in new.items()
+    }
+    with SyncEngine(folder, config(weights=form)) as engine:
+        engine.update_weights(given)
+        assert same(weights_of(engine), wanted)
+    assert "aten::copy_" in names.found and names.found <= {"aten::copy_", *VIEWS}
+    largest = max(tensor.numel() * 4 for tensor in new.values())
+    assert buffers == [largest if is_far else 0]
+
+
+@pytest.mark.parametrize("form", ["expanded", "int4"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_too_little_memory_changes_nothing(
+    number: int, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While layers are loaded, and for the buffers. The engine serves as before, and takes the weights when
+    there is memory."""
+    make_model(1, tmp_path)
+    new = changed(tensors_of(tmp_path))
+    calls = 0
+    usual = weight_update.loaded
+
+    def loaded(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return usual(*arguments)
+
+    def no_buffers(self: weight_update.Copies, pairs: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8")
+
+    with SyncEngine(tmp_path, config(weights=form)) as engine:
+        before, tokens = weights_of(engine), answers(engine)
+        with monkeypatch.context() as patch:
+            if number == 0 and form == "int4":
+                patch.setattr(weight_update, "loaded", loaded)
+            else:
+                patch.setattr(weight_update.Copies, "__init__", no_buffers)
+            with pytest.raises(RequestError, match="more free memory: nothing has changed") as caught:
+                engine.update_weights(new)
+            assert caught.value.field == "tensors"
+        assert same(weights_of(engine), before) and answers(engine) == tokens
+        assert engine.stats().weights_version == 0
+        engine.update_weights(new)
+        assert answers(engine) != tokens and engine.stats().weights_version == 1
+
+
+def test_versions_of_weights_are_reported(tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    old = tensors_of(tmp_path)
+    new = changed(old)
+
+    async def main() -> None:
+        async with Engine(tmp_path, config(max_num_seqs=2)) as engine:
+            short = await engine.generate([5, 6], max_tokens=2, ignore_eos=True)
+            running = engine.generate([5, 6], max_tokens=60, ignore_eos=True)
+            async for _ in running:
+                break
+            await engine.update_weights(new)
+            later = await engine.generate([5, 6], max_tokens=2, ignore_eos=True)
+            assert short.weights_versions == (0, 0) and later.weights_versions == (1, 1)
+            assert (await running).weights_versions == (0, 1)
+            assert engine.stats().weights_version == 1
+            await engine.sleep()
+            await engine.wake()  # with the weights of the files
+            last = await engine.generate([5, 6], max_tokens=2, ignore_eos=True)
+            assert last.token_ids == short.token_ids and last.weights_versions == (2, 2)
+            assert "drift_weights_version 2.0" in engine.metrics_text()
+
+    anyio.run(main)
+
+
+def test_a_pool_whose_replicas_differ_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of which the second replica has no memory for. Every answer is of one set of weights."""
+    folder = tmp_path / "model"
+    make_model(1, folder)
+    old = tensors_of(folder)
+    new = changed(old)
+    usual = weight_update.update_weights
+
+    async def main() -> None:
+        engines = [Engine(folder, config()) for _ in range(3)]
+        async with EnginePool(engines) as pool:
+            [before] = {(await engine.generate([5, 6], max_tokens=9)).token_ids for engine in engines}
+
+            def refuses(decoder: Any, *rest: Any) -> None:
+                if decoder is engines[1]._driver._executor._decoder:  # type: ignore[union-attr]
+                    raise weight_update.no_room(MemoryError())
+                usual(decoder, *rest)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(eager_executor, "update_weights", refuses)
+                words = "replica 1, after 1 with the new weights: tensors: expected fewer at a time"
+                with pytest.raises(RequestError, match=words):
+                    await pool.update_weights(new)
+            versions = [each.engine.weights_version for each in pool.replicas() if each.engine is not None]
+            assert versions == [1, 0, 0] and pool.stats().weights_version == 0
+            by_version: dict[int, set[tuple[int, ...]]] = {0: set(), 1: set()}
+            for stream in [pool.generate([5, 6], max_tokens=9) for _ in range(12)]:
+                found = await stream
+                assert found.weights_versions[0] == found.weights_versions[1]
+                by_version[found.weights_versions[0]].add(found.token_ids)
+            assert by_version[0] == {before} and len(by_version[1]) == 1 and before not in by_version[1]
+            await pool.update_weights(new)
+            versions = [each.engine.weights_version for each in pool.replicas() if each.engine is not None]
+            assert versions == [2, 1, 1] and pool.stats().weights_version == 1
+
+    anyio.run(main)
+
+
+def test_a_paused_pool_is_updated_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(1, folder)
+    new = changed(tensors_of(folder))
+
+    async def main() -> None:
+        async with EnginePool([Engine(folder, config()) for _ in range(2)]) as pool:
+            await pool.pause()
+            streams = [pool.generate([5, 6], max_tokens=9, ignore_eos=True) for _ in range(8)]
+            await pool.update_weights(new)
+            await pool.resume()
+            found = [await stream for stream in streams]
+            assert {each.weights_versions for each in found} == {(1, 1)}
+            assert len({each.token_ids for each in found}) == 1
 
     anyio.run(main)

@@ -1,4 +1,5 @@
-"""Measurements of a model's own MTP layer as the draft: bytes, and runs of a tiny model on the CPU."""
+"""Measurements of a model's own MTP layer, or of its assistant, as the draft: bytes, and runs of a tiny model
+on the CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,9 +19,10 @@ from drift_sdk.models.mtp import random_mtp
 from drift_sdk.quantised.formats import Fp8Weight
 from drift_sdk.quantised.weight import QuantisedWeight
 from perf import speculative
+from perf.harness import mtp_draft
 from perf.harness.decoding import DecodeOptions
 from perf.harness.drafting import Drafting
-from perf.harness.mtp_draft import MtpDraft
+from perf.harness.mtp_draft import CLUSTERS, Assistant, MtpDraft, assistant_settings
 from perf.harness.published import PUBLISHED
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import Model, prepare
@@ -199,6 +202,66 @@ def bytes_of(weights: Any) -> int:
         return 0
 
     return sum(bytes_of(getattr(weights, field.name)) for field in dataclasses.fields(weights))
+
+
+GEMMA = PUBLISHED["gemma-4-shapes"] | {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 16,
+    "max_position_embeddings": 512,
+}
+
+
+def test_an_assistant_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "DecodeOptions", partial(DecodeOptions, lengths=(8, 40)))
+    monkeypatch.setitem(PUBLISHED, "tiny-hybrid", GEMMA)
+    monkeypatch.setitem(mtp_draft.LARGE, "hidden_size", 32)
+    monkeypatch.setitem(mtp_draft.LARGE, "intermediate_size", 48)
+    out = tmp_path / "speculative.json"
+    speculative.main(
+        [
+            *("--model", "tiny-hybrid", "--device", "cpu", "--draft", "assistant", "--repeats", "1"),
+            *("--num-draft-tokens", "2", "--scenario", "batch3-16", "--out", str(out)),
+        ]
+    )
+    plain, drafted = json.loads(out.read_text())["runs"]
+    assert (plain["num_draft_tokens"], drafted["num_draft_tokens"]) == (0, 2)
+    assert drafted["draft"] == "tiny-hybrid-assistant"
+    assert 1.0 <= drafted["measured_acceptance_length"] <= 3.0 and 0 < drafted["mean_drafts"] <= 2.0
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_bytes_of_an_assistant(weights: str | None, tmp_path: Path) -> None:
+    """For each draft all weights, and the keys and values that three windows and a full layer see."""
+    draft = Assistant.prepare(prepare("gemma-4-31b", tmp_path / "model"), weights)
+    head, around = 262_144 * 1024, 3 * 5376 * 1024
+    each = {dim: 2 * 32 * dim * 1024 + 3 * 8192 * 1024 for dim in (256, 512)}
+    layers = 3 * each[256] + each[512]
+    itemsize = 2 if weights is None else 1
+    num_bytes = 2 * (head + around) + itemsize * layers
+    assert draft.round_bytes(3, 0, 0, 2) == pytest.approx(3 * num_bytes, rel=1e-3)
+    kv = 3 * 1023 * 2 * 16 * 256 + 5000 * 2 * 4 * 512
+    found = draft.round_bytes(3, 7, 5000, 2) - draft.round_bytes(3, 0, 0, 2)
+    assert found == pytest.approx(3 * 7 * 2 * kv)
+
+
+def test_small_models_have_assistants_with_clusters() -> None:
+    small = GEMMA | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2}
+    settings = assistant_settings(small)
+    assert settings | CLUSTERS == settings
+    assert settings["text_config"]["hidden_size"] == 256
+    assert assistant_settings(GEMMA)["text_config"]["hidden_size"] == 1024
+
+
+def test_an_assistant_of_a_model_with_real_weights_is_refused(tmp_path: Path) -> None:
+    model = msgspec.structs.replace(prepare("tiny", tmp_path), load="auto")
+    with pytest.raises(ValueError, match="expected one with random weights, or a path as the draft"):
+        Assistant.prepare(model)
 
 
 def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:

@@ -88,6 +88,36 @@ def test_a_conversation_hits_behind_the_window() -> None:
     assert windows(rig).num_lost_tokens == 0
 
 
+def test_long_sessions_beside_each_other_hit_behind_their_windows() -> None:
+    """Two conversations of 50,000 tokens, turn by turn, in window blocks for a few thousand tokens: two
+    windows each, and the chunks in flight. What sequences hold of these does not grow."""
+    window, size, budget, num_answered = 512, 64, 1024, 12
+    num_window_blocks = 4 * (1 + window // size) + 2 * budget // size
+    rig = window_rig(
+        window=window,
+        block_size=size,
+        num_blocks=1700,
+        num_window_blocks=num_window_blocks,
+        prefill_token_budget=budget,
+        max_num_seqs=2,
+    )
+    sessions, cached, most = [other(1500), other(700)], [0, 0], 0
+    while min(map(len, sessions)) < 50_000:
+        turns = [rig.add(tokens, num_answered) for tokens in sessions]
+        while rig.scheduler.has_work:
+            if rig.scheduler.num_in_flight >= 2 or rig.schedule() is None:
+                rig.commit()
+                most = max(most, num_held(rig))
+        assert [turn.num_cached_tokens for turn in turns] == cached
+        assert [turn.token_ids for turn in turns] == [rig.story(turn) for turn in turns]
+        assert num_held(rig) == 0
+        cached = [(len(turn.token_ids) - 1) // size * size for turn in turns]
+        sessions = [turn.token_ids + other(6000) for turn in turns]
+    assert most <= 2 * (2 + window // size) + 2 * budget // size < num_window_blocks
+    assert min(cached) > 40_000
+    assert windows(rig).num_lost_tokens == 0 and rig.scheduler.num_preemptions == 0
+
+
 def test_a_branch_hits_while_memory_allows() -> None:
     """Recycled blocks stay cached, so prompts go on where they leave another one, far before its end."""
     rig = window_rig(num_window_blocks=60)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from drift_sdk.models.assistant import AssistantDecoder, NewestRows
 from drift_sdk.models.attention import AttentionBatch, ParallelAttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.kv_cache import SequenceState, StateRows
 
-__all__ = ["dflash_pass", "masked_pass", "whole_pass"]
+__all__ = ["assistant_pass", "dflash_pass", "masked_pass", "whole_pass"]
 
 
 def whole_pass(target: Decoder, draft: DraftDecoder, tokens: list[int]) -> torch.Tensor:
@@ -38,6 +39,21 @@ def dflash_pass(target: Decoder, draft: DFlashDecoder, tokens: list[int], number
     ids = torch.tensor([tokens[-1], *[config.mask_token_id] * config.num_masks])
     parallel = ParallelAttentionBatch(rows, cache, is_causal=config.is_causal)
     return draft.forward(ids, parallel, cache)[1 : 1 + number]
+
+
+@torch.inference_mode()
+def assistant_pass(
+    target: Decoder, draft: AssistantDecoder, tokens: list[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """The outputs [len(lengths), hidden] that the first draft behind so many tokens is chosen from."""
+    blocks = list(range(len(tokens)))
+    cache = target.empty_kv_cache(len(blocks), 1)
+    batch = AttentionBatch([SequenceRows(blocks, 0, len(tokens))], cache)
+    hidden, _ = target.forward(torch.tensor(tokens), batch, cache)
+    features = target.final_normed(hidden[[length - 2 for length in lengths]])
+    newest = torch.tensor([tokens[length - 1] for length in lengths])
+    rows = NewestRows([SequenceRows(blocks, length - 2, 1) for length in lengths], cache)
+    return draft.forward(features, newest, rows, cache)
 
 
 @torch.inference_mode()

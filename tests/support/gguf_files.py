@@ -19,7 +19,13 @@ from drift_sdk.spec.rope import inverse_frequencies
 
 __all__ = ["write_gguf", "write_gpt_oss"]
 
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+}
 """Architectures of files, where they differ from the model_type."""
 PERMUTED = ("llama", "smollm3", "granite")
 K_SCALES = {Q.Q4_K: {0: 4e-4, 2: 3e-3}, Q.Q5_K: {0: 2e-4, 2: 3e-3}, Q.Q6_K: {208: 3e-5}}
@@ -51,6 +57,23 @@ GEMMA_NAMES = NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GEMMA4_NAMES = GEMMA_NAMES | {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "layer_scalar": "layer_output_scale",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+}
 GPT_OSS_NAMES = NAMES | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 
 
@@ -72,16 +95,17 @@ def write_gguf(
     for name, parameter in parameters.items():
         module, _, suffix = name.rpartition(".")
         array = parameter.numpy().copy()
-        num_heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-            module.rpartition(".")[2]
-        )
-        is_permuted = architecture in PERMUTED and num_heads is not None
+        num_heads = None
+        if architecture in PERMUTED:
+            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+            num_heads = heads.get(module.rpartition(".")[2])
+        is_permuted = num_heads is not None
         array = _permute(array, num_heads) if is_permuted else array
         if name.endswith("norm.weight"):
             array = array + offset
         wanted = quantisation if isinstance(quantisation, Q) else quantisation(name)
         block_size, _ = gguf.GGML_QUANT_SIZES[wanted]
-        is_router = module.endswith("mlp.gate")
+        is_router = module.endswith(("mlp.gate", "router.proj"))
         is_matrix = array.ndim > 1 and array.shape[-1] % block_size == 0 and not is_router
         kind = wanted if is_matrix else Q.F32
         is_drawn = kind in K_SCALES
@@ -170,7 +194,8 @@ def _parameters(model: Any) -> dict[str, torch.Tensor]:
             found |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
         else:
             found[name if name.endswith(("weight", "bias")) else f"{name}.weight"] = parameter.detach()
-    return found
+    scalars = {name: buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")}
+    return found | {f"{name}.weight": buffer for name, buffer in scalars.items()}
 
 
 def _random_blocks(name: str, shape: tuple[int, ...], kind: Q) -> npt.NDArray[np.uint8]:
@@ -186,16 +211,17 @@ def _random_blocks(name: str, shape: tuple[int, ...], kind: Q) -> npt.NDArray[np
 
 def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
     config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if config.model_type != "gemma4_text":  # whose sizes are those of layers
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_eos_token_id(7)
     writer.add_eot_token_id(9)
     writer.add_chat_template("{{ messages }}")
@@ -218,6 +244,8 @@ def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
             writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
             writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+        case "gemma4_text":
+            _add_gemma4_settings(writer, model)
         case "gpt_oss":
             writer.add_sliding_window(config.sliding_window)
             writer.add_expert_count(config.num_local_experts)
@@ -243,9 +271,42 @@ def _add_settings(writer: gguf.GGUFWriter, model: Any) -> None:
         writer.add_rope_scaling_attn_factors(model.model.rotary_emb.attention_scaling)
 
 
+def _add_gemma4_settings(writer: gguf.GGUFWriter, model: Any) -> None:
+    """Lists have an entry for each layer; sizes that are equal in all layers are numbers."""
+    config, layers, kinds = model.config, model.model.layers, model.config.layer_types
+    widths = [layer.mlp.gate_proj.weight.shape[0] for layer in layers]
+    heads: dict[str, int] = dict(zip(kinds, (layer.self_attn.head_dim for layer in layers), strict=True))
+    kept = layers[: len(kinds) - config.num_kv_shared_layers]
+    rows = {kind: layer.self_attn.k_proj.weight.shape[0] for kind, layer in zip(kinds, kept, strict=False)}
+    num_kv_heads = [rows[kind] // heads[kind] for kind in kinds]
+    for add, numbers in (
+        (writer.add_feed_forward_length, widths),
+        (writer.add_head_count_kv, num_kv_heads),
+    ):
+        add(numbers if len(set(numbers)) > 1 else numbers[0])
+    for kind, suffix in (("full_attention", ""), ("sliding_attention", "_swa")):
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            writer.add_uint32(f"gemma4.{name}{suffix}", heads.get(kind, 8))
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
 def _rope_factors(model: Any) -> dict[str, npt.NDArray[np.float32]]:
     """Tensors of rope factors, for the two scalings that are stored in this form."""
     rope = model.config.rope_parameters
+    if model.config.model_type == "gemma4_text":
+        frequencies = model.model.rotary_emb.full_attention_inv_freq
+        return {"rope_freqs.weight": np.where(frequencies > 0, 1.0, 1e30).astype(np.float32)}
+
     if rope.get("rope_type") == "llama3":
         frequencies = model.model.rotary_emb.inv_freq
         plain = inverse_frequencies(2 * len(frequencies), rope["rope_theta"], None)
@@ -272,9 +333,11 @@ def _permute(array: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.f
 
 
 def _gguf_name(architecture: str, module: str, suffix: str) -> str:
-    if module in NAMES:
-        return f"{NAMES[module]}.{suffix}"
+    others = {"gemma3": GEMMA_NAMES, "gemma4": GEMMA4_NAMES, "gpt-oss": GPT_OSS_NAMES}
+    names = others.get(architecture, NAMES)
+    if module in names:
+        return f"{names[module]}.{suffix}"
 
     _, _, layer, rest = module.split(".", 3)
-    names = {"gemma3": GEMMA_NAMES, "gpt-oss": GPT_OSS_NAMES}.get(architecture, NAMES)
-    return f"blk.{layer}.{names[rest]}.{suffix}"
+    own = names[rest]
+    return f"blk.{layer}.{own}" if own.endswith(".scale") else f"blk.{layer}.{own}.{suffix}"

@@ -58,6 +58,18 @@ NAMES = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
+NEXTN = {
+    "mtp.fc.weight": "eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+    "mtp.norm.weight": "shared_head.norm.weight",
+}
+NAMES |= {
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
+}
 UNQUANTISED = ("conv1d", "mlp.gate", "shared_expert_gate")
 
 
@@ -70,6 +82,7 @@ def write_hybrid_gguf(
     has_fused_experts: bool = False,
     has_vector_gates: bool = True,
     num_predicting: int = 0,
+    mtp: dict[str, torch.Tensor] | None = None,
     **extra: Array,
 ) -> Any:
     """Write a model. Returns a copy of it with the weights as stored.
@@ -80,12 +93,15 @@ def write_hybrid_gguf(
     has_fused_experts: gate and up projections of experts are one tensor.
     has_vector_gates:  gates of shared experts have one dimension.
     num_predicting:    layers that predict more tokens, which are counted.
+    mtp:               tensors of such a layer, by Hugging Face names and with experts in one tensor;
+                       replaced by the numbers as stored.
     extra:             further tensors.
     """
     config, stored = model.config, copy.deepcopy(model)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config.model_type])
     _add_settings(writer, config, num_predicting)
-    for name, parameter in stored.named_parameters():
+    layer = {_behind(name, config.num_hidden_layers): tensor for name, tensor in (mtp or {}).items()}
+    for name, parameter in [*stored.named_parameters(), *layer.items()]:
         converted = _converted(name, parameter.detach(), config, is_split, has_fused_experts)
         written = []
         for part, array in converted.items():
@@ -240,6 +256,11 @@ def _random_blocks(name: str, shape: tuple[int, ...], kind: Q) -> npt.NDArray[np
     for place, scale in K_SCALES[kind].items():
         blocks[..., place : place + 2] = np.array([scale], np.float16).view(np.uint8)
     return blocks.reshape(*rows, -1)
+
+
+def _behind(name: str, num_layers: int) -> str:
+    """The name of a tensor of the layer that predicts one more token, as one of a layer behind the others."""
+    return f"model.layers.{num_layers}.{NEXTN.get(name) or name.removeprefix('mtp.layers.0.')}"
 
 
 def _gguf_name(name: str) -> str:

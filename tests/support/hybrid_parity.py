@@ -81,25 +81,27 @@ def num_wrong(decoder: Decoder, token_ids: torch.Tensor, expected: torch.Tensor,
 
 def stacked_and_each(given: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The tensors of a model with the experts of a layer in one tensor, and with a tensor for each matrix."""
-    stacked, each, matrices = dict(given), dict(given), dict[tuple[str, str], list[torch.Tensor]]()
-    for name in [name for name in given if ".mlp.experts." in name]:
-        prefix, rest = name.split(".mlp.experts.")
+    stacked, each, matrices = dict(given), dict(given), dict[tuple[str, str], dict[int, torch.Tensor]]()
+    for name in [name for name in given if ".experts." in name]:
+        prefix, rest = name.split(".experts.")
         del stacked[name], each[name]
         if rest == "gate_up_proj":
             gate, up = given[name].chunk(2, 1)
-            matrices[prefix, "gate"], matrices[prefix, "up"] = list(gate), list(up)
+            matrices[prefix, "gate"], matrices[prefix, "up"] = dict(enumerate(gate)), dict(enumerate(up))
         elif rest == "down_proj":
-            matrices[prefix, "down"] = list(given[name])
+            matrices[prefix, "down"] = dict(enumerate(given[name]))
         else:
             index, part = int(rest.split(".")[0]), rest.split(".")[1].removesuffix("_proj")
-            matrices.setdefault((prefix, part), [torch.empty(0)] * 6)[index] = given[name]
+            matrices.setdefault((prefix, part), {})[index] = given[name]
     assert matrices
-    for (prefix, part), found in matrices.items():
+    for (prefix, part), by_index in matrices.items():
+        found = [by_index[index] for index in range(len(by_index))]
         for index, matrix in enumerate(found):
-            each[f"{prefix}.mlp.experts.{index}.{part}_proj.weight"] = matrix.clone()
+            each[f"{prefix}.experts.{index}.{part}_proj.weight"] = matrix.clone()
         if part == "gate":
-            both = zip(found, matrices[prefix, "up"], strict=True)
-            stacked[f"{prefix}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+            ups = matrices[prefix, "up"]
+            both = [torch.cat((gate, ups[index])) for index, gate in enumerate(found)]
+            stacked[f"{prefix}.experts.gate_up_proj"] = torch.stack(both)
         elif part == "down":
-            stacked[f"{prefix}.mlp.experts.down_proj"] = torch.stack(found)
+            stacked[f"{prefix}.experts.down_proj"] = torch.stack(found)
     return [stacked, each]

@@ -10,41 +10,47 @@ import torch
 from family_zoo import draw_model
 from hybrid_zoo import make_hybrid_model
 from model_zoo import save_tokenizer
+from recent_zoo import make_recent_model
 from safetensors.torch import load_file, save_file
 
 __all__ = ["LATENT_FAMILIES", "add_mtp", "make_mtp_model", "make_often_right"]
 
 LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v3")
+BEHIND = ("glm4_moe", *LATENT_FAMILIES)
+"""Families that have the layer behind the others."""
 
 
 def make_mtp_model(family: str, seed: int, folder: Path, *, is_stacked: bool = False, **sizes: Any) -> None:
-    """Save a model of a family with recurrent layers or latent attention and the layer."""
+    """Save a model of a family with recurrent layers, or of BEHIND, and the layer."""
     if family in LATENT_FAMILIES:
         draw_model(family, seed, **sizes).save_pretrained(folder)
         save_tokenizer(folder, 160)
+    elif family == "glm4_moe":
+        make_recent_model(family, seed, folder)
     else:
         make_hybrid_model(family, seed, folder, **sizes)
     add_mtp(folder, seed, is_stacked=is_stacked)
 
 
 def add_mtp(folder: Path, seed: int = 0, *, is_stacked: bool = False) -> None:
-    """Add the layer to a model of one of the families qwen3_5 and qwen3_5_moe, or of LATENT_FAMILIES. To the
-    latter with an embedding and a head like the model's own.
+    """Add the layer to a model of one of the families with recurrent layers, or of BEHIND. To the latter with
+    an embedding and a head like the model's own.
 
     is_stacked: experts have a tensor for all of them, as the model's other layers have; otherwise one each.
     """
     config = json.loads((folder / "config.json").read_text())
     settings = config.get("text_config", config)
-    is_latent = settings["model_type"] in LATENT_FAMILIES
-    settings["num_nextn_predict_layers" if is_latent else "mtp_num_hidden_layers"] = 1
+    is_behind = settings["model_type"] in BEHIND
+    if settings["model_type"] != "qwen3_next":  # whose published files do not say it
+        settings["num_nextn_predict_layers" if is_behind else "mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     file = folder / "model.safetensors"
-    shapes = (_latent_shapes if is_latent else _shapes)(settings, is_stacked)
+    shapes = (_shapes_behind if is_behind else _shapes)(settings, is_stacked)
     drawn = {name: _draw(name, shape, generator) for name, shape in shapes.items()}
     stored = load_file(file)
-    if is_latent:
-        prefix, embedding = _latent_prefix(settings), stored["model.embed_tokens.weight"]
+    if is_behind:
+        prefix, embedding = _prefix_behind(settings), stored["model.embed_tokens.weight"]
         drawn |= {name: 1 + tensor for name, tensor in drawn.items() if name.endswith("norm.weight")}
         drawn[f"{prefix}embed_tokens.weight"] = embedding.clone()
         drawn[f"{prefix}shared_head.head.weight"] = stored.get("lm_head.weight", embedding).clone()
@@ -63,22 +69,21 @@ def make_often_right(folder: Path) -> None:
         if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
             tensor.mul_(0.05)
     joint = next(name for name in tensors if name.endswith(("mtp.fc.weight", ".eh_proj.weight")))
-    prefix, is_latent = joint.removesuffix("fc.weight"), joint.endswith(".eh_proj.weight")
+    prefix, is_behind = joint.removesuffix("fc.weight"), joint.endswith(".eh_proj.weight")
     norm, embedding_norm = f"{prefix}norm.weight", f"{prefix}pre_fc_norm_embedding.weight"
-    if is_latent:
+    if is_behind:
         prefix = joint.removesuffix("eh_proj.weight")
         norm, embedding_norm = f"{prefix}shared_head.norm.weight", f"{prefix}enorm.weight"
     identity = torch.eye(tensors[joint].shape[0])
     tensors[joint].mul_(0.1)[:, : len(identity)] += identity
     final_norm = next(name for name in tensors if name.endswith("model.norm.weight"))
     tensors[norm] = tensors[final_norm].clone()
-    tensors[embedding_norm].fill_(1.0 if is_latent else 0.0)
+    tensors[embedding_norm].fill_(1.0 if is_behind else 0.0)
     save_file(tensors, file, {"format": "pt"})
 
 
 def _shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, ...]]:
     hidden, head_dim = settings["hidden_size"], settings["head_dim"]
-    queries, keys = settings["num_attention_heads"] * head_dim, settings["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 2 * hidden),
         "norm.weight": (hidden,),
@@ -89,16 +94,7 @@ def _shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, 
         "layers.0.self_attn.q_norm.weight": (head_dim,),
         "layers.0.self_attn.k_norm.weight": (head_dim,),
     }
-    projections = {
-        "q": (2 * queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "o": (hidden, queries),
-    }
-    for name, shape in projections.items():
-        shapes[f"layers.0.self_attn.{name}_proj.weight"] = shape
-        if settings.get("attention_bias"):
-            shapes[f"layers.0.self_attn.{name}_proj.bias"] = shape[:1]
+    shapes |= _attention_shapes("layers.0.self_attn", settings, has_gate=True, has_output_bias=True)
     mlp, num_experts = "layers.0.mlp", settings.get("num_experts")
     if num_experts is None:
         shapes |= _mlp(mlp, settings["intermediate_size"], hidden)
@@ -115,19 +111,59 @@ def _shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, 
     return {f"mtp.{name}": shape for name, shape in shapes.items()}
 
 
-def _latent_prefix(settings: dict[str, Any]) -> str:
+def _attention_shapes(
+    prefix: str, settings: dict[str, Any], *, has_gate: bool, has_output_bias: bool
+) -> dict[str, tuple[int, ...]]:
+    """Matrices and biases of attention. has_gate: with those of queries."""
+    hidden, head_dim = settings["hidden_size"], settings["head_dim"]
+    queries, keys = settings["num_attention_heads"] * head_dim, settings["num_key_value_heads"] * head_dim
+    projections = {
+        "q": ((1 + has_gate) * queries, hidden),
+        "k": (keys, hidden),
+        "v": (keys, hidden),
+        "o": (hidden, queries),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in projections.items():
+        shapes[f"{prefix}.{name}_proj.weight"] = shape
+        if settings.get("attention_bias") and (name != "o" or has_output_bias):
+            shapes[f"{prefix}.{name}_proj.bias"] = shape[:1]
+    return shapes
+
+
+def _prefix_behind(settings: dict[str, Any]) -> str:
     return f"model.layers.{settings['num_hidden_layers']}."
 
 
-def _latent_shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, ...]]:
+def _shapes_behind(settings: dict[str, Any], is_stacked: bool) -> dict[str, tuple[int, ...]]:
+    hidden = settings["hidden_size"]
+    num_experts, size = settings["n_routed_experts"], settings["moe_intermediate_size"]
+    norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+    if settings["model_type"] in LATENT_FAMILIES:
+        shapes |= _latent_shapes(settings)
+    else:
+        shapes |= _attention_shapes("self_attn", settings, has_gate=False, has_output_bias=False)
+        if settings["use_qk_norm"]:
+            shapes |= {f"self_attn.{name}_norm.weight": (settings["head_dim"],) for name in "qk"}
+    shapes |= {"eh_proj.weight": (hidden, 2 * hidden), "mlp.gate.weight": (num_experts, hidden)}
+    shapes["mlp.gate.e_score_correction_bias"] = (num_experts,)
+    shapes |= _mlp("mlp.shared_experts", settings["n_shared_experts"] * size, hidden)
+    if is_stacked:
+        shapes["mlp.experts.gate_up_proj"] = num_experts, 2 * size, hidden
+        shapes["mlp.experts.down_proj"] = num_experts, hidden, size
+    for expert in range(0 if is_stacked else num_experts):
+        shapes |= _mlp(f"mlp.experts.{expert}", size, hidden)
+    return {f"{_prefix_behind(settings)}{name}": shape for name, shape in shapes.items()}
+
+
+def _latent_shapes(settings: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     plain, rotated, output, latent, rank = (
         settings[name]
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
     )
-    num_experts, size = settings["n_routed_experts"], settings["moe_intermediate_size"]
-    norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+    shapes: dict[str, tuple[int, ...]] = {}
     projections = {
         "kv_a_proj_with_mqa": (latent + rotated, hidden),
         "kv_b_proj": (heads * (plain + output), latent),
@@ -144,15 +180,7 @@ def _latent_shapes(settings: dict[str, Any], is_stacked: bool) -> dict[str, tupl
         shapes[f"self_attn.{name}.weight"] = shape
         if settings.get("attention_bias") and name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
             shapes[f"self_attn.{name}.bias"] = shape[:1]
-    shapes |= {"eh_proj.weight": (hidden, 2 * hidden), "mlp.gate.weight": (num_experts, hidden)}
-    shapes["mlp.gate.e_score_correction_bias"] = (num_experts,)
-    shapes |= _mlp("mlp.shared_experts", settings["n_shared_experts"] * size, hidden)
-    if is_stacked:
-        shapes["mlp.experts.gate_up_proj"] = num_experts, 2 * size, hidden
-        shapes["mlp.experts.down_proj"] = num_experts, hidden, size
-    for expert in range(0 if is_stacked else num_experts):
-        shapes |= _mlp(f"mlp.experts.{expert}", size, hidden)
-    return {f"{_latent_prefix(settings)}{name}": shape for name, shape in shapes.items()}
+    return shapes
 
 
 def _mlp(prefix: str, size: int, hidden: int) -> dict[str, tuple[int, ...]]:

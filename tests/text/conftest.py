@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog doesn't mind, and they'll rest.",
@@ -78,6 +78,54 @@ def sentencepiece_metadata() -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+@pytest.fixture(scope="session")
+def gemma4_json() -> str:
+    """A tokenizer.json as of Gemma 4: BPE of texts with "▁" for spaces, without splits, and bytes for
+    characters that are not in the vocabulary."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|▁*[^\n▁]+|▁+"), "isolated")
+    corpus = ["".join(char for char in line if char.isascii() or char == "中") for line in CORPUS]
+    trained.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=260, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "<bos>", "<eos>", *byte_tokens, *model["vocab"], "<extra>"]
+    raw = tokenizers.Tokenizer(
+        models.BPE(
+            {piece: index for index, piece in enumerate(pieces)},
+            [tuple(merge) for merge in model["merges"]],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    raw.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    raw.add_special_tokens([AddedToken(text, normalized=False) for text in ("<unk>", "<bos>", "<eos>")])
+    raw.add_tokens([AddedToken("<extra>", normalized=False)])
+    return raw.to_str()
+
+
+@pytest.fixture(scope="session")
+def gemma4_metadata(gemma4_json: str) -> dict[str, Any]:
+    """The same in the form of GGUF metadata, with scores that have no meaning."""
+    model = json.loads(gemma4_json)["model"]
+    tokens = list(model["vocab"])
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 260) + [4]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
     }
 
 

@@ -208,6 +208,29 @@ def test_sentencepiece_bos_can_be_disabled(sentencepiece_metadata: dict[str, Any
     assert tokenizer.encode("") == []
 
 
+@pytest.mark.parametrize("text", [*TEXTS, "<bos>the<extra> dog", "\n\n\n", "the end\n\nof 中文"])
+def test_gemma_4_equals_the_tokenizer_json(
+    tmp_path: Path, gemma4_json: str, gemma4_metadata: dict[str, Any], text: str
+) -> None:
+    """With the beginning-of-sequence token, whatever the file says."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(gemma4_json, encoding="utf-8")
+    original, tokenizer = Tokenizer.from_file(path), Tokenizer.from_gguf(gemma4_metadata)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == original.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text) == [1, *ids]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.special_token_ids == original.special_token_ids
+    assert tokenizer.has_token_bytes and tokenizer.token_bytes == original.token_bytes
+    assert len(ids) < max(2, len(text.encode()))
+
+
+def test_gemma_4_without_merges_is_rejected(gemma4_metadata: dict[str, Any]) -> None:
+    metadata = {key: value for key, value in gemma4_metadata.items() if not key.endswith("merges")}
+    with pytest.raises(ModelLoadError, match="tokenizer.ggml.merges: found NoneType, expected a list"):
+        Tokenizer.from_gguf(metadata)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "found"),
     [

@@ -133,6 +133,7 @@ def layers_by_convention(
     # Imported here, so that the command line starts without torch.
     from drift_sdk.families import read_spec
     from drift_sdk.loading.source import resolve
+    from drift_sdk.models.assistant import is_assistant
     from drift_sdk.models.dflash import DFlashConfig, is_dflash
     from drift_sdk.models.draft_config import DraftConfig
     from drift_sdk.models.draft_head import is_whole_model
@@ -143,8 +144,12 @@ def layers_by_convention(
     )
     target = read_spec(find(model, revision=config.revision).config)
     source = find(config.speculation.draft, role="draft")
-    if is_whole_model(source):
-        raise ConfigError.of("draft", config.speculation.draft, "an EAGLE-3 head; this is a whole model")
+    for is_other, name in (
+        (is_assistant(source.config), "an assistant"),
+        (is_whole_model(source), "a whole model"),
+    ):
+        if is_other:
+            raise ConfigError.of("draft", config.speculation.draft, f"an EAGLE-3 head; this is {name}")
 
     found: dict[Convention, tuple[int, ...] | ModelLoadError] = {}
     for convention in get_args(Convention):

@@ -240,6 +240,8 @@ def drop_older_half(history: list[dict[str, Any]]) -> int:
 
 
 KEY_VARIABLE = "DRIFTSDK_API_KEY"
+RERANKER_NAMES = ("qwen3",)
+"""Of `drift_sdk.openai.RERANKERS`, which needs an extra."""
 MAX_PORT = 65_535
 MAX_DRAIN_S = 1e6
 
@@ -248,6 +250,7 @@ class Server(Struct, frozen=True, kw_only=True):
     """Where and how to serve.
 
     names: by which clients know the model; empty = the name of its folder or file, or its hub id.
+    reranker: a name of `drift_sdk.openai.RERANKERS`; None = relevance by embeddings.
     drain: seconds that open answers have to end after SIGTERM.
     """
 
@@ -255,6 +258,7 @@ class Server(Struct, frozen=True, kw_only=True):
     port: int
     drain: float
     names: tuple[str, ...]
+    reranker: str | None
     api_keys: tuple[str, ...]
     salt_keys: bool
     hide_cached_tokens: bool
@@ -276,6 +280,11 @@ def add_serve_options(command: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="name of the model for clients; repeat it for several (default: its hub id or file name)",
+    )
+    command.add_argument(
+        "--reranker",
+        choices=RERANKER_NAMES,
+        help="the prompt by which a model that generates text judges documents (default: their embeddings)",
     )
     command.add_argument(
         "--salt-keys", action="store_true", help="requests of different keys share no cached prefixes"
@@ -317,6 +326,7 @@ def serve_command(options: argparse.Namespace) -> Callable[[], int]:
         port=options.port,
         drain=options.drain,
         names=tuple(options.served_model_name),
+        reranker=options.reranker,
         api_keys=tuple(options.api_key or filter(None, [variable])),
         salt_keys=options.salt_keys,
         hide_cached_tokens=options.hide_cached_tokens,
@@ -341,6 +351,7 @@ async def run_serve(model: str, config: EngineConfig, server: Server) -> int:
     engine = Engine(model, config, on_progress=show_progress, on_event=end_if_failed)
     application = drift_sdk.openai.app(
         dict.fromkeys(server.names, engine) or engine,
+        reranker=None if server.reranker is None else drift_sdk.openai.RERANKERS[server.reranker],
         api_keys=server.api_keys,
         salts_keys=server.salt_keys,
         shows_cached_tokens=not server.hide_cached_tokens,

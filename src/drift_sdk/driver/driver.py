@@ -355,6 +355,7 @@ class Driver(Startable):
             return error
 
         self._executor, self.model_text = model.executor, model.text
+        self.stats_recorder.weights_version += 1
         log.info("awake in %.2f s", time.monotonic() - started_at)
         return None
 
@@ -374,6 +375,7 @@ class Driver(Startable):
             return error
 
         self._scheduler.forget_kv()
+        self.stats_recorder.weights_version += 1
         log.info("%d tensors of weights replaced in %.2f s", len(tensors), time.monotonic() - started_at)
         return None
 
@@ -566,6 +568,7 @@ class Delivery:
             if delta.output.error is not None:
                 raise delta.output.error
 
+            request.note_weights(self._stats_recorder.weights_version)
             chunk = request.extend(delta.output, delta.verification)
         except RequestError as error:  # of a function of the request
             self._fail(request, error)

@@ -123,6 +123,45 @@ class TokenPrompt(Struct, frozen=True):
         return len(checked_ids(self.ids, model, given=list(self.ids))) if self.ids else 0
 
 
+class CutPrompt(Struct, frozen=True):
+    """The first tokens of a text or of token ids, of which at least one remains besides those that the model
+    has around a text, which are kept. most: tokens, at least 1; never more than the model takes."""
+
+    prompt: TextPrompt | TokenPrompt
+    most: int
+
+    @property
+    def field(self) -> str:
+        return self.prompt.field
+
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        most = min(self.most, model.max_model_len - 1)
+        if isinstance(self.prompt, TokenPrompt):
+            return TokenPrompt(self.prompt.ids[:most]).prepare(model)
+
+        return PreparedPrompt(checked_ids(self._cut(model, most), model, given=self.prompt.text))
+
+    def num_tokens(self, model: ModelText) -> int:
+        return min(self.prompt.num_tokens(model), self.most, model.max_model_len - 1)
+
+    def _cut(self, model: ModelText, most: int) -> list[int]:
+        assert isinstance(self.prompt, TextPrompt)
+        text, tokenizer = self.prompt.text, model.tokenizer
+        check_countable(text, self.field)
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        if len(ids) <= most:
+            return ids
+
+        own = tokenizer.encode(text, add_special_tokens=False)
+        num_added = len(ids) - len(own)
+        if most <= num_added:
+            allowed = f"at least {num_added + 1}, as the model has {num_added} tokens around a text"
+            raise RequestError.of("truncate_prompt_tokens", self.most, allowed)
+
+        first = next(place for place in range(num_added + 1) if ids[place : place + len(own)] == own)
+        return [*ids[:first], *own[: most - num_added], *ids[first + len(own) :]]
+
+
 class AnsweredPrompt(Struct, frozen=True):
     """A prompt and an answer to it, whose tokens are scored. answer: a text, tokenised by itself without
     special tokens, or token ids; neither is empty."""

@@ -188,6 +188,7 @@ class Request:
         "_answer",
         "_arrival",
         "_completion_ids",
+        "_weights_versions",
         "_constraint",
         "_detokenizer",
         "_drafts",
@@ -257,6 +258,7 @@ class Request:
         self._seen_ids: list[int] = []  # what `stop_when` has been shown
         self._seen_text = ""
         self._completion_ids: list[int] = []
+        self._weights_versions: tuple[int, int] | None = None
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._prompt_states: PromptStates | None = None
@@ -408,6 +410,13 @@ class Request:
         text, _ = self._remaining_text(len(self._completion_ids)) if self.sequence is not None else ("", None)
         return self._record(text, (), None, finish)
 
+    def note_weights(self, version: int) -> None:
+        """The weights by which the next tokens were computed."""
+        self._weights_versions = (
+            version if not self._weights_versions else self._weights_versions[0],
+            version,
+        )
+
     def completion(self) -> Completion:
         """The completion of a request that has ended."""
         assert self._finish_reason is not None
@@ -445,6 +454,7 @@ class Request:
             reasoning="".join(part.reasoning for part in self._answer),
             raw_text=raw_text,
             schema=self._satisfied_schema() if text or not tool_calls else None,
+            weights_versions=self._weights_versions or (0, 0),
         )
 
     def _satisfied_schema(self) -> JsonSchema | None:

@@ -104,6 +104,7 @@ class StatsRecorder:
         self._gap_from = 0.0  # the same of the step that brought the last chunks of `_num_gaps` streams
         self._num_gaps = 0
         self._is_paused = self._is_asleep = False
+        self.weights_version: int = 0
         self._num_prefill_rows = 0
         self._num_decode_rows = 0
         self._num_steps = 0
@@ -289,6 +290,7 @@ class StatsRecorder:
         self.stats = EngineStats(
             is_paused=self._is_paused,
             is_asleep=self._is_asleep,
+            weights_version=self.weights_version,
             num_running=num_running,
             num_waiting=scheduler.num_waiting,
             num_queued=scheduler.num_queued,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from drift_sdk.errors import ConfigError
 from drift_sdk.execution.eager.drafters import (
+    AssistantDrafter,
     DFlashDrafter,
     Drafter,
     EagleDrafter,
@@ -19,6 +20,7 @@ from drift_sdk.execution.eager.drafters import (
     ModelDrafter,
     NGramDrafter,
 )
+from drift_sdk.models.assistant import AssistantDecoder
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
@@ -224,6 +226,31 @@ class DFlashDrafterFactory(DrafterFactory):
     ) -> RoundDrafter | None:
         self.check_graphs()
         return None
+
+
+class AssistantDrafterFactory(DrafterFactory):
+    """The assistant of a Gemma 4 model."""
+
+    always_drafts = True
+
+    def __init__(
+        self, draft: AssistantDecoder, draft_choices: Sequence[int], *, is_adaptive: bool = True
+    ) -> None:
+        super().__init__(draft_choices, is_adaptive=is_adaptive)
+        self.assistant, self.draft = draft, draft.layers
+        self.num_graph_layers = draft.config.shape.num_layers * self.draft_choices[-1]
+
+    def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
+        return AssistantDrafter(self.assistant, target)
+
+    def round_drafter(
+        self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
+    ) -> RoundDrafter:
+        from drift_sdk.execution.rounds.drafters import AssistantRoundDrafter
+
+        return AssistantRoundDrafter(
+            self.assistant, model, resources.table, resources.workspace, sizes, stages=resources.stages
+        )
 
 
 class ModelDrafterFactory(DrafterFactory):

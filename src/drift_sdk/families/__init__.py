@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
+from threading import local
 from typing import Any
 
 from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
@@ -44,15 +45,24 @@ class Registry:
     def __init__(self) -> None:
         self._families: dict[str, Family] = {}
         self._is_complete = False
+        self._loading = local()
         self.broken: list[str] = []
 
     def all(self) -> tuple[Family, ...]:
-        if not self._is_complete:
-            self._is_complete = True
+        """All families. Threads that call it for the first time at once load them each: with a lock, one that
+        imports a package which registers a family would wait for one that loads its entry point."""
+        if self._is_complete or getattr(self._loading, "is_here", False):
+            return tuple(self._families.values())
+
+        self._loading.is_here = True
+        try:
             for module in iter_modules(__path__):
                 self.add(import_module(f"{__name__}.{module.name}").FAMILY)
             for entry in entry_points(group=GROUP):
                 self._load(entry)
+            self._is_complete = True
+        finally:
+            self._loading.is_here = False
         return tuple(self._families.values())
 
     def add(self, family: object) -> None:
@@ -61,7 +71,7 @@ class Registry:
             raise ConfigError.of("family", family, "a drift_sdk.spec.Family")
 
         _check_fields(family)
-        others = [other for other in self._families.values() if other != family]
+        others = [other for other in list(self._families.values()) if other != family]
         for name in ("model_type", "architectures", "gguf"):
             taken = {each: other.spec.__module__ for other in others for each in _names(other, name)}
             if found := [each for each in _names(family, name) if each in taken]:
@@ -74,8 +84,10 @@ class Registry:
         try:
             self.add(entry.load())
         except (Exception, SystemExit) as error:  # code of another package may raise anything
-            self.broken.append(f"the family {entry.name} of {entry.value} could not be loaded: {error!r}")
-            log.warning(self.broken[-1])
+            found = f"the family {entry.name} of {entry.value} could not be loaded: {error!r}"
+            if found not in self.broken:
+                self.broken.append(found)
+                log.warning(found)
 
 
 def _check_fields(family: Family) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.families.glm4_moe import read_glm_experts
+from drift_sdk.families.glm4_moe import read_glm_experts, unread_layers, with_mtp
 from drift_sdk.spec.decoder_settings import read_decoder, read_mlp, read_num_layers
 from drift_sdk.spec.family import Family
-from drift_sdk.spec.model import Channel, LatentAttention, ModelSpec, MtpNames, Names, Norm
+from drift_sdk.spec.model import Channel, LatentAttention, ModelSpec, Norm
 from drift_sdk.spec.rope_settings import read_rope, read_score_factor
 from drift_sdk.spec.settings import MAX_SIZE, Settings, read_bool, read_int
 
 LATENT_NORM = Norm(1e-6)
 """Of latents, whatever the other norms of a model are."""
-MAX_MTP_LAYERS = 16
 
 
 def read_spec(settings: Settings) -> ModelSpec:
@@ -40,41 +37,9 @@ def dense_first(settings: Settings, experts: Channel) -> list[Channel]:
 
 
 def read_latent_decoder(settings: Settings, channels: Sequence[Channel]) -> ModelSpec:
-    """A decoder with latent attention in all layers. Tensors of layers that predict more tokens, which files
-    have behind the others, are none of the decoder's."""
-    num_layers = read_num_layers(settings)
-    behind = range(num_layers, num_layers + read_num_predicting(settings))
-    names = Names(unread=tuple(f"{Names().layer.format(index)}." for index in behind))
-    return read_decoder(settings, [read_latent(settings)] * num_layers, channels, names=names)
-
-
-def read_num_predicting(settings: Settings) -> int:
-    """The number of layers that predict more tokens."""
-    return read_int(settings, "num_nextn_predict_layers", 0, ge=0, le=MAX_MTP_LAYERS)
-
-
-def with_mtp(settings: Settings, spec: ModelSpec, experts: Channel) -> ModelSpec:
-    """The spec with the layer that predicts one more token, where files have one such layer: it is like the
-    decoder's layers with experts.
-
-    Its output is the next row's feature after its norm, as in transformers and SGLang. vLLM hands it on
-    before the norm for `glm4_moe_lite`, and after it for `deepseek_v3`.
-    """
-    if read_num_predicting(settings) != 1:
-        return spec
-
-    layer = spec.names.layer.format(spec.num_layers)
-    names = MtpNames(
-        joint=f"{layer}.eh_proj.weight",
-        embedding_norm=f"{layer}.enorm.weight",
-        hidden_norm=f"{layer}.hnorm.weight",
-        layer=layer,
-        final_norm=f"{layer}.shared_head.norm.weight",
-        embedding=f"{layer}.embed_tokens.weight",
-        head=f"{layer}.shared_head.head.weight",
-    )
-    mtp = replace(spec.layers[0], channel=experts)
-    return replace(spec, mtp=mtp, names=replace(spec.names, mtp=names))
+    """A decoder with latent attention in all layers."""
+    mixers = [read_latent(settings)] * read_num_layers(settings)
+    return read_decoder(settings, mixers, channels, names=unread_layers(settings))
 
 
 def read_latent(settings: Settings) -> LatentAttention:

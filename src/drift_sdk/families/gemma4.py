@@ -20,7 +20,7 @@ from drift_sdk.spec.decoder_settings import (
     read_num_layers,
     read_window,
 )
-from drift_sdk.spec.family import Family
+from drift_sdk.spec.family import MODULES, SANDWICH_MODULES, Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import (
     SANDWICH,
     Attention,
@@ -188,6 +188,119 @@ def read_layer_inputs(settings: Settings, norm: Norm) -> LayerInputs | None:
     return LayerInputs(size=read_int(settings, name), norm=norm, activation=activation)
 
 
+GGUF_SIZES = (
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.key_length_swa",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "feed_forward_length",
+)
+"""Metadata that files have."""
+GGUF_EXPERTS = ("expert_used_count", "expert_feed_forward_length")
+GGUF_LOCAL = ("attention.value_length_swa", "rope.dimension_count_swa")
+"""The width of heads of layers with a window, again."""
+UNROTATED = 1e29
+"""In GGUF files, the least factor of frequencies of elements that are not rotated."""
+
+
+def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
+    """Lists of the file have an entry for each layer."""
+    values = file.values
+    flags = values["attention.sliding_window_pattern"]
+    is_known = isinstance(flags, list) and flags and all(flag in (0, 1) for flag in flags)
+    if not is_known or len(flags) != file.num_layers:
+        found = f"{file.place}attention.sliding_window_pattern={short_repr(flags)}"
+        expected = f"true or false for each of {short_repr(file.num_layers)} layers"
+        raise ModelLoadError(f"{found}, expected {expected}")
+
+    for key in GGUF_LOCAL:
+        if values.get(key, values["attention.key_length_swa"]) != values["attention.key_length_swa"]:
+            found = f"{file.place}{key}={short_repr(values[key])}"
+            raise ModelLoadError(f"{found}, expected {short_repr(values['attention.key_length_swa'])}")
+
+    full = [index for index, flag in enumerate(flags) if not flag or index == len(flags) - 1]
+    local = [index for index in range(len(flags)) if index not in full]
+    heads = {
+        "head_dim": values["attention.key_length"],
+        "num_key_value_heads": gguf_entry(file, "attention.head_count_kv", full),
+    }
+    has_experts = bool(values.get("expert_count"))
+    for key in GGUF_EXPERTS if has_experts else ():
+        if key not in values:
+            raise ModelLoadError(f"{file.place}{key} is missing")
+
+    return gguf_widths(file, len(flags)) | {
+        "layer_types": [LAYER_TYPES[bool(flag)] for flag in flags],
+        "head_dim": values["attention.key_length_swa"],
+        "num_key_value_heads": gguf_entry(file, "attention.head_count_kv", local or full),
+        "per_layer_config": {str(index): heads for index in full},
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in file.tensors,
+        "final_logit_softcapping": values.get("final_logit_softcapping") or None,
+        "hidden_size_per_layer_input": values.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": file.config["vocab_size"],
+        "enable_moe_block": has_experts,
+        "num_experts": values.get("expert_count"),
+        "top_k_experts": values.get("expert_used_count"),
+        "moe_intermediate_size": values.get("expert_feed_forward_length"),
+        "rope_parameters": {
+            "sliding_attention": ROPES["sliding_attention"]
+            | {"rope_theta": values.get("rope.freq_base_swa", ROPES["sliding_attention"]["rope_theta"])},
+            "full_attention": gguf_rope(file),
+        },
+    }
+
+
+def gguf_entry(file: GGUFSettings, key: str, layers: Sequence[int]) -> Any:
+    """The value at a key that is equal for all these layers."""
+    found = file.values[key]
+    if not isinstance(found, list):
+        return found
+
+    values = {found[index] for index in layers if index < len(found)}
+    if len(values) != 1 or len(found) != file.num_layers:
+        expected = "one number for layers of a kind"
+        raise ModelLoadError(f"{file.place}{key}={short_repr(found)}, expected {expected}")
+
+    return values.pop()
+
+
+def gguf_widths(file: GGUFSettings, num_layers: int) -> dict[str, Any]:
+    """Layers with the keys of others, and the widths of MLPs, which these may have doubled."""
+    num_shared = file.values.get("attention.shared_kv_layers", 0)
+    if not isinstance(num_shared, int) or not 0 <= num_shared < num_layers:
+        found = f"{file.place}attention.shared_kv_layers={short_repr(num_shared)}"
+        raise ModelLoadError(f"{found}, expected 0 to {num_layers - 1}")
+
+    num_own = num_layers - num_shared
+    width = gguf_entry(file, "feed_forward_length", range(num_own))
+    shared = gguf_entry(file, "feed_forward_length", range(num_own, num_layers)) if num_shared else width
+    if shared not in (width, 2 * width):
+        found = f"{file.place}feed_forward_length of {shared} in the last {num_shared} layers"
+        raise ModelLoadError(f"{found}, expected {width} or {2 * width}")
+
+    return {
+        "num_kv_shared_layers": num_shared,
+        "intermediate_size": width,
+        "use_double_wide_mlp": shared != width,
+    }
+
+
+def gguf_rope(file: GGUFSettings) -> dict[str, Any]:
+    """The rotation of layers that see all keys, from factors of its frequencies: 1, then UNROTATED."""
+    rope = file.config["rope_parameters"]
+    factors: list[float] = rope.get("factors", [])
+    num_rotated = sum(factor == 1.0 for factor in factors)
+    is_cut = set(factors[:num_rotated]) == {1.0} and all(each >= UNROTATED for each in factors[num_rotated:])
+    if not is_cut:
+        found = f"{file.place}rope_freqs.weight with {short_repr(factors)}"
+        raise ModelLoadError(f"{found}, expected 1 for rotated elements, then {UNROTATED:g} or more")
+
+    # Half an element more, so that truncation cannot lose one.
+    share = (num_rotated + 0.25) / len(factors) if num_rotated < len(factors) else 1.0
+    return {"rope_type": "proportional", "rope_theta": rope["rope_theta"], "partial_rotary_factor": share}
+
+
 DEFAULTS = {
     "vocab_size": 262_144,
     "num_attention_heads": 8,
@@ -206,4 +319,41 @@ FAMILY = Family(
     spec=read_spec,
     outer=("Gemma4ForConditionalGeneration",),
     defaults=DEFAULTS | {"hidden_size_per_layer_input": 256},
+    gguf=(
+        GGUFArchitecture(
+            name="gemma4",
+            layer_modules=SANDWICH_MODULES
+            | {
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+                "ffn_gate_inp": "router.proj",
+                "ffn_gate_exps": "experts.{}.gate_proj",
+                "ffn_up_exps": "experts.{}.up_proj",
+                "ffn_down_exps": "experts.{}.down_proj",
+                "inp_gate": "per_layer_input_gate",
+                "proj": "per_layer_projection",
+                "post_norm": "post_per_layer_input_norm",
+            },
+            layer_tensors={
+                "layer_output_scale.weight": "layer_scalar",
+                "ffn_gate_inp.scale": "router.scale",
+                "ffn_down_exps.scale": "router.per_expert_scale",
+            },
+            modules=MODULES
+            | {
+                "per_layer_token_embd": "model.embed_tokens_per_layer",
+                "per_layer_model_proj": "model.per_layer_model_projection",
+                "per_layer_proj_norm": "model.per_layer_projection_norm",
+            },
+            keys=(
+                "attention.sliding_window",
+                "attention.sliding_window_pattern",
+                "expert_count",
+                "final_logit_softcapping",
+            ),
+            required=GGUF_SIZES,
+            settings=gguf_settings,
+        ),
+    ),
 )

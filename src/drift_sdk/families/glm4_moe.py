@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.spec.decoder_settings import (
     read_attention,
@@ -14,11 +16,12 @@ from drift_sdk.spec.decoder_settings import (
     read_num_layers,
 )
 from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.model import Channel, Mlp, ModelSpec, Router
+from drift_sdk.spec.model import Channel, Mlp, ModelSpec, MtpNames, Names, Router
 from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier
 
 SIGMOID = 2
 """The sigmoid's number in `expert_gating_func` of GGUF files."""
+MAX_MTP_LAYERS = 16
 
 
 def read_spec(settings: Settings) -> ModelSpec:
@@ -31,8 +34,51 @@ def read_spec(settings: Settings) -> ModelSpec:
     )
     num_layers = read_num_layers(settings)
     num_dense = min(read_int(settings, "first_k_dense_replace", ge=0), num_layers)
-    mlp, experts = [read_mlp(settings)] * num_dense, [read_glm_experts(settings)] * (num_layers - num_dense)
-    return read_decoder(settings, [attention] * num_layers, [*mlp, *experts])
+    experts = read_glm_experts(settings)
+    channels = [read_mlp(settings)] * num_dense + [experts] * (num_layers - num_dense)
+    spec = read_decoder(settings, [attention] * num_layers, channels, names=unread_layers(settings))
+    return with_mtp(settings, spec, experts)
+
+
+def read_num_predicting(settings: Settings) -> int:
+    """The number of layers that predict more tokens."""
+    return read_int(settings, "num_nextn_predict_layers", 0, ge=0, le=MAX_MTP_LAYERS)
+
+
+def unread_layers(settings: Settings) -> Names:
+    """Names of a decoder, which does not read the layers that predict more tokens: files have them behind the
+    others."""
+    num_layers = read_num_layers(settings)
+    behind = range(num_layers, num_layers + read_num_predicting(settings))
+    return Names(unread=tuple(f"{Names().layer.format(index)}." for index in behind))
+
+
+def with_mtp(settings: Settings, spec: ModelSpec, experts: Channel) -> ModelSpec:
+    """The spec with the layer that predicts one more token, where files have one such layer: it is like the
+    decoder's layers with experts.
+
+    Its output is the next row's feature after its norm, as in transformers and SGLang. vLLM hands it on
+    before the norm for `glm4_moe` and `glm4_moe_lite`, and after it for `deepseek_v3`.
+    """
+    if read_num_predicting(settings) != 1:
+        return spec
+
+    mtp = replace(spec.layers[0], channel=experts)
+    return replace(spec, mtp=mtp, names=replace(spec.names, mtp=mtp_names(spec.num_layers)))
+
+
+def mtp_names(num_layers: int) -> MtpNames:
+    """Names of the layer behind the others."""
+    layer = Names().layer.format(num_layers)
+    return MtpNames(
+        joint=f"{layer}.eh_proj.weight",
+        embedding_norm=f"{layer}.enorm.weight",
+        hidden_norm=f"{layer}.hnorm.weight",
+        layer=layer,
+        final_norm=f"{layer}.shared_head.norm.weight",
+        embedding=f"{layer}.embed_tokens.weight",
+        head=f"{layer}.shared_head.head.weight",
+    )
 
 
 def read_groups(settings: Settings) -> tuple[int, int]:
@@ -83,6 +129,7 @@ def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
 
     return {
         "num_hidden_layers": file.num_layers,
+        "num_nextn_predict_layers": values.get("nextn_predict_layers", 0),
         "rope_parameters": file.partial_rope,
         "n_routed_experts": values.get("expert_count"),
         "num_experts_per_tok": values.get("expert_used_count"),
@@ -126,6 +173,7 @@ FAMILY = Family(
                 "ffn_down_shexp": "mlp.shared_experts.down_proj",
             },
             layer_tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+            mtp=mtp_names,
             is_partial=True,
             keys=("expert_count",),
             required=EXPERT_KEYS,

@@ -10,9 +10,8 @@ from drift_sdk.families.deepseek_v3 import (
     check_router,
     dense_first,
     read_latent_decoder,
-    with_mtp,
 )
-from drift_sdk.families.glm4_moe import read_glm_experts
+from drift_sdk.families.glm4_moe import read_glm_experts, with_mtp
 from drift_sdk.spec.decoder_settings import read_mlp, read_num_layers
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.model import Channel, ModelSpec

@@ -54,18 +54,24 @@ VALUE_TENSORS = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_
 
 
 def read_spec(settings: Settings) -> ModelSpec:
-    return with_mtp(settings, read_hybrid(settings, read_mlp(settings), names=NAMES))
+    mlp = read_mlp(settings)
+    return with_mtp(settings, read_hybrid(settings, mlp, names=NAMES), mlp)
 
 
-def with_mtp(settings: Settings, spec: ModelSpec) -> ModelSpec:
+def with_mtp(
+    settings: Settings, spec: ModelSpec, channel: Channel, *, number: str = "mtp_num_hidden_layers"
+) -> ModelSpec:
     """The spec with the layer that predicts one more token, where files have one that shares the embedding:
-    it is like the decoder's layers of attention."""
-    num_layers = read_int(settings, "mtp_num_hidden_layers", 0, ge=0)
+    it is like the decoder's layers of attention, with a channel of its own.
+
+    number: the setting that says how many such layers there are.
+    """
+    num_layers = read_int(settings, number, 0, ge=0)
     if num_layers != 1 or read_bool(settings, "mtp_use_dedicated_embeddings"):
         return spec
 
     layer = next(layer for layer in spec.layers if isinstance(layer.mixer, Attention))
-    return replace(spec, mtp=layer)
+    return replace(spec, mtp=replace(layer, channel=channel))
 
 
 def read_hybrid(
@@ -139,6 +145,8 @@ def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
 
     return {
         "num_hidden_layers": file.num_layers,
+        "mtp_num_hidden_layers": values.get("nextn_predict_layers", 0),
+        "mtp_use_dedicated_embeddings": any(".nextn.embed_tokens." in name for name in file.tensors),
         "rope_parameters": file.partial_rope,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
         "full_attention_interval": values.get("full_attention_interval"),
@@ -160,7 +168,8 @@ def gguf_change(name: str, _: Mapping[str, Any]) -> GGUFChange:
     if part == "conv1d.weight":
         return GGUFChange(shape=lambda shape: (*shape[:1], 1, *shape[1:]))
 
-    if part.endswith("norm.weight") and part != "norm.weight":
+    is_mtp_norm = name in (MTP.embedding_norm, MTP.hidden_norm)
+    if is_mtp_norm or (part.endswith("norm.weight") and part != "norm.weight"):
         return GGUFChange(numbers=lambda weights: weights - 1)
 
     return GGUFChange()
@@ -201,6 +210,7 @@ FAMILY = Family(
             name="qwen35",
             layer_modules=LAYER_MODULES | STATE_MODULES,
             layer_tensors=STATE_TENSORS,
+            mtp=lambda _: MTP,
             is_partial=True,
             change=gguf_tiled_change,
             required=STATE_KEYS,

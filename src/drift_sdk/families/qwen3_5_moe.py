@@ -37,8 +37,8 @@ NAMES = Names(
 
 
 def read_spec(settings: Settings) -> ModelSpec:
-    spec = read_hybrid(settings, read_shared_experts(settings, Router()), names=NAMES)
-    return with_mtp(settings, spec)
+    experts = read_shared_experts(settings, Router())
+    return with_mtp(settings, read_hybrid(settings, experts, names=NAMES), experts)
 
 
 def read_shared_experts(settings: Settings, router: Router) -> Experts:
@@ -99,6 +99,7 @@ FAMILY = Family(
             name="qwen35moe",
             layer_modules=SHARED_MODULES,
             layer_tensors=STATE_TENSORS,
+            mtp=lambda _: MTP,
             is_partial=True,
             change=gguf_change,
             keys=("expert_count",),

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drift_sdk.families.qwen3_5 import DEFAULTS, STATE_TENSORS, UNREAD, gguf_change, read_hybrid
+from drift_sdk.families.qwen3_5 import (
+    DEFAULTS,
+    MTP,
+    STATE_TENSORS,
+    UNREAD,
+    gguf_change,
+    read_hybrid,
+    with_mtp,
+)
 from drift_sdk.families.qwen3_5_moe import (
     EXPERT_DEFAULTS,
     SHARED_KEYS,
@@ -23,7 +31,9 @@ from drift_sdk.spec.settings import Settings, read_bool
 SPLIT = "has_split_projections"
 """A setting that GGUF files get: they have the gate of the output apart, and the rows of all key heads in
 order."""
-NAMES = Names(experts=ExpertNames(shared=MlpNames(module="shared_expert")), unread=UNREAD)
+NUM_PREDICTING = "num_nextn_predict_layers"
+"""A setting that published files do not have: they have one such layer."""
+NAMES = Names(experts=ExpertNames(shared=MlpNames(module="shared_expert")), mtp=MTP, unread=UNREAD)
 
 
 def read_spec(settings: Settings) -> ModelSpec:
@@ -31,12 +41,14 @@ def read_spec(settings: Settings) -> ModelSpec:
     experts, mlp = read_shared_experts(settings, router), read_mlp(settings)
     channels = [mlp if has_mlp else experts for has_mlp in mlp_layers(settings)]
     is_split = read_bool(settings, SPLIT)
-    return read_hybrid(settings, channels, names=NAMES, has_fused_qkvz=not is_split, has_fused_ba=True)
+    spec = read_hybrid(settings, channels, names=NAMES, has_fused_qkvz=not is_split, has_fused_ba=True)
+    return with_mtp(settings, spec, experts, number=NUM_PREDICTING)
 
 
 def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
     return expert_settings(file) | {
         SPLIT: any(name.endswith(".attn_qkv.weight") for name in file.tensors),
+        NUM_PREDICTING: file.values.get("nextn_predict_layers", 0),
         "norm_topk_prob": True,  # not in files: llama.cpp does it for this architecture
     }
 
@@ -57,6 +69,7 @@ FAMILY = Family(
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
+        NUM_PREDICTING: 1,
         "decoder_sparse_step": 1,
     },
     gguf=(
@@ -65,6 +78,7 @@ FAMILY = Family(
             layer_modules=SHARED_MODULES
             | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
             layer_tensors=STATE_TENSORS,
+            mtp=lambda _: MTP,
             is_partial=True,
             change=next_change,
             keys=("expert_count",),

@@ -116,7 +116,7 @@ def read_target_ids(tensors: TensorSource, vocab_size: int, draft_vocab_size: in
     names = tensors.names()
     ids = torch.arange(draft_vocab_size, device="cpu")
     if OFFSETS in names:
-        offsets = _read_vector(tensors, OFFSETS, draft_vocab_size, INTEGERS)
+        offsets = read_vector(tensors, OFFSETS, draft_vocab_size, INTEGERS)
         ids = ids + offsets.to(torch.int64)
     elif draft_vocab_size < vocab_size:
         raise ModelLoadError(
@@ -141,7 +141,7 @@ def read_target_ids(tensors: TensorSource, vocab_size: int, draft_vocab_size: in
         )
 
     if PROPOSABLE in names:
-        has_token = _read_vector(tensors, PROPOSABLE, vocab_size, (torch.bool, *INTEGERS)).to(torch.bool)
+        has_token = read_vector(tensors, PROPOSABLE, vocab_size, (torch.bool, *INTEGERS)).to(torch.bool)
         marked = has_token.nonzero().view(-1)
         if not torch.equal(marked, ids):
             raise ModelLoadError(
@@ -152,7 +152,7 @@ def read_target_ids(tensors: TensorSource, vocab_size: int, draft_vocab_size: in
     return ids
 
 
-def _read_vector(
+def read_vector(
     tensors: TensorSource, name: str, length: int, dtypes: tuple[torch.dtype, ...]
 ) -> torch.Tensor:
     """A tensor as stored; ModelLoadError unless it has shape [length] and one of `dtypes`."""

@@ -234,7 +234,8 @@ class GGUFFile:
         )
         self._stored_names: dict[str, str] = {}
         for stored in self._header.tensors:
-            other = self._stored_names.setdefault(self._architecture.tensor_name(stored), stored)
+            name = self._architecture.tensor_name(stored, self.config["num_hidden_layers"])
+            other = self._stored_names.setdefault(name, stored)
             if other != stored:
                 raise ModelLoadError(f"{path}: tensors {other} and {stored} are the same, expected one")
 

@@ -5,7 +5,7 @@ Also the scales of the KV cache in the files of checkpoints, beside the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -63,11 +63,11 @@ def has_kv_scales(names: Collection[str]) -> bool:
     return any(name.endswith(ENDS) for name in names)
 
 
-def check_kv_scales(tensors: StoredSource, layers: Sequence[int], num_kv_heads: int) -> None:
+def check_kv_scales(tensors: StoredSource, heads: Mapping[int, int]) -> None:
     """Raise ModelLoadError naming file and tensor if headers show that scales are missing for some layers or
     cannot be read, for scales of unknown names, and if scales of two pairs of names differ.
 
-    layers: indices of the layers with attention.
+    heads: KV heads of the layers that keep keys and values, by index.
     """
     for name in tensors.names():
         if name.rpartition(".")[2] in LAST_PARTS and not name.endswith(ENDS):
@@ -76,32 +76,31 @@ def check_kv_scales(tensors: StoredSource, layers: Sequence[int], num_kv_heads: 
                 f"{', '.join(end.lstrip('.') for end in dict.fromkeys(ENDS))} in its layer"
             )
 
-    pairs = _pairs(tensors, layers)
+    pairs = _pairs(tensors, heads)
     for part in dict.fromkeys(pairs[0] if pairs else ()):
-        for layer in layers:
+        for layer, num_kv_heads in heads.items():
             _check_layer(tensors, layer, part, num_kv_heads)
     for other in pairs[1:]:
-        for layer in layers:
+        for layer, num_kv_heads in heads.items():
             _check_same(tensors, layer, pairs[0], other, num_kv_heads)
 
 
 def read_kv_scales(
-    tensors: StoredSource, layers: Sequence[int], num_kv_heads: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Scales of keys and of values, float32 [len(layers), num_kv_heads] each; None without. Raises
-    ModelLoadError naming file and tensor. layers: as of `check_kv_scales`."""
-    pairs = _pairs(tensors, layers)
-    if not pairs:
-        return None
+    tensors: StoredSource, heads: Mapping[int, int]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Scales of keys and of values of each layer, float32 [num_kv_heads] each; empty without. Raises
+    ModelLoadError naming file and tensor. heads: as of `check_kv_scales`."""
+    found = {}
+    for keys, values in _pairs(tensors, heads)[:1]:
+        for layer, number in heads.items():
+            found[layer] = (
+                _read_layer(tensors, layer, keys, number),
+                _read_layer(tensors, layer, values, number),
+            )
+    return found
 
-    keys, values = (
-        torch.stack([_read_layer(tensors, layer, part, num_kv_heads) for layer in layers])
-        for part in pairs[0]
-    )
-    return keys, values
 
-
-def _pairs(tensors: StoredSource, layers: Sequence[int]) -> list[tuple[str, str]]:
+def _pairs(tensors: StoredSource, layers: Iterable[int]) -> list[tuple[str, str]]:
     """The pairs of KV_SCALES that some layer has tensors of; the first is read."""
     names = tensors.names()
     return [
@@ -182,11 +181,11 @@ class ScaledTensors:
     def read_into(self, name: str, place: torch.Tensor) -> None:
         self._tensors.read_into(name, place)
 
-    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
-        check_kv_scales(self._tensors, layers, num_kv_heads)
+    def check_kv_scales(self, heads: Mapping[int, int]) -> None:
+        check_kv_scales(self._tensors, heads)
 
-    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return read_kv_scales(self._tensors, layers, num_kv_heads)
+    def kv_scales(self, heads: Mapping[int, int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        return read_kv_scales(self._tensors, heads)
 
 
 def _attention(layer: int) -> str:
@@ -295,13 +294,13 @@ class QuantisedTensors:
         else:
             self.quantised_bytes(name)
 
-    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
+    def check_kv_scales(self, heads: Mapping[int, int]) -> None:
         """Check headers of scales of the KV cache, as in KVScaleSource."""
-        check_kv_scales(self._tensors, layers, num_kv_heads)
+        check_kv_scales(self._tensors, heads)
 
-    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def kv_scales(self, heads: Mapping[int, int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Scales of the KV cache, as in KVScaleSource."""
-        return read_kv_scales(self._tensors, layers, num_kv_heads)
+        return read_kv_scales(self._tensors, heads)
 
     def get(self, name: str) -> torch.Tensor:
         weight = self.quantised(name, CPU)

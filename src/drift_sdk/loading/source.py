@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from drift_sdk._files import has_file, unreadable
 from drift_sdk.config import EngineConfig
-from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.events import Report
 from drift_sdk.families import original_files, read_spec
 from drift_sdk.loading.file_names import HubFile, split_quant, weight_names
@@ -473,11 +473,7 @@ def read_config(source: Source, config: EngineConfig) -> ModelSpec:
 
 def check_kv_scheme(source: Source, config: EngineConfig, model: ModelSpec) -> None:
     """Raise ModelLoadError naming file and setting if the files' scales of the KV cache are not those of
-    `EngineConfig.kv_dtype`, and ConfigError for keys and values of several shapes, whose scales are none."""
-    if config.kv_dtype is not None and len(model.kv_groups) > 1:
-        allowed = "None for a model whose layers keep keys and values of different shapes"
-        raise ConfigError.of("kv_dtype", config.kv_dtype, allowed)
-
+    `EngineConfig.kv_dtype`."""
     scheme = model.quantisation
     if config.load == "auto" and config.kv_dtype == "fp8" and scheme is not None and scheme.kv_obstacle:
         raise ModelLoadError(

@@ -123,6 +123,29 @@ class AttentionBatch:
         return output
 
 
+class LastRows(Struct, frozen=True):
+    """The rows of a step whose output is wanted: the last ones of some of its sequences.
+
+    index: [M] int64, on the CPU: their places among the rows of the step, in order.
+    sequences: these rows alone, of the sequences that have some.
+    """
+
+    index: torch.Tensor
+    sequences: tuple[SequenceRows, ...]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceRows], numbers: Sequence[int]) -> LastRows:
+        """sequences: of the step. numbers: how many rows of each are wanted, 0 to all."""
+        wanted, index, end = list[SequenceRows](), list[int](), 0
+        for sequence, number in zip(sequences, numbers, strict=True):
+            end += sequence.num_rows
+            index += range(end - number, end)
+            if number:
+                start = sequence.num_keys - number
+                wanted.append(SequenceRows(sequence.block_ids, start, number, sequence.window_ids))
+        return cls(torch.tensor(index, dtype=torch.int64, device="cpu"), tuple(wanted))
+
+
 class _Group:
     """Sequences with the same number of rows, computed as one padded batch."""
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from drift_sdk.loading.random import RandomFp8Tensors, RandomTensors
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.allocation import WeightForm
-from drift_sdk.models.attention import StepRows
+from drift_sdk.models.attention import AttentionBatch, LastRows, StepRows
 from drift_sdk.models.channels import (
     ExpertWeights,
     ParallelWeights,
@@ -175,12 +175,16 @@ class Decoder:
         cache: KVCache,
         aux_layers: Sequence[int] = (),
         states: Sequence[StateRows] = (),
+        last: LastRows | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The residual stream [N, hidden] after the last layer and at each of `aux_layers`, not normalised.
 
         token_ids:   [N] int64, in the batch's order of rows.
         aux_layers:  j stands for the input of layer j, num_layers for the output of the last layer.
         states:      of a model with recurrent layers, for each sequence of the batch, in order.
+        last:        the rows that are wanted, and returned; None: all. The layers from
+                     `ModelSpec.first_reader` on compute these alone. `aux_layers` are not behind that layer,
+                     and of all rows.
 
         The rows' keys and values are written to the cache. Raises ValueError for another shape of `token_ids`
         or a layer out of range.
@@ -189,8 +193,9 @@ class Decoder:
         if token_ids.shape != (batch.num_rows,):
             raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected [{batch.num_rows}]")
 
-        if not all(0 <= aux_layer <= num_layers for aux_layer in aux_layers):
-            raise ValueError(f"aux_layers={list(aux_layers)}: expected each from 0 to {num_layers}")
+        first_reader = num_layers if last is None else self.spec.first_reader
+        if not all(0 <= aux_layer <= first_reader for aux_layer in aux_layers):
+            raise ValueError(f"aux_layers={list(aux_layers)}: expected each from 0 to {first_reader}")
 
         step = AttentionStep(batch, cache, self._rotary(batch))
         hidden = self.embedded(token_ids)
@@ -202,6 +207,13 @@ class Decoder:
             if index in aux_layers:
                 aux_hidden[index] = hidden
 
+            if last is not None and index == first_reader:
+                hidden, given = hidden[last.index], None if given is None else given[last.index]
+                if not last.sequences:
+                    break
+
+                rows = AttentionBatch(last.sequences, cache)
+                step = AttentionStep(rows, cache, self._rotary(rows))
             normed = normalise(hidden, weights.mixer_norm, layer.norm)
             mixed = apply_mixer(normed, weights.mixer, layer.mixer, step, index, states)
             hidden = _add(hidden, mixed, weights.mixer_post_norm, layer)
@@ -214,6 +226,8 @@ class Decoder:
                 hidden = hidden * weights.factor
 
         aux_hidden[num_layers] = hidden
+        if last is not None and first_reader == num_layers:
+            hidden = hidden[last.index]
         return hidden, [aux_hidden[aux_layer] for aux_layer in aux_layers]
 
     @torch.inference_mode()

@@ -63,14 +63,15 @@ def decode(stored: Tensor, scale: Tensor, form: KVForm, head_dim: int) -> Tensor
 class KVScaleSource(TensorSource, Protocol):
     """A TensorSource whose files may have scales of the KV cache.
 
-    layers: indices of the layers with attention. Both methods raise ModelLoadError naming file and tensor.
+    heads: KV heads of the layers that keep keys and values, by index. Both methods raise ModelLoadError
+    naming file and tensor.
     """
 
-    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
+    def check_kv_scales(self, heads: Mapping[int, int]) -> None:
         """Find out from headers whether `kv_scales` can read the scales."""
 
-    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Scales of keys and of values, float32 [len(layers), num_kv_heads] on the CPU; None without."""
+    def kv_scales(self, heads: Mapping[int, int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Scales of keys and of values of each layer, float32 [num_kv_heads] on the CPU; empty without."""
 
 
 NVFP4_SCALE = 0.25
@@ -79,7 +80,8 @@ at least 0.024 have scales with all bits of e4m3."""
 
 
 class KVScales(Struct, frozen=True):
-    """Scales of keys and of values, float32 [num_layers, num_kv_heads] each.
+    """Scales of keys and of values, float32 [num_layers, num_kv_heads] each. A layer with fewer KV heads than
+    another one has the first of its row.
 
     form: "fp8": a number x is stored as the e4m3 number next to x / scale. "nvfp4": as a group of
     `quantise_groups`, with the scale as its global scale.
@@ -91,21 +93,26 @@ class KVScales(Struct, frozen=True):
 
 
 def load_kv_scales(tensors: TensorSource, form: KVForm, spec: ModelSpec, device: torch.device) -> KVScales:
-    """The scales of a source for e4m3, 1 where its files have none and in layers without attention; fixed
-    ones for NVFP4, whose groups have scales of their own. Raises ModelLoadError as KVScaleSource does."""
-    layers, num_kv_heads = spec.attention_layers, spec.attention.num_kv_heads
-    ones = torch.ones(spec.num_layers, num_kv_heads, dtype=torch.float32, device=device)
+    """The scales of a source for e4m3, 1 where its files have none and in layers without keys and values;
+    fixed ones for NVFP4, whose groups have scales of their own. Raises ModelLoadError as KVScaleSource
+    does."""
+    heads = kv_heads(spec)
+    ones = torch.ones(spec.num_layers, max(heads.values()), dtype=torch.float32, device=device)
     if form == "nvfp4":
         fixed = ones * NVFP4_SCALE
         return KVScales(fixed, fixed, form)
 
-    found = tensors.kv_scales(layers, num_kv_heads) if isinstance(tensors, KVScaleSource) else None
-    if found is None:
-        return KVScales(ones, ones)
-
-    places = torch.tensor(layers, dtype=torch.int64, device=device)
-    keys, values = (ones.index_copy(0, places, scales.to(device)) for scales in found)
+    keys, values = ones, ones.clone()
+    found = tensors.kv_scales(heads) if isinstance(tensors, KVScaleSource) else {}
+    for layer, scales in found.items():
+        for row, own in zip((keys[layer], values[layer]), scales, strict=True):
+            row[: len(own)] = own
     return KVScales(keys, values)
+
+
+def kv_heads(spec: ModelSpec) -> dict[int, int]:
+    """KV heads of the layers that keep keys and values, by index."""
+    return {index: each.kv.num_kv_heads for index, each in enumerate(spec.layers) if each.kv is not None}
 
 
 class KVCache:
@@ -189,10 +196,10 @@ class KVCache:
             bits = cache.view(torch.uint8)
             bits.index_copy_(1, targets, bits.index_select(1, sources))
 
-    @staticmethod
-    def _scales_of(layer: int, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scales_of(self, layer: int, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales of a layer's keys and values, [num_kv_heads, 1] each."""
-        return scales.keys[layer, :, None], scales.values[layer, :, None]
+        number = self._shapes[layer].num_kv_heads
+        return scales.keys[layer, :number, None], scales.values[layer, :number, None]
 
 
 class LayerState(Struct):

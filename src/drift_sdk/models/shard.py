@@ -13,7 +13,7 @@ Keys and values are those of a GPU's heads, and so are their scales. A GPU thus 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -193,22 +193,22 @@ class ShardedTensors:
             parts.append(whole.narrow(dim, part.start, part.stop - part.start))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def check_kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> None:
+    def check_kv_scales(self, heads: Mapping[int, int]) -> None:
         if isinstance(self._tensors, KVScaleSource):
-            self._tensors.check_kv_scales(layers, num_kv_heads * self._shard.size)
+            self._tensors.check_kv_scales(self._whole(heads))
 
-    def kv_scales(self, layers: Sequence[int], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def kv_scales(self, heads: Mapping[int, int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Scales of the part's heads, as in KVScaleSource."""
         if not isinstance(self._tensors, KVScaleSource):
-            return None
+            return {}
 
-        num_all = num_kv_heads * self._shard.size
-        found = self._tensors.kv_scales(layers, num_all)
-        if found is None:
-            return None
+        found = self._tensors.kv_scales(self._whole(heads))
+        parts = {layer: self._shard.part(len(keys)) for layer, (keys, _) in found.items()}
+        return {layer: (keys[parts[layer]], values[parts[layer]]) for layer, (keys, values) in found.items()}
 
-        keys, values = (scales[:, self._shard.part(num_all)].contiguous() for scales in found)
-        return keys, values
+    def _whole(self, heads: Mapping[int, int]) -> dict[int, int]:
+        """KV heads of the whole model's layers."""
+        return {layer: number * self._shard.size for layer, number in heads.items()}
 
     def _dimension(self, name: str) -> int | None:
         """The dimension along which a tensor is cut; None if a GPU has all of it."""

@@ -3,6 +3,10 @@
 Weights that are numbers of the model's dtype are written tensor by tensor, also those that are fused with
 others: each stored tensor has its own rows there. A layer whose weights are quantised, or in another order
 than files have them, is loaded as at the start, whole, and copied to its place.
+
+Whatever needs memory is done before the first number is written: layers are loaded one after the other and
+wait in the host's memory, and the copies go through buffers that are there already. So an update that has
+begun to write does not run out of memory.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 from msgspec import Struct, structs
 from torch import Tensor
 
-from drift_sdk.errors import RequestError, error_repr
+from drift_sdk.errors import RequestError, error_repr, is_out_of_memory
 from drift_sdk.loading.tensors import STORED_DTYPES
 from drift_sdk.models.allocation import Allocation, MatrixReader, fill_places
 from drift_sdk.models.decoder import Decoder
@@ -82,7 +86,8 @@ def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arr
 
     arrange: of the executor, if it arranges quantised matrices.
 
-    All is checked before anything changes. RequestError for a tensor that is not part of the model, has
+    All is checked, and all memory is allocated, before anything changes. RequestError if memory is short; for
+    a tensor that is not part of the model, has
     another shape, is no dense tensor of floating-point numbers, cannot be read, or is not finite in the
     model's dtype; for a layer that can only be replaced whole if one of its tensors is missing; and for
     weights that files store quantised.
@@ -94,17 +99,19 @@ def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arr
         check_finite(tensors, decoder.dtype)
     except RequestError:
         raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise no_room(error) from error
     except Exception as error:  # a tensor without its storage, or of a class that runs code of the caller
         raise unreadable_tensors(error) from error
 
-    source = GivenTensors(tensors)
-    for write in writes:
-        if write.places is None:
-            copy_leaves(write.part, loaded(decoder, write.part, source, arrange))
-            continue
+    try:
+        copies = Copies(staged(decoder, writes, tensors, arrange))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise no_room(error) from error
 
-        for name, place in write.places.items():
-            place.copy_(tensors[name])
+    copies.run()
 
 
 def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -146,6 +153,12 @@ def check_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     for name, tensor in tensors.items():
         if tensor.numel() and not bool(torch.stack(torch.aminmax(tensor.to(dtype))).isfinite().all()):
             raise wrong(name, "not finite", f"finite numbers in {str(dtype).removeprefix('torch.')}")
+
+
+def no_room(cause: Exception) -> RequestError:
+    """The error for an update that there is too little memory for."""
+    allowed = f"fewer at a time, or more free memory: nothing has changed ({error_repr(cause)})"
+    return RequestError(f"{FIELD}: expected {allowed}", field=FIELD, allowed=allowed)
 
 
 def unreadable_tensors(cause: Exception) -> RequestError:
@@ -302,14 +315,74 @@ def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange: Arrange 
     return weights if arrange is None else arrange(weights, decoder.dtype, part.channel)
 
 
-def copy_leaves(part: Part, weights: Any) -> None:
-    """Copy new weights to the memory of those in use."""
-    pairs = list(zip(leaves(part.weights), leaves(weights), strict=True))
-    for own, new in pairs:
-        targets = [own] if isinstance(own, Tensor) else own.tensors()
-        sources = [new] if isinstance(new, Tensor) else new.tensors()
-        for target, source in zip(targets, sources, strict=True):
+Pair = tuple[Tensor, Tensor]
+"""A tensor in use, and its new numbers."""
+
+
+def staged(
+    decoder: Decoder, writes: list[Write], tensors: Mapping[str, Tensor], arrange: Arrange | None
+) -> list[Pair]:
+    """All that is to be copied. Layers that are loaded whole are in the host's memory."""
+    source, pairs = GivenTensors(tensors), []
+    for write in writes:
+        if write.places is not None:
+            pairs += [(place, tensors[name]) for name, place in write.places.items()]
+            continue
+
+        weights = loaded(decoder, write.part, source, arrange)
+        for own, new in zip(leaves(write.part.weights), leaves(weights), strict=True):
+            targets, sources = tensors_in(own), tensors_in(new)
+            pairs += [(target, each.cpu()) for target, each in zip(targets, sources, strict=True)]
+    return pairs
+
+
+def tensors_in(leaf: Tensor | QuantisedWeight) -> tuple[Tensor, ...]:
+    return (leaf,) if isinstance(leaf, Tensor) else leaf.tensors()
+
+
+class Copies:
+    """Copies to the weights in use, for which memory is there.
+
+    A copy on one device takes none, whatever dtypes and layouts. One between devices is of contiguous numbers
+    of one dtype, so it goes through a buffer on a device where a tensor has another form: one a device, as
+    large as the largest of these tensors.
+    """
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self._pairs = pairs
+        sizes: dict[torch.device, int] = {}
+        for target, source in pairs:
+            for device in self._buffered(target, source):
+                sizes[device] = max(sizes.get(device, 0), target.numel() * target.element_size())
+        self._buffers = {
+            device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()
+        }
+
+    def run(self) -> None:
+        for target, source in self._pairs:
+            buffered = self._buffered(target, source)
+            if source.device in buffered:
+                source = self._buffer(source.device, target).copy_(source)
+            if target.device in buffered:
+                source = self._buffer(target.device, target).copy_(source)
             target.copy_(source)
+
+    def _buffered(self, target: Tensor, source: Tensor) -> list[torch.device]:
+        """The devices on which a copy needs a buffer."""
+        if not is_between_devices(target, source):
+            return []
+
+        is_plain = source.dtype == target.dtype and source.is_contiguous()
+        found = [] if is_plain else [source.device]
+        return found if target.is_contiguous() else [*found, target.device]
+
+    def _buffer(self, device: torch.device, like: Tensor) -> Tensor:
+        num_bytes = like.numel() * like.element_size()
+        return self._buffers[device][:num_bytes].view(like.dtype).view(like.shape)
+
+
+def is_between_devices(target: Tensor, source: Tensor) -> bool:
+    return target.device != source.device
 
 
 def leaves(weights: Any) -> Iterator[Tensor | QuantisedWeight]:

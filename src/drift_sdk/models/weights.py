@@ -39,7 +39,7 @@ from drift_sdk.models.channels import (
     allocate_mlp,
     allocate_parallel,
 )
-from drift_sdk.models.kv_cache import KVForm, KVScales, KVScaleSource, load_kv_scales
+from drift_sdk.models.kv_cache import KVForm, KVScales, KVScaleSource, kv_heads, load_kv_scales
 from drift_sdk.models.layer_inputs import (
     InputWeights,
     LayerInputWeights,
@@ -402,7 +402,7 @@ def check_tensors(spec: ModelSpec, tensors: TensorSource, kv_form: KVForm | None
         for name, place in places.items():
             tensors.check(name, place.dtype)
     if kv_form == "fp8" and isinstance(tensors, KVScaleSource):
-        tensors.check_kv_scales(spec.attention_layers, spec.attention.num_kv_heads)
+        tensors.check_kv_scales(kv_heads(spec))
 
 
 def _hint(spec: ModelSpec, name: str, names: Collection[str]) -> str:

@@ -17,8 +17,11 @@ from starlette.routing import Route
 
 from drift_sdk import BaseEngine, ConfigError, DriftError, EngineClosed
 from drift_sdk.openai.chat import chat, completions
-from drift_sdk.openai.embeddings import embeddings, scores
+from drift_sdk.openai.decisions import decide
+from drift_sdk.openai.embeddings import embeddings
 from drift_sdk.openai.messages import count_tokens, messages
+from drift_sdk.openai.reranker import Reranker
+from drift_sdk.openai.reranking import rerank, scores
 from drift_sdk.openai.responses import responses
 from drift_sdk.openai.service import Keys, Service
 from drift_sdk.openai.wire import error_response
@@ -32,6 +35,7 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 def app(
     engine: BaseEngine | Mapping[str, BaseEngine],
     *,
+    reranker: Reranker | Mapping[str, Reranker] | None = None,
     api_keys: Collection[str] = (),
     salts_keys: bool = False,
     shows_cached_tokens: bool = True,
@@ -42,6 +46,8 @@ def app(
 
     engine:              an `Engine`, an `EnginePool` or another engine, or several by the names that clients
                          use. The name of a single one is its hub id, or the name of its folder or file.
+    reranker:            how the model judges documents for `/v1/rerank` and `/v1/score`, of several engines
+                         by their names, or one for all; engines without one compare embeddings.
     api_keys:            a request needs one of them, as a Bearer token or in the header `x-api-key`, except
                          to `/health`; none = every request is let in.
     salts_keys:          requests of different keys share no cached prefixes, so that none can find out by
@@ -55,9 +61,11 @@ def app(
     if max_body_bytes < 1:
         raise ConfigError.of("max_body_bytes", max_body_bytes, "1 or more")
 
+    engines = by_name(engine)
     service = Service(
-        by_name(engine),
+        engines,
         Keys(api_keys),
+        rerankers=rerankers_by_name(reranker, engines),
         salts_keys=salts_keys,
         shows_cached_tokens=shows_cached_tokens,
         max_body_bytes=max_body_bytes,
@@ -67,7 +75,9 @@ def app(
         route("POST", "/v1/completions", completions, service),
         route("POST", "/v1/responses", responses, service),
         route("POST", "/v1/embeddings", embeddings, service),
+        route("POST", "/v1/decide", decide, service),
         route("POST", "/v1/score", scores, service),
+        *(route("POST", path, rerank, service) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         route("POST", "/v1/messages", messages, service),
         route("POST", "/v1/messages/count_tokens", count_tokens, service),
         route("GET", "/v1/models", list_models, service),
@@ -98,6 +108,23 @@ def by_name(engine: object) -> dict[str, BaseEngine]:
             return given
 
     raise ConfigError.of("engine", engine, "an engine, or engines by their names")
+
+
+def rerankers_by_name(given: object, engines: Mapping[str, BaseEngine]) -> dict[str, Reranker]:
+    """The rerankers of engines. ConfigError for what is none, and for a name that no engine has."""
+    if given is None:
+        return {}
+
+    if isinstance(given, Reranker):
+        return dict.fromkeys(engines, given)
+
+    found: dict[Any, Any] = dict(given) if isinstance(given, Mapping) else {}
+    if found and found.keys() <= engines.keys():
+        if all(isinstance(each, Reranker) for each in found.values()):
+            return found
+
+    allowed = f"a Reranker, or some by names of {', '.join(map(repr, engines))}"
+    raise ConfigError.of("reranker", given, allowed)
 
 
 def name_of(model: str | Path) -> str:

@@ -1,9 +1,8 @@
-"""Embeddings, `/v1/embeddings`, and similarities of texts by them, `/v1/score`."""
+"""Embeddings, `/v1/embeddings`."""
 
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -11,26 +10,28 @@ from typing import Any, ClassVar, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from drift_sdk import Embedding, RequestError
+from drift_sdk import BaseEngine, Embedding, RequestError
 from drift_sdk.openai.conversation import IGNORED
-from drift_sdk.openai.service import Service, new_id, unless_disconnected
+from drift_sdk.openai.service import Service, unless_disconnected
 from drift_sdk.openai.wire import Body
 
 MAX_INPUTS = 2048
 """Most inputs of a request, as in OpenAI's protocol."""
-ERROR_NAMES = {"prompt": "input", "prompts": "input"}
+ERROR_NAMES = {"prompts": "input"}
+TRUNCATION: Mapping[str, tuple[Any, ...]] = {"truncation_side": ("right",)}
+"""Fields of truncated prompts that are refused: the first tokens are kept."""
 
 
 class EmbeddingBody(Body, kw_only=True):
     max_items = 2**21  # of tokens: each input may have as many as the context
-    ignored: ClassVar[frozenset[str]] = IGNORED
+    ignored: ClassVar[frozenset[str]] = IGNORED - TRUNCATION.keys()
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
         "input_type": (),
         "messages": (),
         "prompt_embeds": (),
-        "truncate_prompt_tokens": (),
         "use_activation": (),
+        **TRUNCATION,
     }
 
     input: str | list[str | int | list[int]]
@@ -38,6 +39,7 @@ class EmbeddingBody(Body, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     normalize: bool = True
+    truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str | None = None
 
@@ -56,72 +58,29 @@ class EmbeddingBody(Body, kw_only=True):
         return found
 
 
-class ScoreBody(Body, kw_only=True):
-    """Texts that are compared: each of text_1 with the one of text_2 at its place, or one with all."""
+def most_tokens(engine: BaseEngine, given: int | None) -> int | None:
+    """The tokens of a prompt that are kept, of vLLM's `truncate_prompt_tokens`: -1 stands for as many as the
+    model takes. None: a longer prompt is an error."""
+    if given is not None and (given == 0 or given < -1):
+        raise RequestError.of("truncate_prompt_tokens", given, "at least 1, or -1 for what the model takes")
 
-    ignored: ClassVar[frozenset[str]] = IGNORED
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_special_tokens": (True,),
-        "truncate_prompt_tokens": (),
-        "use_activation": (),
-    }
-
-    text_1: str | list[str]
-    text_2: str | list[str]
-    model: str | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-
-    def pairs(self) -> list[tuple[str, str]]:
-        lists = []
-        for field, given in (("text_1", self.text_1), ("text_2", self.text_2)):
-            texts = [given] if isinstance(given, str) else given
-            if not 1 <= len(texts) <= MAX_INPUTS or not all(texts):
-                raise RequestError.of(field, given, f"1 to {MAX_INPUTS} texts, none of them empty")
-
-            lists.append(texts)
-        first, second = lists
-        if len(first) == 1:
-            first = first * len(second)
-        if len(first) != len(second):
-            allowed = f"{len(first)} texts, as many as text_1, which may also be one text for all"
-            raise RequestError(
-                f"text_2 has {len(second)}: expected {allowed}", field="text_2", allowed=allowed
-            )
-
-        return list(zip(first, second, strict=True))
-
-
-async def scores(service: Service, request: Request) -> Response:
-    """The endpoint of similarities: the cosine of the embeddings of the last tokens."""
-    body = await service.read(request, ScoreBody)
-    pairs = body.pairs()
-    model, salt = service.model(body.model), service.salt(request, body.cache_salt)
-    found: dict[str, Embedding] = {}
-    for field, texts in zip(("text_1", "text_2"), zip(*pairs, strict=True), strict=True):
-        request.state.error_names = {"prompt": field}
-        new = [text for text in dict.fromkeys(texts) if text not in found]
-        embed = partial(model.engine.embed, new, priority=body.priority, cache_salt=salt)
-        found |= zip(new, await unless_disconnected(request.receive, embed), strict=True)
-    data = [
-        {"index": index, "object": "score", "score": float(found[one].vector @ found[other].vector)}
-        for index, (one, other) in enumerate(pairs)
-    ]
-    usage = usage_of(list(found.values()), service)
-    shown = {"id": new_id("score-"), "object": "list", "created": int(time.time()), "model": model.name}
-    return JSONResponse({**shown, "data": data, "usage": usage})
+    # Besides the tokens of the prompt, there is one that is thrown away.
+    most = engine.max_model_len - 1
+    return most if given == -1 else given
 
 
 async def embeddings(service: Service, request: Request) -> Response:
     """The endpoint."""
     body = await service.read(request, EmbeddingBody)
-    request.state.error_names = ERROR_NAMES
-    model = service.model(body.model)
+    model, prompts = service.model(body.model), body.prompts()
+    is_single = len(prompts) == 1 and body.input is not prompts
+    request.state.error_names = {"prompts[0]": "input"} if is_single else ERROR_NAMES
     embed = partial(
         model.engine.embed,
-        body.prompts(),
+        prompts,
         normalize=body.normalize,
         dimensions=body.dimensions,
+        truncate_prompt_tokens=most_tokens(model.engine, body.truncate_prompt_tokens),
         priority=body.priority,
         cache_salt=service.salt(request, body.cache_salt),
     )

@@ -35,6 +35,7 @@ from drift_sdk import (
     Samples,
     SamplingParams,
 )
+from drift_sdk.openai.reranker import Reranker
 from drift_sdk.openai.wire import BodyT, Cancelled, Unauthorised, UnknownModel, decode
 
 CLOSE = {"Connection": "close"}
@@ -47,6 +48,7 @@ class Service:
     """Engines and options of one application.
 
     models:              engines by name; several names may have one engine.
+    rerankers:           how models judge documents, by name; the others compare embeddings.
     keys:                whom it lets in.
     salts_keys:          requests of different keys share no cached prefixes.
     shows_cached_tokens: answers say how many tokens of the prompt were cached.
@@ -58,11 +60,12 @@ class Service:
         engines: Mapping[str, BaseEngine],
         keys: Keys,
         *,
+        rerankers: Mapping[str, Reranker],
         salts_keys: bool,
         shows_cached_tokens: bool,
         max_body_bytes: int,
     ) -> None:
-        self.models = {name: Model(name, engine) for name, engine in engines.items()}
+        self.models = {name: Model(name, engine, rerankers.get(name)) for name, engine in engines.items()}
         self.engines = list({id(engine): engine for engine in engines.values()}.values())
         self.created = int(time.time())
         self.shows_cached_tokens = shows_cached_tokens
@@ -133,10 +136,12 @@ class Service:
 
 
 class Model(Struct, frozen=True, eq=False):
-    """An engine under the name by which clients know it."""
+    """An engine under the name by which clients know it. reranker: how it judges documents; None: it compares
+    embeddings."""
 
     name: str
     engine: BaseEngine
+    reranker: Reranker | None = None
 
 
 class Keys:

@@ -185,9 +185,12 @@ def described(error: Exception, names: Mapping[str, str]) -> Described:
     message = str(error)
     match error:
         case PromptTooLong():
+            param, shown = renamed(error, names)
+            if error.field != "prompt":  # one of several, which the message names
+                message = shown
             # Some clients know this error by its code, others by these words.
             message = f"prompt is too long: it is longer than the model's context length: {message}"
-            param, code = renamed(error, names)[0], "context_length_exceeded"
+            code = "context_length_exceeded"
             return Described(400, "invalid_request_error", message, param=param, code=code)
         case RequestError():
             param, message = renamed(error, names)

@@ -199,14 +199,29 @@ class EnginePool(BaseEngine):
         await for_each(engines, lambda engine: engine.wake())
 
     async def update_weights(self, tensors: Mapping[str, Any]) -> None:
-        """See `BaseEngine.update_weights`. The replicas get the weights one after the other, and serve
-        meanwhile; a wrong tensor is found by the first. One that is restarted loads its files."""
+        """See `BaseEngine.update_weights`. The replicas get the weights one after the other, each between two
+        of its steps, and serve meanwhile: `Completion.weights_versions` and the `weights_version` of each
+        replica's statistics tell which weights were used. A wrong tensor is found by the first replica. An
+        error of a later one names it; those before it have the new weights. A replica that is restarted loads
+        its files, and begins with version 0."""
         if not self._calls_functions:
             allowed = "replicas of this process: tensors are not sent to another one"
             raise RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
 
+        num_updated = 0
         for engine in self._open_engines():
-            await engine.update_weights(tensors)
+            try:
+                await engine.update_weights(tensors)
+            except RequestError as error:
+                if not num_updated:
+                    raise
+
+                place = f"replica {self.engines.index(engine)}, after {num_updated} with the new weights"
+                raise RequestError(
+                    f"{place}: {error}", field=error.field, value=error.value, allowed=error.allowed
+                ) from error
+
+            num_updated += 1
 
     @property
     def is_open(self) -> bool:

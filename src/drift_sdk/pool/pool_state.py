@@ -54,8 +54,8 @@ class ReplicaStats(Struct, frozen=True, kw_only=True):
 def summed_stats(each: Sequence[EngineStats]) -> EngineStats:
     """Sums of all counters and of the current state. `mean_active`, `min_active` and `max_active` are sums
     too: of replicas whose steps overlap. `is_paused` and `is_asleep` hold if they hold for all.
-    `start_seconds` are those of the replica that took longest, and `kv_dtype` is that of all, if it is the
-    same."""
+    `weights_version` is the lowest, `start_seconds` are those of the replica that took longest, and
+    `kv_dtype` is that of all, if it is the same."""
     found: dict[str, Any] = {}
     for field in fields(EngineStats):
         values = [getattr(stats, field.name) for stats in each]
@@ -68,6 +68,8 @@ def summed_stats(each: Sequence[EngineStats]) -> EngineStats:
                 found[field.name] = max(values, key=lambda stages: sum(s for _, s in stages), default=())
             case "is_paused" | "is_asleep":
                 found[field.name] = bool(values) and all(values)
+            case "weights_version":
+                found[field.name] = min(values, default=0)
             case "kv_dtype":
                 found[field.name] = values[0] if len(set(values)) == 1 else ""
             case _:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from drift_sdk._fields import ConfigFields, check_fields
-from drift_sdk.driver.prompts import AnsweredPrompt, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from drift_sdk.driver.prompts import AnsweredPrompt, ChatPrompt, CutPrompt, Prompt, TextPrompt, TokenPrompt
 from drift_sdk.errors import ConfigError
 
 
@@ -58,7 +58,7 @@ class PromptBlocks(Struct, frozen=True):
     @classmethod
     def of(cls, prompt: Prompt, salt: str | None = None) -> PromptBlocks:
         first = 0 if salt is None else hash(salt)
-        if isinstance(prompt, AnsweredPrompt):
+        if isinstance(prompt, AnsweredPrompt | CutPrompt):
             prompt = prompt.prompt  # all answers go where the prompt is
         if isinstance(prompt, TokenPrompt):
             return cls(max(1, len(prompt.ids)), tuple(rolling_hashes(prompt.ids, BLOCK_TOKENS, first)))

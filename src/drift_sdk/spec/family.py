@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from drift_sdk.spec.model import ModelSpec
+from drift_sdk.spec.model import ModelSpec, MtpNames
 from drift_sdk.spec.settings import Settings
 
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -43,6 +43,15 @@ SANDWICH_MODULES = LAYER_MODULES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+NEXTN_FIELDS = {
+    "eh_proj": "joint",
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "shared_head_norm": "final_norm",
+    "embed_tokens": "embedding",
+    "shared_head_head": "head",
+}
+"""Fields of MtpNames, by the names of a file's modules "nextn"."""
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 """Metadata of files with experts."""
 
@@ -115,7 +124,10 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     layer_modules:  Hugging Face names of a layer's modules, by their names in the file; "{}" is an expert's
                     number.
     layer_tensors:  Hugging Face names of a layer's tensors that belong to no module, likewise. Their names in
-                    the file may have no suffix.
+                    the file may have no suffix, or the suffix "scale".
+    mtp:            Hugging Face names of the layer that predicts one more token, by the number of the
+                    decoder's layers, behind which files have it; None: it is not read.
+    modules:        Hugging Face names of modules outside layers, likewise.
     is_permuted:    the rows of query and key projections are interleaved, see `GGUFFile.get`.
     is_partial:     a part of each head may be rotated.
     yarn:           settings of YaRN that files do not say; None: YaRN is not implemented.
@@ -131,6 +143,8 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     mark: str = ""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = {}
+    mtp: Callable[[int], MtpNames] | None = None
+    modules: Mapping[str, str] = field(default_factory=lambda: MODULES)
     is_permuted: bool = False
     is_partial: bool = False
     yarn: Mapping[str, Any] | None = None
@@ -145,22 +159,32 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
         """Whether models have a tensor for each matrix of an expert."""
         return any("{}" in name for name in self.layer_modules.values())
 
-    def tensor_name(self, name: str) -> str:
-        """The Hugging Face name of a tensor; its name in the file if models have no such tensor."""
-        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias))?", name):
+    def tensor_name(self, name: str, num_layers: int) -> str:
+        """The Hugging Face name of a tensor; its name in the file if models have no such tensor.
+
+        num_layers: of the decoder.
+        """
+        mtp = None if self.mtp is None else self.mtp(num_layers)
+        if match := re.fullmatch(r"blk\.([0-9]+)\.nextn\.(\w+)\.weight", name):
+            layer, module = match.groups()
+            is_read = mtp is not None and int(layer) == num_layers and module in NEXTN_FIELDS
+            return (getattr(mtp, NEXTN_FIELDS[module]) or name) if is_read else name
+
+        if match := re.fullmatch(r"blk\.([0-9]+)\.(\w+)(?:\.([0-9]+))?(?:\.(weight|bias|scale))?", name):
             layer, module, expert, suffix = match.groups()
+            prefix = f"model.layers.{layer}" if mtp is None or int(layer) != num_layers else mtp.layer
             own = self.layer_tensors.get(module if suffix is None else f"{module}.{suffix}")
             if own is not None and expert is None:
-                return f"model.layers.{layer}.{own}"
+                return f"{prefix}.{own}"
 
             known = self.layer_modules.get(module)
-            if known is None or suffix is None or (expert is None) == ("{}" in known):
+            if known is None or suffix in (None, "scale") or (expert is None) == ("{}" in known):
                 return name
 
-            return f"model.layers.{layer}.{known.format(expert)}.{suffix}"
+            return f"{prefix}.{known.format(expert)}.{suffix}"
 
         module, _, suffix = name.rpartition(".")
-        return f"{MODULES[module]}.{suffix}" if module in MODULES else name
+        return f"{self.modules[module]}.{suffix}" if module in self.modules else name
 
 
 class OriginalFiles(Struct, frozen=True, kw_only=True):

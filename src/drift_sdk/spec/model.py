@@ -626,6 +626,14 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return {group: tuple(layers) for group, layers in groups.items()}
 
     @property
+    def first_reader(self) -> int:
+        """The first of the last layers, of which none keeps keys and values or a state: all attend to those
+        of earlier layers. What they compute of a row has no effect on other rows. `num_layers` without."""
+        mixers = [layer.mixer for layer in self.layers]
+        keeping = [not isinstance(each, Attention) or each.kv_of is None for each in mixers]
+        return self.num_layers - keeping[::-1].index(True)
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention."""
         found = enumerate(self.layers)

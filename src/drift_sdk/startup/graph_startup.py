@@ -35,6 +35,7 @@ from drift_sdk.events import Report
 from drift_sdk.execution.device.device import GpuDevice, is_kept
 from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions, StartupHooks
 from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExecutor
+from drift_sdk.models.assistant import AssistantWeights
 from drift_sdk.models.channels import ExpertWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftWeights
@@ -183,6 +184,9 @@ def _products(
     if target.layer_inputs is not None:
         yield target.layer_inputs.projection, False, False, num_slices
     yield target.head, False, True, num_slices
+    if isinstance(target, AssistantWeights):
+        for weight in (target.pre, target.post, target.centroids):
+            yield weight, False, False, num_slices
     if isinstance(draft, DecoderWeights):
         yield from _products(draft, None, None)
     elif draft is not None:

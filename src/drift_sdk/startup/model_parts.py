@@ -20,6 +20,7 @@ from drift_sdk.events import Report
 from drift_sdk.execution.device.memory import return_freed_memory
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
+    AssistantDrafterFactory,
     DFlashDrafterFactory,
     DrafterFactory,
     EagleDrafterFactory,
@@ -30,6 +31,7 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.loading.source import TOKENIZER_FILE, Source, name_role, read_config, resolve
 from drift_sdk.loading.tensors import TensorSource
 from drift_sdk.models.allocation import QUANTISERS, WeightForm
+from drift_sdk.models.assistant import AssistantDecoder, is_assistant
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.dflash import DFlashDecoder, is_dflash
 from drift_sdk.models.draft_head import DraftDecoder, is_whole_model
@@ -180,6 +182,8 @@ def open_drafter_factory(
         factory = ModelDrafterFactory(draft, choices, is_adaptive=is_adaptive)
     elif isinstance(draft, DFlashDecoder):
         factory = _dflash_factory(draft, speculation)
+    elif isinstance(draft, AssistantDecoder):
+        factory = AssistantDrafterFactory(draft, choices, is_adaptive=is_adaptive)
     else:
         factory = _eagle_factory(draft, speculation)
     return factory if speculation.ngrams is None else HybridDrafterFactory(factory, speculation.ngrams)
@@ -215,8 +219,8 @@ def _load_draft(
     report: Report,
     source: Source | None,
     check_bytes: Callable[[int], None] | None,
-) -> DraftDecoder | DFlashDecoder | Decoder:
-    """The draft head or the model that `Speculation.draft` names."""
+) -> DraftDecoder | DFlashDecoder | AssistantDecoder | Decoder:
+    """The draft head, the assistant or the model that `Speculation.draft` names."""
     assert not isinstance(speculation.draft, NGram)
     if speculation.draft == MTP:
         return _load_mtp(config, speculation, target, source, check_bytes)
@@ -230,6 +234,11 @@ def _load_draft(
         report=report,
         has_weights=has_weights,
     )
+    if _is_assistant(found):
+        _check_assistant(speculation)
+        form = speculation.draft_weights or "expanded"
+        return AssistantDecoder.load(found, target, form=form, has_weights=has_weights)
+
     if is_whole_model(found):
         with name_role("draft"):
             return load_draft_model(config, speculation, found, target, source, check_bytes)
@@ -255,6 +264,22 @@ def _load_draft(
         local_files_only=config.local_files_only,
         report=report,
     )
+
+
+def _is_assistant(source: Source) -> bool:
+    """Whether a source is a folder of an assistant, whose tensors have names of a whole model's."""
+    with name_role("draft"):
+        return not source.path.is_file() and is_assistant(source.config)
+
+
+def _check_assistant(speculation: Speculation) -> None:
+    """Raise ConfigError for settings that an assistant as the draft does not have."""
+    if not isinstance(speculation.shape, Chain):
+        raise ConfigError.of("shape", speculation.shape, "a Chain with an assistant as the draft")
+
+    convention = speculation.aux_layer_convention
+    if convention is not None:
+        raise ConfigError.of("aux_layer_convention", convention, "None with an assistant as the draft")
 
 
 def _load_mtp(

@@ -28,6 +28,7 @@ from drift_sdk.execution.device.stages import AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.loading.source import Found, Source, check_kv_scheme, find, hub_settings, read_config, resolve
 from drift_sdk.model_info import ModelInfo, RemoteFile
+from drift_sdk.models.mtp import has_mtp
 from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes, with_stored_head
 from drift_sdk.scheduling.planning import SchedulerConfig
@@ -437,6 +438,7 @@ class Inspection:
             if shapes is None or dtype is None
             else bytes_of_slot(self._config, shapes, dtype, executor or "eager"),
             num_checkpoints=None if states is None else states.num_checkpoints,
+            has_mtp=None if shapes is None else self._try(lambda: self._has_mtp(shapes)),
             context=None if shapes is None else shapes.max_position_embeddings,
             has_tokenizer=has_tokenizer,
             has_chat_template=has_template,
@@ -455,6 +457,13 @@ class Inspection:
         settings = self._settings()
         is_nested = "text_config" in settings
         return tuple(name for name in PARTS if is_nested and settings.get(f"{name}_config"))
+
+    def _has_mtp(self, shapes: ModelSpec) -> bool | None:
+        """Whether there is an MTP layer; None where files that would tell are still to be downloaded."""
+        if self._config.load == "random":
+            return shapes.mtp is not None
+
+        return None if self._found.missing else has_mtp(shapes, self._found.source.tensors())
 
     def _try(self, examine: Callable[[], T]) -> T | None:
         """The result of `examine`; None if it raises, and the reason is kept."""

@@ -142,6 +142,9 @@ COMPOSES = frozenset({"qwen2", "qwen35", "command-r"})
 
 
 METASPACE = "\u2581"
+GEMMA4 = "gemma4"
+MODELS = ("gpt2", "llama", GEMMA4)
+"""Kinds of vocabularies. The last has the characters and bytes of "llama", and the merges of "gpt2"."""
 TOKENS = "tokenizer.ggml.tokens"
 TYPE_NAMES: dict[type, str] = {str: "a string", int: "an integer", float: "a number"}
 
@@ -163,8 +166,9 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     Raises `ModelLoadError` that names the key with a missing or wrong value.
     """
     model = metadata.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
-        raise ModelLoadError(f"tokenizer.ggml.model={short_repr(model)}: expected 'gpt2' or 'llama'")
+    if model not in MODELS:
+        expected = f"one of {', '.join(map(repr, MODELS))}"
+        raise ModelLoadError(f"tokenizer.ggml.model={short_repr(model)}: expected {expected}")
 
     tokens, types = _read_tokens(metadata, model)
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
@@ -196,7 +200,7 @@ def _read_tokens(metadata: Mapping[str, Any], model: str) -> tuple[list[str], Se
     if "tokenizer.ggml.token_type" in metadata:
         types = _list(metadata, "tokenizer.ggml.token_type", int, length=len(tokens))
 
-    if model == "llama":
+    if model != "gpt2":
         # User-defined tokens are matched in the original text, which has plain spaces.
         tokens = [
             token.replace(METASPACE, " ") if token_type == TokenType.USER_DEFINED else token
@@ -229,8 +233,12 @@ def special_token(metadata: Mapping[str, Any], name: str) -> str | None:
 
 
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether an encoded text begins with the beginning-of-sequence token."""
+    """Whether an encoded text begins with the beginning-of-sequence token. Gemma 4 has it, whatever the file
+    says, as in llama.cpp."""
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if model == GEMMA4:
+        return True
+
     is_usual = model == "llama" or (isinstance(pre, str) and pre in ADDS_BOS)
     return _flag(metadata, "tokenizer.ggml.add_bos_token", default=is_usual)
 
@@ -278,18 +286,24 @@ def _read_merges(metadata: Mapping[str, Any], vocab: dict[str, int]) -> list[tup
 def _sentencepiece(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
 ) -> tokenizers.Tokenizer:
-    """A tokenizer with a "llama" vocabulary: sentencepiece BPE, whose merges follow from the scores."""
-    scores = _list(metadata, "tokenizer.ggml.scores", float, length=len(vocab))
+    """A tokenizer with a "llama" vocabulary: sentencepiece BPE, whose merges follow from the scores; or with
+    that of Gemma 4, whose merges the file has."""
+    is_gemma4 = metadata["tokenizer.ggml.model"] == GEMMA4
+    if is_gemma4:
+        merges = _read_merges(metadata, vocab)
+    else:
+        scores = _list(metadata, "tokenizer.ggml.scores", float, length=len(vocab))
+        merges = _merges_by_score(vocab, scores, types)
     raw = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=_merges_by_score(vocab, scores, types),
+            merges=merges,
             unk_token=special_token(metadata, "unknown"),
             fuse_unk=True,
             byte_fallback=TokenType.BYTE in types,
         )
     )
-    has_space_prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", default=True)
+    has_space_prefix = not is_gemma4 and _flag(metadata, "tokenizer.ggml.add_space_prefix", default=True)
     replace = normalizers.Replace(" ", METASPACE)
     raw.normalizer = (
         normalizers.Sequence([normalizers.Prepend(METASPACE), replace]) if has_space_prefix else replace

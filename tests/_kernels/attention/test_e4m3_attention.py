@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import steady_dots
 import torch
 from msgspec.structs import replace
 from references.attention import cache_numbers, pack_cache, paged_attention_reference, unpack_cache
@@ -29,7 +30,7 @@ from drift_sdk._kernels.attention.prefill import (
     prefill_attention,
     prefill_tiles,
 )
-from drift_sdk._kernels.attention.softmax import Partitions
+from drift_sdk._kernels.attention.softmax import WIDE_HEAD, Partitions
 from drift_sdk._kernels.launch.gpu_limits import HOPPER, limited_gpu
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
@@ -187,6 +188,8 @@ SHAPES = [
     {"block_size": 64, "num_kv_heads": 3, "group": 1, "head_dim": 24},
     {"window": 7, "has_sinks": True, "group": 1},
     {"window": 40, "block_size": 64, "head_dim": 64, "num_kv_heads": 1},
+    {"block_size": 64, "num_kv_heads": 2, "group": 1, "head_dim": 264},
+    {"window": 40, "has_sinks": True, "num_kv_heads": 1, "head_dim": 512},
 ]
 
 
@@ -195,11 +198,16 @@ SHAPES = [
 def test_attention_is_near_float64(shape: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     """All kernels are compared. Scales differ between heads, and between keys and values."""
     step = Step([3, 17, 130] if IS_GPU else [3, 66], 3, device=device, dtype=dtype, **shape)
-    for attend in (step.decoded, step.in_trees, step.as_prompt):
-        step.assert_attended(attend(Partitions.of_layer(128, step.window) if IS_GPU else SMALL))
-    step.assert_attended(
-        step.as_fast_prompt(PrefillAttentionConfig(tile_rows=16, tile_keys=16, num_stages=1))
-    )
+    is_wide = step.query.shape[2] > WIDE_HEAD
+    kernels = (step.decoded, step.as_prompt) if is_wide else (step.decoded, step.in_trees, step.as_prompt)
+    for attend in kernels:
+        step.assert_attended(
+            attend(Partitions.of_layer(step.query.shape[2], step.window) if IS_GPU else SMALL)
+        )
+    if not is_wide:
+        step.assert_attended(
+            step.as_fast_prompt(PrefillAttentionConfig(tile_rows=16, tile_keys=16, num_stages=1))
+        )
     expected = tree_attention_reference(step.layer(), step.rows, step.paths)
     torch.testing.assert_close(expected, step.expected())
 
@@ -207,14 +215,9 @@ def test_attention_is_near_float64(shape: dict[str, Any], dtype: torch.dtype, de
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter multiplies by BLAS, whose order of summation may vary. Tensor cores add products of 16
-    numbers, one after the other."""
-
-    def matmul(a: Any, b: Any, dtype: Any) -> Any:
-        starts = range(0, a.shape[1], 16)
-        steps = [(a[:, k : k + 16, None] * b[k : k + 16]).sum(1, dtype=dtype) for k in starts]
-        return sum(steps[1:], steps[0])
-
-    monkeypatch.setattr(np, "matmul", matmul)
+    numbers, one after the other, also to the sum of another product."""
+    if not IS_GPU:
+        steady_dots.install(monkeypatch, is_chained=True)
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -233,9 +236,30 @@ def test_bits_are_those_of_decoding_in_trees_and_prompts(shape: dict[str, Any], 
         assert torch.equal(step.as_prompt(SMALL), expected)
 
 
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("head_dim", [264, 288, 512])
+@pytest.mark.parametrize("options", [{}, {"window": 40, "has_sinks": True}], ids=str)
+def test_wide_heads_have_the_bits_of_decoding_in_prompts(
+    options: dict[str, Any], head_dim: int, device: str
+) -> None:
+    """A cache of the same numbers has these bits too, if halves of the dimensions are padded to nothing."""
+    step = Step([70, 133], 35, device=device, num_kv_heads=1, head_dim=head_dim, **options)
+    for tile_rows in (16, 64):
+        config = ExactPrefillConfig(tile_rows=tile_rows, num_warps=4, num_stages=1, narrow_stages=1)
+        found = step.as_prompt(SMALL, config)
+        assert found.isfinite().all() and torch.equal(step.decoded(SMALL), found)
+    step.use_scales_of_one()
+    found = step.as_prompt(SMALL)
+    step.use_numbers()
+    if head_dim == 512:
+        assert torch.equal(step.as_prompt(SMALL), found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
-@pytest.mark.parametrize("heads", [(8, 4, 128), (2, 7, 64), (2, 1, 256), (1, 8, 80)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(8, 4, 128), (2, 7, 64), (2, 1, 256), (1, 8, 80), (1, 4, 512), (2, 2, 320)], ids=str
+)
 def test_bits_are_those_of_a_cache_of_the_same_numbers(
     heads: tuple[int, int, int], num_rows: int, device: str
 ) -> None:
@@ -253,18 +277,20 @@ def test_bits_are_those_of_a_cache_of_the_same_numbers(
         head_dim=head_dim,
     )
     prompt = ExactPrefillConfig() if head_dim <= 128 else ExactPrefillConfig(64, 8, 3, 1)
-    found = step.as_prompt(Partitions(), prompt)
+    partitions = Partitions.of_layer(head_dim, 0)
+    found = step.as_prompt(partitions, prompt)
     step.assert_attended(found)
     if num_rows < 64:
-        assert torch.equal(step.decoded(Partitions()), found)
-        assert torch.equal(step.in_trees(Partitions()), found)
+        assert torch.equal(step.decoded(partitions), found)
+        assert head_dim > WIDE_HEAD or torch.equal(step.in_trees(partitions), found)
     step.use_scales_of_one()
-    ones = step.as_prompt(Partitions(), prompt)
-    fast = step.as_fast_prompt(PrefillAttentionConfig(tile_keys=64 if head_dim <= 128 else 32))
-    step.assert_attended(fast)
+    ones = step.as_prompt(partitions, prompt)
+    if head_dim <= WIDE_HEAD:
+        fast = step.as_fast_prompt(PrefillAttentionConfig(tile_keys=64 if head_dim <= 128 else 32))
+        step.assert_attended(fast)
     step.use_numbers()
-    if head_dim % 32 == 0:
-        assert torch.equal(step.as_prompt(Partitions(), prompt), ones)
+    if head_dim % 32 == 0 and head_dim != 320:  # whose halves are padded
+        assert torch.equal(step.as_prompt(partitions, prompt), ones)
 
 
 @pytest.mark.parametrize(("head_dim", "num_stages"), [(64, 3), (256, 3), (512, 3), (1024, 1)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from references.draft import choose_drafts_reference
+from references.draft import choose_drafts_reference, keep_best_clusters_reference
 
-from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
+from drift_sdk._kernels.draft.draft_choose import choose_drafts, keep_best_clusters, num_draft_chunks
 
 pytestmark = pytest.mark.kernel
 
@@ -155,3 +155,34 @@ def test_choose_drafts_names_wrong_arguments(device: str) -> None:
     case.target_ids = case.target_ids[1:]
     with pytest.raises(ValueError, match=r"target_ids: \[95\] .*: expected \[96\]"):
         case.run(1)
+
+
+@pytest.mark.parametrize("num_slices", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size", "num_clusters", "num_best"),
+    [(1, 5, 5, 1), (3, 96, 12, 12), (4, 1024, 64, 7), (2, 2500, 100, 32), (0, 96, 12, 3)],
+)
+def test_tokens_outside_of_the_best_clusters_are_left_out(
+    num_rows: int, vocab_size: int, num_clusters: int, num_best: int, num_slices: int | None, device: str
+) -> None:
+    """Scores are small integers, so that many are equal."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    shape = (num_rows, num_clusters) if num_slices is None else (num_slices, num_rows, num_clusters)
+    scores = torch.randint(-4, 5, shape, generator=generator).float()
+    logits = torch.randn(num_rows, vocab_size, generator=generator)
+    clusters = torch.randperm(vocab_size, generator=generator).int() % num_clusters
+    whole = scores if num_slices is None else scores.sum(0)
+    expected = keep_best_clusters_reference(logits, whole, clusters, num_best)
+    is_best = torch.full((num_rows, num_clusters), -7, dtype=torch.int32, device=device)
+    found = logits.to(device)
+    keep_best_clusters(found, scores.to(device), clusters.to(device), is_best, num_best=num_best)
+    assert torch.equal(found.cpu(), expected)
+    assert (is_best.sum(1) == num_best).all()
+
+
+def test_the_number_of_clusters_is_checked(device: str) -> None:
+    logits, scores = torch.zeros(2, 8, device=device), torch.zeros(2, 4, device=device)
+    clusters, is_best = (torch.zeros(*size, dtype=torch.int32, device=device) for size in ((8,), (2, 4)))
+    for number in (0, 5):
+        with pytest.raises(ValueError, match=f"num_best={number}: expected 1 to 4"):
+            keep_best_clusters(logits, scores, clusters, is_best, num_best=number)

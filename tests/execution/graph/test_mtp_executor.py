@@ -66,6 +66,16 @@ EXPERTS = DENSE | {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+NEXT = EXPERTS | {"model_type": "qwen3_next", "mlp_only_layers": [0], "norm_topk_prob": False}
+NEXT.pop("mtp_num_hidden_layers")
+PLAIN_BEHIND = EXPERTS | {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 6,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
 LATENTS = {
     "model_type": "glm4_moe_lite",
     "vocab_size": 40,
@@ -177,8 +187,8 @@ def note_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafts, Drafts]:
 
 @pytest.mark.parametrize(
     "settings",
-    slow_after(1, [LATENTS, DENSE, EXPERTS, GROUPS]),
-    ids=["latents", "dense", "experts", "groups"],
+    slow_after(1, [LATENTS, DENSE, EXPERTS, GROUPS, NEXT, PLAIN_BEHIND]),
+    ids=["latents", "dense", "experts", "groups", "next", "plain behind"],
 )
 def test_rounds_equal_those_of_the_eager_executor(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

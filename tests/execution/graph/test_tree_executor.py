@@ -28,6 +28,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
+from drift_sdk.models.mtp import random_mtp
 from drift_sdk.steps import Executor, ExecutorLimits
 from perf.harness import manual_driver
 from perf.harness.manual_driver import ManualDriver
@@ -40,6 +41,8 @@ TARGET = tiny_llama(
 )
 LIMITS = ExecutorLimits(max_num_seqs=2, max_model_len=40, num_blocks=20, block_size=4, vocab_size=96)
 BUDGET = 16
+MTP_SEED = 10
+"""Of weights whose layer is right once in either tree."""
 STATIC = StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 DYNAMIC = DynamicTree(top_k=3, depth=3, num_draft_tokens=7)
 
@@ -129,3 +132,37 @@ def test_checked_chains_equal_those_of_the_eager_executor(
     assert [[each[:3] + each[4:] for each in outputs] for outputs in found] == [
         [each[:3] + each[4:] for each in outputs] for outputs in expected
     ]
+
+
+MTP = {
+    "model_type": "glm4_moe",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+def test_trees_of_an_mtp_layer_equal_those_of_the_eager_executor(shape: Any) -> None:
+    device = "cuda" if IS_GPU else "cpu"
+    target = Decoder.random(read_spec(MTP), device=device, dtype=torch.float32, seed=MTP_SEED)
+    models = target, random_mtp(target, 4)
+    factory = EagleDrafterFactory(models[1], (shape.num_draft_tokens,), tree=shape)
+    eager = EagerExecutor(target, LIMITS, factory.eager_drafter(target, LIMITS))
+    expected = rounds(eager, shape.num_draft_tokens, shape.depth)
+    assert any(output[3] for outputs in expected for output in outputs)
+    executor = graph_executor(models, factory, has_checks=False)
+    assert rounds(executor, shape.num_draft_tokens, shape.depth) == expected

@@ -128,3 +128,13 @@ def append_history_reference(
         depth = torch.arange(len(row_slot) // len(emitted), device=row_slot.device)
         is_appended &= (depth < emitted[:, None]).flatten()
     history[row_slot[is_appended].long(), row_position[is_appended].long()] = row_token[is_appended]
+
+
+def keep_best_clusters_reference(
+    logits: torch.Tensor, scores: torch.Tensor, clusters: torch.Tensor, num_best: int
+) -> torch.Tensor:
+    """Logits [B, V], -inf outside of the num_best clusters with the largest of scores [B, C]; of equal ones
+    the lowest. clusters [V]: of each token."""
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_best]
+    is_best = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    return torch.where(is_best[:, clusters.long()], logits, -torch.inf)

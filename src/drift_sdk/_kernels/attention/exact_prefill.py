@@ -33,8 +33,8 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.cache import decode_rows, offset_in_cache
-from drift_sdk._kernels.attention.layer_attention import LayerAttention, padded_size
+from drift_sdk._kernels.attention.cache import decode_pairs, decode_rows, offset_in_cache
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, cuda_prefill_attention, has_cuda_prefill
 from drift_sdk._kernels.attention.softmax import (
     ONES_COLUMNS,
@@ -68,9 +68,9 @@ WIDE_FLOAT32_SHARED_BYTES = 147_456
 """Shared memory that 16 rows of heads of 256 dimensions take in float32."""
 
 PART_ROWS, VALUE_SHARES = 32, 2
-"""Of wide heads: most rows of a program, and programs that divide the dimensions of values. So a thread of 8
-warps keeps all that it needs in 188 registers; with all dimensions it would need more than there are, 255.
-Neither changes a bit."""
+"""Of wide heads: most rows of a program, and programs that divide the dimensions of values. With a cache of
+e4m3 there are two of these, for the two codes of a word. So a thread of 8 warps keeps all that it needs in
+188 registers; with all dimensions it would need more than there are, 255. Neither changes a bit."""
 WIDE_STAGES, WIDE_HEAD_WARPS = 3, 8
 
 
@@ -328,8 +328,10 @@ def _exact_prefill_attention(
 @kernel
 def _wide_prefill_attention(
     query_ptr,  # [N, NUM_HEADS, HEAD_DIM], storage type; rows have a stride
-    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, HEAD_DIM], storage type
+    keys_ptr,  # [num_blocks, NUM_KV_HEADS, KV_BLOCK_SIZE, PART_DIM], storage type or words of two e4m3 codes
     values_ptr,  # as keys
+    key_scale_ptr,  # [NUM_KV_HEADS] fp32, or None
+    value_scale_ptr,  # as key_scale_ptr
     block_table_ptr,  # [S, max_blocks] int32; rows have a stride
     tiles_ptr,  # [num_tiles, NUM_FIELDS] int32
     sinks_ptr,  # [NUM_HEADS], storage type, or None
@@ -340,8 +342,10 @@ def _wide_prefill_attention(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,  # HEAD_DIM, rounded up to a power of two
-    VALUE_DIM: tl.constexpr,  # dimensions of the values of a program
+    NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
+    PADDED_DIM: tl.constexpr,  # those of a part, rounded up to a power of two
+    VALUE_DIM: tl.constexpr,  # dimensions of the values of a program; with e4m3, a part
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,
     NUM_TILE_PARTS: tl.constexpr,  # programs that divide the rows of a tile
     PART_ROWS: tl.constexpr,  # rows of a program
@@ -357,9 +361,12 @@ def _wide_prefill_attention(
 
     Every tile of keys is masked. Longer than other kernels by its signature.
     """
+    PART_DIM: tl.constexpr = HEAD_DIM // NUM_PARTS
+    NUM_SHARES: tl.constexpr = NUM_PARTS * PADDED_DIM // VALUE_DIM
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
     wait_for_producers(PDL)
-    NUM_SHARES: tl.constexpr = PADDED_DIM // VALUE_DIM
     head = tl.program_id(0) // NUM_SHARES
+    share = tl.program_id(0) % NUM_SHARES
     tiles_ptr += tl.program_id(1) // NUM_TILE_PARTS * NUM_FIELDS
     num_before = tl.program_id(1) % NUM_TILE_PARTS * PART_ROWS
     slot = tl.load(tiles_ptr)
@@ -370,14 +377,25 @@ def _wide_prefill_attention(
     first_row = (tl.load(tiles_ptr + 1) + num_before).to(tl.int64)
     start = tl.load(tiles_ptr + 3) + num_before
     row = tl.arange(0, PART_ROWS)
+    # Dimensions of queries, of the keys' words, and of the words with the values of the program.
     dim = tl.arange(0, PADDED_DIM)
-    value_dim = tl.program_id(0) % NUM_SHARES * VALUE_DIM + tl.arange(0, VALUE_DIM)
+    if NUM_PARTS == 1:
+        query_dim, is_query_dim = dim, dim < HEAD_DIM
+        word_dim = share * VALUE_DIM + tl.arange(0, VALUE_DIM)
+    else:
+        place = tl.arange(0, NUM_PARTS * PADDED_DIM)
+        query_dim, is_query_dim = (
+            place // PADDED_DIM * PART_DIM + place % PADDED_DIM,
+            place % PADDED_DIM < PART_DIM,
+        )
+        word_dim = tl.arange(0, VALUE_DIM)
     query_ptr += first_row * query_stride + head * HEAD_DIM
-    query_ptrs = query_ptr + row[:, None] * query_stride + dim[None, :]
-    query_mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    query_ptrs = query_ptr + row[:, None] * query_stride + query_dim[None, :]
+    query_mask = (row < num_rows)[:, None] & is_query_dim[None, :]
     queries = (tl.load(query_ptrs, mask=query_mask, other=0.0),)
     num_keys = start + num_rows
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    scale = head_scale(scale, key_scale_ptr, kv_head)
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     maximum = tl.full((PART_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((PART_ROWS,), tl.float32)
@@ -399,16 +417,20 @@ def _wide_prefill_attention(
             is_key = (position >= first_seen) & (position < num_keys)
             key_offset = offset_in_cache(
                 table_ptr, first_key, key, position, num_keys, kv_head, dim,
-                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
             )  # fmt: skip
             value_offset = offset_in_cache(
-                table_ptr, first_key, key, position, num_keys, kv_head, value_dim,
-                NUM_KV_HEADS, HEAD_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
+                table_ptr, first_key, key, position, num_keys, kv_head, word_dim,
+                NUM_KV_HEADS, PART_DIM, KV_BLOCK_SIZE, TILE_KEYS, "",
             )  # fmt: skip
-            key_mask = is_key[:, None] & (dim < HEAD_DIM)[None, :]
-            keys = tl.load(keys_ptr + key_offset, mask=key_mask, other=0.0)
-            value_mask = is_key[:, None] & (value_dim < HEAD_DIM)[None, :]
-            values = tl.load(values_ptr + value_offset, mask=value_mask, other=0.0)
+            key_mask = is_key[:, None] & (dim < PART_DIM)[None, :]
+            keys = tl.load(keys_ptr + key_offset, mask=key_mask, other=0)
+            value_mask = is_key[:, None] & (word_dim < PART_DIM)[None, :]
+            values = tl.load(values_ptr + value_offset, mask=value_mask, other=0)
+            if NUM_PARTS == 2:
+                keys = decode_rows(keys, DTYPE, IN_PAIRS)
+                low, high = decode_pairs(values, DTYPE, IN_PAIRS)
+                values = tl.where(share == 0, low, high)
             is_seen = position[None, :] <= (start + row)[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (position[None, :] > (start + row)[:, None] - WINDOW)
@@ -423,56 +445,51 @@ def _wide_prefill_attention(
     if sinks_ptr is not None:
         rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
         total = total * rescale[:, None]
+    if value_scale_ptr is not None:
+        total = total * tl.load(value_scale_ptr + kv_head)
     start_dependents(PDL)
     # Every row that exists has seen a key; what is divided by here for the others is not stored.
     result = total / tl.where(row < num_rows, weight, 1.0)[:, None]
     output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
-    output_ptrs = output_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + value_dim[None, :]
-    output_mask = (row < num_rows)[:, None] & (value_dim < HEAD_DIM)[None, :]
-    tl.store(output_ptrs, result.to(output_ptr.dtype.element_ty), mask=output_mask)
+    if NUM_PARTS == 2:
+        output_ptr += share * PART_DIM
+    output_ptrs = output_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + word_dim[None, :]
+    output_mask = (row < num_rows)[:, None] & (word_dim < PART_DIM)[None, :]
+    tl.store(output_ptrs, result.to(DTYPE), mask=output_mask)
 
 
 def wide_prefill_attention(
     layer: LayerAttention, tiles: Tensor, tile_rows: int, partitions: Partitions
 ) -> None:
-    """`exact_prefill_attention` for heads of more than WIDE_HEAD dimensions, without scales of e4m3.
+    """`exact_prefill_attention` for heads of more than WIDE_HEAD dimensions.
 
     tile_rows: most rows of a tile, a power of two. Rows of query and block table may have any stride.
     """
     layer.check(max_first_key=0, has_strides=True)
     check_tensor("tiles", tiles, (tiles.shape[0], TILE_FIELDS), torch.int32)
     check_range("head_dim", layer.head_dim, WIDE_HEAD + 1)
-    if layer.kv.key_scale is not None:
-        raise ValueError(f"keys: {layer.kv.keys.dtype}: expected {layer.query.dtype} for wide heads")
-
-    part_rows, padded_dim = min(tile_rows, PART_ROWS), padded_size(layer.head_dim)
-    _wide_prefill_attention[(layer.num_heads * VALUE_SHARES, tiles.shape[0] * cdiv(tile_rows, part_rows))](
-        query_ptr=layer.query,
-        keys_ptr=layer.kv.keys,
-        values_ptr=layer.kv.values,
-        block_table_ptr=layer.block_table,
+    part_rows, arguments = min(tile_rows, PART_ROWS), layer.kernel_arguments()
+    num_parts = arguments["NUM_PARTS"]
+    num_shares = num_parts if num_parts > 1 else VALUE_SHARES
+    _wide_prefill_attention[(layer.num_heads * num_shares, tiles.shape[0] * cdiv(tile_rows, part_rows))](
+        value_scale_ptr=layer.kv.value_scale,
         tiles_ptr=tiles,
         sinks_ptr=layer.sinks,
         output_ptr=layer.out,
-        scale=layer.log2_scale,
         query_stride=layer.query.stride(0),
         table_stride=layer.block_table.stride(0),
         NUM_HEADS=layer.num_heads,
-        NUM_KV_HEADS=layer.kv.num_heads,
-        HEAD_DIM=layer.head_dim,
-        PADDED_DIM=padded_dim,
-        VALUE_DIM=padded_dim // VALUE_SHARES,
-        KV_BLOCK_SIZE=layer.kv.block_size,
+        VALUE_DIM=num_parts * arguments["PADDED_DIM"] // num_shares,
         NUM_TILE_PARTS=cdiv(tile_rows, part_rows),
         PART_ROWS=part_rows,
         TILE_KEYS=partitions.tile,
         NARROW=partitions.narrow,
         NARROW_END=partitions.narrow_end,
         NUM_DOUBLINGS=partitions.num_doublings,
-        WINDOW=layer.window,
         NUM_STAGES=WIDE_STAGES,
         PDL=uses_pdl(),
         num_warps=WIDE_HEAD_WARPS,
+        **arguments,
         **launch_options(),
     )
 

@@ -446,9 +446,9 @@ def _attend_latents(
             rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
             rotated = _load_parts(
                 rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1
-            )[0]
+            )
             maximum, weight, total = _attend_tile(
-                maximum, weight, total, query, rotated_query, latents, values, rotated, is_seen, scale,
+                maximum, weight, total, query, rotated_query, latents, values, rotated[0], is_seen, scale,
                 NUM_PARTS, HALVES, IN_PAIRS,
             )  # fmt: skip
             partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
@@ -569,11 +569,9 @@ def _attend_prompts(
         if HALVES == 2:
             values = _load_parts(key_ptrs, is_key, LATENT_DIM // 2, PART_DIM, NUM_PARTS // 2, AGAIN)
         rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
-        rotated = _load_parts(rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1)[
-            0
-        ]
+        rotated = _load_parts(rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1)
         part_maximum, part_weight, part_total = _attend_tile(
-            part_maximum, part_weight, part_total, query, rotated_query, latents, values, rotated, is_seen,
+            part_maximum, part_weight, part_total, query, rotated_query, latents, values, rotated[0], is_seen,
             scale, NUM_PARTS, HALVES, IN_PAIRS,
         )  # fmt: skip
         partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)

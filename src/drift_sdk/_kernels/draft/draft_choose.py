@@ -9,7 +9,11 @@ drafts from, one a depth. `_place_tokens`, grid (rows,): a program owns a row of
 chunks, and writes the drafted token and the row that the draft computes next. Logits that come as partial
 sums are added slice by slice, in order. Bytes: a row of logits for each drafted token, all its slices.
 
-Programmatic dependent launch: both wait for their producers before their first read and, being short, let
+A draft may propose the tokens of its best clusters alone. Two launches before: `_find_best_clusters`, grid
+(rows,): a program takes the best scores of a row one after the other. `_mask_logits`, grid (rows, chunks): a
+program owns CHUNK_TOKENS logits. Bytes: a row of logits, read and written.
+
+Programmatic dependent launch: all wait for their producers before their first read and, being short, let
 their dependents start right after that.
 """
 
@@ -19,7 +23,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from drift_sdk._kernels.launch.arguments import check_tensor, next_power_of_2
+from drift_sdk._kernels.launch.arguments import check_partial_sums, check_tensor, next_power_of_2
 from drift_sdk._kernels.launch.kernel import (
     device_function,
     kernel,
@@ -231,3 +235,102 @@ def _check_rows(
 
     for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
         check_tensor(name, column, (num_rows,), torch.int32)
+
+
+@kernel(do_not_specialize=["num_best"])
+def _find_best_clusters(
+    scores_ptr,  # [B, C], or partial sums [NUM_SLICES, B, C] fp32
+    is_best_ptr,  # [B, C] int32, written
+    num_clusters,  # C
+    scores_slice_stride,  # elements from a slice of scores to the next
+    num_best,
+    NUM_SLICES: tl.constexpr,
+    PADDED_CLUSTERS: tl.constexpr,  # C as a power of two
+    PDL: tl.constexpr,
+):
+    """Grid (B,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0)
+    cluster = tl.arange(0, PADDED_CLUSTERS)
+    in_range = cluster < num_clusters
+    slice_ptr = scores_ptr + row * num_clusters + cluster
+    scores = tl.load(slice_ptr, mask=in_range, other=-float("inf")).to(tl.float32)
+    for part in tl.static_range(1, NUM_SLICES):
+        scores += tl.load(slice_ptr + part * scores_slice_stride, mask=in_range, other=0.0)
+
+    ids = tl.where(in_range, cluster, LAST_ID)
+    is_best = cluster < 0
+    for _ in range(num_best):
+        _, found = arg_max(tl.where(is_best, -float("inf"), scores), tl.where(is_best, LAST_ID, ids))
+        is_best = is_best | (cluster == found)
+
+    tl.store(is_best_ptr + row * num_clusters + cluster, is_best.to(tl.int32), mask=in_range)
+
+
+@kernel
+def _mask_logits(
+    logits_ptr,  # [B, V] fp32, written
+    clusters_ptr,  # [V] int32
+    is_best_ptr,  # [B, C] int32
+    vocab_size,  # V
+    num_clusters,  # C
+    CHUNK_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, chunks)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    token = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+    in_vocab = token < vocab_size
+    cluster = tl.load(clusters_ptr + token, mask=in_vocab, other=0)
+    is_best = tl.load(is_best_ptr + row * num_clusters + cluster, mask=in_vocab, other=1)
+    places = logits_ptr + row.to(tl.int64) * vocab_size + token
+    tl.store(places, -float("inf"), mask=in_vocab & (is_best == 0))
+
+
+def keep_best_clusters(
+    logits: Tensor, scores: Tensor, clusters: Tensor, is_best: Tensor, *, num_best: int
+) -> None:
+    """Set the logits of tokens outside of a row's best clusters to -inf.
+
+    logits [B, V] fp32. scores: of the clusters, [B, C] in the storage type, or fp32 partial sums
+    [num_slices, B, C], added in order; equal scores are taken from the lowest cluster on. clusters [V] int32:
+    the cluster of each token, 0 to C - 1. is_best [B, C] int32: scratch. num_best: 1 to C.
+
+    Raises ValueError for another shape, type or number.
+    """
+    num_rows, vocab_size = logits.shape
+    num_clusters = scores.shape[-1]
+    slices = check_partial_sums("scores", scores, num_rows, num_clusters, scores.dtype)
+    check_tensor("logits", logits, (num_rows, vocab_size), torch.float32)
+    check_tensor("scores", scores, scores.shape, scores.dtype)
+    check_tensor("clusters", clusters, (vocab_size,), torch.int32)
+    check_tensor("is_best", is_best, (num_rows, num_clusters), torch.int32)
+    if not 1 <= num_best <= num_clusters:
+        raise ValueError(f"num_best={num_best}: expected 1 to {num_clusters}")
+
+    _find_best_clusters[(num_rows,)](
+        scores,
+        is_best,
+        num_clusters,
+        slices.slice_stride,
+        num_best,
+        NUM_SLICES=slices.num_slices,
+        PADDED_CLUSTERS=next_power_of_2(num_clusters),
+        PDL=uses_pdl(),
+        num_warps=4,
+        **launch_options(),
+    )
+    _mask_logits[(num_rows, num_draft_chunks(vocab_size))](
+        logits,
+        clusters,
+        is_best,
+        vocab_size,
+        num_clusters,
+        CHUNK_TOKENS=CHUNK_TOKENS,
+        PDL=uses_pdl(),
+        num_warps=4,
+        **launch_options(),
+    )

@@ -1,13 +1,13 @@
-"""Drafters of the eager executor: n-grams, a draft head by chains, by trees and in one pass, a small model,
-and n-grams in place of a model's drafts where they are accepted more often. A draft changes the speed of
-decoding, never the tokens.
+"""Drafters of the eager executor: n-grams, a draft head by chains, by trees and in one pass, an assistant on
+the target's KV, a small model, and n-grams in place of a model's drafts where they are accepted more often. A
+draft changes the speed of decoding, never the tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from msgspec import Struct
@@ -16,8 +16,10 @@ from torch import Tensor
 from drift_sdk.execution.eager.sampling import choose, rank
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.ngram_history import NGramHistory, next_score, num_right
+from drift_sdk.models.assistant import AssistantDecoder, NewestRows
 from drift_sdk.models.attention import (
     AttentionBatch,
+    LastRows,
     ParallelAttentionBatch,
     SequenceRows,
     TreeAttentionBatch,
@@ -263,6 +265,14 @@ class Drafter(Protocol):
 
     def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
         """Draft tokens to follow the newest token of each slot, within its limit."""
+
+
+@runtime_checkable
+class ReadsTarget(Protocol):
+    """A drafter that reads keys and values of the target."""
+
+    def read_from(self, cache: KVCache) -> None:
+        """Take the target's KV cache, before any sequence enters."""
 
 
 class NGramDrafter:
@@ -530,6 +540,92 @@ class DFlashDrafter:
         return target_logits(self._draft, hidden, self._vocab_size)
 
 
+class AssistantState:
+    """The state of an assistant in a slot.
+
+    feature: the target's output [H] of the last token that it has computed; None before the first.
+    """
+
+    __slots__ = ("feature",)
+
+    def __init__(self) -> None:
+        self.feature: Tensor | None = None
+
+
+class AssistantDrafter:
+    """Drafts with an assistant, which attends to keys and values of the target and keeps none.
+
+    All rows of a draft are at the position of the newest token, and see the target's keys before it. Beside
+    them a draft depends on one output of the target, so there is nothing to compute after a prefix hit.
+    """
+
+    aux_layers: Sequence[int] = ()
+    max_tree_rows = 0
+
+    def __init__(self, draft: AssistantDecoder, target: Decoder) -> None:
+        self._draft, self._target = draft, target
+        self._cache: KVCache | None = None
+
+    def read_from(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
+        slot.draft = AssistantState()
+
+    def draft_extend(self, spans: Sequence[Span], aux_hidden: Sequence[Tensor], hidden: Tensor) -> None:
+        spans = [span for span in spans if span.next_token_ids]
+        if not spans:
+            return
+
+        last = [span.rows[len(span.next_token_ids) - 1] for span in spans]
+        features = self._target.final_normed(hidden[last])
+        for span, feature in zip(spans, features, strict=True):
+            assistant_state_of(span.slot).feature = feature
+
+    def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
+        drafts = [Draft.chain(()) for _ in slots]
+        # A slot that decodes has taken part in a step before.
+        features = [assistant_state_of(slot).feature for slot in slots]
+        taken = [
+            (index, feature)
+            for index, feature in enumerate(features)
+            if feature is not None and limits[index].chain_length
+        ]
+        if not taken:
+            return drafts
+
+        owners = [slots[index] for index, _ in taken]
+        first = self._forward(
+            torch.stack([feature for _, feature in taken]), [slot.last_token for slot in owners], owners
+        )
+        lengths = [limits[index].chain_length for index, _ in taken]
+        chains = draft_chains(owners, list(first), lengths, self._draft.logits, self._advance)
+        for (index, _), tokens in zip(taken, chains, strict=True):
+            drafts[index] = Draft.chain(tokens)
+
+        return drafts
+
+    def _advance(
+        self, outputs: Tensor, tokens: Sequence[int], slots: Sequence[Slot], num_drafted: Sequence[int]
+    ) -> Tensor:
+        return self._forward(self._draft.next_features(outputs), tokens, slots)
+
+    def _forward(self, features: Tensor, tokens: Sequence[int], slots: Sequence[Slot]) -> Tensor:
+        """The outputs [N, hidden] of a row for each slot, for features [N, H] and the tokens after them."""
+        assert self._cache is not None
+        rows = [
+            SequenceRows(slot.block_table, slot.length - 2, 1, slot.window_table or None) for slot in slots
+        ]
+        token_ids = torch.tensor(tokens, dtype=torch.int64, device=features.device)
+        return self._draft.forward(features, token_ids, NewestRows(rows, self._cache), self._cache)
+
+
+def assistant_state_of(slot: Slot) -> AssistantState:
+    """The state that an AssistantDrafter keeps for a slot."""
+    assert isinstance(slot.draft, AssistantState)
+    return slot.draft
+
+
 class ModelState:
     """The state of a small model in a slot.
 
@@ -582,11 +678,8 @@ class ModelDrafter:
             rows.append(SequenceRows(span.slot.block_table, end - len(new), len(new)))
             state.num_rows = end
 
-        output = self._forward(tokens, rows)
-        last = -1
-        for span, row in zip(spans, rows, strict=True):
-            last += row.num_rows
-            model_state_of(span.slot).hidden = output[last]
+        for span, output in zip(spans, self._forward(tokens, rows), strict=True):
+            model_state_of(span.slot).hidden = output
 
     def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
         hidden = [output_of(slot) for slot in slots]
@@ -604,9 +697,10 @@ class ModelDrafter:
         return self._forward(tokens, rows)
 
     def _forward(self, tokens: Sequence[int], rows: Sequence[SequenceRows]) -> Tensor:
-        """The model's output [N, H] for tokens."""
+        """The model's output [len(rows), H] for the last token of each sequence."""
         token_ids = torch.tensor(tokens, dtype=torch.int64, device=self._draft.device)
-        return self._draft.forward(token_ids, AttentionBatch(rows, self._cache), self._cache)[0]
+        batch, last = AttentionBatch(rows, self._cache), LastRows.of(rows, [1] * len(rows))
+        return self._draft.forward(token_ids, batch, self._cache, last=last)[0]
 
 
 def output_of(slot: Slot) -> Tensor:
@@ -647,6 +741,10 @@ class HybridDrafter:
         """min_length, max_length: see `NGram`."""
         self._model, self._lengths = model, (min_length, max_length)
         self.aux_layers: Sequence[int] = model.aux_layers
+
+    def read_from(self, cache: KVCache) -> None:
+        if isinstance(self._model, ReadsTarget):
+            self._model.read_from(cache)
 
     def enter(self, slot: Slot, cached_token_ids: Sequence[int]) -> None:
         state = slot.ngrams = HybridState(NGramHistory(*self._lengths))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from drift_sdk.errors import ExecutorError
 from drift_sdk.execution.device.memory import return_freed_memory
-from drift_sdk.execution.eager.drafters import Drafter, Span
+from drift_sdk.execution.eager.drafters import Drafter, ModelDrafter, NGramDrafter, ReadsTarget, Span
 from drift_sdk.execution.eager.rounds import (
     PartialRounds,
     RoundChecks,
@@ -46,7 +46,7 @@ from drift_sdk.execution.eager.sampling import (
 )
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.execution.prompt_states import StateGatherer
-from drift_sdk.models.attention import AttentionBatch, RefreshBatch, StepRows
+from drift_sdk.models.attention import AttentionBatch, LastRows, RefreshBatch, StepRows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.kv_cache import Checkpoint, KVCache, SequenceState, StateRows
 from drift_sdk.models.weight_update import update_weights
@@ -158,6 +158,8 @@ class EagerExecutor:
         self._cache: KVCache | None = decoder.empty_kv_cache(
             num_blocks, limits.block_size, limits.num_window_blocks
         )
+        if isinstance(drafter, ReadsTarget):
+            drafter.read_from(self._cache)
         self._device = decoder.device
         self._drafter = drafter
         self._checks = checks
@@ -228,25 +230,27 @@ class EagerExecutor:
         rows = [sequence_rows(self._slots[chunk.slot], chunk.start, len(chunk.token_ids)) for chunk in chunks]
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         states = [self._chunk_rows(chunk) for chunk in chunks] if self._has_states else []
-        hidden, aux_hidden = self._forward(token_ids, AttentionBatch(rows, self._open_cache()), states)
+        cache, wanted = self._open_cache(), [self._num_wanted(chunk) for chunk in chunks]
+        last = LastRows.of(rows, wanted) if sum(wanted) < len(token_ids) else None
+        hidden, aux_hidden = self._forward(token_ids, AttentionBatch(rows, cache), states, last)
         for chunk, state in zip(chunks, states, strict=False):
             taken = state.checkpoints()
             self._checkpoints |= {place: taken[position] for position, place in chunk.checkpoints}
         last_rows, last_slots = [], []
         first_row = 0
-        for chunk in chunks:
+        for chunk, number in zip(chunks, wanted, strict=True):
             slot = self._slots[chunk.slot]
             slot.length = chunk.start + len(chunk.token_ids)
             if slot.rules is not None:
                 slot.rules.begin_step()
                 slot.rules.count(chunk.token_ids, chunk.start)
             if slot.sampling.num_prompt_logprobs is not None:
-                self._score_prompt(hidden[first_row : first_row + len(chunk.token_ids)], chunk, slot)
+                self._score_prompt(hidden[first_row : first_row + number], chunk, slot)
             if slot.states is not None:
                 assert self._decoder is not None
-                chunk_hidden = hidden[first_row : first_row + len(chunk.token_ids)]
+                chunk_hidden = hidden[first_row : first_row + number]
                 slot.states.add(chunk_hidden, self._decoder.final_normed, is_last=chunk.is_last)
-            first_row += len(chunk.token_ids)
+            first_row += number
             if chunk.is_last:
                 last_rows.append(first_row - 1)
                 last_slots.append(slot)
@@ -255,6 +259,19 @@ class EagerExecutor:
         if self._drafter is not None:
             self._drafter.draft_extend(self._prefill_spans(chunks), aux_hidden, hidden)
         return tuple(next(outputs) if chunk.is_last else SlotOutput() for chunk in chunks)
+
+    def _num_wanted(self, chunk: PrefillChunk) -> int:
+        """The number of last rows of a chunk whose output is read: all, if the drafter reads them, or the
+        request asks for something of each."""
+        decoder, sampling = self._decoder, self._slots[chunk.slot].sampling
+        assert decoder is not None
+        is_cut = decoder.spec.first_reader < decoder.spec.num_layers
+        reads_tokens = self._drafter is None or isinstance(self._drafter, NGramDrafter | ModelDrafter)
+        asks_for_one = sampling.num_prompt_logprobs is None and sampling.prompt_states in (None, "last")
+        if is_cut and reads_tokens and asks_for_one:
+            return int(chunk.is_last)
+
+        return len(chunk.token_ids)
 
     def _state(self, place: int | None) -> SequenceState:
         """The states of a sequence that begins, or goes on from a checkpoint."""
@@ -429,17 +446,21 @@ class EagerExecutor:
         return self._cache
 
     def _forward(
-        self, token_ids: list[int], batch: StepRows, states: list[StateRows]
+        self,
+        token_ids: list[int],
+        batch: StepRows,
+        states: list[StateRows],
+        last: LastRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The target's residual stream [N, H] after the last layer, and at each layer the drafter needs.
 
-        states: of each sequence, for a model with recurrent layers.
+        states: of each sequence, for a model with recurrent layers. last: as in `Decoder.forward`.
         """
         decoder = self._decoder
         assert decoder is not None
         tokens = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
         aux_layers = self._drafter.aux_layers if self._drafter is not None else ()
-        return decoder.forward(tokens, batch, self._open_cache(), aux_layers, states)
+        return decoder.forward(tokens, batch, self._open_cache(), aux_layers, states, last)
 
     def _sample_tokens(self, hidden: Tensor, slots: list[Slot]) -> list[SlotOutput]:
         """Sample one token for each slot from its row of hidden [M, H], and append it to the slot."""

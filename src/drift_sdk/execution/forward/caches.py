@@ -114,7 +114,8 @@ class PagedKVCache:
         if scales is None:
             return LayerKV(keys, values)
 
-        return LayerKV(keys, values, scales.keys[index], scales.values[index])
+        number = keys.shape[1]
+        return LayerKV(keys, values, scales.keys[index, :number], scales.values[index, :number])
 
     def rotation(self, spec: AnyAttention) -> Rotation:
         """The tables of a layer. Layers with the same rotation share them."""

@@ -294,18 +294,23 @@ class ForwardPass:
             rows = self._rows
             self._exchange.share_drafts((rows.slot, rows.token, rows.position if parent is None else parent))
 
-    def run(self) -> None:
-        """Record the kernels of all layers."""
-        rows, stream, decoder = self._rows, self._stream, self._decoder
+    def run(self, num_layers: int | None = None) -> None:
+        """Record the kernels that begin the stream with the embeddings of the rows' tokens, and those of
+        the first `num_layers` layers; None: of all layers."""
         if self._exchange is not None:
             self._exchange.begin()
-        stream.embed(rows.token, rows.slot)
+        self._stream.embed(self._rows.token, self._rows.slot)
         if self._inputs is not None:
             self._inputs.make()
         self._attention.plan()
+        self.run_layers(num_layers)
+
+    def run_layers(self, num_layers: int | None = None) -> None:
+        """Record the kernels of layers, for a stream that has begun and attention that is planned."""
+        stream, decoder = self._stream, self._decoder
         if self._recurrent is not None:
             self._recurrent.begin()
-        layers = zip(decoder.spec.layers, decoder.weights.layers, strict=True)
+        layers = zip(decoder.spec.layers[:num_layers], decoder.weights.layers[:num_layers], strict=True)
         for index, (layer, weights) in enumerate(layers):
             stream.add_mixer(index, *self._mix(weights.mixer, layer.mixer, index))
             stream.add_channel(index, *self._channel(weights.channel, layer.channel, index))

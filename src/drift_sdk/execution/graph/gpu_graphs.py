@@ -24,7 +24,12 @@ from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.resources import DeviceResources, PayloadBuffer, Ring, RingSizes
 from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.stages import NO_STAGE_MARKS, AcceptanceFactory, StageMarks
-from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
+from drift_sdk.execution.drafter_factory import (
+    NO_DRAFTER,
+    DrafterFactory,
+    NGramDrafterFactory,
+    NoDrafterFactory,
+)
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
     ChunkAttention,
@@ -89,6 +94,7 @@ class GraphSteps:
         """acceptance: see `GraphOptions`. With `buckets.has_checks`, all rounds of speculation run as
         trees and are checked."""
         self._resources, self._model, self._buckets = resources, model, buckets
+        self._drafter_factory = drafter_factory
         workspace, max_rows = resources.workspace, buckets.max_rows
         device = resources.device.torch_device
         self._samples = SampleBuffers.allocate(max_rows, model.limits.vocab_size, device)
@@ -173,8 +179,20 @@ class GraphSteps:
         self._resources.payload.enter(0)
         self._resources.payload.advance()
 
-    def prefill(self, num_rows: int) -> Step:
-        """Compute chunks of `num_rows` rows in all. Payload: see `PrefillLayout`."""
+    @property
+    def inner_rows(self) -> tuple[int, ...]:
+        """Rows of prefill steps that leave out the layers after the last one that keeps anything, whose
+        output is not read: of full steps that no prompt ends in. Empty if there are no such layers, or the
+        drafter may read their output."""
+        spec = self._model.decoder.spec
+        if not isinstance(self._drafter_factory, NoDrafterFactory | NGramDrafterFactory):
+            return ()
+
+        return () if spec.first_reader == spec.num_layers else self._buckets.prefill[-1:]
+
+    def prefill(self, num_rows: int, num_layers: int | None = None) -> Step:
+        """Compute chunks of `num_rows` rows in all. Payload: see `PrefillLayout`. num_layers: as of
+        `ForwardPass.run`."""
         resources, buckets = self._resources, self._buckets
         payload, columns = resources.payload, resources.table.columns
         layout = buckets.prefill_layout(num_rows)
@@ -197,10 +215,14 @@ class GraphSteps:
         def step() -> None:
             payload.enter(layout.num_words)
             count_tokens(slot, token, position, columns)
-            forward.run()
+            forward.run(num_layers)
             payload.advance()
 
         return step
+
+    def inner(self, num_rows: int) -> Step:
+        """A prefill step of `inner_rows`."""
+        return self.prefill(num_rows, self._model.decoder.spec.first_reader)
 
     def mixed(self, bucket: MixedBucket) -> Step:
         """Compute chunks and a round in one pass. Payload: see `MixedLayout`."""
@@ -485,6 +507,7 @@ class CapturedGraphs:
 
     update: applies updates and nothing else. decode[B, K]: a round of B slots with K drafts each. draft[B, K]
     and verify[B, K]: its halves, if there is a drafter and K is not 0. prefill[N]: chunks of N rows.
+    inner[N]: chunks of N rows whose output is not read, see `GraphSteps.inner_rows`.
     mixed[N, B, K]: chunks of N rows and a round of B slots with K drafts each, in one pass.
     partial[B, K], refresh[B]: rounds of partial verification, if that is configured.
     first_tokens[B]: samples the first tokens of B finished prompts. draft_extend[N]: updates the drafter
@@ -506,6 +529,7 @@ class CapturedGraphs:
         self._steps = steps  # the buffers that graphs use stay allocated as long as the graphs
         self._report = report
         self.prefill: dict[int, Replay] = {}
+        self.inner: dict[int, Replay] = {}
         self.mixed: dict[MixedBucket, Replay] = {}
         self.draft_extend: dict[int, Replay] = {}
         self.decode: dict[tuple[int, int], Replay] = {}
@@ -542,7 +566,16 @@ class CapturedGraphs:
             return
 
         every = (self, *others)
-        for kind in ("prefill", "mixed", "draft_extend", "decode", "draft", "verify", "first_tokens"):
+        for kind in (
+            "prefill",
+            "inner",
+            "mixed",
+            "draft_extend",
+            "decode",
+            "draft",
+            "verify",
+            "first_tokens",
+        ):
             graphs: dict[Any, Replay] = getattr(self, kind)
             for bucket in graphs:
                 graphs[bucket] = GroupReplay([getattr(each, kind)[bucket] for each in every])
@@ -557,7 +590,7 @@ class CapturedGraphs:
     def _count_graphs(self) -> int:
         """The number of graphs to capture."""
         buckets, has_drafter = self._buckets, self._steps.drafter is not None
-        num_prefill = len(buckets.prefill) * (2 if has_drafter else 1)
+        num_prefill = len(buckets.prefill) * (2 if has_drafter else 1) + len(self._steps.inner_rows)
         # A round without drafts is never split.
         num_decode = sum(3 if number and has_drafter else 1 for _, number in buckets.rounds)
         num_decode += len(buckets.partial_rounds) + len(buckets.refreshes)
@@ -589,6 +622,8 @@ class CapturedGraphs:
             yield steps.prefill(num_rows)
             if steps.drafter is not None:
                 yield steps.draft_extend(num_rows, steps.drafter)
+        for num_rows in steps.inner_rows:
+            yield steps.inner(num_rows)
         for bucket in reversed(buckets.mixed):
             yield steps.mixed(bucket)
         yield steps.update
@@ -605,6 +640,8 @@ class CapturedGraphs:
             self.prefill[num_rows] = self._capture(steps.prefill(num_rows))
             if steps.drafter is not None:
                 self.draft_extend[num_rows] = self._capture(steps.draft_extend(num_rows, steps.drafter))
+        for num_rows in steps.inner_rows:
+            self.inner[num_rows] = self._capture(steps.inner(num_rows))
 
     def _capture_mixed(self) -> None:
         for bucket in reversed(self._buckets.mixed):

@@ -50,6 +50,7 @@ from drift_sdk.execution.graph.gpu_graphs import (
     open_ring,
 )
 from drift_sdk.execution.graph.step_launcher import PromptOutputs, ResultPlaces, StepLauncher
+from drift_sdk.models.assistant import AssistantWeights
 from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
@@ -102,6 +103,9 @@ class ProductLog:
         if is_exact:
             for num_rows, replay in graphs.prefill.items():
                 graphs.prefill[num_rows] = self._watched(replay, self._layers(num_rows))
+            for num_rows, replay in graphs.inner.items():
+                inner = self._layers(num_rows, self._decoder.spec.first_reader)
+                graphs.inner[num_rows] = self._watched(replay, inner)
 
     def reset(self) -> None:
         """Forget what was counted."""
@@ -123,8 +127,8 @@ class ProductLog:
         self._products[name] = products
         return WatchedReplay(replay, lambda: self._num_launches.update((name,)))
 
-    def _layers(self, num_rows: int) -> Products:
-        return Counter(_layer_products("", self._decoder.weights.layers, num_rows))
+    def _layers(self, num_rows: int, num_layers: int | None = None) -> Products:
+        return Counter(_layer_products("", self._decoder.weights.layers[:num_layers], num_rows))
 
     def _head(self, num_rows: int) -> Products:
         return Counter(_product("head", self._decoder.weights.head, num_rows))
@@ -135,11 +139,16 @@ class ProductLog:
             return Counter()
 
         weights = self._draft.weights
+        is_assistant = isinstance(weights, AssistantWeights)
         found: Products = Counter()
         for depth in range(num_drafts):
             found.update(self._of_draft(_product("draft head", weights.head, num_slots)))
-            if depth > 0:
+            if depth > 0 or is_assistant:
                 found.update(self._rows_of_draft(num_slots))
+            if isinstance(weights, AssistantWeights):
+                found.update(_product("draft centroids", weights.centroids, num_slots))
+                if depth > 0:
+                    found.update(_product("draft post", weights.post, num_slots))
         return found
 
     def _verified(self, num_slots: int, num_drafts: int) -> Products:
@@ -149,7 +158,7 @@ class ProductLog:
 
     def _extended(self, num_rows: int) -> Products:
         """The products of the draft extension of a round's rows."""
-        if self._draft is None:
+        if self._draft is None or isinstance(self._draft.weights, AssistantWeights):
             return Counter()
 
         weights = self._draft.weights
@@ -165,6 +174,8 @@ class ProductLog:
         found: Products = Counter(self._of_draft(_layer_products("draft ", weights.layers, num_rows)))
         if isinstance(weights, DraftWeights) and weights.joint is not None:
             found.update(self._of_draft(_product("draft joint", weights.joint, num_rows)))
+        if isinstance(weights, AssistantWeights):
+            found.update(_product("draft pre", weights.pre, num_rows))
         return found
 
     def _of_draft(self, products: Iterable[LoggedProduct]) -> list[LoggedProduct]:

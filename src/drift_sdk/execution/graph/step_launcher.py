@@ -544,7 +544,10 @@ class StepLauncher:
         ring = self._resources.ring
         entry = ring.acquire(updates)
         bucket = fill_chunks(self._buckets, chunks, ring.payload(entry))
-        ring.start(entry, self._graphs.prefill[bucket])
+        graphs = self._graphs.prefill
+        if bucket in self._graphs.inner and not any(self._is_read(chunk) for chunk in chunks):
+            graphs = self._graphs.inner
+        ring.start(entry, graphs[bucket])
         firsts = first_rows(chunks)
         self._score_prompts(chunks, firsts)
         for chunk, first in zip(chunks, firsts, strict=False):
@@ -555,6 +558,12 @@ class StepLauncher:
         if self._graphs.draft_extend:
             self._launch_draft_extend(chunks)
         return results
+
+    def _is_read(self, chunk: PrefillChunk) -> bool:
+        """Whether the output of a chunk's rows is read."""
+        sampling = self._sampling[chunk.slot]
+        reports_all = sampling.num_prompt_logprobs is not None or sampling.prompt_states in ("mean", "all")
+        return chunk.is_last or reports_all
 
     def _mixed_bucket(self, plan: StepPlan) -> MixedBucket | None:
         """The mixed step for a plan; None if its chunks and its decode rows run in two passes.

@@ -1,4 +1,4 @@
-"""Drafters inside the graphs of rounds: their interfaces, small models and n-grams."""
+"""Drafters inside the graphs of rounds: their interfaces, small models, assistants and n-grams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
-from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
+from drift_sdk._kernels.draft.draft_choose import choose_drafts, keep_best_clusters, num_draft_chunks
 from drift_sdk._kernels.draft.draft_rows import (
     chunk_rows,
     draft_tiles,
@@ -28,6 +28,7 @@ from drift_sdk._kernels.draft.ngrams import (
     take_ngrams,
 )
 from drift_sdk._kernels.launch.launch_order import note_library_kernel
+from drift_sdk._kernels.layers.norm import add_norm, embed_norm
 from drift_sdk._kernels.trees.tree_rows import RootTensors
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.slot_table import SlotTable
@@ -35,10 +36,12 @@ from drift_sdk.execution.device.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.forward.attention import AttentionGroups, FastChunkAttention, SequenceAttention
 from drift_sdk.execution.forward.caches import DraftKVCache, ModelResources, PagedKVCache
 from drift_sdk.execution.forward.forward_pass import ForwardPass, ResidualStream, exact_pass, fast_pass
-from drift_sdk.execution.forward.products import multiply_head
+from drift_sdk.execution.forward.products import ExactProducts, multiply_head
 from drift_sdk.execution.forward.rows import HiddenStates, LayerBuffers, Rows
 from drift_sdk.execution.ngram_history import SCORE_SHIFT, SCORE_UNIT
+from drift_sdk.models.assistant import AssistantDecoder
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.quantised.weight import dense
 from drift_sdk.speculation import TreePlan
 
 
@@ -277,6 +280,194 @@ class ModelRoundDrafter:
             return self._workspace.take(f"draft_model_row_{name}", (num_rows,), torch.int32)
 
         return Rows(slot=take("slot"), token=take("token"), position=take("position"))
+
+
+class AssistantRoundDrafter:
+    """A `RoundDrafter` that computes what `AssistantDrafter` does, for slots and rows known only to the
+    device.
+
+    It reads the target's keys and values, and keeps the target's residual stream of the last token of each
+    slot that has been computed.
+    """
+
+    aux_layers: Sequence[int] = ()
+    is_ngram: Tensor | None = None
+    kv_cache: DraftKVCache | PagedKVCache | None = None
+
+    def __init__(
+        self,
+        draft: AssistantDecoder,
+        target: ModelResources,
+        table: SlotTable,
+        workspace: Workspace,
+        sizes: RoundSizes,
+        *,
+        stages: StageMarks = NO_STAGE_MARKS,
+    ) -> None:
+        """sizes: of the largest round."""
+        self._draft, self._target = draft, target.decoder
+        self._model = replace(target, decoder=draft.layers)  # its layers read the target's cache
+        self._table, self._workspace, self._stages = table, workspace, stages
+        self._attention = AttentionGroups.of_model(
+            self._model, workspace, table.block_table, num_sequences=sizes.max_num_slots, num_rows=1
+        )
+        shape = (target.limits.max_num_seqs, draft.config.target_hidden_size)
+        self._streams = torch.empty(shape, dtype=draft.dtype, device=draft.device)
+        vocab_size = draft.config.shape.vocab_size
+        self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=draft.device)
+
+    def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
+        if num_draft_tokens == 0:
+            return
+
+        newest = self._newest_rows(rows, num_slots, num_draft_tokens)
+        before = self._take("before", num_slots)
+        torch.sub(newest.position, 1, out=before)
+        note_library_kernel(before)
+        # A row stands at the newest token and sees the keys before it, all rows of a round the same.
+        attention = SequenceAttention(self._attention, replace(newest, position=before).planned(1))
+        hidden = HiddenStates.take(self._workspace, "assistant", self._draft.layers, num_slots, ())
+        block_table = self._table.block_table
+        forward = exact_pass(self._model, newest, block_table, self._workspace, attention, hidden)
+        attention.plan()
+        self._load(newest)
+        drafted = Rows(slot=self._take("slot", num_slots), token=newest.token, position=newest.position)
+        drafted.slot.copy_(newest.slot)
+        note_library_kernel(drafted.slot)
+        for depth in range(1, num_draft_tokens + 1):
+            with self._stages("draft_model"):
+                self._embed(drafted)
+                self._begin(forward)
+                forward.run_layers()
+            with self._stages("draft_lm_head"):
+                self._choose(forward.normed, rows, drafted, depth)
+            if depth < num_draft_tokens:
+                with self._stages("draft_model"):
+                    self._hand_on(forward.normed)
+
+    def draft_extend(self, verified: VerifiedRows) -> None:
+        rows, num_rows = verified.rows, verified.chosen.shape[0]
+        slot, token, position = (
+            self._take(f"extend_{name}", num_rows) for name in ("slot", "token", "position")
+        )
+        round_rows(rows.slot, rows.position, verified.chosen, verified.emitted, (slot, token, position))
+        keep_last_rows(slot, verified.hidden.final, self._streams)
+
+    def draft_extend_prefill(self, chunks: ComputedChunks) -> None:
+        keep_last_rows(chunks.rows.slot, chunks.hidden.final, self._streams)
+
+    def _newest_rows(self, rows: Rows, num_slots: int, num_draft_tokens: int) -> Rows:
+        """The rows of newest tokens, of slot -1 where nothing is drafted."""
+        newest = Rows(*(self._take(name, num_slots) for name in ("newest_slot", "token", "position")))
+        sources = (rows.slot, 1), (rows.token, 0), (rows.position, 0)
+        for own, (source, row) in zip((newest.slot, newest.token, newest.position), sources, strict=True):
+            own.copy_(source.view(num_slots, num_draft_tokens + 1)[:, row])
+            note_library_kernel(own)
+        return newest
+
+    def _inputs(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings and features of rows [num_rows, 2 * H], and either part of them, [num_rows, H]."""
+        width, dtype = self._draft.config.target_hidden_size, self._draft.dtype
+        both = self._workspace.take("assistant_inputs", (num_rows, 2 * width), dtype)
+        return both, both[:, :width], both[:, width:]
+
+    def _load(self, newest: Rows) -> None:
+        """Load the target's output of the token before each row's as its feature."""
+        features = self._inputs(len(newest.slot))[2]
+        self._look_up(newest.slot, newest.slot, self._streams, self._scratch(features), features, 1.0)
+
+    def _embed(self, drafted: Rows) -> None:
+        """Load the target's embeddings of tokens."""
+        target = self._target
+        embedded = self._inputs(len(drafted.slot))[1]
+        table, multiplier = dense(target.weights.embedding), target.embedding_multiplier
+        self._look_up(drafted.token, drafted.slot, table, embedded, self._scratch(embedded), multiplier)
+
+    def _look_up(
+        self, row: Tensor, slot: Tensor, table: Tensor, hidden: Tensor, normed: Tensor, multiplier: float
+    ) -> None:
+        """Fill hidden and normed [B, H] with rows of a table, multiplied, and what the target's norm makes of
+        them."""
+        norm, weight = self._target.spec.final_norm, self._target.weights.final_norm
+        embed_norm(
+            row,
+            slot,
+            table,
+            weight,
+            hidden,
+            normed,
+            eps=norm.eps,
+            multiplier=multiplier,
+            norm_kind=norm.kind,
+        )
+
+    def _begin(self, forward: ForwardPass) -> None:
+        """Begin the stream of a pass with the projection of its inputs."""
+        hidden, layer = forward.hidden_states.final, self._draft.layers.spec.layers[0]
+        weights = self._draft.weights
+        hidden.zero_()
+        note_library_kernel(hidden)
+        product = self._multiply(self._inputs(len(hidden))[0], weights.pre)
+        norm, kind = weights.layers[0].mixer_norm, layer.norm.kind
+        add_norm(hidden, product, norm, forward.normed, eps=layer.norm.eps, norm_kind=kind)
+
+    def _hand_on(self, normed: Tensor) -> None:
+        """Make the features of the next rows of the outputs [B, hidden]."""
+        features, target = self._inputs(len(normed))[2], self._target
+        features.zero_()
+        note_library_kernel(features)
+        product, norm = self._multiply(normed, self._draft.weights.post), target.spec.final_norm
+        add_norm(
+            features,
+            product,
+            target.weights.final_norm,
+            self._scratch(features),
+            eps=norm.eps,
+            norm_kind=norm.kind,
+        )
+
+    def _choose(self, normed: Tensor, rows: Rows, drafted: Rows, depth: int) -> None:
+        """Choose the drafts of a depth from the normalised outputs [B, hidden] for the tokens before them."""
+        weights, columns = self._draft.weights, self._table.columns
+        num_slots, vocab_size = len(normed), len(self._token_ids)
+        logits = self._workspace.take("assistant_logits", (1, num_slots, vocab_size), torch.float32)
+        multiply_head(normed, weights.head, logits[0], self._model.tuned)
+        if weights.centroids is not None and weights.clusters is not None:
+            scores, config = self._multiply(normed, weights.centroids), self._draft.config
+            is_best = self._workspace.take("assistant_best", (num_slots, config.num_clusters), torch.int32)
+            keep_best_clusters(
+                logits[0], scores, weights.clusters, is_best, num_best=config.num_best_clusters
+            )
+        num_chunks = num_draft_chunks(vocab_size)
+        chunks = (
+            self._workspace.take("assistant_chunk_value", (num_slots, num_chunks), torch.float32),
+            self._workspace.take("assistant_chunk_token", (num_slots, num_chunks), torch.int32),
+        )
+        choose_drafts(
+            logits,
+            self._token_ids,
+            rows.slot,
+            rows.token,
+            rows.position,
+            columns.temperature,
+            columns.seed,
+            chunks,
+            (drafted.slot, drafted.token, self._take("next_position", num_slots)),
+            depth=depth,
+        )
+
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Partial sums of x [B, in] by weight [out, in] transposed, valid until the next product."""
+        products = ExactProducts(self._model.tuned, None, self._workspace, len(x))
+        product, _ = products.multiply(x, weight, None)
+        return product
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """Memory for what is not needed, of a part of the inputs' shape."""
+        return self._workspace.take("assistant_scratch", tuple(like.shape), like.dtype)
+
+    def _take(self, name: str, num_rows: int) -> Tensor:
+        return self._workspace.take(f"assistant_{name}", (num_rows,), torch.int32)
 
 
 class NGramRoundDrafter:

@@ -1,0 +1,247 @@
+"""Relevance of documents to a query: `/v1/rerank`, in the form of Jina, Cohere and vLLM, and `/v1/score`.
+
+Without a `Reranker`, the relevance is the cosine of the embeddings of the last tokens. With one, the model
+judges each document, and it is the probability of the first of the two answers that it may give.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from drift_sdk import BaseEngine, Decision, DriftError, RequestError
+from drift_sdk.driver.prompts import check_countable
+from drift_sdk.openai.conversation import IGNORED
+from drift_sdk.openai.embeddings import MAX_INPUTS, TRUNCATION, most_tokens, usage_of
+from drift_sdk.openai.reranker import Reranker
+from drift_sdk.openai.service import Model, Service, new_id, unless_disconnected
+from drift_sdk.openai.wire import Body, Wire
+
+MAX_AT_ONCE = 32
+"""Documents of one request that are judged at once."""
+
+
+class RelevanceBody(Body, kw_only=True):
+    """Fields that both endpoints have."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED - TRUNCATION.keys()
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "activation": (),
+        "add_special_tokens": (True,),
+        "max_chunks_per_doc": (),
+        "max_tokens_per_doc": (),
+        "rank_fields": (["text"],),
+        "use_activation": (),
+        **TRUNCATION,
+    }
+
+    model: str | None = None
+    instruction: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Document(Wire):
+    text: str
+
+
+class RerankBody(RelevanceBody, kw_only=True):
+    """top_n: results that are wanted, the best ones; 0 = all, as in vLLM."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int = 0
+    return_documents: bool = True
+
+    def texts(self) -> list[str]:
+        texts = [each if isinstance(each, str) else each.text for each in self.documents]
+        if not self.query:
+            raise RequestError.of("query", self.query, "a text that is not empty")
+
+        if not 1 <= len(texts) <= MAX_INPUTS or not all(texts):
+            raise RequestError.of("documents", texts, f"1 to {MAX_INPUTS} texts, none of them empty")
+
+        if self.top_n < 0:
+            raise RequestError.of("top_n", self.top_n, "a number of results, or 0 for all")
+
+        return texts
+
+
+class ScoreBody(RelevanceBody, kw_only=True):
+    """Texts that are compared: each of text_1 with the one of text_2 at its place, or one with all."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        lists = []
+        for field, given in (("text_1", self.text_1), ("text_2", self.text_2)):
+            texts = [given] if isinstance(given, str) else given
+            if not 1 <= len(texts) <= MAX_INPUTS or not all(texts):
+                raise RequestError.of(field, given, f"1 to {MAX_INPUTS} texts, none of them empty")
+
+            lists.append(texts)
+        first, second = lists
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            allowed = f"{len(first)} texts, as many as text_1, which may also be one text for all"
+            raise RequestError(
+                f"text_2 has {len(second)}: expected {allowed}", field="text_2", allowed=allowed
+            )
+
+        return list(zip(first, second, strict=True))
+
+
+class Pair(Struct, frozen=True):
+    """A query and a document, and the fields of the request that they are from."""
+
+    query: str
+    document: str
+    query_field: str
+    document_field: str
+
+
+class Relevance(Struct, frozen=True):
+    """The relevance of each pair, and the usage of the request."""
+
+    scores: list[float]
+    usage: dict[str, Any]
+
+
+async def rerank(service: Service, request: Request) -> Response:
+    """The endpoint of documents in the order of their relevance."""
+    body = await service.read(request, RerankBody)
+    texts, model = body.texts(), service.model(body.model)
+    pairs = [Pair(body.query, text, "query", f"documents[{index}]") for index, text in enumerate(texts)]
+    found = await relevance(service, request, model, body, pairs)
+    order = sorted(range(len(texts)), key=lambda index: -found.scores[index])
+    results = []
+    for index in order[: body.top_n or None]:
+        document = {"document": {"text": texts[index]}} if body.return_documents else {}
+        results.append({"index": index, **document, "relevance_score": found.scores[index]})
+    return JSONResponse(
+        {"id": new_id("rerank-"), "model": model.name, "results": results, "usage": found.usage}
+    )
+
+
+async def scores(service: Service, request: Request) -> Response:
+    """The endpoint of pairs of texts."""
+    body = await service.read(request, ScoreBody)
+    model = service.model(body.model)
+    pairs = [Pair(one, other, "text_1", "text_2") for one, other in body.pairs()]
+    found = await relevance(service, request, model, body, pairs)
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores)]
+    shown = {"id": new_id("score-"), "object": "list", "created": int(time.time()), "model": model.name}
+    return JSONResponse({**shown, "data": data, "usage": found.usage})
+
+
+async def relevance(
+    service: Service, request: Request, model: Model, body: RelevanceBody, pairs: Sequence[Pair]
+) -> Relevance:
+    """The relevance of the pairs. RequestError naming the field of a text that is too long."""
+    if body.instruction is not None and model.reranker is None:
+        allowed = "null: this model is served without a Reranker, and compares embeddings"
+        raise RequestError.of("instruction", body.instruction, allowed)
+
+    most, salt = (
+        most_tokens(model.engine, body.truncate_prompt_tokens),
+        service.salt(request, body.cache_salt),
+    )
+    if model.reranker is not None:
+        judge = partial(judged, request, model.engine, model.reranker, body, pairs, most, salt)
+        return await unless_disconnected(request.receive, judge)
+
+    fields: dict[str, str] = {}  # of each text, the first one that it is from
+    for pair in pairs:
+        fields.setdefault(pair.query, pair.query_field)
+        fields.setdefault(pair.document, pair.document_field)
+    request.state.error_names = {f"prompts[{place}]": field for place, field in enumerate(fields.values())}
+    embed = partial(
+        model.engine.embed,
+        list(fields),
+        truncate_prompt_tokens=most,
+        priority=body.priority,
+        cache_salt=salt,
+    )
+    embeddings = await unless_disconnected(request.receive, embed)
+    vectors = {text: found.vector for text, found in zip(fields, embeddings, strict=True)}
+    cosines = [float(vectors[pair.query] @ vectors[pair.document]) for pair in pairs]
+    return Relevance(cosines, usage_of(embeddings, service))
+
+
+async def judged(
+    request: Request,
+    engine: BaseEngine,
+    reranker: Reranker,
+    body: RelevanceBody,
+    pairs: Sequence[Pair],
+    most: int | None,
+    salt: str | None,
+) -> Relevance:
+    """The probabilities of the first answer. most: tokens of a prompt, whose document is cut."""
+    decisions: dict[int, Decision] = {}
+    errors: dict[int, DriftError] = {}
+    limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
+
+    async def decide(place: int, pair: Pair) -> None:
+        async with limiter:
+            try:
+                parts = reranker.prompt(pair.query, pair.document, body.instruction)
+                prompt = await anyio.to_thread.run_sync(token_ids, engine, parts, reranker.choices, most)
+                decisions[place] = await engine.decide(
+                    prompt, reranker.choices, priority=body.priority, cache_salt=salt
+                )
+            except DriftError as error:
+                errors[place] = error
+                tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for place, pair in enumerate(pairs):
+            tasks.start_soon(decide, place, pair)
+    if errors:
+        place = min(errors)
+        request.state.error_names = {"prompt": pairs[place].document_field}
+        raise errors[place]
+
+    found = [decisions[place] for place in range(len(pairs))]
+    num_tokens = sum(each.num_tokens for each in found)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return Relevance([each.probabilities[0] for each in found], usage)
+
+
+def token_ids(
+    engine: BaseEngine, parts: tuple[str, str, str], choices: Sequence[str], most: int | None
+) -> list[int]:
+    """The token ids of a prompt. RequestError if it is too long without its document. Runs on a thread.
+
+    parts: of `Reranker.prompt`. choices: the answers that follow. most: tokens that are kept; None = all.
+    """
+    before, document, after = parts
+    tokenizer = engine.tokenizer
+    check_countable(before + document + after, "prompt")
+    first = tokenizer.encode(before + document, add_special_tokens=False)
+    last = tokenizer.encode(after, add_special_tokens=False)
+    if most is None:
+        return [*first, *last]
+
+    longest = max(len(tokenizer.encode(each, add_special_tokens=False)) for each in choices)
+    most = min(most, engine.max_model_len - 1 - longest)
+    if len(first) + len(last) <= most:
+        return [*first, *last]
+
+    num_fixed = len(tokenizer.encode(before, add_special_tokens=False)) + len(last)
+    if most <= num_fixed:
+        allowed = f"more than {num_fixed}, the tokens of the prompt without the document"
+        raise RequestError.of("truncate_prompt_tokens", most, allowed)
+
+    return [*first[: most - len(last)], *last]
