@@ -36,6 +36,7 @@ from drift_sdk.execution.device.device import Event, Replay
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     AssistantDrafterFactory,
+    DFlashDrafterFactory,
     DrafterFactory,
     EagleDrafterFactory,
     NGramDrafterFactory,
@@ -48,9 +49,9 @@ from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.models.shard import Shard, cut_head
 from drift_sdk.models.weights import meta_weights
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.speculation import DynamicTree, NGram
+from drift_sdk.speculation import Chain, DynamicTree, NGram
 from drift_sdk.steps import ExecutorLimits
-from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_assistant, meta_draft
+from perf.harness.meta_models import META_DTYPE, NUM_META_LAYERS, meta_assistant, meta_dflash, meta_draft
 from perf.harness.mtp_draft import ASSISTANT
 from perf.harness.numbers import at_least
 from perf.harness.published import LLAMA, PUBLISHED
@@ -82,8 +83,9 @@ GPUS = {
 FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
 """Instructions of compute capability 9.0 and later."""
 
-Drafts = NGram | DynamicTree | Literal["assistant"] | None
-"""N-grams, the tree of an EAGLE-3 draft, an assistant, or no drafts, with exact prompts."""
+Drafts = NGram | DynamicTree | Chain | Literal["assistant"] | None
+"""N-grams, the tree of an EAGLE-3 draft, all that a DFlash head drafts, an assistant, or no drafts, with
+exact prompts."""
 
 EXCHANGE = "drift_sdk._kernels.exchange."
 """Modules of kernels of several GPUs."""
@@ -239,6 +241,9 @@ def kernels_of(
             factory = NGramDrafterFactory(drafts, (1, 3))
         elif drafts == ASSISTANT:
             factory = AssistantDrafterFactory(meta_assistant(settings, decoder), (1, 3))
+        elif isinstance(drafts, Chain):
+            head = meta_dflash(settings, decoder, drafts.num_draft_tokens + 1)
+            factory = DFlashDrafterFactory(head, drafts.choices)
         elif drafts is not None:
             factory = EagleDrafterFactory(meta_draft(settings, decoder), drafts.choices, tree=drafts)
         is_fast = drafts is not None and not spec.has_latents
@@ -331,6 +336,7 @@ def configurations(
         kinds: list[Drafts] = [NGram(), None]
         kinds += [DynamicTree()] if has_trees else []
         kinds += [ASSISTANT] if settings["model_type"] == "gemma4_text" else []
+        kinds += [] if is_wide else [Chain(7)]  # a DFlash head has as many dimensions as the model's
         yield settings, kinds
     if is_covering:
         yield LARGE_HEADS | layers, (NGram(), DynamicTree())

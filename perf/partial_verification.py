@@ -31,7 +31,7 @@ from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory, parser
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import Scenario
-from perf.harness.shapes import Draft, Model, prepare, prepare_drafts
+from perf.harness.shapes import Draft, MaskDraft, Model, prepare, prepare_drafts
 from perf.harness.simulation import simulated_engine
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, title_of
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recording = Recording("partial-verification", given.device, given.out)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder) / Path(given.model).name, None, None)
-        draft: Draft | Model | NGram = prepare_drafts(model, given.draft, None, None)
+        draft: Draft | MaskDraft | Model | NGram = prepare_drafts(model, given.draft, None, None)
         drafting = Drafting(
             draft=draft,
             num_draft_tokens=max(given.num_draft_tokens),

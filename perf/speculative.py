@@ -4,6 +4,7 @@ python -m perf.speculative --num-draft-tokens 1 3 5 --acceptance-length 3.2 --sc
 python -m perf.speculative --model smollm2-135m --draft ngram
 python -m perf.speculative --model qwen3.6-27b --draft mtp --acceptance-length 3 --peer vllm
 python -m perf.speculative --model gemma-4-31b --draft assistant --acceptance-length 3
+python -m perf.speculative --model qwen3-8b --draft dflash-16 --num-draft-tokens 8 15 --acceptance-length 5
 python -m perf.speculative --policy-sweep --repeats 3
 python -m perf.speculative --model gpt-oss-120b --acceptance-length 2.56 --peer vllm
 python -m perf.speculative --model llama-3.1-8b --acceptance-length 3.2 --tensor-parallel 1 2 --peer vllm
@@ -40,7 +41,7 @@ from perf.harness.record import DecodeRun, Run
 from perf.harness.recording import Recording, free_memory
 from perf.harness.rounds import Rounds, batch_config, measure_rounds
 from perf.harness.scenario import Scenario, Text
-from perf.harness.shapes import Draft, Model, prepare, prepare_drafts
+from perf.harness.shapes import Draft, MaskDraft, Model, prepare, prepare_drafts
 from perf.harness.speculative_options import arguments_of
 from perf.harness.startup_process import gpu_memory_gib
 from perf.harness.table import show, speculative_table
@@ -235,7 +236,7 @@ def read_text(model: Model, file: Path | None) -> Text | None:
 
 def draftings_of(given: argparse.Namespace, model: Model) -> list[Drafting]:
     """The drafts to measure."""
-    draft: Draft | Model | MtpDraft | Assistant | NGram
+    draft: Draft | MaskDraft | Model | MtpDraft | Assistant | NGram
     if given.draft == MTP:
         draft = MtpDraft(model=model, weights=given.draft_weights)
     elif given.draft == ASSISTANT:

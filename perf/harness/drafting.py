@@ -12,7 +12,7 @@ from drift_sdk.measurement import AcceptanceTrace, RecordedEngine, recorded_engi
 from perf.harness.decoding import DecodeOptions
 from perf.harness.mtp_draft import Assistant, MtpDraft
 from perf.harness.scenario import Scenario
-from perf.harness.shapes import Draft, Model
+from perf.harness.shapes import Draft, MaskDraft, Model
 from perf.harness.simulation import simulated_engine
 
 __all__ = ["Drafting"]
@@ -30,7 +30,7 @@ class Drafting(Struct, frozen=True, kw_only=True):
     trace:              the recorded rounds to simulate, in place of a mean.
     """
 
-    draft: Draft | Model | MtpDraft | Assistant | NGram
+    draft: Draft | MaskDraft | Model | MtpDraft | Assistant | NGram
     ngrams: NGram | None = None
     num_draft_tokens: int
     acceptance_length: float | None = None
@@ -91,7 +91,9 @@ class Drafting(Struct, frozen=True, kw_only=True):
             adaptive=self.is_adaptive,
             draft_weights=self._weights,
             ngrams=self.ngrams,
-            aux_layer_convention=self.draft.aux_layer_convention if isinstance(self.draft, Draft) else None,
+            aux_layer_convention=self.draft.aux_layer_convention
+            if isinstance(self.draft, Draft | MaskDraft)
+            else None,
         )
         return plain.replace(speculation=speculation)
 

@@ -15,12 +15,13 @@ from drift_sdk.models.assistant import (
     load_assistant_weights,
 )
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashConfig, DFlashDecoder, dflash_shapes, load_dflash_weights
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import DraftDecoder, load_draft_weights, required_shapes, shareable_shapes
 from perf.harness.mtp_draft import CLUSTERS, assistant_settings
-from perf.harness.shapes import draft_settings
+from perf.harness.shapes import dflash_settings, draft_settings
 
-__all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_assistant", "meta_draft"]
+__all__ = ["META_DTYPE", "NUM_META_LAYERS", "meta_assistant", "meta_dflash", "meta_draft"]
 
 META_DTYPE = torch.bfloat16
 NUM_META_LAYERS = 4
@@ -64,3 +65,14 @@ def meta_assistant(settings: Mapping[str, object], decoder: Decoder) -> Assistan
     clusters = torch.zeros(config.shape.vocab_size, dtype=torch.int32, device="meta")
     tensors = MetaTensors(assistant_shapes(config) | {ORDERING: tuple(clusters.shape)})
     return AssistantDecoder(config, load_assistant_weights(config, tensors, clusters, decoder), decoder)
+
+
+def meta_dflash(settings: Mapping[str, object], decoder: Decoder, block_size: int) -> DFlashDecoder:
+    """Return a DFlash head of the target's width, with an embedding and a head of its own.
+
+    settings: as of `meta_draft`. block_size: rows of a draft.
+    """
+    config = DFlashConfig.from_hf(dflash_settings(settings, block_size), decoder.spec)
+    ids = torch.arange(config.draft_vocab_size, device="cpu")
+    weights = load_dflash_weights(config, MetaTensors(dflash_shapes(config)), ids, decoder)
+    return DFlashDecoder(config, weights, decoder)

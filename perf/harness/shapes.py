@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -18,9 +19,9 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.allocation import QUANTISERS, WeightForm, quantised_bytes
 from drift_sdk.models.decoder import random_tensors
-from drift_sdk.models.dflash import DFlashConfig, dflash_shapes, read_head_config
+from drift_sdk.models.dflash import DFlashConfig, dflash_shapes, is_dflash
 from drift_sdk.models.draft_config import DraftConfig
-from drift_sdk.models.draft_head import required_shapes, shareable_shapes
+from drift_sdk.models.draft_head import EMBEDDING, required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
 from drift_sdk.models.weights import tensor_shapes, weight_bytes
 from drift_sdk.spec.model import AnyAttention, KVShape, ModelSpec, experts_of
@@ -32,8 +33,10 @@ __all__ = [
     "FP8_BLOCKS",
     "MODELS",
     "Draft",
+    "MaskDraft",
     "Model",
     "attention_flops",
+    "dflash_settings",
     "draft_settings",
     "model_name",
     "prepare",
@@ -57,7 +60,9 @@ DRAFT_SETTINGS = (
     "torch_dtype", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 """Fields that a draft shares with its target, unless DRAFTS says otherwise."""
-DRAFT_HEAD, DRAFT_FUSION, DRAFT_EMBEDDING = "lm_head.weight", "fc.weight", "embed_tokens.weight"
+DRAFT_HEAD, DRAFT_FUSION = "lm_head.weight", "fc.weight"
+PEAGLE, DFLASH = "peagle", re.compile("dflash-([0-9]+)")
+"""Names of heads that draft in one pass."""
 
 
 class Model(Struct, frozen=True, kw_only=True):
@@ -221,13 +226,13 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Draft(Struct, frozen=True, kw_only=True):
-    """A draft head: a folder or hub id, and its shapes.
+    """An EAGLE-3 head: a folder or hub id, and its shapes.
 
     weights: `Speculation.draft_weights` for it; aux_layer_convention: as in Speculation.
     """
 
     path: Path | str
-    config: DraftConfig | DFlashConfig
+    config: DraftConfig
     weights: Literal["fp8", "int4"] | None = None
     aux_layer_convention: Literal["output", "boundary"] | None = None
 
@@ -237,31 +242,44 @@ class Draft(Struct, frozen=True, kw_only=True):
         Layers, head and KV are read for each drafted token, or once by a head that drafts in one pass; the
         weights that fuse the target's features once.
         """
-        config, num_passes = self.config, num_drafts
-        if isinstance(config, DFlashConfig):
-            layers = config.shape.layers
-            kv_size = sum(layer.kv.size for layer in layers if layer.kv is not None)
-            shapes = dflash_shapes(config)
-            # Of the embedding a few rows are read.
-            shapes.pop(DRAFT_EMBEDDING)
-            num_passes = min(num_drafts, 1.0)
-        else:
-            kv_size = config.num_layers * config.attention.kv.size
-            shapes = required_shapes(config)
-            shapes.pop(DRAFT_EMBEDDING, None)
-            shapes[DRAFT_HEAD] = shareable_shapes(config)[DRAFT_HEAD]
-            if config.mask_token_id is not None:
-                num_passes = min(num_drafts, 1.0)
-        fusion = self._tensor_bytes(shapes.pop(DRAFT_FUSION, (0,)), itemsize)
-        step = sum(self._tensor_bytes(shape, itemsize) for shape in shapes.values())
-        return num_passes * (step + itemsize * batch * mean_context * kv_size) + fusion
+        config = self.config
+        if config.mask_token_id is not None:
+            num_drafts = min(num_drafts, 1.0)
+        shapes = required_shapes(config)
+        shapes.pop(EMBEDDING, None)  # of which a few rows are read
+        fusion = matrix_bytes(shapes.pop(DRAFT_FUSION, (0,)), self.weights, itemsize)
+        shapes[DRAFT_HEAD] = shareable_shapes(config)[DRAFT_HEAD]
+        step = sum(matrix_bytes(shape, self.weights, itemsize) for shape in shapes.values())
+        step_kv = batch * mean_context * config.num_layers * config.attention.kv.size
+        return num_drafts * (step + itemsize * step_kv) + fusion
 
-    def _tensor_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Bytes of a tensor, of which matrices are quantised if `weights` says so."""
-        if self.weights is None or len(shape) != 2:
-            return itemsize * math.prod(shape)
 
-        return quantised_bytes(shape[0], shape[1], self.weights)
+class MaskDraft(Struct, frozen=True, kw_only=True):
+    """A DFlash head: a folder or hub id, and its shapes; the rest as of `Draft`."""
+
+    path: Path | str
+    config: DFlashConfig
+    weights: Literal["fp8", "int4"] | None = None
+    aux_layer_convention: Literal["output", "boundary"] | None = None
+
+    def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
+        """Bytes that a round must read in addition to the target's, if it has drafts: all weights once, and
+        those that make keys and values of features once more; the KV of every sequence."""
+        config, shapes = self.config, dflash_shapes(self.config)
+        del shapes[EMBEDDING]
+        names = [name for name in shapes if name.endswith((".k_proj.weight", ".v_proj.weight"))]
+        read = [*shapes.values(), *(shapes[name] for name in names)]
+        kv = sum(layer.kv.size for layer in config.shape.layers if layer.kv is not None)
+        weights = sum(matrix_bytes(shape, self.weights, itemsize) for shape in read)
+        return min(num_drafts, 1.0) * (weights + itemsize * batch * mean_context * kv)
+
+
+def matrix_bytes(shape: tuple[int, ...], form: Literal["fp8", "int4"] | None, itemsize: int) -> int:
+    """Bytes of a tensor of a head, of which matrices are quantised if `form` says so."""
+    if form is None or len(shape) != 2:
+        return itemsize * math.prod(shape)
+
+    return quantised_bytes(shape[0], shape[1], form)
 
 
 def attention_flops(spec: ModelSpec) -> int:
@@ -334,7 +352,7 @@ def prepare_draft(
         (path / "config.json").write_text(json.dumps(draft_settings(target), indent=1))
 
     found = resolve(path).config
-    config = read_head_config(found, model.spec, aux_layer_convention=aux_layer_convention)
+    config = DraftConfig.from_hf(found, model.spec, aux_layer_convention=aux_layer_convention)
     return Draft(path=path, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
 
 
@@ -349,19 +367,62 @@ def draft_settings(target: Mapping[str, Any]) -> dict[str, Any]:
     return settings | DRAFTS.get(target["model_type"], {})
 
 
+def dflash_settings(target: Mapping[str, Any], block_size: int) -> dict[str, Any]:
+    """The config.json of a DFlash head for a target, given the target's: of five layers with the shapes of
+    its own, as published for Qwen3."""
+    num_layers = target["num_hidden_layers"]
+    taps = [round(1 + number * (num_layers - 4) / 4) for number in range(5)] if num_layers > 8 else [0]
+    return {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": min(5, num_layers),
+        "num_target_layers": num_layers,
+        "block_size": block_size,
+        "dflash_config": {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": taps},
+    }
+
+
+def prepare_masks(
+    model: Model, name: str, weights: Literal["fp8", "int4"] | None = None
+) -> Draft | MaskDraft:
+    """A head with random weights that drafts in one pass, in a folder beside the model's: "peagle", or
+    "dflash-N" for a DFlash head with an anchor and N - 1 masks. Errors as of `prepare_draft`."""
+    if model.load != "random":
+        raise ValueError(f"model={model.name!r}: expected one with random weights")
+
+    target, path = json.loads((model.path / "config.json").read_text()), model.path.with_name(name)
+    path.mkdir(exist_ok=True)
+    size = DFLASH.fullmatch(name)
+    if size is None:
+        settings = draft_settings(target) | {"mask_token_id": target["vocab_size"] - 1}
+        (path / "config.json").write_text(json.dumps(settings, indent=1))
+        return prepare_draft(model, path, weights)
+
+    settings = dflash_settings(target, int(size[1]))
+    (path / "config.json").write_text(json.dumps(settings, indent=1))
+    return MaskDraft(path=path, config=DFlashConfig.from_hf(settings, model.spec), weights=weights)
+
+
 def prepare_drafts(
     model: Model,
     name: str | None,
     weights: Literal["fp8", "int4"] | None = None,
     aux_layer_convention: Literal["output", "boundary"] | None = None,
-) -> Draft | Model | NGram:
-    """The drafts that `name` stands for: "ngram", a model of MODELS with random weights, or a head as
-    `prepare_draft` takes it."""
+) -> Draft | MaskDraft | Model | NGram:
+    """The drafts that `name` stands for: "ngram", a model of MODELS with random weights, a name of
+    `prepare_masks`, or a head as `prepare_draft` takes it."""
     if name == "ngram":
         return NGram()
 
     if name in PUBLISHED:
         return prepare(name, model.path.with_name(name), weights)
+
+    if name is not None and (name == PEAGLE or DFLASH.fullmatch(name)):
+        return prepare_masks(model, name, weights)
+
+    if name is not None and is_dflash(found := resolve(name).config):
+        config = DFlashConfig.from_hf(found, model.spec, aux_layer_convention=aux_layer_convention)
+        return MaskDraft(path=name, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
 
     return prepare_draft(model, name, weights, aux_layer_convention)
 

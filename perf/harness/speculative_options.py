@@ -101,8 +101,9 @@ def speculative_parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--strict-performance", action="store_true", help="as in EngineConfig")
     made.add_argument(
         "--draft",
-        help='an EAGLE-3 head, folder or hub id; a model of --model, as a small model; "mtp" for the MTP '
-        'layer of the model; "assistant" for an assistant of a Gemma 4 model; or "ngram"',
+        help='an EAGLE-3 head, folder or hub id; "peagle", or "dflash-16" for a DFlash head with 15 masks, '
+        'with random weights; a model of --model, as a small model; "mtp" for the MTP layer of the model; '
+        '"assistant" for an assistant of a Gemma 4 model; or "ngram"',
     )
     made.add_argument("--ngrams", action="store_true", help="measure the draft with n-grams beside it too")
     made.add_argument("--text", type=Path, help="a text to take prompts from; the default is random tokens")

@@ -6,7 +6,6 @@ import math
 
 from msgspec import Struct
 
-from drift_sdk.models.dflash import DFlashConfig
 from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from perf.harness.shapes import DRAFT_FUSION, DRAFT_HEAD, Draft, Model, attention_flops
 
@@ -47,9 +46,6 @@ def stage_work(
     }
     if draft is None:
         return work
-
-    if isinstance(draft.config, DFlashConfig):
-        raise ValueError(f"draft={draft.path}: expected an EAGLE-3 head, whose stages are known")
 
     shapes = required_shapes(draft.config)
     fusion = math.prod(shapes.pop(DRAFT_FUSION, (0,)))

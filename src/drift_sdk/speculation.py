@@ -295,10 +295,10 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     are the same as without drafts, to the last bit of the logits, unless `EngineConfig(fast_prompts=True)`;
     on the eager executor near ties may resolve differently.
 
-    draft:                folder or hub id of a head (EAGLE-3, P-EAGLE, or DFlash on the eager executor), or
-                          of the assistant of a Gemma 4 model; or folder, .gguf file or hub id of a model with
-                          the same vocabulary, smaller than the engine's; or `NGram()`; or "mtp" for the layer
-                          of the model's own files that predicts one more token (Qwen3.5 and its successors).
+    draft:                folder or hub id of a head (EAGLE-3, P-EAGLE or DFlash), or of the assistant of a
+                          Gemma 4 model; or folder, .gguf file or hub id of a model with the same vocabulary,
+                          smaller than the engine's; or `NGram()`; or "mtp" for the layer of the model's own
+                          files that predicts one more token (Qwen3.5 and its successors).
     ngrams:               n-grams beside a head or a model as the draft: they take its place in the rounds of
                           a sequence in which they find something and are accepted at least as often, as
                           measured in the sequence. Drafts are chains then. None = no n-grams.

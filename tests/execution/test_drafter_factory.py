@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dflash_zoo import make_dflash
 from draft_zoo import make_draft
 from interpreted_device import InterpretedDevice
 from tiny_llama import tiny_llama
@@ -19,16 +20,20 @@ from drift_sdk.execution.device.slot_table import SlotTable
 from drift_sdk.execution.device.stages import NO_STAGE_MARKS
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
+    DFlashDrafterFactory,
     DrafterFactory,
     EagleDrafterFactory,
     NGramDrafterFactory,
 )
-from drift_sdk.execution.eager.drafters import EagleDrafter, NGramDrafter
+from drift_sdk.execution.eager.drafters import DFlashDrafter, EagleDrafter, NGramDrafter
 from drift_sdk.execution.forward.caches import ModelResources, PagedKVCache
+from drift_sdk.execution.rounds.dflash import DFlashRoundDrafter
 from drift_sdk.execution.rounds.drafters import NGramRoundDrafter, RoundDrafter, RoundSizes
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
+from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.startup.executor_factory import kv_demand
 from drift_sdk.startup.model_parts import open_drafter_factory
@@ -104,6 +109,23 @@ def test_eagle_drafter_needs_draft_kv(target: Decoder, draft: DraftDecoder) -> N
     assert drafter.aux_layers == draft.aux_layers
 
 
+def dflash_head(target: Decoder, folder: Path) -> DFlashDecoder:
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    make_dflash(7, folder / "masks", folder)
+    return DFlashDecoder.load(resolve(folder / "masks", role="draft"), target)
+
+
+def test_dflash_drafter_needs_nothing_beside_its_cache(target: Decoder, tmp_path: Path) -> None:
+    head = dflash_head(target, tmp_path)
+    factory = DFlashDrafterFactory(head, (1, 3))
+    assert factory.always_drafts and not (factory.needs_draft_kv or factory.needs_history)
+    assert factory.num_graph_layers == 2 * head.config.shape.num_layers
+    assert isinstance(factory.eager_drafter(target, LIMITS), DFlashDrafter)
+    drafter = round_drafter(factory, target)
+    assert isinstance(drafter, DFlashRoundDrafter)
+    assert drafter.aux_layers == head.aux_layers
+
+
 def block_bytes(decoder: Decoder, factory: DrafterFactory) -> int:
     return kv_demand(EngineConfig(), decoder, factory, LIMITS.block_size, "eager").bytes_per_block
 
@@ -129,3 +151,18 @@ def test_kv_demand_is_what_caches_allocate(target: Decoder, draft: DraftDecoder)
     narrow = Decoder.random(target.spec, device="cpu", dtype=torch.float32, kv_form="fp8")
     assert PagedKVCache(narrow, LIMITS).groups[0].keys.nbytes == tensors.keys.numel()
     assert block_bytes(narrow, factory) == target_bytes // itemsize + draft_bytes
+
+
+def test_kv_demand_counts_all_layers_of_a_dflash_head(target: Decoder, tmp_path: Path) -> None:
+    """The blocks that grow with the cache; rows of masks lie behind them, and are there from the start."""
+    factory = DFlashDrafterFactory(dflash_head(target, tmp_path), (3,))
+    drafter = round_drafter(factory, target)
+    assert isinstance(drafter, DFlashRoundDrafter)
+    sizes = []
+    for num_blocks in (1, 6):
+        drafter.kv_cache.allocate(num_blocks)
+        sizes.append(sum(tensor.nbytes for group in drafter.kv_cache.groups for tensor in group))
+    assert sizes[1] - sizes[0] == 5 * (block_bytes(target, factory) - block_bytes(target, NO_DRAFTER))
+    num_rows = 2 * (1 + factory.draft.config.num_masks)  # of the two slots of a round
+    per_block = block_bytes(target, factory) - block_bytes(target, NO_DRAFTER)
+    assert sizes[0] == per_block * (1 + -(-num_rows // LIMITS.block_size))

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import crowds
 import pytest
 from crowds import VOCAB_SIZE, answers, assert_as_near_float32_as_eager, chain_of, prompts_of
+from gguf import GGMLQuantizationType as Q
+from hybrid_gguf import write_mtp_gguf
 from hybrid_parity import stacked_and_each
 from hybrid_zoo import make_hybrid_model
 from kept_rows import keep_rejected_inputs
@@ -26,7 +29,7 @@ UNQUANTISED = (
     "lm_head",
     "embed_tokens",
     "in_proj_a",
-    "in_proj_b",
+    "in_proj_b",  # and in_proj_ba of Qwen3-Next
     "mlp.gate.",
     "shared_expert_gate",
     "mtp.fc",
@@ -108,6 +111,25 @@ def test_drafts_of_files_in_fp8_change_no_bit(family: str, tmp_path: Path) -> No
     expected, _ = answers(folder, prompts, is_alone=True)
     modes: list[dict[str, object]] = [{"max_num_seqs": 16, "speculation": chain_of(3, "mtp")}]
     assert_same_in_crowds(folder, prompts, expected, modes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_gguf_files_change_no_bit(family: str, tmp_path: Path) -> None:
+    """Weights of the model and of its MTP layer in blocks of Q8_0."""
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "head_dim": 32, "hidden_size": 256}
+    sizes: dict[str, Any] = {**heads, "intermediate_size": 256, "num_attention_heads": 4}
+    sizes["num_key_value_heads"] = 2
+    sizes |= {"attention_bias": False, "tie_word_embeddings": False}
+    if family != "qwen3_5":
+        sizes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
+    if family == "qwen3_next":  # whose files have experts in all layers
+        sizes |= {"mlp_only_layers": [], "norm_topk_prob": True}
+    file, prompts = write_mtp_gguf(family, 1, tmp_path, lambda name: Q.Q8_0, sizes), prompts_of(6)
+    expected, _ = answers(file, prompts, is_alone=True, weights="stored")
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": chain_of(3, "mtp"), "weights": "stored"}
+    ]
+    assert_same_in_crowds(file, prompts, expected, modes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

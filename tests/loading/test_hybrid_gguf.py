@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
-from hybrid_gguf import write_hybrid_gguf
+from hybrid_gguf import write_hybrid_gguf, write_mtp_gguf
 from hybrid_parity import answer, load, logits_of, num_wrong
 from hybrid_zoo import make_hybrid_model
 from msgspec import structs
-from mtp_zoo import add_mtp, make_often_right
-from safetensors.torch import load_file, save_file
+from mtp_zoo import add_mtp
+from safetensors.torch import load_file
 from slow_cases import slow_after, slow_rows_after
 
 from drift_sdk import (
@@ -191,22 +190,10 @@ def test_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.
 def write_with_mtp(
     family: str, folder: Path, kind: Callable[[str], Q] = lambda name: Q.F32, **form: bool
 ) -> Path:
-    """A file of a model with the layer that predicts one more token, beside the folder "twin" that has the
-    numbers as stored."""
+    """A file of a model with the layer that predicts one more token, see `write_mtp_gguf`."""
     experts = {} if family == "qwen3_5" else EXPERT_SIZES
     more = {"tie_word_embeddings": False, "attention_bias": False}
-    model = make_hybrid_model(family, 2, folder, **sizes(family, **LARGE, **experts, **more))
-    add_mtp(folder, is_stacked=True)
-    make_often_right(folder)
-    given = load_file(folder / "model.safetensors")
-    layer = {name: tensor for name, tensor in given.items() if name.startswith("mtp.")}
-    model.load_state_dict(type(model).from_pretrained(folder).state_dict())
-    file, twin = folder / "model.gguf", folder / "twin"
-    stored = write_hybrid_gguf(model, file, kind, num_predicting=1, mtp=layer, **form)
-    stored.save_pretrained(twin)
-    shutil.copy(folder / "config.json", twin)
-    save_file(load_file(twin / "model.safetensors") | layer, twin / "model.safetensors")
-    return file
+    return write_mtp_gguf(family, 2, folder, kind, sizes(family, **LARGE, **experts, **more), **form)
 
 
 def config_of(**fields: Any) -> EngineConfig:

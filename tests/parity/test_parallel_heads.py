@@ -3,6 +3,7 @@ and every draft equals the head's output over the whole sequence at once."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import anyio
 import pytest
 import torch
 from decoder_parity import load_decoder
-from dflash_zoo import make_dflash
+from dflash_zoo import draw_dflash, make_dflash
 from draft_pass import dflash_pass, masked_pass
 from draft_zoo import make_draft
 from hybrid_requests import (
@@ -38,17 +39,20 @@ from drift_sdk import (
     ConfigError,
     DynamicTree,
     Engine,
-    EngineConfig,
     NGram,
     Speculation,
 )
-from drift_sdk.execution.drafter_factory import DFlashDrafterFactory, EagleDrafterFactory
+from drift_sdk.execution.drafter_factory import (
+    DFlashDrafterFactory,
+    DrafterFactory,
+    EagleDrafterFactory,
+    HybridDrafterFactory,
+)
 from drift_sdk.execution.eager.drafters import DFlashDrafter, EagleDrafter, Span
 from drift_sdk.execution.eager.slot import Slot
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.dflash import DFlashDecoder
+from drift_sdk.models.dflash import DFlashConfig, DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.startup.model_parts import open_drafter_factory
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.trees import Draft, DraftLimit
 
@@ -175,8 +179,7 @@ def run(
     watched: Any = kind or WATCHED[head]
 
     def eager_drafter(factory: Any, target: Decoder, limits: ExecutorLimits) -> Any:
-        draft = factory.head if head == "dflash" else factory.draft
-        drafters.append(watched(draft, target, limits))
+        drafters.append(watched(factory.draft, target, limits))
         if corruption is not None:
             answers = {
                 case.params.seed: [*case.prompt, *one.token_ids]
@@ -277,13 +280,19 @@ def test_shapes_that_a_head_does_not_draft_are_refused(
 
 
 @pytest.mark.parametrize("ngrams", [None, NGram()], ids=str)
-def test_graph_executor_refuses_dflash_heads(ngrams: NGram | None, tmp_path: Path) -> None:
+def test_graph_executor_refuses_wide_dflash_heads(ngrams: NGram | None, tmp_path: Path) -> None:
     make_model(MODELS["llama"], tmp_path)
-    make_dflash(DFLASH_SEED, tmp_path / "head", tmp_path)
-    speculation = Speculation(draft=tmp_path / "head", shape=Chain(NUM_MASKS), ngrams=ngrams)
-    factory = open_drafter_factory(
-        EngineConfig(speculation=speculation), load_decoder(tmp_path), lambda *_: None
-    )
-    message = 'executor=.graph.: .*"eager": CUDA graphs do not support DFlash heads'
-    with pytest.raises(ConfigError, match=message):
-        factory.check_graphs()
+    target = load_decoder(tmp_path)
+    settings = draw_dflash(DFLASH_SEED, json.loads((tmp_path / "config.json").read_text()))
+    for head_dim in (256, 258):
+        settings["transformer_layer_config"]["head_dim"] = head_dim
+        draft = DFlashDecoder.random(DFlashConfig.from_hf(settings, target.spec), target)
+        factory: DrafterFactory = DFlashDrafterFactory(draft, (NUM_MASKS,))
+        factory = factory if ngrams is None else HybridDrafterFactory(factory, ngrams)
+        if head_dim == 256:
+            factory.check_graphs()
+            continue
+
+        message = 'executor=.graph.: .*"eager": CUDA graphs do not support DFlash heads of more than 256 dim'
+        with pytest.raises(ConfigError, match=message):
+            factory.check_graphs()

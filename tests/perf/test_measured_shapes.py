@@ -14,6 +14,7 @@ from drift_sdk.loading.source import resolve
 from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder, random_tensors
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights, weight_bytes
@@ -21,7 +22,7 @@ from drift_sdk.quantised.weight import Matrix
 from drift_sdk.spec.model import Names
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import prepare, prepare_draft
+from perf.harness.shapes import Draft, MaskDraft, prepare, prepare_draft, prepare_drafts
 
 
 def tensors_of(layers: Iterable[LayerWeights]) -> Iterator[Matrix]:
@@ -201,6 +202,27 @@ def test_bytes_of_a_quantised_draft(tmp_path: Path) -> None:
     matrices = [shape for shape in shapes.values() if len(shape) == 2]
     saved = sum(rows * columns - 4 * rows for rows, columns in matrices)
     assert plain.round_bytes(1, 0, 0, 2) - quantised.round_bytes(1, 0, 0, 2) == saved
+
+
+def test_bytes_of_heads_that_draft_in_one_pass(tmp_path: Path) -> None:
+    """All weights of a DFlash head are read once, and those of the features' keys and values once more; its
+    embedding is not. The number of drafts does not matter, nor does it to a P-EAGLE head."""
+    model = prepare("tiny", tmp_path / "tiny")
+    target = Decoder.random(model.spec, device=torch.device("cpu"), dtype=torch.bfloat16)
+    masks = prepare_drafts(model, "dflash-6")
+    assert isinstance(masks, MaskDraft) and masks.config.num_masks == 5
+    head = DFlashDecoder.load(resolve(masks.path, has_weights=False), target, has_weights=False)
+    assert head.config == masks.config
+    weights = head.weights
+    tensors = [*tensors_of(weights.layers), weights.fc, weights.hidden_norm, weights.final_norm, weights.head]
+    num_layers = len(weights.layers)
+    tensors += [weights.context_projection(index)[0] for index in range(num_layers)]
+    kv_of_a_token = 2 * num_layers * 2 * 16 * 2  # keys and values, layers, heads, head_dim, bytes
+    expected = sum(tensor.nbytes for tensor in tensors) + 3 * 10 * kv_of_a_token
+    assert [masks.round_bytes(number, 3, 10, 2) for number in (1, 5)] == [expected] * 2
+    parallel = prepare_drafts(model, "peagle")
+    assert isinstance(parallel, Draft) and parallel.config.mask_token_id is not None
+    assert parallel.round_bytes(1, 3, 10, 2) == parallel.round_bytes(8, 3, 10, 2) > 0
 
 
 def test_bytes_of_weights_in_fp8_blocks_are_those_of_their_tensors(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from perf.harness.head_files import check_files
 from perf.harness.plain_draft import PlainDraft
 from perf.harness.record import read
 from perf.harness.scenario import Scenario, Text
-from perf.harness.shapes import model_name, prepare, prepare_draft
+from perf.harness.shapes import model_name, prepare
 
 TEXT = "The sea rises and falls twice a day, and no two tides are alike. " * 4
 
@@ -341,20 +341,3 @@ def test_dflash_head_with_a_broken_tensor_is_not_qualified(target: Path, text: P
     assert (
         list(outcome["checks"]) == ["files"] and "hidden_norm.weight" in outcome["checks"]["files"]["reason"]
     )
-
-
-def test_heads_that_draft_in_one_pass_read_their_weights_once_a_round(target: Path, tmp_path: Path) -> None:
-    """Their layers, head and KV, but for the projection of features, which is read with each round."""
-    model = prepare(str(target), tmp_path)
-    make_draft("peagle", tmp_path / "peagle", target)
-    make_dflash(1, tmp_path / "dflash", target)
-    for name in ("peagle", "dflash"):
-        draft = prepare_draft(model, tmp_path / name)
-        tensors = load_file(tmp_path / name / "model.safetensors")
-        read_once = {"embed_tokens.weight", "d2t", "t2d"}
-        num_values = sum(tensor.numel() for key, tensor in tensors.items() if key not in read_once)
-        assert draft.round_bytes(1, 1, 0, 2) == draft.round_bytes(4, 1, 0, 2) == 2 * num_values
-        config = json.loads((tmp_path / name / "config.json").read_text())["transformer_layer_config"]
-        kv_size = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-        assert draft.round_bytes(4, 3, 50, 2) == 2 * (num_values + 3 * 50 * kv_size)
-        assert draft.round_bytes(0, 1, 0, 2) == 2 * tensors["fc.weight"].numel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Q
+from hybrid_zoo import make_hybrid_model
+from mtp_zoo import add_mtp, make_often_right
+from safetensors.torch import load_file, save_file
 
-__all__ = ["ARCHITECTURES", "write_hybrid_gguf"]
+__all__ = ["ARCHITECTURES", "write_hybrid_gguf", "write_mtp_gguf"]
 
 Array = npt.NDArray[np.float32]
 ARCHITECTURES = {
@@ -123,6 +127,25 @@ def write_hybrid_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def write_mtp_gguf(
+    family: str, seed: int, folder: Path, kind: Callable[[str], Q], sizes: dict[str, Any], **form: bool
+) -> Path:
+    """Write a model with the layer that predicts one more token, often right, to "model.gguf" in a folder.
+    The folder "twin" there has the numbers as stored. sizes: of the model. kind, form: as of
+    `write_hybrid_gguf`."""
+    model = make_hybrid_model(family, seed, folder, **sizes)
+    add_mtp(folder, is_stacked=True)
+    make_often_right(folder)
+    given = load_file(folder / "model.safetensors")
+    layer = {name: tensor for name, tensor in given.items() if name.startswith("mtp.")}
+    model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+    file, twin = folder / "model.gguf", folder / "twin"
+    write_hybrid_gguf(model, file, kind, num_predicting=1, mtp=layer, **form).save_pretrained(twin)
+    shutil.copy(folder / "config.json", twin)
+    save_file(load_file(twin / "model.safetensors") | layer, twin / "model.safetensors")
+    return file
 
 
 def _add_settings(writer: gguf.GGUFWriter, config: Any, num_predicting: int) -> None:

@@ -38,23 +38,25 @@ class OracleDrafter:
         pass
 
     def propose(self, slots: Sequence[Slot], limits: Sequence[DraftLimit]) -> list[Draft]:
-        drafts = []
-        for slot, limit in zip(slots, limits, strict=True):
-            most = limit.chain_length
-            answer = self._answers[slot.sampling.seed]
-            right = answer[slot.length : slot.length + most]
-            # Which tokens are wrong depends on request and position, not on the order of rounds.
-            rngs = [random.Random(f"{slot.sampling.seed} {slot.length + i}") for i in range(len(right))]
-            draft = [
-                token
-                if rng.random() >= self._corruption
-                else (token + 1 + rng.randrange(self._vocab_size - 1)) % self._vocab_size
-                for rng, token in zip(rngs, right, strict=True)
-            ]
-            num_right = next(
-                (i for i, pair in enumerate(zip(draft, right, strict=True)) if pair[0] != pair[1]), len(right)
-            )
-            if most:
-                self.histogram[num_right] = self.histogram.get(num_right, 0) + 1
-            drafts.append(Draft.chain(draft))
-        return drafts
+        return [
+            Draft.chain(self.draft(slot.sampling.seed, slot.length, limit.chain_length))
+            for slot, limit in zip(slots, limits, strict=True)
+        ]
+
+    def draft(self, seed: int, length: int, most: int) -> list[int]:
+        """At most `most` tokens behind the first `length` of a sequence."""
+        right = self._answers[seed][length : length + most]
+        # Which tokens are wrong depends on request and position, not on the order of rounds.
+        rngs = [random.Random(f"{seed} {length + i}") for i in range(len(right))]
+        draft = [
+            token
+            if rng.random() >= self._corruption
+            else (token + 1 + rng.randrange(self._vocab_size - 1)) % self._vocab_size
+            for rng, token in zip(rngs, right, strict=True)
+        ]
+        num_right = next(
+            (i for i, pair in enumerate(zip(draft, right, strict=True)) if pair[0] != pair[1]), len(right)
+        )
+        if most:
+            self.histogram[num_right] = self.histogram.get(num_right, 0) + 1
+        return draft

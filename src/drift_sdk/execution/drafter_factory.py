@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from drift_sdk.execution.forward.caches import ModelResources
     from drift_sdk.execution.rounds.drafters import RoundDrafter, RoundSizes, TreeDrafter
 
+MAX_MASK_HEAD = 256
+"""Most dimensions of a head of attention whose rows are masks: what attention of trees has room for."""
+
 
 class DrafterFactory(ABC):
     """Makes the drafter of an executor and states what it needs.
@@ -47,14 +50,15 @@ class DrafterFactory(ABC):
     tree_plans: by number of tokens, the rounds of the graph executor that draft trees.
     draft: the model that drafts, if there is one that the graph executor runs.
     graph_obstacle: why the graph executor cannot draft so; None if it can.
-    num_graph_layers: layers of a small model that a graph records, beside those of the target.
+    num_graph_layers: layers of a small model or a DFlash head that a graph records, beside those of the
+    target.
     """
 
     needs_history = False
     needs_draft_kv = False
     needs_first_token = False
     always_drafts = False
-    draft: DraftDecoder | Decoder | None = None
+    draft: DraftDecoder | DFlashDecoder | Decoder | None = None
     graph_obstacle: str | None = None
     num_graph_layers = 0
     max_tree_depth: int | None = None
@@ -204,28 +208,38 @@ class DFlashDrafterFactory(DrafterFactory):
     """A DFlash head of the target."""
 
     always_drafts = True
-    graph_obstacle = "CUDA graphs do not support DFlash heads"
+    draft: DFlashDecoder
 
     def __init__(
         self, draft: DFlashDecoder, draft_choices: Sequence[int], *, is_adaptive: bool = True
     ) -> None:
         """draft_choices: none above the head's number of masks."""
         super().__init__(draft_choices, is_adaptive=is_adaptive)
-        self.head = draft
+        self.draft = draft
+        shape = draft.config.shape
+        # Those that store keys and values, and those that draft.
+        self.num_graph_layers = 2 * shape.num_layers
+        if shape.max_head_dim > MAX_MASK_HEAD:
+            self.graph_obstacle = (
+                f"CUDA graphs do not support DFlash heads of more than {MAX_MASK_HEAD} dimensions"
+            )
 
     def num_values_per_block(self, block_size: int) -> int:
         """Keys and values of all layers."""
-        layers = self.head.config.shape.layers
+        layers = self.draft.config.shape.layers
         return sum(layer.kv.size for layer in layers if layer.kv is not None) * block_size
 
     def eager_drafter(self, target: Decoder, limits: ExecutorLimits) -> Drafter:
-        return DFlashDrafter(self.head, limits)
+        return DFlashDrafter(self.draft, limits)
 
     def round_drafter(
         self, resources: DeviceResources, model: ModelResources, sizes: RoundSizes
-    ) -> RoundDrafter | None:
-        self.check_graphs()
-        return None
+    ) -> RoundDrafter:
+        from drift_sdk.execution.rounds.dflash import DFlashRoundDrafter
+
+        return DFlashRoundDrafter(
+            self.draft, model, resources.table, resources.workspace, sizes, stages=resources.stages
+        )
 
 
 class AssistantDrafterFactory(DrafterFactory):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families import read_spec
@@ -55,7 +55,7 @@ from drift_sdk.models.draft_head import (
 from drift_sdk.models.kv_cache import KVCache
 from drift_sdk.models.layers import embed, linear, normalise, rotary_tables
 from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights, attend, project
-from drift_sdk.models.weights import LayerWeights, allocate_layer
+from drift_sdk.models.weights import DecoderWeights, LayerWeights, allocate_layer
 from drift_sdk.quantised.weight import Matrix, take_rows
 from drift_sdk.spec.model import Attention, LayerSpec, ModelSpec
 
@@ -254,6 +254,17 @@ class DFlashWeights:
     head: Matrix
     target_ids: torch.Tensor
 
+    def context_projection(self, index: int) -> tuple[Matrix, torch.Tensor | None, int]:
+        """What layer `index` makes keys and values of features with: a matrix, its bias, and how many of its
+        first rows have another use. These are the queries', in a quantised matrix, which is not divided."""
+        mixer = self.layers[index].mixer
+        assert isinstance(mixer, AttentionWeights)
+        num_rows, bias = mixer.output.shape[1], mixer.qkv_bias
+        if not isinstance(mixer.qkv, torch.Tensor):
+            return mixer.qkv, bias, num_rows
+
+        return mixer.qkv[num_rows:], None if bias is None else bias[num_rows:], 0
+
 
 def dflash_shapes(config: DFlashConfig, *, has_tables: bool = True) -> dict[str, tuple[int, ...]]:
     """The names and shapes of a head's tensors. has_tables: with embedding and head, which may be the
@@ -410,6 +421,20 @@ class DFlashDecoder:
         """The target's token id for each of the draft's, [draft_vocab] int64."""
         return self.weights.target_ids
 
+    def decoder(self) -> Decoder:
+        """The layers as a decoder: from tokens, embedded as `forward` does, to the input of `logits`."""
+        shape, weights, target = self.config.shape, self.weights, self._target
+        embedding: Matrix | None = weights.embedding
+        if embedding is None:
+            embedding, given = target.weights.embedding, target.spec
+            shape = structs.replace(
+                shape,
+                embedding_multiplier=given.embedding_multiplier,
+                has_rounded_multiplier=given.has_rounded_multiplier,
+                embedding_norm=given.embedding_norm,
+            )
+        return Decoder(shape, DecoderWeights(embedding, weights.layers, weights.final_norm, weights.head))
+
     def empty_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A KV cache for this head, not initialised."""
         shapes = [layer.kv for layer in self.config.shape.layers]
@@ -425,7 +450,7 @@ class DFlashDecoder:
     def store(self, features: torch.Tensor, batch: AttentionBatch, cache: KVCache) -> None:
         """Write the keys and values of features [N, hidden], those of the batch's positions, to the cache."""
         step = self._step(batch, cache)
-        for index, (layer, weights) in enumerate(self._layers()):
+        for index, (layer, weights) in enumerate(self.layers()):
             assert isinstance(layer.mixer, Attention) and isinstance(weights.mixer, AttentionWeights)
             _, key, value, _ = project(features, weights.mixer, layer.mixer, step)
             cache.store(index, batch.slot_mapping, key, value)
@@ -443,7 +468,7 @@ class DFlashDecoder:
             hidden = self._target.embedded(token_ids)
         else:
             hidden = embed(token_ids, embedding, self.dtype)
-        for index, (layer, weights) in enumerate(self._layers()):
+        for index, (layer, weights) in enumerate(self.layers()):
             assert isinstance(layer.mixer, Attention) and isinstance(weights.mixer, AttentionWeights)
             normed = normalise(hidden, weights.mixer_norm, layer.norm)
             hidden = hidden + attend(normed, weights.mixer, layer.mixer, step, index)
@@ -459,7 +484,8 @@ class DFlashDecoder:
         normed = normalise(hidden, self.weights.final_norm, self.config.shape.final_norm)
         return linear(normed, self.weights.head).to(torch.float32)
 
-    def _layers(self) -> Iterator[tuple[LayerSpec, LayerWeights]]:
+    def layers(self) -> Iterator[tuple[LayerSpec, LayerWeights]]:
+        """The description and the weights of each layer."""
         return zip(self.config.shape.layers, self.weights.layers, strict=True)
 
     def _step(self, batch: AttentionBatch | ParallelAttentionBatch, cache: KVCache) -> AttentionStep:

@@ -38,6 +38,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor, ParallelExec
 from drift_sdk.models.assistant import AssistantWeights
 from drift_sdk.models.channels import ExpertWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashWeights
 from drift_sdk.models.draft_head import DraftWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weights import DecoderWeights, LayerWeights
@@ -86,7 +87,7 @@ SlicesOf = Callable[[int, int], int]
 def engine_table(
     config: EngineConfig,
     decoder: Decoder,
-    draft: DraftWeights | DecoderWeights | None,
+    draft: DraftWeights | DFlashWeights | DecoderWeights | None,
     report: Report,
     shard: Shard | None = None,
 ) -> WatchedTable:
@@ -148,7 +149,9 @@ def _tuned(
 
 
 def weights_to_tune(
-    target: DecoderWeights, draft: DraftWeights | DecoderWeights | None, shard: Shard | None = None
+    target: DecoderWeights,
+    draft: DraftWeights | DFlashWeights | DecoderWeights | None,
+    shard: Shard | None = None,
 ) -> Iterator[WeightToTune]:
     """Yield the weights of a model and its draft whose products run in tuned kernels, by shape.
 
@@ -176,7 +179,7 @@ def weights_to_tune(
 
 
 def _products(
-    target: DecoderWeights, draft: DraftWeights | DecoderWeights | None, shard: Shard | None
+    target: DecoderWeights, draft: DraftWeights | DFlashWeights | DecoderWeights | None, shard: Shard | None
 ) -> Iterator[tuple[object, bool, bool, SlicesOf]]:
     """Each weight, whether its product is gated, whether it is used whole, and the function of its shape that
     gives its slices."""
@@ -189,6 +192,12 @@ def _products(
             yield weight, False, False, num_slices
     if isinstance(draft, DecoderWeights):
         yield from _products(draft, None, None)
+    elif isinstance(draft, DFlashWeights):
+        yield from _layer_products(draft.layers, None)
+        for index in range(len(draft.layers)):
+            yield draft.context_projection(index)[0], False, False, num_slices
+        yield draft.fc, False, False, num_slices
+        yield draft.head, False, False, num_slices
     elif draft is not None:
         yield from _layer_products(draft.layers, None)
         yield draft.fc, False, False, num_slices

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_zoo import make_dflash
 from draft_zoo import make_draft
 from drawn_decoder import drawn_decoder
 from lockstep_devices import Lockstep
@@ -17,6 +18,7 @@ from tiny_llama import tiny_llama
 from drift_sdk import DynamicTree, NGram
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.drafter_factory import (
+    DFlashDrafterFactory,
     DrafterFactory,
     EagleDrafterFactory,
     HybridDrafterFactory,
@@ -26,7 +28,9 @@ from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.graph.gpu_graphs import GpuModel, GraphOptions
 from drift_sdk.execution.graph.graph_executor import ParallelExecutor
 from drift_sdk.families import read_spec
+from drift_sdk.loading.source import resolve
 from drift_sdk.models.decoder import random_tensors
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.shard import Shard, cut_head, load_shard
 from drift_sdk.steps import Executor, ExecutorLimits
@@ -61,13 +65,14 @@ def rounds(executor: Executor, max_depth: int | None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", slow_after(1, ["trees of a head", "a model and n-grams"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["trees of a head", "a model and n-grams", "masks"]))
 def test_rounds_are_those_of_the_whole_model(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each GPU has the whole draft. The head here uses the target's embedding and rows of its whole head."""
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
     make_draft("ids only", tmp_path / "draft", tmp_path)
+    make_dflash(0, tmp_path / "masks", tmp_path)
     config = read_spec(TARGET)
     target = drawn_decoder(config, "cpu", seed=3)
     small = drawn_decoder(read_spec(TARGET | {"num_hidden_layers": 1}), "cpu", seed=5)
@@ -78,6 +83,10 @@ def test_rounds_are_those_of_the_whole_model(
         if has_trees:
             draft = DraftDecoder.load(tmp_path / "draft", decoder)
             return EagleDrafterFactory(draft, choices, tree=SHAPE)
+
+        if kind == "masks":
+            head = DFlashDecoder.load(resolve(tmp_path / "masks", role="draft"), decoder)
+            return DFlashDrafterFactory(head, choices)
 
         return HybridDrafterFactory(ModelDrafterFactory(small, choices), NGram(min_length=1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.draft.draft_rows import Residual
 from drift_sdk._kernels.layers.norm import NormKind
 from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
@@ -65,6 +66,57 @@ def round_rows_reference(
     depth = torch.arange(num_rows // num_slots, device=row_slot.device)
     is_emitted = (depth < emitted[:, None]).flatten() & (chosen >= 0)
     return row_slot.where(is_emitted, -1), chosen.where(is_emitted, -1), row_position + 1
+
+
+def anchor_rows_reference(
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+    num_slots: int,
+    *,
+    num_masks: int,
+    mask_token: int,
+    first_kv_slot: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(slot, token, position, last seen, KV slot) as `anchor_rows` writes them, except what rows of slot -1
+    have beside it and the KV slot. num_slots: of the round."""
+    slot = row_slot.view(num_slots, -1)[:, 1:2].expand(-1, 1 + num_masks)
+    token = torch.full_like(slot, mask_token)
+    token[:, 0] = row_token.view(num_slots, -1)[:, 0]
+    number = torch.arange(1 + num_masks, device=row_slot.device, dtype=torch.int32)
+    position = row_position.view(num_slots, -1)[:, :1].where(slot[:, :1] >= 0, 0) + number
+    kv_slot = first_kv_slot + torch.arange(slot.numel(), device=row_slot.device)
+    columns = (slot, token, position, position + num_masks)
+    return (*(column.reshape(-1) for column in columns), kv_slot)  # type: ignore[return-value]
+
+
+def draft_attention_reference(
+    layer: LayerAttention, rows: tuple[Tensor, Tensor, Tensor], *, num_masks: int, is_causal: bool
+) -> Tensor:
+    """The attention of anchors and masks to the keys of their sequences before the anchor and to each other,
+    in float64: [R, num_heads, head_dim]. rows: slot, position and KV slot [R]. A window counts from a row's
+    own position."""
+    slot, position, kv_slot = (column.tolist() for column in rows)
+    size, out = layer.kv.block_size, torch.zeros_like(layer.query, dtype=torch.float64)
+    for row in range(len(slot)):
+        if slot[row] < 0:
+            continue
+
+        first = row - row % (1 + num_masks)
+        table = layer.block_table[slot[row]].tolist()
+        places = [table[at // size] * size + at % size for at in range(position[first])]
+        places += kv_slot[first : first + 1 + num_masks]
+        end = position[row] + 1 if is_causal else len(places)
+        begin = max(position[row] - layer.window + 1, 0) if layer.window else 0
+        seen = torch.tensor(places[begin:end], device=out.device)
+        key, value = (
+            cache[seen // size, :, seen % size].double().repeat_interleave(layer.group, dim=1)
+            for cache in (layer.kv.keys, layer.kv.values)
+        )
+        scores = torch.einsum("hd,nhd->hn", layer.query[row].double(), key) * layer.score_scale
+        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), value)
+
+    return out
 
 
 def chunk_rows_reference(

@@ -84,6 +84,10 @@ MOST_WARPS = 8
 MAX_PART_DIM = 128
 """Elements of latents that are loaded and multiplied at once. The addresses of wider parts take registers
 that the sums need; so do addresses that the compiler moves out of a loop, which both kernels forbid."""
+AGAIN = tl.constexpr(".cg")
+"""The cache_modifier of loads of codes for sums. It tells them apart from the loads for scores, so that the
+compiler does not make one of both, whose codes it would keep in registers; these are copied ahead to shared
+memory."""
 SHARED_RESERVE = 16 * 1024
 """Bytes of shared memory beside queries and tiles of keys: probabilities, and changes of layout."""
 
@@ -136,13 +140,15 @@ def _load_parts(
     DIM: tl.constexpr,
     PART_DIM: tl.constexpr,
     NUM_PARTS: tl.constexpr,  # DIM / PART_DIM, rounded up
+    CACHE: tl.constexpr = "",  # the loads' cache_modifier
 ):
     """Return the parts of rows, NUM_PARTS times [ROWS, PART_DIM]; zeros where the mask is false."""
     dim = tl.arange(0, PART_DIM)[None, :]
-    parts = (tl.load(pointers + dim, mask=mask & (dim < DIM), other=0.0),)
+    parts = (tl.load(pointers + dim, mask=mask & (dim < DIM), other=0.0, cache_modifier=CACHE),)
     for part in tl.static_range(1, NUM_PARTS):
         is_dim = dim < DIM - part * PART_DIM
-        loaded = tl.load(pointers + part * PART_DIM + dim, mask=mask & is_dim, other=0.0)
+        part_ptrs = pointers + part * PART_DIM + dim
+        loaded = tl.load(part_ptrs, mask=mask & is_dim, other=0.0, cache_modifier=CACHE)
         parts = parts + (loaded,)  # type: ignore[assignment]  # a longer tuple
     return parts
 
@@ -219,6 +225,7 @@ def _attend_tile(
     query,  # parts [PART_DIM, TILE_ROWS], storage type
     rotated_query,  # parts [PADDED_ROTARY, TILE_ROWS]
     latents,  # parts [TILE_KEYS, PART_DIM] as in the cache; zeros where there is no key
+    values,  # the latents, of e4m3 loaded once more
     rotated,  # [TILE_KEYS, PADDED_ROTARY] as in the cache
     is_seen,  # [TILE_KEYS, TILE_ROWS]: which keys a row sees
     scale,  # of scores, times log2(e)
@@ -252,14 +259,14 @@ def _attend_tile(
     ones = tl.full((ONES_ROWS, latents[0].shape[0]), 1.0, DTYPE)
     weight = tl.dot(ones, probability, weight * rescale, input_precision="ieee")
     if HALVES == 1:
-        sums = (tl.dot(latents[0].T, probability, total[0] * rescale, input_precision="ieee"),)
+        sums = (tl.dot(values[0].T, probability, total[0] * rescale, input_precision="ieee"),)
         for part in tl.static_range(1, NUM_PARTS):
-            added = tl.dot(latents[part].T, probability, total[part] * rescale, input_precision="ieee")
+            added = tl.dot(values[part].T, probability, total[part] * rescale, input_precision="ieee")
             sums = sums + (added,)  # type: ignore[assignment]  # a longer tuple
     else:
         sums = ()  # type: ignore[assignment]  # a shorter tuple
         for part in tl.static_range(NUM_PARTS // 2):
-            low, high = decode_pairs(latents[part].T, DTYPE, IN_PAIRS)
+            low, high = decode_pairs(values[part].T, DTYPE, IN_PAIRS)
             of_low = tl.dot(low, probability, total[2 * part] * rescale, input_precision="ieee")
             of_high = tl.dot(high, probability, total[2 * part + 1] * rescale, input_precision="ieee")
             sums = sums + (of_low, of_high)  # type: ignore[assignment]  # a longer tuple
@@ -433,13 +440,16 @@ def _attend_latents(
                 is_key = is_key & (position >= FIRST_KEY)
                 is_seen = is_seen & (position >= FIRST_KEY)
             latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+            values = latents
+            if HALVES == 2:
+                values = _load_parts(key_ptrs, is_key, LATENT_DIM // 2, PART_DIM, NUM_PARTS // 2, AGAIN)
             rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
             rotated = _load_parts(
                 rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1
-            )[0]
+            )
             maximum, weight, total = _attend_tile(
-                maximum, weight, total, query, rotated_query, latents, rotated, is_seen, scale, NUM_PARTS,
-                HALVES, IN_PAIRS,
+                maximum, weight, total, query, rotated_query, latents, values, rotated[0], is_seen, scale,
+                NUM_PARTS, HALVES, IN_PAIRS,
             )  # fmt: skip
             partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
             next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
@@ -555,13 +565,14 @@ def _attend_prompts(
             is_key = is_key & (position >= FIRST_KEY)
             is_seen = is_seen & (position >= FIRST_KEY)
         latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+        values = latents
+        if HALVES == 2:
+            values = _load_parts(key_ptrs, is_key, LATENT_DIM // 2, PART_DIM, NUM_PARTS // 2, AGAIN)
         rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
-        rotated = _load_parts(rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1)[
-            0
-        ]
+        rotated = _load_parts(rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1)
         part_maximum, part_weight, part_total = _attend_tile(
-            part_maximum, part_weight, part_total, query, rotated_query, latents, rotated, is_seen, scale,
-            NUM_PARTS, HALVES, IN_PAIRS,
+            part_maximum, part_weight, part_total, query, rotated_query, latents, values, rotated[0], is_seen,
+            scale, NUM_PARTS, HALVES, IN_PAIRS,
         )  # fmt: skip
         partition = partition_of(first_key, NARROW, NARROW_END, NUM_DOUBLINGS)
         next_start = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)

@@ -5,10 +5,13 @@ The rows that a draft computes once their tokens are known: of a round, and of a
 The row that pairs the feature of position p with the token of position p + 1 is counted at the token's place:
 its position here is p + 1.
 
-Grid of both kernels (tiles of rows,): a program owns TILE_ROWS rows. Bytes: 24 to 32 a row; the time is
+The rows of drafts in one pass that are made from the newest token alone: it is the anchor, and a mask stands
+for each token after it. A row's position is the token's own.
+
+Grid of these kernels (tiles of rows,): a program owns TILE_ROWS rows. Bytes: 24 to 36 a row; the time is
 that of a launch.
 
-Programmatic dependent launch: both wait for their producers before their first read and, being short, let
+Programmatic dependent launch: all wait for their producers before their first read and, being short, let
 their dependents start right after that.
 
 The tiles of a draft's prefill attention, made on the device.
@@ -212,6 +215,92 @@ def chunk_rows(
         *out,
         num_rows,
         num_hits,
+        TILE_ROWS=TILE_ROWS,
+        PDL=uses_pdl(),
+        **launch_options(),
+    )
+
+
+@kernel(do_not_specialize=["num_rows", "mask_token", "first_kv_slot"])
+def _anchor_rows(
+    row_slot_ptr,  # [B * ROWS_PER_SLOT] int32
+    row_token_ptr,  # [B * ROWS_PER_SLOT] int32
+    row_position_ptr,  # [B * ROWS_PER_SLOT] int32
+    draft_slot_ptr,  # [R] int32, written
+    draft_token_ptr,  # [R] int32, written
+    draft_position_ptr,  # [R] int32, written
+    last_seen_ptr,  # [R] int32, written
+    kv_slot_ptr,  # [R] int64, written
+    num_rows,  # R = B * DRAFT_ROWS
+    mask_token,
+    first_kv_slot,
+    ROWS_PER_SLOT: tl.constexpr,
+    DRAFT_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles of R,)."""
+    wait_for_producers(PDL)
+    start_dependents(PDL)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_row = row < num_rows
+    source, number = row // DRAFT_ROWS * ROWS_PER_SLOT, row % DRAFT_ROWS
+    # A slot that drafts has a row for its first draft.
+    slot = tl.load(row_slot_ptr + source + 1, mask=is_row, other=-1)
+    is_live = slot >= 0
+    newest = tl.load(row_token_ptr + source, mask=is_live & (number == 0), other=-1)
+    token = tl.where(is_live & (number > 0), mask_token, newest)
+    position = tl.load(row_position_ptr + source, mask=is_live, other=0) + number
+    tl.store(draft_slot_ptr + row, slot, mask=is_row)
+    tl.store(draft_token_ptr + row, token, mask=is_row)
+    tl.store(draft_position_ptr + row, position, mask=is_row)
+    tl.store(last_seen_ptr + row, position + (DRAFT_ROWS - 1), mask=is_row)
+    tl.store(kv_slot_ptr + row, row.to(tl.int64) + first_kv_slot, mask=is_row)
+
+
+def anchor_rows(
+    row_slot: Tensor,
+    row_token: Tensor,
+    row_position: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    *,
+    num_masks: int,
+    mask_token: int,
+    first_kv_slot: int,
+) -> None:
+    """Write the rows (slot, token, position, last seen, KV slot) [B * (num_masks + 1)] of anchors and masks.
+
+    row_slot, row_token, row_position [B * T] int32, T of 2 or more: a round's rows, of each slot the newest
+    token first. out, written: int32, but for KV slots, which are int64. A slot without a second row drafts
+    nothing, and its rows get slot -1. KV slots ascend from first_kv_slot on. Last seen is num_masks behind
+    the position, so that no row of the draft lies behind it, and a window of num_masks more begins as the
+    row's own does. Raises ValueError for another shape or type.
+    """
+    num_rows = out[0].shape[0]
+    num_slots = num_rows // (num_masks + 1)
+    rows_per_slot = row_slot.shape[0] // max(num_slots, 1)
+    if num_rows % (num_masks + 1) or rows_per_slot < 2:
+        found = f"{num_rows} rows with {num_masks} masks each, of a round's {row_slot.shape[0]} rows"
+        raise ValueError(f"{found}: expected an anchor and masks for each slot, and two rows of it or more")
+
+    for name, column in (("row_slot", row_slot), ("row_token", row_token), ("row_position", row_position)):
+        check_tensor(name, column, (num_slots * rows_per_slot,), torch.int32)
+
+    *columns, kv_slot = out
+    for name, column in zip(("slot", "token", "position", "last_seen"), columns, strict=True):
+        check_tensor(name, column, (num_rows,), torch.int32)
+
+    check_tensor("kv_slot", kv_slot, (num_rows,), torch.int64)
+    _anchor_rows[(cdiv(num_rows, TILE_ROWS),)](
+        row_slot,
+        row_token,
+        row_position,
+        *out,
+        num_rows,
+        mask_token,
+        first_kv_slot,
+        ROWS_PER_SLOT=rows_per_slot,
+        DRAFT_ROWS=num_masks + 1,
         TILE_ROWS=TILE_ROWS,
         PDL=uses_pdl(),
         **launch_options(),

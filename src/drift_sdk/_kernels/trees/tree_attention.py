@@ -77,7 +77,6 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
 
 
 class TreePaths(Struct, frozen=True):
@@ -85,7 +84,8 @@ class TreePaths(Struct, frozen=True):
 
     root_position [B * n] int32: entry b * n is the position of tree b's root; n >= 1.
     kv_slot [B * N] int64: cache slots of the nodes of each tree, the root being node 0.
-    path [R, PATH_ENTRIES] int32: for each row, by depth from the root on, the nodes that it sees; then -1.
+    path [R, E] int32: for each row, by depth from the root on, the nodes that it sees; then -1. A row's
+    position is less than E behind the root's; it may lie behind the last of these nodes.
     """
 
     root_position: Tensor
@@ -109,7 +109,8 @@ class TreePaths(Struct, frozen=True):
         ):
             size = max(tensor.shape[0] // num_trees, 1)
             check_tensor(name, tensor, (num_trees * size,), dtype)
-        check_tensor("path", self.path, (num_trees * nodes_per_tree, PATH_ENTRIES), torch.int32)
+        num_rows, num_entries = num_trees * nodes_per_tree, self.path.shape[-1]
+        check_tensor("path", self.path, (num_rows, num_entries), torch.int32)
 
 
 @device_function
@@ -195,7 +196,8 @@ def attend_prefix(
         if WINDOW > 0:
             # Keys that no row sees are not loaded: they may hold anything.
             last_position = tl.load(row_position_ptr + row, mask=is_live, other=-1, cache_modifier=".cg")
-            first_seen = tl.maximum(root_position - (WINDOW - 1), FIRST_KEY)
+            lowest_position = tl.load(row_position_ptr + sequence * NUM_NODES, cache_modifier=".cg")
+            first_seen = tl.maximum(lowest_position - (WINDOW - 1), FIRST_KEY)
         query_index = (row * NUM_KV_HEADS + head) * GROUP_SIZE + query_row % GROUP_SIZE
         query_mask = is_live[:, None] & is_dim[None, :]
         wait_for_producers(PDL)
@@ -339,7 +341,8 @@ def attend_paths(
     key = tl.arange(0, TILE_KEYS)
     first_seen = FIRST_KEY
     if WINDOW > 0:  # as in `_attend`, for all rows of the tree
-        first_seen = tl.maximum(root_position - (WINDOW - 1), FIRST_KEY)
+        lowest_position = tl.load(row_position_ptr + tree * NUM_NODES, cache_modifier=".cg")
+        first_seen = tl.maximum(lowest_position - (WINDOW - 1), FIRST_KEY)
     border = root_position // TILE_KEYS * TILE_KEYS
     table_ptr = block_table_ptr + slot.to(tl.int64) * max_blocks
     own_slots = ()  # of one node: known before the first key has come
@@ -530,7 +533,9 @@ def tree_attention(
     """Attention of the nodes of trees to their prefix and their ancestors, in `layer.out`.
 
     rows: the nodes, those of each tree being a sequence. `scratch.plan` was made of them, and with a window,
-    the first row of each tree is its root. Rows of slot -1 get zeros.
+    the first row of each tree has the lowest position. Rows of slot -1 get zeros. Where positions are those
+    of a chain, a row sees what it sees there. A row that sees nodes behind its own, as masks of a draft do,
+    has a position behind the last of them; a window counts from this position.
     The first key lies in the first tile. All tensors are contiguous. Raises ValueError for another shape,
     type or layout.
     """
@@ -540,6 +545,7 @@ def tree_attention(
     num_trees, nodes_per_tree = rows.num_sequences, rows.rows_per_sequence
     paths.check(num_trees, nodes_per_tree)
     num_rows, num_kv_heads, group = layer.query.shape[0], layer.kv.num_heads, layer.group
+    num_entries = paths.path.shape[1]
     path_rows = padded_size(group)
     are_many = num_rows * num_kv_heads > config.num_programs
     tile_nodes = min(path_rows // group, nodes_per_tree) if are_many else 1
@@ -560,8 +566,8 @@ def tree_attention(
         NUM_NODES=nodes_per_tree,
         NUM_TREE_NODES=paths.kv_slot.shape[0] // num_trees,
         ROOT_STRIDE=paths.root_position.shape[0] // num_trees,
-        NUM_PATH_ENTRIES=PATH_ENTRIES,
-        NUM_PATH_TILES=cdiv(plan.partitions.tile - 1 + PATH_ENTRIES, plan.partitions.tile),
+        NUM_PATH_ENTRIES=num_entries,
+        NUM_PATH_TILES=cdiv(plan.partitions.tile - 1 + num_entries, plan.partitions.tile),
         TILE_NODES=tile_nodes,
         PATH_ROWS=path_rows,
         TILE_ROWS=tile_rows,

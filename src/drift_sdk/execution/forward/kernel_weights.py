@@ -19,6 +19,7 @@ from drift_sdk._kernels.quantised.packing import (
 )
 from drift_sdk.models.channels import ExpertMatrices, ExpertWeights, MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.layer_inputs import LayerInputWeights
 from drift_sdk.models.weights import ChannelWeights, DecoderWeights, LayerWeights
@@ -88,7 +89,7 @@ class KernelExperts(QuantisedWeight):
 
 
 @torch.inference_mode()
-def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = None) -> None:
+def arrange_decoder(decoder: Decoder, draft: DraftDecoder | DFlashDecoder | Decoder | None = None) -> None:
     """Replace the quantised matrices of a decoder and its draft by arranged ones, which the kernels read.
 
     Layer by layer, so that one layer at a time is in memory twice. A matrix of a format or a shape that the
@@ -106,6 +107,8 @@ def arrange_decoder(decoder: Decoder, draft: DraftDecoder | Decoder | None = Non
     arranged = replace(weights, embedding=embedding, head=head, layer_inputs=inputs, layers=())
     if isinstance(draft, DraftDecoder):
         _arrange_draft(draft, weights, arranged)
+    elif isinstance(draft, DFlashDecoder):
+        _arrange_dflash(draft, weights, arranged)
     decoder.weights = arranged
     del weights
     for index, channel in enumerate(channels):
@@ -125,6 +128,17 @@ def _arrange_draft(draft: DraftDecoder, target: DecoderWeights, arranged: Decode
         fc=None if weights.fc is None else arrange_matrix(weights.fc, dtype),
         joint=None if weights.joint is None else arrange_matrix(weights.joint, dtype),
         layers=tuple(arrange_layer(layer, dtype, draft.config.layer.channel) for layer in weights.layers),
+    )
+
+
+def _arrange_dflash(draft: DFlashDecoder, target: DecoderWeights, arranged: DecoderWeights) -> None:
+    """`_arrange_draft` for a head whose own embedding is never quantised."""
+    weights, dtype = draft.weights, draft.dtype
+    draft.weights = replace(
+        weights,
+        head=arranged.head if weights.head is target.head else arrange_matrix(weights.head, dtype),
+        fc=arrange_matrix(weights.fc, dtype),
+        layers=tuple(arrange_layer(layer, dtype, spec.channel) for spec, layer in draft.layers()),
     )
 
 

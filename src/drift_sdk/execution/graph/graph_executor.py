@@ -10,7 +10,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -53,6 +53,7 @@ from drift_sdk.execution.graph.step_launcher import PromptOutputs, ResultPlaces,
 from drift_sdk.models.assistant import AssistantWeights
 from drift_sdk.models.channels import MlpWeights, ParallelWeights
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftWeights
 from drift_sdk.models.shard import Shard
 from drift_sdk.models.weight_update import update_weights
@@ -73,7 +74,9 @@ class ProductLog:
     extensions of prompts, and refreshes of partial verification.
     """
 
-    def __init__(self, path: Path, decoder: Decoder, draft: DraftDecoder | Decoder | None) -> None:
+    def __init__(
+        self, path: Path, decoder: Decoder, draft: DraftDecoder | DFlashDecoder | Decoder | None
+    ) -> None:
         self._path = path
         self._decoder, self._draft = decoder, draft
         self._num_launches: Counter[str] = Counter()
@@ -141,6 +144,10 @@ class ProductLog:
         weights = self._draft.weights
         is_assistant = isinstance(weights, AssistantWeights)
         found: Products = Counter()
+        if isinstance(self._draft, DFlashDecoder):
+            found.update(self._of_draft(_product("draft head", weights.head, num_slots * num_drafts)))
+            return found + self._rows_of_draft(num_slots * (1 + self._draft.config.num_masks))
+
         for depth in range(num_drafts):
             found.update(self._of_draft(_product("draft head", weights.head, num_slots)))
             if depth > 0 or is_assistant:
@@ -162,6 +169,13 @@ class ProductLog:
             return Counter()
 
         weights = self._draft.weights
+        if isinstance(self._draft, DFlashDecoder):
+            head = self._draft.weights
+            matrices = [head.context_projection(index)[0] for index in range(len(head.layers))]
+            products = [_product("draft context", matrix, num_rows) for matrix in matrices]
+            products.append(_product("draft fc", head.fc, num_rows))
+            return Counter(self._of_draft(chain.from_iterable(products)))
+
         found = self._rows_of_draft(num_rows)
         if isinstance(weights, DraftWeights) and weights.fc is not None:
             found.update(self._of_draft(_product("draft fc", weights.fc, num_rows)))
@@ -180,7 +194,7 @@ class ProductLog:
 
     def _of_draft(self, products: Iterable[LoggedProduct]) -> list[LoggedProduct]:
         """The products of a draft that are not left to the library: for a head those of few rows."""
-        most = MAX_MULTIPLY_ROWS if isinstance(self._draft, DraftDecoder) else sys.maxsize
+        most = sys.maxsize if isinstance(self._draft, Decoder) else MAX_MULTIPLY_ROWS
         return [product for product in products if product.num_rows <= most]
 
 
