@@ -369,12 +369,14 @@ def draft_settings(target: Mapping[str, Any]) -> dict[str, Any]:
 
 def dflash_settings(target: Mapping[str, Any], block_size: int) -> dict[str, Any]:
     """The config.json of a DFlash head for a target, given the target's: of five layers with the shapes of
-    its own, as published for Qwen3."""
+    its own, as published for Qwen3; of a model whose channels are all experts, with MLPs of three times its
+    width."""
     num_layers = target["num_hidden_layers"]
     taps = [round(1 + number * (num_layers - 4) / 4) for number in range(5)] if num_layers > 8 else [0]
     return {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
+        "intermediate_size": target.get("intermediate_size") or 3 * target["hidden_size"],
         "num_hidden_layers": min(5, num_layers),
         "num_target_layers": num_layers,
         "block_size": block_size,
