@@ -237,6 +237,7 @@ def test_drafts_do_not_change_tokens(model: Model, variant: dict[str, int], head
     assert_drafts(model, found.drafter)
 
 
+@pytest.mark.parametrize("model", slow_after(1, MODELS), indirect=True)
 @pytest.mark.parametrize("head", HEADS)
 def test_own_drafts_do_not_change_tokens(model: Model, head: str) -> None:
     """Drafts of the head itself, with numbers of them that the policy chooses, and n-grams beside it."""

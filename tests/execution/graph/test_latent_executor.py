@@ -157,6 +157,7 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
                 assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
 
 
+@pytest.mark.slow
 def test_rows_of_experts_are_routed_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the arguments that the kernel takes, which is computed in three launches here. Only where there is
     latent attention: other models keep the bits that they have."""
