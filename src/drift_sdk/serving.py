@@ -579,6 +579,17 @@ class Serving(ABC):
         the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
         answers = answers_of(choices)
         given = as_any_prompt(prompt, None, template_args)
+        return await self._decide(given, answers, priority=priority, cache_salt=cache_salt)
+
+    async def _decide(
+        self,
+        given: Prompt,
+        answers: Sequence[str | tuple[int, ...]],
+        *,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Decision:
+        """See `decide`."""
         params = SamplingParams(max_tokens=1, num_draft_tokens=0, priority=priority, cache_salt=cache_salt)
         token_ids = single_tokens(answers, self._model_text())
         if token_ids is not None:

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import anyio
-import anyio.to_thread
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from drift_sdk import BaseEngine, Decision, DriftError, RequestError
-from drift_sdk.driver.prompts import check_countable
+from drift_sdk import BaseEngine, Decision, DriftError, QueueFull, RequestError
+from drift_sdk.driver.prompts import FramedPrompt, Prompt
+from drift_sdk.jobs import POLL_S
 from drift_sdk.openai.conversation import IGNORED
 from drift_sdk.openai.embeddings import MAX_INPUTS, TRUNCATION, most_tokens, usage_of
 from drift_sdk.openai.reranker import Reranker
@@ -189,18 +189,20 @@ async def judged(
     salt: str | None,
 ) -> Relevance:
     """The probabilities of the first answer. most: tokens of a prompt, whose document is cut."""
+    if most is not None:
+        tokenizer = engine.tokenizer
+        longest = max(len(tokenizer.encode(each, add_special_tokens=False)) for each in reranker.choices)
+        most = min(most, engine.max_model_len - 1 - longest)
     decisions: dict[int, Decision] = {}
     errors: dict[int, DriftError] = {}
     limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
 
     async def decide(place: int, pair: Pair) -> None:
         async with limiter:
+            before, document, after = reranker.prompt(pair.query, pair.document, body.instruction)
+            prompt = FramedPrompt(before, document, after, most)
             try:
-                parts = reranker.prompt(pair.query, pair.document, body.instruction)
-                prompt = await anyio.to_thread.run_sync(token_ids, engine, parts, reranker.choices, most)
-                decisions[place] = await engine.decide(
-                    prompt, reranker.choices, priority=body.priority, cache_salt=salt
-                )
+                decisions[place] = await decision(engine, prompt, reranker, body.priority, salt)
             except DriftError as error:
                 errors[place] = error
                 tasks.cancel_scope.cancel()
@@ -219,29 +221,15 @@ async def judged(
     return Relevance([each.probabilities[0] for each in found], usage)
 
 
-def token_ids(
-    engine: BaseEngine, parts: tuple[str, str, str], choices: Sequence[str], most: int | None
-) -> list[int]:
-    """The token ids of a prompt. RequestError if it is too long without its document. Runs on a thread.
-
-    parts: of `Reranker.prompt`. choices: the answers that follow. most: tokens that are kept; None = all.
-    """
-    before, document, after = parts
-    tokenizer = engine.tokenizer
-    check_countable(before + document + after, "prompt")
-    first = tokenizer.encode(before + document, add_special_tokens=False)
-    last = tokenizer.encode(after, add_special_tokens=False)
-    if most is None:
-        return [*first, *last]
-
-    longest = max(len(tokenizer.encode(each, add_special_tokens=False)) for each in choices)
-    most = min(most, engine.max_model_len - 1 - longest)
-    if len(first) + len(last) <= most:
-        return [*first, *last]
-
-    num_fixed = len(tokenizer.encode(before, add_special_tokens=False)) + len(last)
-    if most <= num_fixed:
-        allowed = f"more than {num_fixed}, the tokens of the prompt without the document"
-        raise RequestError.of("truncate_prompt_tokens", most, allowed)
-
-    return [*first[: most - len(last)], *last]
+async def decision(
+    engine: BaseEngine, prompt: Prompt, reranker: Reranker, priority: int, salt: str | None
+) -> Decision:
+    """The decision about a document. Waits while the queue is full: the documents of one request may be more
+    than it takes."""
+    while True:
+        if engine._has_room:
+            try:
+                return await engine._decide(prompt, reranker.choices, priority=priority, cache_salt=salt)
+            except QueueFull:  # of an engine in another process, where other requests took the room
+                pass
+        await anyio.sleep(POLL_S)
