@@ -90,7 +90,8 @@ def test_inputs_may_be_token_ids(url: str, folder: Path) -> None:
     ("field", "body"),
     [
         ("input", {"input": []}),
-        ("input", {"input": ["a", ""]}),
+        ("input[1]", {"input": ["a", ""]}),
+        ("input[1]", {"input": ["a", 5]}),
         ("input", {"input": [["a"]]}),
         ("input", {"input": ["a"] * 2049}),
         ("input", {"input": "x" * 4000}),

@@ -126,7 +126,7 @@ def test_the_best_ones_alone(url: str) -> None:
         ("query", {"query": LONG, "documents": ["a"]}),
         ("documents", {"query": "a"}),
         ("documents", {"query": "a", "documents": []}),
-        ("documents", {"query": "a", "documents": ["a", ""]}),
+        ("documents[1]", {"query": "a", "documents": ["a", ""]}),
         ("documents", {"query": "a", "documents": ["a"] * 2049}),
         ("documents[1]", {"query": "a", "documents": ["a", {"title": "b"}]}),
         ("documents[2]", {"query": "a", "documents": ["a", "b", LONG]}),
@@ -173,9 +173,10 @@ def test_scores_are_cosines_of_embeddings(url: str, engine: SyncEngine) -> None:
     for body, param, words in (
         ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "text_2 has 1: expected 2 texts"),
         ({"text_1": [], "text_2": "a"}, "text_1", "expected 1 to"),
-        ({"text_1": "a", "text_2": ["a", ""]}, "text_2", "none of them empty"),
-        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1", "tokens"),
-        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2", "tokens"),
+        ({"text_1": "a", "text_2": ["a", ""]}, "text_2[1]", "that is not empty"),
+        ({"text_1": "", "text_2": ["a"]}, "text_1", "that is not empty"),
+        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1[0]", "tokens"),
+        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2[1]", "tokens"),
     ):
         reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
         error = reply.json()["error"]

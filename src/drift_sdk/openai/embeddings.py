@@ -51,9 +51,10 @@ class EmbeddingBody(Body, kw_only=True):
         if not 1 <= len(found) <= MAX_INPUTS:
             raise RequestError.of("input", given, f"1 to {MAX_INPUTS} inputs")
 
-        for each in found:
+        for index, each in enumerate(found):
             if not isinstance(each, str | list) or not each:
-                raise RequestError.of("input", each, "texts or lists of token ids, none of them empty")
+                place = f"input[{index}]" if is_list else "input"
+                raise RequestError.of(place, each, "a text or a list of token ids, not empty")
 
         return found
 

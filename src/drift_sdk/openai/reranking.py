@@ -67,9 +67,7 @@ class RerankBody(RelevanceBody, kw_only=True):
         if not self.query:
             raise RequestError.of("query", self.query, "a text that is not empty")
 
-        if not 1 <= len(texts) <= MAX_INPUTS or not all(texts):
-            raise RequestError.of("documents", texts, f"1 to {MAX_INPUTS} texts, none of them empty")
-
+        check_texts("documents", texts)
         if self.top_n < 0:
             raise RequestError.of("top_n", self.top_n, "a number of results, or 0 for all")
 
@@ -82,15 +80,8 @@ class ScoreBody(RelevanceBody, kw_only=True):
     text_1: str | list[str]
     text_2: str | list[str]
 
-    def pairs(self) -> list[tuple[str, str]]:
-        lists = []
-        for field, given in (("text_1", self.text_1), ("text_2", self.text_2)):
-            texts = [given] if isinstance(given, str) else given
-            if not 1 <= len(texts) <= MAX_INPUTS or not all(texts):
-                raise RequestError.of(field, given, f"1 to {MAX_INPUTS} texts, none of them empty")
-
-            lists.append(texts)
-        first, second = lists
+    def pairs(self) -> list[Pair]:
+        first, second = placed("text_1", self.text_1), placed("text_2", self.text_2)
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -99,15 +90,37 @@ class ScoreBody(RelevanceBody, kw_only=True):
                 f"text_2 has {len(second)}: expected {allowed}", field="text_2", allowed=allowed
             )
 
-        return list(zip(first, second, strict=True))
+        return [Pair(*one, *other) for one, other in zip(first, second, strict=True)]
+
+
+def check_texts(field: str, texts: Sequence[str]) -> None:
+    """RequestError for none, too many, and the first one that is empty."""
+    if not 1 <= len(texts) <= MAX_INPUTS:
+        raise RequestError.of(field, texts, f"1 to {MAX_INPUTS} texts")
+
+    for index, text in enumerate(texts):
+        if not text:
+            raise RequestError.of(f"{field}[{index}]", text, "a text that is not empty")
+
+
+def placed(field: str, given: str | list[str]) -> list[tuple[str, str]]:
+    """The texts of a field, each with its place in the request. RequestError as of `check_texts`."""
+    if not isinstance(given, str):
+        check_texts(field, given)
+        return [(text, f"{field}[{index}]") for index, text in enumerate(given)]
+
+    if not given:
+        raise RequestError.of(field, given, "a text that is not empty")
+
+    return [(given, field)]
 
 
 class Pair(Struct, frozen=True):
-    """A query and a document, and the fields of the request that they are from."""
+    """A query and a document, each with its place in the request."""
 
     query: str
-    document: str
     query_field: str
+    document: str
     document_field: str
 
 
@@ -122,7 +135,7 @@ async def rerank(service: Service, request: Request) -> Response:
     """The endpoint of documents in the order of their relevance."""
     body = await service.read(request, RerankBody)
     texts, model = body.texts(), service.model(body.model)
-    pairs = [Pair(body.query, text, "query", f"documents[{index}]") for index, text in enumerate(texts)]
+    pairs = [Pair(body.query, "query", text, f"documents[{index}]") for index, text in enumerate(texts)]
     found = await relevance(service, request, model, body, pairs)
     order = sorted(range(len(texts)), key=lambda index: -found.scores[index])
     results = []
@@ -138,8 +151,7 @@ async def scores(service: Service, request: Request) -> Response:
     """The endpoint of pairs of texts."""
     body = await service.read(request, ScoreBody)
     model = service.model(body.model)
-    pairs = [Pair(one, other, "text_1", "text_2") for one, other in body.pairs()]
-    found = await relevance(service, request, model, body, pairs)
+    found = await relevance(service, request, model, body, body.pairs())
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores)]
     shown = {"id": new_id("score-"), "object": "list", "created": int(time.time()), "model": model.name}
     return JSONResponse({**shown, "data": data, "usage": found.usage})
