@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import anyio
+import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from drift_sdk import BaseEngine, Embedding, RequestError
 from drift_sdk.openai.conversation import IGNORED
-from drift_sdk.openai.service import Service, unless_disconnected
+from drift_sdk.openai.service import Service, check_room, unless_disconnected
 from drift_sdk.openai.wire import Body
 
 MAX_INPUTS = 2048
@@ -85,14 +87,15 @@ async def embeddings(service: Service, request: Request) -> Response:
         priority=body.priority,
         cache_salt=service.salt(request, body.cache_salt),
     )
+    check_room(model.engine)
     found = await unless_disconnected(request.receive, embed)
-    data = [
-        {"object": "embedding", "index": index, "embedding": encoded(each, body.encoding_format)}
-        for index, each in enumerate(found)
-    ]
-    return JSONResponse(
-        {"object": "list", "data": data, "model": model.name, "usage": usage_of(found, service)}
-    )
+    data = []
+    for index, each in enumerate(found):
+        await anyio.lowlevel.checkpoint()  # between millions of numbers, other requests go on
+        numbers = msgspec.Raw(msgspec.json.encode(encoded(each, body.encoding_format)))
+        data.append({"object": "embedding", "index": index, "embedding": numbers})
+    answer = {"object": "list", "data": data, "model": model.name, "usage": usage_of(found, service)}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def usage_of(found: Sequence[Embedding], service: Service) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from drift_sdk.jobs import POLL_S
 from drift_sdk.openai.conversation import IGNORED
 from drift_sdk.openai.embeddings import MAX_INPUTS, TRUNCATION, most_tokens, usage_of
 from drift_sdk.openai.reranker import Reranker
-from drift_sdk.openai.service import Model, Service, new_id, unless_disconnected
+from drift_sdk.openai.service import Model, Service, check_room, new_id, unless_disconnected
 from drift_sdk.openai.wire import Body, Wire
 
 MAX_AT_ONCE = 32
@@ -169,6 +169,7 @@ async def relevance(
         most_tokens(model.engine, body.truncate_prompt_tokens),
         service.salt(request, body.cache_salt),
     )
+    check_room(model.engine)
     if model.reranker is not None:
         judge = partial(judged, request, model.engine, model.reranker, body, pairs, most, salt)
         return await unless_disconnected(request.receive, judge)
