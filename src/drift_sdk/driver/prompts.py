@@ -164,10 +164,11 @@ class CutPrompt(Struct, frozen=True):
 
 class AnsweredPrompt(Struct, frozen=True):
     """A prompt and an answer to it, whose tokens are scored. answer: a text, tokenised by itself without
-    special tokens, or token ids; neither is empty."""
+    special tokens, or token ids; neither is empty. place: of the answer among the caller's arguments."""
 
     prompt: Prompt
     answer: str | tuple[int, ...]
+    place: str
 
     @property
     def field(self) -> str:
@@ -180,11 +181,8 @@ class AnsweredPrompt(Struct, frozen=True):
             if isinstance(self.answer, str):
                 answer_ids = encode(self.answer, model, add_special_tokens=False)
             answer_ids = checked_ids(answer_ids, model, given=self.answer)
-        except PromptTooLong:
-            raise
         except RequestError as error:
-            message = f"choices: {str(error).removeprefix('prompt').lstrip(': ')}"
-            raise RequestError(message, field="choices", value=self.answer, allowed=error.allowed) from error
+            raise in_place(error, self.place) from error
 
         check_length(len(ids) + len(answer_ids), model)
         return PreparedPrompt([*ids, *answer_ids], first_scored=len(ids))
@@ -317,6 +315,18 @@ def fitting_tokens(text: str, model: ModelText) -> int:
             return least
 
     return len(model.tokenizer.encode(text, add_special_tokens=False))
+
+
+def in_place(error: RequestError, place: str) -> RequestError:
+    """The error of a prompt, or of the answer to one, with its place in the caller's arguments; other errors
+    as they are."""
+    if error.field != "prompt":
+        return error
+
+    message = str(error)
+    rest = message.removeprefix("prompt")
+    message = place + (rest if rest.startswith(("=", "[", ":")) else f": {message}")
+    return type(error)(message, field=place, value=error.value, allowed=error.allowed)
 
 
 def check_length(num_tokens: int, model: ModelText, bound: str = "") -> None:
