@@ -304,6 +304,16 @@ def test_vectors_of_equal_texts_are_equal(engine: SyncEngine) -> None:
     assert np.array_equal(one.vector, other.vector)
 
 
+async def test_equal_documents_are_judged_once_and_keep_their_order(folder: Path) -> None:
+    async with Engine(folder, engine_config(max_model_len=MAX_LEN, max_num_seqs=4)) as engine:
+        app = drift_sdk.openai.app(engine, reranker=RERANKER)
+        found = await call(app, "/v1/rerank", {"query": QUERY, "documents": ["b c", "d e"] * 20})
+        results = found.json["results"]
+        assert engine.stats().num_submitted == len({each["relevance_score"] for each in results}) == 2
+        first, second = (each["index"] for each in (results[0], results[20]))
+        assert [each["index"] for each in results] == [*range(first, 40, 2), *range(second, 40, 2)]
+
+
 @pytest.mark.parametrize("choices", [("a", "e"), ("a b c", "e f g")])
 async def test_documents_wait_for_room_in_the_queue(choices: tuple[str, str], folder: Path) -> None:
     """One request may have more documents than the queue takes."""

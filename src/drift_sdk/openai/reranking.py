@@ -201,36 +201,40 @@ async def judged(
     most: int | None,
     salt: str | None,
 ) -> Relevance:
-    """The probabilities of the first answer. most: tokens of a prompt, whose document is cut."""
+    """The probabilities of the first answer, of equal pairs computed once. most: tokens of a prompt, whose
+    document is cut."""
     if most is not None:
         tokenizer = engine.tokenizer
         longest = max(len(tokenizer.encode(each, add_special_tokens=False)) for each in reranker.choices)
         most = min(most, engine.max_model_len - 1 - longest)
-    decisions: dict[int, Decision] = {}
-    errors: dict[int, DriftError] = {}
+    different: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        different.setdefault((pair.query, pair.document), pair)
+    decisions: dict[Pair, Decision] = {}
+    errors: dict[Pair, DriftError] = {}
     limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
 
-    async def decide(place: int, pair: Pair) -> None:
+    async def decide(pair: Pair) -> None:
         async with limiter:
             before, document, after = reranker.prompt(pair.query, pair.document, body.instruction)
             prompt = FramedPrompt(before, document, after, most)
             try:
-                decisions[place] = await decision(engine, prompt, reranker, body.priority, salt)
+                decisions[pair] = await decision(engine, prompt, reranker, body.priority, salt)
             except DriftError as error:
-                errors[place] = error
+                errors[pair] = error
                 tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        for place, pair in enumerate(pairs):
-            tasks.start_soon(decide, place, pair)
-    if errors:
-        place = min(errors)
-        request.state.error_names = {"prompt": pairs[place].document_field}
-        raise errors[place]
+        for pair in different.values():
+            tasks.start_soon(decide, pair)
+    for pair in different.values():
+        if pair in errors:
+            request.state.error_names = {"prompt": pair.document_field}
+            raise errors[pair]
 
-    found = [decisions[place] for place in range(len(pairs))]
-    num_tokens = sum(each.num_tokens for each in found)
+    num_tokens = sum(each.num_tokens for each in decisions.values())
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    found = [decisions[different[pair.query, pair.document]] for pair in pairs]
     return Relevance([each.probabilities[0] for each in found], usage)
 
 
