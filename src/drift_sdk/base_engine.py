@@ -209,15 +209,14 @@ class BaseEngine(Serving):
 
         Requests go on: their text so far stays, their context is computed again with the new weights, and so
         is what follows; each step has one set of weights, and `Completion.weights_versions` tells which. The
-        prefix cache is emptied. Drafts keep their own weights. The files are as they
-        were: `wake()` and a restart load those again. If the task is cancelled, the cancellation is raised
-        afterwards.
+        prefix cache is emptied. Drafts keep their own weights. The files are as they were: `wake()` and a
+        restart load those again. If the task is cancelled, the cancellation is raised afterwards.
 
         RequestError names the first tensor that is not part of the model, has another shape or type, is not
         finite in the model's dtype or is missing beside others, and tells if memory is short; nothing has
-        changed then. Also for weights
-        that files store quantised and that are kept so, with `tensor_parallel`, for an engine that is asleep,
-        and for engines in other processes. Raises as `pause` does.
+        changed then. Also for weights that files store quantised and that are kept so, with
+        `tensor_parallel`, for an engine that is asleep, and for engines in other processes. Raises as `pause`
+        does.
         """
 
     @property

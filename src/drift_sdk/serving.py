@@ -34,6 +34,7 @@ from drift_sdk.driver.prompts import (
     as_chat_prompt,
     as_prompt,
     check_forced_calls,
+    in_place,
 )
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
 from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError, error_repr
@@ -202,20 +203,9 @@ def as_item(prompt: str | Sequence[int] | IdArray, index: int, most: int | None)
     try:
         found = as_prompt(prompt)
     except RequestError as error:
-        raise in_place(error, index) from error
+        raise in_place(error, f"prompts[{index}]") from error
 
     return found if most is None else CutPrompt(cast("TextPrompt | TokenPrompt", found), most)
-
-
-def in_place(error: RequestError, index: int) -> RequestError:
-    """The error of one of several prompts, with its place among them; other errors as they are."""
-    if error.field != "prompt":
-        return error
-
-    place, message = f"prompts[{index}]", str(error)
-    rest = message.removeprefix("prompt")
-    message = place + (rest if rest.startswith(("=", "[", ":")) else f": {message}")
-    return type(error)(message, field=place, value=error.value, allowed=error.allowed)
 
 
 MAX_PROMPTS_AT_ONCE = 64
@@ -233,15 +223,16 @@ def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, 
         raise RequestError.of("choices", choices, allowed)
 
     answers: list[str | tuple[int, ...]] = []
-    for choice in items_of("choices", choices, allowed):
+    wanted = "a text or a sequence of token ids, not empty"
+    for index, choice in enumerate(items_of("choices", choices, allowed)):
         try:
             answer = as_prompt(choice)
         except RequestError as error:
-            raise RequestError.of("choices", choice, allowed) from error
+            raise RequestError.of(f"choices[{index}]", choice, wanted) from error
 
         value = answer.text if isinstance(answer, TextPrompt) else cast("TokenPrompt", answer).ids
         if not value:
-            raise RequestError.of("choices", choice, allowed)
+            raise RequestError.of(f"choices[{index}]", choice, wanted)
 
         answers.append(value)
     return answers
@@ -545,7 +536,7 @@ class Serving(ABC):
                     embedding = embedding_of(completion, dimensions, normalize=normalize)
                     found.append(embedding)
             except RequestError as error:
-                raise in_place(error, len(found)) from error
+                raise in_place(error, f"prompts[{len(found)}]") from error
         return found
 
     @with_config(EngineConfig, RequestKeywordError)
@@ -579,6 +570,17 @@ class Serving(ABC):
         the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
         answers = answers_of(choices)
         given = as_any_prompt(prompt, None, template_args)
+        return await self._decide(given, answers, priority=priority, cache_salt=cache_salt)
+
+    async def _decide(
+        self,
+        given: Prompt,
+        answers: Sequence[str | tuple[int, ...]],
+        *,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Decision:
+        """See `decide`."""
         params = SamplingParams(max_tokens=1, num_draft_tokens=0, priority=priority, cache_salt=cache_salt)
         token_ids = single_tokens(answers, self._model_text())
         if token_ids is not None:
@@ -589,7 +591,9 @@ class Serving(ABC):
             return decision_of(answers, logprobs, completion.usage.prompt_tokens)
 
         params = params.replace(prompt_logprobs=0)
-        first, *others = [AnsweredPrompt(given, answer) for answer in answers]
+        first, *others = [
+            AnsweredPrompt(given, answer, f"choices[{index}]") for index, answer in enumerate(answers)
+        ]
         async with self._submit(first, params, None) as stream:
             completions = [await stream]
         async with aclosing(self._completions(others, params)) as found:

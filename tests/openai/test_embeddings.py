@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 import typing
@@ -20,8 +21,9 @@ from openai_server import MODEL, serving
 from placement import engine_config
 
 import drift_sdk.openai
-from drift_sdk import Engine, SyncEngine
+from drift_sdk import Embedding, Engine, SyncEngine
 from drift_sdk.openai.embeddings import EmbeddingBody
+from drift_sdk.results import PromptStates
 from drift_sdk.testing import scripted_engine
 
 PATH = "/v1/embeddings"
@@ -90,7 +92,8 @@ def test_inputs_may_be_token_ids(url: str, folder: Path) -> None:
     ("field", "body"),
     [
         ("input", {"input": []}),
-        ("input", {"input": ["a", ""]}),
+        ("input[1]", {"input": ["a", ""]}),
+        ("input[1]", {"input": ["a", 5]}),
         ("input", {"input": [["a"]]}),
         ("input", {"input": ["a"] * 2049}),
         ("input", {"input": "x" * 4000}),
@@ -159,3 +162,40 @@ def test_the_input_that_is_too_long_is_named(url: str) -> None:
         reply = httpx.post(f"{url}{PATH}", json={"input": given}, timeout=60)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
         assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_full_queue_rejects_new_requests_and_not_further_inputs(folder: Path) -> None:
+    config = engine_config(max_model_len=64, max_num_seqs=1, max_queued_requests=1)
+    async with Engine(folder, config) as engine:
+        app, body = drift_sdk.openai.app(engine), {"input": [f"a {index}" for index in range(20)]}
+        rerank = {"query": "a", "documents": body["input"]}
+        async with engine.generate("a", max_tokens=60), engine.generate("a", max_tokens=60):
+            for path, given in ((PATH, body), ("/v1/rerank", rerank)):
+                found = await call(app, path, given)
+                assert (found.status, found.error["code"]) == (429, "rate_limit_exceeded")
+        assert len((await call(app, PATH, body)).json["data"]) == 20
+        assert engine.stats().num_rejected == 0
+
+
+async def test_long_answers_leave_the_event_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may have as many numbers as take seconds to write."""
+    states = PromptStates(num_rows=1, size=2, data=np.float32([0.5, -1.5]).tobytes())
+    embedding = Embedding(states=states, num_tokens=1)
+
+    async def embed(prompts: list[str], **options: Any) -> list[Embedding]:
+        return [embedding] * len(prompts)
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async with scripted_engine("a") as engine:
+        monkeypatch.setattr(engine, "embed", embed)
+        num_turns = 0
+        counting = asyncio.create_task(count())
+        found = await call(drift_sdk.openai.app(engine), PATH, {"input": ["a"] * 500})
+        counting.cancel()
+    assert [each["embedding"] for each in found.json["data"]] == [[0.5, -1.5]] * 500
+    assert num_turns > 500

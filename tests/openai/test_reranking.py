@@ -20,6 +20,7 @@ import drift_sdk.openai
 from drift_sdk import ConfigError, Engine, SyncEngine
 from drift_sdk.openai import RERANKERS, Reranker
 from drift_sdk.testing import scripted_engine
+from drift_sdk.text.tokenizer import Tokenizer
 
 QUERY = "a b"
 DOCUMENTS = ["c d e f", "a b", "x y z", "a b c", "a b"]
@@ -125,7 +126,7 @@ def test_the_best_ones_alone(url: str) -> None:
         ("query", {"query": LONG, "documents": ["a"]}),
         ("documents", {"query": "a"}),
         ("documents", {"query": "a", "documents": []}),
-        ("documents", {"query": "a", "documents": ["a", ""]}),
+        ("documents[1]", {"query": "a", "documents": ["a", ""]}),
         ("documents", {"query": "a", "documents": ["a"] * 2049}),
         ("documents[1]", {"query": "a", "documents": ["a", {"title": "b"}]}),
         ("documents[2]", {"query": "a", "documents": ["a", "b", LONG]}),
@@ -172,9 +173,10 @@ def test_scores_are_cosines_of_embeddings(url: str, engine: SyncEngine) -> None:
     for body, param, words in (
         ({"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "text_2 has 1: expected 2 texts"),
         ({"text_1": [], "text_2": "a"}, "text_1", "expected 1 to"),
-        ({"text_1": "a", "text_2": ["a", ""]}, "text_2", "none of them empty"),
-        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1", "tokens"),
-        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2", "tokens"),
+        ({"text_1": "a", "text_2": ["a", ""]}, "text_2[1]", "that is not empty"),
+        ({"text_1": "", "text_2": ["a"]}, "text_1", "that is not empty"),
+        ({"text_1": ["x" * 4000, "a"], "text_2": ["a", "b"]}, "text_1[0]", "tokens"),
+        ({"text_1": "a", "text_2": ["b", "x" * 4000]}, "text_2[1]", "tokens"),
     ):
         reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
         error = reply.json()["error"]
@@ -300,3 +302,46 @@ def test_vectors_of_equal_texts_are_equal(engine: SyncEngine) -> None:
     """Which the order of equal documents rests on."""
     one, other = engine.embed([QUERY, QUERY])
     assert np.array_equal(one.vector, other.vector)
+
+
+async def test_equal_documents_are_judged_once_and_keep_their_order(folder: Path) -> None:
+    async with Engine(folder, engine_config(max_model_len=MAX_LEN, max_num_seqs=4)) as engine:
+        app = drift_sdk.openai.app(engine, reranker=RERANKER)
+        found = await call(app, "/v1/rerank", {"query": QUERY, "documents": ["b c", "d e"] * 20})
+        results = found.json["results"]
+        assert engine.stats().num_submitted == len({each["relevance_score"] for each in results}) == 2
+        first, second = (each["index"] for each in (results[0], results[20]))
+        assert [each["index"] for each in results] == [*range(first, 40, 2), *range(second, 40, 2)]
+
+
+@pytest.mark.parametrize("choices", [("a", "e"), ("a b c", "e f g")])
+async def test_documents_wait_for_room_in_the_queue(choices: tuple[str, str], folder: Path) -> None:
+    """One request may have more documents than the queue takes."""
+    reranker = Reranker(template="{query} {document}", instruction="", choices=choices)
+    config = engine_config(max_model_len=MAX_LEN, max_num_seqs=2, max_queued_requests=1)
+    async with Engine(folder, config) as engine:
+        app = drift_sdk.openai.app(engine, reranker=reranker)
+        body = {"query": QUERY, "documents": [f"{index} {QUERY}" for index in range(40)]}
+        found = await call(app, "/v1/rerank", body)
+        assert found.status == 200 and len(found.json["results"]) == 40
+        assert engine.stats().num_rejected == 0
+
+
+@pytest.mark.parametrize("most", [None, -1])
+async def test_texts_that_cannot_fit_are_not_tokenised(
+    most: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long query is a part of the prompt of every document."""
+    lengths: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    async with Engine(folder, engine_config(max_model_len=MAX_LEN)) as engine:
+        app = drift_sdk.openai.app(engine, reranker=RERANKER)
+        body = {"query": LONG * 50, "documents": DOCUMENTS, "truncate_prompt_tokens": most}
+        found = await call(app, "/v1/rerank", body)
+        assert found.status == 400 and max(lengths) < len(LONG)

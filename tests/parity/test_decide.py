@@ -244,12 +244,13 @@ def test_wrong_arguments(folder: Path) -> None:
         for choices, words in (
             ([], "choices=.*expected 1 to 1000 texts"),
             ("ab", "choices='ab'"),
-            (["a", ""], "choices=''"),
-            ([[5], []], "choices="),
-            ([[5], 7], "choices=7"),
-            ([[5], [500]], r"choices: \[0\]=500"),
+            (["a", ""], r"choices\[1\]=''"),
+            ([[5], []], r"choices\[1\]="),
+            ([[5], 7], r"choices\[1\]=7"),
+            ([[5], [500]], r"choices\[1\]\[0\]=500"),
+            ([[5], "a" * 10_000], r"choices\[1\]: prompt of at least"),
             (Unreadable([[5]]), r"choices=.*\(ValueError\('no such place'\)\)"),
-            (["a", "\ud800"], "choices: expected text without lone surrogates"),
+            (["a", "\ud800"], r"choices\[1\]: expected text without lone surrogates"),
             ([[5] * 250], "prompt of 2"),
         ):
             with pytest.raises(RequestError, match=words):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,16 @@ from placement import engine_config
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drift_sdk import Engine, EngineConfig, EnginePool, NGram, RequestError, Speculation, SyncEngine
+from drift_sdk import (
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    EnginePool,
+    NGram,
+    RequestError,
+    Speculation,
+    SyncEngine,
+)
 from drift_sdk.execution.eager import eager_executor
 from drift_sdk.models import weight_update
 from drift_sdk.models.weight_update import leaves
@@ -47,9 +58,9 @@ def changed(tensors: Mapping[str, torch.Tensor], seed: int = 1) -> Tensors:
     }
 
 
-def moved(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def moved(tensors: Mapping[str, torch.Tensor], seed: int = 2) -> Tensors:
     """Tensors a little apart from the given ones."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + 0.1 * tensor.abs().mean() * torch.randn(tensor.shape, generator=generator)
         for name, tensor in sorted(tensors.items())
@@ -339,6 +350,83 @@ def test_a_pool_updates_its_replicas(tmp_path: Path) -> None:
             found = (await pool.generate([5, 6], max_tokens=9, ignore_eos=True)).token_ids
         async with Engine(saved(folder, new), config()) as engine:
             assert found == (await engine.generate([5, 6], max_tokens=9, ignore_eos=True)).token_ids
+
+    anyio.run(main)
+
+
+def test_updates_of_a_pool_from_two_loops_reach_all_replicas_in_one_order(tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    one, other = (moved(tensors_of(tmp_path), seed) for seed in (2, 3))
+
+    async def main() -> None:
+        engines = [Engine(tmp_path, config()) for _ in range(2)]
+        async with EnginePool(engines) as pool:
+            has_begun, may_go_on = anyio.Event(), threading.Event()
+            update = engines[0].update_weights
+
+            async def waits(tensors: Mapping[str, Any]) -> None:
+                await update(tensors)
+                if tensors is one:
+                    has_begun.set()
+                    await anyio.to_thread.run_sync(may_go_on.wait)
+
+            engines[0].update_weights = waits  # type: ignore[method-assign]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(pool.update_weights, one)
+                await has_begun.wait()
+                tasks.start_soon(anyio.to_thread.run_sync, anyio.run, pool.update_weights, other)
+                await anyio.sleep(0.2)
+                version = engines[1].stats().weights_version
+                may_go_on.set()
+            assert version == 0
+            assert same(*map(weights_of, engines)) and engines[1].stats().weights_version == 2
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_cancelled_update_of_a_pool_reaches_all_replicas(is_native: bool, tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    new = changed(tensors_of(tmp_path))
+
+    async def main() -> None:
+        engines = [Engine(tmp_path, config()) for _ in range(3)]
+        async with EnginePool(engines) as pool:
+            if is_native:
+                task = asyncio.create_task(pool.update_weights(new))
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                with anyio.move_on_after(0) as scope:
+                    await pool.update_weights(new)
+                assert scope.cancel_called
+            assert [engine.stats().weights_version for engine in engines] == [1, 1, 1]
+            await pool.update_weights(new)
+
+    anyio.run(main)
+
+
+def test_a_replica_that_closes_during_an_update_is_left_out(tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    new = changed(tensors_of(tmp_path))
+
+    async def main() -> None:
+        engines = [Engine(tmp_path, config()) for _ in range(3)]
+        async with EnginePool(engines) as pool:
+            update = engines[1].update_weights
+
+            async def closes(tensors: Mapping[str, Any]) -> None:
+                await engines[1].aclose()
+                await update(tensors)
+
+            engines[1].update_weights = closes  # type: ignore[method-assign]
+            await pool.update_weights(new)
+            assert engines[0].stats().weights_version == engines[2].stats().weights_version == 1
+            assert same(weights_of(engines[0]), weights_of(engines[2]))
+        with pytest.raises(EngineClosed):
+            await pool.update_weights(new)
 
     anyio.run(main)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from drift_sdk.driver.prompts import TextPrompt, TokenPrompt, as_chat_prompt
+from drift_sdk.driver.prompts import FramedPrompt, TextPrompt, TokenPrompt, as_chat_prompt
 from drift_sdk.pool.routing import BLOCK_TOKENS, IDLE_TOKENS, MAX_BLOCKS, PromptBlocks, Router
 
 
@@ -30,6 +30,12 @@ def test_partial_blocks_and_long_prompts_have_no_hash() -> None:
     assert PromptBlocks.of(TokenPrompt(tuple(range(BLOCK_TOKENS - 1)))).hashes == ()
     assert len(PromptBlocks.of(TokenPrompt((7,) * BLOCK_TOKENS * (MAX_BLOCKS + 5))).hashes) == MAX_BLOCKS
     assert PromptBlocks.of(TextPrompt("")) == PromptBlocks(1, ())
+
+
+def test_documents_of_one_query_have_the_blocks_of_its_text() -> None:
+    one, other = (PromptBlocks.of(FramedPrompt("q" * 3000, text, "?")) for text in ("a" * 3000, "b" * 3000))
+    assert len(one.hashes) > 20 and one.hashes[:10] == other.hashes[:10]
+    assert one.hashes[-1] != other.hashes[-1]
 
 
 def test_a_longer_conversation_has_the_blocks_of_the_shorter_one() -> None:

@@ -164,10 +164,11 @@ class CutPrompt(Struct, frozen=True):
 
 class AnsweredPrompt(Struct, frozen=True):
     """A prompt and an answer to it, whose tokens are scored. answer: a text, tokenised by itself without
-    special tokens, or token ids; neither is empty."""
+    special tokens, or token ids; neither is empty. place: of the answer among the caller's arguments."""
 
     prompt: Prompt
     answer: str | tuple[int, ...]
+    place: str
 
     @property
     def field(self) -> str:
@@ -180,17 +181,51 @@ class AnsweredPrompt(Struct, frozen=True):
             if isinstance(self.answer, str):
                 answer_ids = encode(self.answer, model, add_special_tokens=False)
             answer_ids = checked_ids(answer_ids, model, given=self.answer)
-        except PromptTooLong:
-            raise
         except RequestError as error:
-            message = f"choices: {str(error).removeprefix('prompt').lstrip(': ')}"
-            raise RequestError(message, field="choices", value=self.answer, allowed=error.allowed) from error
+            raise in_place(error, self.place) from error
 
         check_length(len(ids) + len(answer_ids), model)
         return PreparedPrompt([*ids, *answer_ids], first_scored=len(ids))
 
     def num_tokens(self, model: ModelText) -> int:
         return len(self.prepare(model).token_ids)
+
+
+class FramedPrompt(Struct, frozen=True):
+    """A text inside a longer one, all tokenised without special tokens: the text together with what is before
+    it. most: tokens of the prompt that are kept, by leaving out the end of the text; None = all."""
+
+    before: str
+    text: str
+    after: str
+    most: int | None = None
+    field = "prompt"
+
+    def prepare(self, model: ModelText) -> PreparedPrompt:
+        given = self.before + self.text + self.after
+        check_countable(given, self.field)
+        if self.most is not None:
+            return PreparedPrompt(checked_ids(self._cut(model, self.most), model, given=given))
+
+        parts = (self.before + self.text, self.after)
+        ids = [each for part in parts if part for each in encode(part, model, add_special_tokens=False)]
+        check_length(len(ids), model)
+        return PreparedPrompt(checked_ids(ids, model, given=given))
+
+    def num_tokens(self, model: ModelText) -> int:
+        return len(self.prepare(model).token_ids)
+
+    def _cut(self, model: ModelText, most: int) -> list[int]:
+        tokenizer, most = model.tokenizer, min(most, model.max_model_len - 1)
+        num_fixed = sum(fitting_tokens(part, model) for part in (self.before, self.after))
+        if num_fixed <= most:
+            first = tokenizer.encode(self.before + self.text, add_special_tokens=False)
+            last = tokenizer.encode(self.after, add_special_tokens=False)
+            if num_fixed < most or len(first) + len(last) <= most:
+                return [*first[: most - len(last)], *last]
+
+        allowed = f"more than {num_fixed}, the tokens of the prompt without the document"
+        raise RequestError.of("truncate_prompt_tokens", most, allowed)
 
 
 class SharedPrompt:
@@ -270,6 +305,28 @@ def encode(text: str, model: ModelText, *, add_special_tokens: bool) -> list[int
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_length(len(ids), model)
     return checked_ids(ids, model, given=text)
+
+
+def fitting_tokens(text: str, model: ModelText) -> int:
+    """The number of tokens of a text, without special tokens; a lower bound if they do not fit the model."""
+    if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
+        least = model.tokenizer.min_num_tokens(text, model.max_model_len)
+        if least >= model.max_model_len:
+            return least
+
+    return len(model.tokenizer.encode(text, add_special_tokens=False))
+
+
+def in_place(error: RequestError, place: str) -> RequestError:
+    """The error of a prompt, or of the answer to one, with its place in the caller's arguments; other errors
+    as they are."""
+    if error.field != "prompt":
+        return error
+
+    message = str(error)
+    rest = message.removeprefix("prompt")
+    message = place + (rest if rest.startswith(("=", "[", ":")) else f": {message}")
+    return type(error)(message, field=place, value=error.value, allowed=error.allowed)
 
 
 def check_length(num_tokens: int, model: ModelText, bound: str = "") -> None:

@@ -87,10 +87,9 @@ def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arr
     arrange: of the executor, if it arranges quantised matrices.
 
     All is checked, and all memory is allocated, before anything changes. RequestError if memory is short; for
-    a tensor that is not part of the model, has
-    another shape, is no dense tensor of floating-point numbers, cannot be read, or is not finite in the
-    model's dtype; for a layer that can only be replaced whole if one of its tensors is missing; and for
-    weights that files store quantised.
+    a tensor that is not part of the model, has another shape, is no dense tensor of floating-point numbers,
+    cannot be read, or is not finite in the model's dtype; for a layer that can only be replaced whole if one
+    of its tensors is missing; and for weights that files store quantised.
     """
     check_form(decoder)
     try:

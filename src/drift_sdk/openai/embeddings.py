@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import anyio
+import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from drift_sdk import BaseEngine, Embedding, RequestError
 from drift_sdk.openai.conversation import IGNORED
-from drift_sdk.openai.service import Service, unless_disconnected
+from drift_sdk.openai.service import Service, check_room, unless_disconnected
 from drift_sdk.openai.wire import Body
 
 MAX_INPUTS = 2048
@@ -51,9 +53,10 @@ class EmbeddingBody(Body, kw_only=True):
         if not 1 <= len(found) <= MAX_INPUTS:
             raise RequestError.of("input", given, f"1 to {MAX_INPUTS} inputs")
 
-        for each in found:
+        for index, each in enumerate(found):
             if not isinstance(each, str | list) or not each:
-                raise RequestError.of("input", each, "texts or lists of token ids, none of them empty")
+                place = f"input[{index}]" if is_list else "input"
+                raise RequestError.of(place, each, "a text or a list of token ids, not empty")
 
         return found
 
@@ -84,14 +87,15 @@ async def embeddings(service: Service, request: Request) -> Response:
         priority=body.priority,
         cache_salt=service.salt(request, body.cache_salt),
     )
+    check_room(model.engine)
     found = await unless_disconnected(request.receive, embed)
-    data = [
-        {"object": "embedding", "index": index, "embedding": encoded(each, body.encoding_format)}
-        for index, each in enumerate(found)
-    ]
-    return JSONResponse(
-        {"object": "list", "data": data, "model": model.name, "usage": usage_of(found, service)}
-    )
+    data = []
+    for index, each in enumerate(found):
+        await anyio.lowlevel.checkpoint()  # between millions of numbers, other requests go on
+        numbers = msgspec.Raw(msgspec.json.encode(encoded(each, body.encoding_format)))
+        data.append({"object": "embedding", "index": index, "embedding": numbers})
+    answer = {"object": "list", "data": data, "model": model.name, "usage": usage_of(found, service)}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def usage_of(found: Sequence[Embedding], service: Service) -> dict[str, Any]:

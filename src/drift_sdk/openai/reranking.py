@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any, ClassVar
 
 import anyio
-import anyio.to_thread
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from drift_sdk import BaseEngine, Decision, DriftError, RequestError
-from drift_sdk.driver.prompts import check_countable
+from drift_sdk import BaseEngine, Decision, DriftError, QueueFull, RequestError
+from drift_sdk.driver.prompts import FramedPrompt, Prompt
+from drift_sdk.jobs import POLL_S
 from drift_sdk.openai.conversation import IGNORED
 from drift_sdk.openai.embeddings import MAX_INPUTS, TRUNCATION, most_tokens, usage_of
 from drift_sdk.openai.reranker import Reranker
-from drift_sdk.openai.service import Model, Service, new_id, unless_disconnected
+from drift_sdk.openai.service import Model, Service, check_room, new_id, unless_disconnected
 from drift_sdk.openai.wire import Body, Wire
 
 MAX_AT_ONCE = 32
@@ -67,9 +67,7 @@ class RerankBody(RelevanceBody, kw_only=True):
         if not self.query:
             raise RequestError.of("query", self.query, "a text that is not empty")
 
-        if not 1 <= len(texts) <= MAX_INPUTS or not all(texts):
-            raise RequestError.of("documents", texts, f"1 to {MAX_INPUTS} texts, none of them empty")
-
+        check_texts("documents", texts)
         if self.top_n < 0:
             raise RequestError.of("top_n", self.top_n, "a number of results, or 0 for all")
 
@@ -82,15 +80,8 @@ class ScoreBody(RelevanceBody, kw_only=True):
     text_1: str | list[str]
     text_2: str | list[str]
 
-    def pairs(self) -> list[tuple[str, str]]:
-        lists = []
-        for field, given in (("text_1", self.text_1), ("text_2", self.text_2)):
-            texts = [given] if isinstance(given, str) else given
-            if not 1 <= len(texts) <= MAX_INPUTS or not all(texts):
-                raise RequestError.of(field, given, f"1 to {MAX_INPUTS} texts, none of them empty")
-
-            lists.append(texts)
-        first, second = lists
+    def pairs(self) -> list[Pair]:
+        first, second = placed("text_1", self.text_1), placed("text_2", self.text_2)
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -99,15 +90,37 @@ class ScoreBody(RelevanceBody, kw_only=True):
                 f"text_2 has {len(second)}: expected {allowed}", field="text_2", allowed=allowed
             )
 
-        return list(zip(first, second, strict=True))
+        return [Pair(*one, *other) for one, other in zip(first, second, strict=True)]
+
+
+def check_texts(field: str, texts: Sequence[str]) -> None:
+    """RequestError for none, too many, and the first one that is empty."""
+    if not 1 <= len(texts) <= MAX_INPUTS:
+        raise RequestError.of(field, texts, f"1 to {MAX_INPUTS} texts")
+
+    for index, text in enumerate(texts):
+        if not text:
+            raise RequestError.of(f"{field}[{index}]", text, "a text that is not empty")
+
+
+def placed(field: str, given: str | list[str]) -> list[tuple[str, str]]:
+    """The texts of a field, each with its place in the request. RequestError as of `check_texts`."""
+    if not isinstance(given, str):
+        check_texts(field, given)
+        return [(text, f"{field}[{index}]") for index, text in enumerate(given)]
+
+    if not given:
+        raise RequestError.of(field, given, "a text that is not empty")
+
+    return [(given, field)]
 
 
 class Pair(Struct, frozen=True):
-    """A query and a document, and the fields of the request that they are from."""
+    """A query and a document, each with its place in the request."""
 
     query: str
-    document: str
     query_field: str
+    document: str
     document_field: str
 
 
@@ -122,7 +135,7 @@ async def rerank(service: Service, request: Request) -> Response:
     """The endpoint of documents in the order of their relevance."""
     body = await service.read(request, RerankBody)
     texts, model = body.texts(), service.model(body.model)
-    pairs = [Pair(body.query, text, "query", f"documents[{index}]") for index, text in enumerate(texts)]
+    pairs = [Pair(body.query, "query", text, f"documents[{index}]") for index, text in enumerate(texts)]
     found = await relevance(service, request, model, body, pairs)
     order = sorted(range(len(texts)), key=lambda index: -found.scores[index])
     results = []
@@ -138,8 +151,7 @@ async def scores(service: Service, request: Request) -> Response:
     """The endpoint of pairs of texts."""
     body = await service.read(request, ScoreBody)
     model = service.model(body.model)
-    pairs = [Pair(one, other, "text_1", "text_2") for one, other in body.pairs()]
-    found = await relevance(service, request, model, body, pairs)
+    found = await relevance(service, request, model, body, body.pairs())
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores)]
     shown = {"id": new_id("score-"), "object": "list", "created": int(time.time()), "model": model.name}
     return JSONResponse({**shown, "data": data, "usage": found.usage})
@@ -157,6 +169,7 @@ async def relevance(
         most_tokens(model.engine, body.truncate_prompt_tokens),
         service.salt(request, body.cache_salt),
     )
+    check_room(model.engine)
     if model.reranker is not None:
         judge = partial(judged, request, model.engine, model.reranker, body, pairs, most, salt)
         return await unless_disconnected(request.receive, judge)
@@ -188,60 +201,52 @@ async def judged(
     most: int | None,
     salt: str | None,
 ) -> Relevance:
-    """The probabilities of the first answer. most: tokens of a prompt, whose document is cut."""
-    decisions: dict[int, Decision] = {}
-    errors: dict[int, DriftError] = {}
+    """The probabilities of the first answer, of equal pairs computed once. most: tokens of a prompt, whose
+    document is cut."""
+    if most is not None:
+        tokenizer = engine.tokenizer
+        longest = max(len(tokenizer.encode(each, add_special_tokens=False)) for each in reranker.choices)
+        most = min(most, engine.max_model_len - 1 - longest)
+    different: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        different.setdefault((pair.query, pair.document), pair)
+    decisions: dict[Pair, Decision] = {}
+    errors: dict[Pair, DriftError] = {}
     limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
 
-    async def decide(place: int, pair: Pair) -> None:
+    async def decide(pair: Pair) -> None:
         async with limiter:
+            before, document, after = reranker.prompt(pair.query, pair.document, body.instruction)
+            prompt = FramedPrompt(before, document, after, most)
             try:
-                parts = reranker.prompt(pair.query, pair.document, body.instruction)
-                prompt = await anyio.to_thread.run_sync(token_ids, engine, parts, reranker.choices, most)
-                decisions[place] = await engine.decide(
-                    prompt, reranker.choices, priority=body.priority, cache_salt=salt
-                )
+                decisions[pair] = await decision(engine, prompt, reranker, body.priority, salt)
             except DriftError as error:
-                errors[place] = error
+                errors[pair] = error
                 tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        for place, pair in enumerate(pairs):
-            tasks.start_soon(decide, place, pair)
-    if errors:
-        place = min(errors)
-        request.state.error_names = {"prompt": pairs[place].document_field}
-        raise errors[place]
+        for pair in different.values():
+            tasks.start_soon(decide, pair)
+    for pair in different.values():
+        if pair in errors:
+            request.state.error_names = {"prompt": pair.document_field}
+            raise errors[pair]
 
-    found = [decisions[place] for place in range(len(pairs))]
-    num_tokens = sum(each.num_tokens for each in found)
+    num_tokens = sum(each.num_tokens for each in decisions.values())
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    found = [decisions[different[pair.query, pair.document]] for pair in pairs]
     return Relevance([each.probabilities[0] for each in found], usage)
 
 
-def token_ids(
-    engine: BaseEngine, parts: tuple[str, str, str], choices: Sequence[str], most: int | None
-) -> list[int]:
-    """The token ids of a prompt. RequestError if it is too long without its document. Runs on a thread.
-
-    parts: of `Reranker.prompt`. choices: the answers that follow. most: tokens that are kept; None = all.
-    """
-    before, document, after = parts
-    tokenizer = engine.tokenizer
-    check_countable(before + document + after, "prompt")
-    first = tokenizer.encode(before + document, add_special_tokens=False)
-    last = tokenizer.encode(after, add_special_tokens=False)
-    if most is None:
-        return [*first, *last]
-
-    longest = max(len(tokenizer.encode(each, add_special_tokens=False)) for each in choices)
-    most = min(most, engine.max_model_len - 1 - longest)
-    if len(first) + len(last) <= most:
-        return [*first, *last]
-
-    num_fixed = len(tokenizer.encode(before, add_special_tokens=False)) + len(last)
-    if most <= num_fixed:
-        allowed = f"more than {num_fixed}, the tokens of the prompt without the document"
-        raise RequestError.of("truncate_prompt_tokens", most, allowed)
-
-    return [*first[: most - len(last)], *last]
+async def decision(
+    engine: BaseEngine, prompt: Prompt, reranker: Reranker, priority: int, salt: str | None
+) -> Decision:
+    """The decision about a document. Waits while the queue is full: the documents of one request may be more
+    than it takes."""
+    while True:
+        if engine._has_room:
+            try:
+                return await engine._decide(prompt, reranker.choices, priority=priority, cache_salt=salt)
+            except QueueFull:  # of an engine in another process, where other requests took the room
+                pass
+        await anyio.sleep(POLL_S)

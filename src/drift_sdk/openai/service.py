@@ -31,6 +31,7 @@ from drift_sdk import (
     Completion,
     ConfigError,
     DriftError,
+    QueueFull,
     RequestError,
     Samples,
     SamplingParams,
@@ -345,6 +346,13 @@ async def while_connected(
     except BaseException:
         generation.cancel()
         raise
+
+
+def check_room(engine: BaseEngine) -> None:
+    """QueueFull if a request would be rejected now. A request that is admitted may have more inputs than the
+    queue takes: these wait."""
+    if not engine._has_room:
+        raise QueueFull("max_queued_requests: as many requests are waiting already; try again later")
 
 
 async def unless_disconnected(receive: Receive, wait: Callable[[], Awaitable[ResultT]]) -> ResultT:

@@ -17,9 +17,17 @@ from drift_sdk._fields import with_config
 from drift_sdk._validation import check_bool, check_float, check_int
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
+from drift_sdk.driver.loops import Latch
 from drift_sdk.driver.prompts import ModelText, Prompt
 from drift_sdk.engine import Engine
-from drift_sdk.errors import ConfigError, EngineClosed, RequestError, short_repr
+from drift_sdk.errors import (
+    ConfigError,
+    DriftError,
+    EngineClosed,
+    ExecutorError,
+    RequestError,
+    short_repr,
+)
 from drift_sdk.events import Event, Progress
 from drift_sdk.pool.pool_state import (
     PoolPause,
@@ -70,6 +78,9 @@ class EnginePool(BaseEngine):
         self.config: EngineConfig = replicas[0].config
         self.routing: Routing = routing if routing is not None else Routing()
         self._last_state = PoolState(self.engines, self.routing)
+        self._updates_lock = threading.Lock()
+        self._last_update = Latch()
+        self._last_update.set()
 
     @classmethod
     @with_config(EngineConfig)
@@ -202,17 +213,43 @@ class EnginePool(BaseEngine):
         """See `BaseEngine.update_weights`. The replicas get the weights one after the other, each between two
         of its steps, and serve meanwhile: `Completion.weights_versions` and the `weights_version` of each
         replica's statistics tell which weights were used. A wrong tensor is found by the first replica. An
-        error of a later one names it; those before it have the new weights. A replica that is restarted loads
-        its files, and begins with version 0."""
+        error of a later one names it; those before it have the new weights. One that is closed or fails
+        meanwhile is left out. A replica that is restarted loads its files, and begins with version 0. One
+        update begins when the one before it has ended."""
         if not self._calls_functions:
             allowed = "replicas of this process: tensors are not sent to another one"
             raise RequestError(f"tensors: expected {allowed}", field="tensors", allowed=allowed)
 
+        done = Latch()
+        with self._updates_lock:
+            before, self._last_update = self._last_update, done
+        try:
+            await self._update_replicas(tensors, before)
+        finally:
+            done.set()
+
+    async def _update_replicas(self, tensors: Mapping[str, Any], before: Latch) -> None:
+        """Update all replicas after another update, also if the task is cancelled; the cancellation is raised
+        afterwards."""
+        cancelled: BaseException | None = None
+        closed: DriftError | None = None
         num_updated = 0
+        try:
+            await before.wait_shielded()
+        except anyio.get_cancelled_exc_class() as error:
+            cancelled = error
         for engine in self._open_engines():
             try:
                 await engine.update_weights(tensors)
+            except anyio.get_cancelled_exc_class() as error:  # after the update
+                cancelled = error
+            except (EngineClosed, ExecutorError) as error:
+                closed = error
+                continue
             except RequestError as error:
+                if cancelled is not None:
+                    raise cancelled from error
+
                 if not num_updated:
                     raise
 
@@ -222,6 +259,11 @@ class EnginePool(BaseEngine):
                 ) from error
 
             num_updated += 1
+        if cancelled is not None:
+            raise cancelled
+
+        if closed is not None and not num_updated:
+            raise closed
 
     @property
     def is_open(self) -> bool:

@@ -14,7 +14,15 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from drift_sdk._fields import ConfigFields, check_fields
-from drift_sdk.driver.prompts import AnsweredPrompt, ChatPrompt, CutPrompt, Prompt, TextPrompt, TokenPrompt
+from drift_sdk.driver.prompts import (
+    AnsweredPrompt,
+    ChatPrompt,
+    CutPrompt,
+    FramedPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 from drift_sdk.errors import ConfigError
 
 
@@ -85,6 +93,9 @@ def written(prompt: Prompt) -> str:
     """A text of the prompt whose beginning does not change when messages are added to a conversation."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
+
+    if isinstance(prompt, FramedPrompt):
+        return prompt.before + prompt.text + prompt.after
 
     if isinstance(prompt, ChatPrompt):
         parts = (prompt.offered_tools, prompt.template_args, *prompt.messages)
