@@ -23,7 +23,7 @@ from drift_sdk.cli.drafts import Measured, measure, read_prompts, verdict
 from drift_sdk.errors import DriftError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.dflash import read_head_config
 from perf.harness.machine import default_device
 from perf.harness.numbers import at_least
 from perf.harness.record import Results, Run, write
@@ -91,7 +91,7 @@ def used_layers(given: argparse.Namespace) -> tuple[int, ...]:
     """The layers that the head reads. Raises ModelLoadError for a head that does not fit."""
     target = read_spec(resolve(given.target, local_files_only=True).config)
     settings = resolve(given.draft, role="draft", local_files_only=True).config
-    return DraftConfig.from_hf(settings, target, aux_layer_convention=given.aux_layer_convention).aux_layers
+    return read_head_config(settings, target, aux_layer_convention=given.aux_layer_convention).aux_layers
 
 
 def problem_of(runs: Sequence[AcceptanceRun], min_length: float | None) -> str | None:
@@ -128,7 +128,7 @@ def acceptance_table(results: Results) -> tuple[str, Sequence[str], Sequence[Seq
 def acceptance_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("target", help="folder, .gguf file or hub id")
-    made.add_argument("--draft", required=True, help="an EAGLE-3 head, folder or hub id")
+    made.add_argument("--draft", required=True, help="a draft head, folder or hub id")
     made.add_argument("--num-draft-tokens", type=at_least(1), default=3, help="per round")
     made.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     made.add_argument("--prompts", type=Path, help="text, a prompt in each line")

@@ -1,4 +1,4 @@
-"""Qualify an EAGLE-3 head for a model: its files, its arithmetic, its acceptance, its speed; with a report.
+"""Qualify a draft head for a model: its files, its arithmetic, its acceptance, its speed; with a report.
 
     python -m perf.qualify TARGET --draft HEAD
     python -m perf.qualify TARGET --draft HEAD --reference stages.safetensors --text long.txt --out folder
@@ -78,9 +78,10 @@ def fitting(names: Sequence[str], max_model_len: int) -> tuple[list[str], list[s
 
 
 def checks_of(
-    given: argparse.Namespace, target: Path, draft: Path, max_model_len: int
+    given: argparse.Namespace, target: Path, draft: Path, max_model_len: int, num_masks: int | None = None
 ) -> tuple[dict[str, tuple[Command, ...]], dict[str, str]]:
-    """The commands of each check, and the reasons for which scenarios are left out."""
+    """The commands of each check, and the reasons for which checks and scenarios are left out. num_masks: of
+    a DFlash head."""
     model, head = str(target), str(draft)
     both = options(aux_layer_convention=given.aux_layer_convention)
     shared = (
@@ -108,18 +109,26 @@ def checks_of(
         ),
         "acceptance": (Command(module="perf.acceptance", topic="acceptance", arguments=(model, *asked)),),
     }
-    kept, left_out = fitting(given.scenario, max_model_len)
+    kept, too_long = fitting(given.scenario, max_model_len)
+    left_out = dict.fromkeys(too_long, f"the target has a context of {max_model_len} tokens")
+    numbers = list(given.num_draft_tokens)
+    if num_masks is not None:
+        del checks["stages"]
+        left_out["stages"] = "stages are compared of heads that take one token after the other"
+        numbers = [number for number in numbers if number <= num_masks]
+        more = [number for number in given.num_draft_tokens if number > num_masks]
+        left_out |= {f"{number} drafts": f"the head has {num_masks} masks" for number in more}
     drafts = (
         *options(model=model, draft=head, text=given.text, repeats=given.repeats, dtype=given.dtype),
         *both,
-        *("--num-draft-tokens", *map(str, given.num_draft_tokens)),
+        *("--num-draft-tokens", *map(str, numbers)),
     )
     for check in ("single", "batch"):
         names = [name for name in kept if name.startswith(check)]
-        if names:
+        if names and numbers:
             arguments = (*drafts, "--scenario", *names)
             checks[check] = (Command(module="perf.speculative", topic="speculative", arguments=arguments),)
-    return checks, dict.fromkeys(left_out, f"the target has a context of {max_model_len} tokens")
+    return checks, left_out
 
 
 def options(**given: object) -> tuple[str, ...]:
@@ -133,7 +142,7 @@ def options(**given: object) -> tuple[str, ...]:
 def qualify_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("target", help="folder, .gguf file or hub id")
-    made.add_argument("--draft", required=True, help="an EAGLE-3 head, folder or hub id")
+    made.add_argument("--draft", required=True, help="a draft head, folder or hub id")
     made.add_argument("--reference", type=Path, help="stages of another engine; see perf.compare_stages")
     made.add_argument("--text", type=Path, default=TEXT, help="UTF-8, of prompts and stages; better long")
     made.add_argument("--prompts", type=Path, help="text, a prompt in each line, for acceptance")
@@ -182,7 +191,7 @@ def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) 
 
     files.seconds = time.perf_counter() - started_at
     max_model_len = read_spec(target.config).max_position_embeddings
-    checks, left_out = checks_of(given, target.path, draft.path, max_model_len)
+    checks, left_out = checks_of(given, target.path, draft.path, max_model_len, head.num_masks)
     try:
         state = State.load(results, place, identity(head, checks))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head for a model, from the model's own answers.
+"""Train an EAGLE-3 or a DFlash head for a model, from the model's own answers.
 
 python -m examples.train_draft generate [MODEL] --work FOLDER     write answers to train and to evaluate with
 python -m examples.train_draft train [MODEL] --work FOLDER        train; run again to continue

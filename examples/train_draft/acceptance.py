@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from .answers import MAX_REPEATED_SHARE, Answer, repeated_share
 from .batches import Batch, Conversation
-from .head import DraftHead, HeadPass
+from .head import DraftHead
 from .target import Target
 
 __all__ = ["Acceptance", "evaluate", "evaluation_groups", "walk"]
@@ -79,16 +79,18 @@ def accepted_drafts(
 ) -> torch.Tensor:
     """The number of drafts that are accepted in a round that begins at each row, [batch, length] int64."""
     token_ids = batch.token_ids
-    features, _ = target.run(token_ids, head.config.aux_layers)
-    head_pass = HeadPass(head, weights, token_ids.shape[1])
-    hidden, newest = head_pass.fuse(features), token_ids.roll(-1, 1)
+    features, _ = target.run(token_ids, head.aux_layers)
+    head_pass = head.open(weights, token_ids.shape[1])
     is_accepted = torch.ones_like(token_ids, dtype=torch.bool)
     num_accepted = torch.zeros_like(token_ids)
-    for step in range(NUM_DRAFTS):
-        hidden = head_pass.step(hidden, target.embed(newest))
+
+    def take(step: int, hidden: torch.Tensor) -> torch.Tensor:
         newest = head.target_ids[head_pass.logits(hidden).argmax(-1)]
-        is_accepted &= newest == token_ids.roll(-2 - step, 1)
-        num_accepted += is_accepted
+        is_accepted.logical_and_(newest == token_ids.roll(-2 - step, 1))
+        num_accepted.add_(is_accepted)
+        return newest
+
+    head_pass.draft(target, token_ids, features, NUM_DRAFTS, take)
     return num_accepted
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from .answers import Answer
 
-__all__ = ["Batch", "Conversation", "draft_vocabulary", "make_batches"]
+__all__ = ["Batch", "Conversation", "draft_vocabulary", "make_batches", "unused_token"]
 
 SORTED_TOGETHER = 64
 """Batches whose sequences are sorted by length, so that little is padded."""
@@ -101,3 +101,9 @@ def draft_vocabulary(answers: Sequence[Answer], size: int) -> tuple[torch.Tensor
     unused = (token for token in range(size + len(chosen)) if token not in chosen)
     ids = sorted([*ranked, *(next(unused) for _ in range(size - len(ranked)))])
     return torch.tensor(ids), sum(counts[token] for token in ranked) / max(1, counts.total())
+
+
+def unused_token(answers: Sequence[Answer], vocab_size: int) -> int:
+    """The rarest token of questions and answers, of equally rare ones the last."""
+    counts = Counter(token for answer in answers for token in (*answer.prompt_ids, *answer.token_ids))
+    return min(range(vocab_size), key=lambda token: (counts[token], -token))

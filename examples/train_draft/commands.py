@@ -16,13 +16,17 @@ import smollm2
 import torch
 
 from drift_sdk import ConfigError, Engine, EngineConfig, ModelLoadError, Progress
+from drift_sdk.models.dflash import is_dflash
 from drift_sdk.models.draft_config import DraftConfig
 
-from .answers import AnswerError, AnswerFolder, Limits, generate
-from .batches import draft_vocabulary
-from .head import DraftHead, feature_sizes, head_settings, mlp_width
+from .acceptance import NUM_DRAFTS
+from .answers import Answer, AnswerError, AnswerFolder, Limits, generate
+from .batches import draft_vocabulary, unused_token
+from .dflash import DFlashHead, dflash_settings
+from .eagle import EagleHead, eagle_settings
+from .head import DraftHead, feature_sizes, mlp_width
 from .measuring import measure, measure_shapes, speculation_of
-from .target import load_chat_format, load_target
+from .target import Target, load_chat_format, load_target
 from .training import Training, TrainingSettings
 
 __all__ = ["main"]
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="train_draft", description="Train an EAGLE-3 head for a model.")
+    made = argparse.ArgumentParser(prog="train_draft", description="Train a draft head for a model.")
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     number = command_line.whole
 
@@ -69,6 +73,10 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--work", type=Path, required=True, help="folder of answers and results")
     training.add_argument("--answers", type=Path, help="folder of the answers (default: --work)")
     training.add_argument("--wait-tokens", type=number(1), help="wait for so many tokens of answers")
+    training.add_argument("--kind", choices=("eagle3", "dflash"), default="eagle3", help="of the head")
+    training.add_argument(
+        "--layers", type=number(1, 16), default=2, help="of a DFlash head; an EAGLE-3 head has one"
+    )
     training.add_argument("--start", type=Path, help="folder of a head to train further")
     training.add_argument("--vocabulary", type=number(16), default=5504, help="tokens that it can propose")
     training.add_argument("--shared-head", action="store_true", help="use the model's output projection")
@@ -78,7 +86,10 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--evaluate-every", type=positive, default=20.0, help="seconds between evaluations")
     training.add_argument("--batch-tokens", type=number(64), default=8192, help="tokens in a batch")
     training.add_argument(
-        "--unrolled", type=number(1, 16), default=5, help="steps of drafting that the loss covers"
+        "--unrolled",
+        type=number(1, 16),
+        help="drafts that the loss covers: steps of an EAGLE-3 head (default: 5), or masks of a DFlash head, "
+        "which it then always has (default: 7)",
     )
     training.add_argument("--learning-rate", type=positive, default=1e-3)
     training.add_argument(
@@ -199,18 +210,7 @@ def run_train(options: argparse.Namespace) -> None:
             reason = f"answers of another model: a token id is not from 0 to {vocab_size - 1}"
             raise AnswerError(f"{options.answers or options.work}: {reason}")
 
-    vocabulary, share = draft_vocabulary(answers, options.vocabulary)
-    intermediate_size = options.intermediate or mlp_width(target.spec)
-    settings = head_settings(target.spec, options.vocabulary, intermediate_size)
-    aux_layers = DraftConfig.from_hf(settings, target.spec).aux_layers
-    sizes = feature_sizes(
-        target, aux_layers, [each.prompt_ids + each.token_ids for each in answers[:NUM_SIZED]]
-    )
-    if options.start is not None:
-        check_head("--start", options.start)
-        head = DraftHead.load(options.start, target, sizes)
-    else:
-        head = DraftHead.start(settings, target, vocabulary, sizes, seed=0, has_head=not options.shared_head)
+    head, share = make_head(options, target, answers)
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     print(f"{len(answers)} answers, {num_tokens} tokens, {share:.2%} can be proposed", file=sys.stderr)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -223,13 +223,53 @@ def run_train(options: argparse.Namespace) -> None:
             seconds=options.seconds,
             evaluate_every_s=options.evaluate_every,
             tokens_per_batch=options.batch_tokens,
-            unrolled=options.unrolled,
+            unrolled=head.config.num_masks if isinstance(head, DFlashHead) else options.unrolled or 5,
             learning_rate=options.learning_rate,
         ),
     )
     if training.restore():
         print(f"continues after step {training.step}", file=sys.stderr)
     training.run(folder.training, evaluation)
+
+
+def make_head(
+    options: argparse.Namespace, target: Target, answers: Sequence[Answer]
+) -> tuple[DraftHead, float]:
+    """The head to train, and the share of the answers' tokens that it can propose."""
+    vocabulary, share = draft_vocabulary(answers, options.vocabulary)
+    width = options.intermediate or mlp_width(target.spec)
+    settings = eagle_settings(target.spec, options.vocabulary, width)
+    aux_layers = DraftConfig.from_hf(settings, target.spec).aux_layers
+    sizes = feature_sizes(
+        target, aux_layers, [each.prompt_ids + each.token_ids for each in answers[:NUM_SIZED]]
+    )
+    kind: type[DraftHead] = DFlashHead if options.kind == "dflash" else EagleHead
+    if options.start is not None:
+        check_head("--start", options.start)
+        found = json.loads((options.start / "config.json").read_text(encoding="utf-8"))
+        if is_dflash(found) != (kind is DFlashHead):
+            raise ConfigError.of("start", str(options.start), f"a head of --kind {options.kind}")
+
+        if kind is DFlashHead and options.unrolled not in (None, found["block_size"] - 1):
+            raise ConfigError.of("unrolled", options.unrolled, f"the head's {found['block_size'] - 1} masks")
+
+        return kind.load(options.start, target, sizes), share
+
+    if kind is DFlashHead:
+        if options.unrolled is not None and options.unrolled < NUM_DRAFTS:
+            raise ConfigError.of("unrolled", options.unrolled, f"at least {NUM_DRAFTS} masks")
+
+        settings = dflash_settings(
+            target.spec,
+            options.vocabulary,
+            width,
+            aux_layers=aux_layers,
+            num_layers=options.layers,
+            num_masks=options.unrolled or 7,
+            mask_token_id=unused_token(answers, target.spec.vocab_size),
+        )
+    head = kind.start(settings, target, vocabulary, sizes, seed=0, has_head=not options.shared_head)
+    return head, share
 
 
 def check_head(option: str, folder: Path) -> None:

@@ -67,6 +67,11 @@ class Target:
         flat = embed(token_ids.reshape(-1), self.decoder.weights.embedding, self.decoder.dtype)
         return flat.view(*token_ids.shape, -1)
 
+    def embed_as_input(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream [..., hidden] before the target's first layer, of token ids [...]."""
+        flat = self.decoder.embedded(token_ids.reshape(-1))
+        return flat.view(*token_ids.shape, -1)
+
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows [N, hidden] of the output projection for token ids [N]."""
         rows = take_rows(self.decoder.weights.head, ids)

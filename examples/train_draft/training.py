@@ -17,7 +17,7 @@ from msgspec import Struct
 from .acceptance import evaluate, evaluation_groups
 from .answers import Answer, AnswerError
 from .batches import Batch, Conversation, make_batches
-from .head import DraftHead, HeadPass
+from .head import DraftHead
 from .target import Target
 
 __all__ = ["CheckpointError", "Training", "TrainingSettings", "draft_loss"]
@@ -61,21 +61,20 @@ def draft_loss(
     that are the answers' tokens.
 
     The head learns the target's distribution over the tokens that it can propose, where the answer's next
-    token is one of them. As when it drafts, a step takes the features of the step before it.
+    token is one of them. Each step is given the answer's tokens up to its own.
     """
     token_ids, (_, length) = batch.token_ids, batch.token_ids.shape
-    features, final = target.run(token_ids, head.config.aux_layers)
+    features, final = target.run(token_ids, head.aux_layers)
     # The target's prediction of what row i drafts first, token i + 2, is made at i + 1.
     predicted = (
         target.logits(final.flatten(0, 1)[batch.rows + 1], head.target_rows).softmax(-1).to(final.dtype)
     )
 
-    head_pass = HeadPass(head, head.cast(target.decoder.dtype), length)
-    hidden = head_pass.fuse(features)
-    losses, shares = [], []
-    for step in range(settings.unrolled):
-        newest = token_ids.roll(-1 - step, 1)
-        hidden = head_pass.step(hidden, target.embed(newest))
+    head_pass = head.open(head.cast(target.decoder.dtype), length)
+    losses: list[torch.Tensor] = []
+    shares: list[torch.Tensor] = []
+
+    def take(step: int, hidden: torch.Tensor) -> torch.Tensor:
         known = batch.known(step)
         rows = batch.rows[known]
         logits = head_pass.logits(hidden.flatten(0, 1)[rows])
@@ -83,7 +82,9 @@ def draft_loss(
         # Rows of an answer follow each other, and so do their predictions.
         losses.append(cross_entropy(predicted[known + step], logits, head.is_proposable[wanted]))
         shares.append((head.target_ids[logits.detach().argmax(-1)] == wanted).float().mean())
+        return token_ids.roll(-2 - step, 1)
 
+    head_pass.draft(target, token_ids, features, settings.unrolled, take)
     weights = [settings.decay**step for step in range(settings.unrolled)]
     loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)
     return torch.as_tensor(loss), torch.stack(shares)

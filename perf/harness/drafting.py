@@ -91,7 +91,9 @@ class Drafting(Struct, frozen=True, kw_only=True):
             adaptive=self.is_adaptive,
             draft_weights=self._weights,
             ngrams=self.ngrams,
-            aux_layer_convention=self.draft.aux_layer_convention if isinstance(self.draft, Draft) else None,
+            aux_layer_convention=self.draft.aux_layer_convention
+            if isinstance(self.draft, Draft | MaskDraft)
+            else None,
         )
         return plain.replace(speculation=speculation)
 

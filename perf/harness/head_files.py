@@ -1,4 +1,4 @@
-"""The files of an EAGLE-3 head, checked without its target's weights."""
+"""The files of a draft head, checked without its target's weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from msgspec import Struct
 from drift_sdk.families import read_spec
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashConfig, load_dflash_weights, read_head_config
 from drift_sdk.models.draft_head import load_draft_weights
 from drift_sdk.models.weights import DecoderWeights
 from drift_sdk.spec.model import ModelSpec
@@ -27,6 +28,7 @@ class HeadFiles(Struct, frozen=True, kw_only=True):
     sha256:      of the settings and all tensors, in the order of their names.
     num_bytes:   of the tensors.
     aux_layers:  layers of the target whose input the head reads.
+    num_masks:   tokens that a DFlash head drafts at most; None: a head of another kind.
     """
 
     target: str
@@ -37,14 +39,27 @@ class HeadFiles(Struct, frozen=True, kw_only=True):
     aux_layers: tuple[int, ...]
     vocab_size: int
     draft_vocab_size: int
+    num_masks: int | None = None
 
 
 class StandIn(Struct, frozen=True):
-    """A substitute for the target's weights that loading a head reads, without values and memory."""
+    """A substitute for the target and its weights that loading a head reads, without values and memory."""
 
     final_norm: torch.Tensor
     embedding: torch.Tensor
     head: torch.Tensor
+
+    @property
+    def weights(self) -> StandIn:
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.final_norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.final_norm.device
 
     @classmethod
     def of(cls, spec: ModelSpec) -> StandIn:
@@ -60,10 +75,15 @@ def check_files(target: Path, draft: Path, convention: str | None = None) -> Hea
     """
     config = read_spec(resolve(target).config)
     settings = resolve(draft, role="draft").config
-    head = DraftConfig.from_hf(settings, config, aux_layer_convention=convention)
-    tensors = DraftTensors(draft)
-    target_ids = read_target_ids(tensors, head.vocab_size, head.draft_vocab_size)
-    load_draft_weights(head, tensors, target_ids, cast(DecoderWeights, StandIn.of(config)))
+    head = read_head_config(settings, config, aux_layer_convention=convention)
+    tensors, substitute = DraftTensors(draft), StandIn.of(config)
+    target_ids = read_target_ids(tensors, config.vocab_size, head.draft_vocab_size)
+    if isinstance(head, DFlashConfig):
+        num_layers, num_masks = head.shape.num_layers, head.num_masks
+        load_dflash_weights(head, tensors, target_ids, cast(Decoder, substitute))
+    else:
+        num_layers, num_masks = head.num_layers, None
+        load_draft_weights(head, tensors, target_ids, cast(DecoderWeights, substitute))
     digest, num_bytes = hashlib.sha256(msgspec.json.encode(settings, order="sorted")), 0
     for name in sorted(tensors.names()):
         tensor = tensors.get(name).contiguous()
@@ -75,8 +95,9 @@ def check_files(target: Path, draft: Path, convention: str | None = None) -> Hea
         draft=str(draft),
         sha256=digest.hexdigest(),
         num_bytes=num_bytes,
-        num_layers=head.num_layers,
+        num_layers=num_layers,
         aux_layers=head.aux_layers,
-        vocab_size=head.vocab_size,
+        vocab_size=config.vocab_size,
         draft_vocab_size=head.draft_vocab_size,
+        num_masks=num_masks,
     )

@@ -51,7 +51,8 @@ class PlainDraft:
             layer = f"layers.{index}"
             first = torch.cat((embedded, normed), -1)
             inputs = self._norm(hidden, f"{layer}.input_layernorm.weight") if index else first
-            query, key, value = (self._project(f"{layer}.self_attn.{n}_proj", inputs) for n in "qkv")
+            query, key = (self._heads(f"{layer}.self_attn.{n}", inputs) for n in "qk")
+            value = self._project(f"{layer}.self_attn.v_proj", inputs)
             attended = _attend(settings, query, key, value)
             stages[f"attention.{index}"] = self._project(f"{layer}.self_attn.o_proj", attended)
             hidden = hidden + stages[f"attention.{index}"]
@@ -95,6 +96,14 @@ class PlainDraft:
 
         return dense(self._target.weights.head)[target_ids].double()
 
+    def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Queries or keys, each head normalised if the draft has a norm of them."""
+        heads, norm = self._project(f"{name}_proj", x), f"{name}_norm.weight"
+        if norm not in self._names:
+            return heads
+
+        return self._norm(heads.view(len(x), -1, len(self._weight(norm))), norm).flatten(1)
+
     def _project(self, name: str, x: torch.Tensor) -> torch.Tensor:
         product = x @ self._weight(f"{name}.weight").T
         return product + self._weight(f"{name}.bias") if f"{name}.bias" in self._names else product
@@ -131,6 +140,8 @@ def _attend(
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     is_hidden = torch.ones(num_rows, num_rows, dtype=torch.bool, device=scores.device).triu(1)
+    if "sliding_attention" in settings.get("layer_types", ()):
+        is_hidden |= torch.ones_like(is_hidden).tril(-settings["sliding_window"])
     weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value).reshape(num_rows, -1)
 

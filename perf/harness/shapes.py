@@ -19,7 +19,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.allocation import QUANTISERS, WeightForm, quantised_bytes
 from drift_sdk.models.decoder import random_tensors
-from drift_sdk.models.dflash import DFlashConfig, dflash_shapes
+from drift_sdk.models.dflash import DFlashConfig, dflash_shapes, is_dflash
 from drift_sdk.models.draft_config import DraftConfig
 from drift_sdk.models.draft_head import EMBEDDING, required_shapes, shareable_shapes
 from drift_sdk.models.kv_cache import KVForm, bytes_of_head
@@ -246,6 +246,7 @@ class Draft(Struct, frozen=True, kw_only=True):
         if config.mask_token_id is not None:
             num_drafts = min(num_drafts, 1.0)
         shapes = required_shapes(config)
+        shapes.pop(EMBEDDING, None)  # of which a few rows are read
         fusion = matrix_bytes(shapes.pop(DRAFT_FUSION, (0,)), self.weights, itemsize)
         shapes[DRAFT_HEAD] = shareable_shapes(config)[DRAFT_HEAD]
         step = sum(matrix_bytes(shape, self.weights, itemsize) for shape in shapes.values())
@@ -254,11 +255,12 @@ class Draft(Struct, frozen=True, kw_only=True):
 
 
 class MaskDraft(Struct, frozen=True, kw_only=True):
-    """A DFlash head: its folder, and its shapes. weights: `Speculation.draft_weights` for it."""
+    """A DFlash head: a folder or hub id, and its shapes; the rest as of `Draft`."""
 
-    path: Path
+    path: Path | str
     config: DFlashConfig
     weights: Literal["fp8", "int4"] | None = None
+    aux_layer_convention: Literal["output", "boundary"] | None = None
 
     def round_bytes(self, num_drafts: float, batch: int, mean_context: float, itemsize: int) -> float:
         """Bytes that a round must read in addition to the target's, if it has drafts: all weights once, and
@@ -367,12 +369,14 @@ def draft_settings(target: Mapping[str, Any]) -> dict[str, Any]:
 
 def dflash_settings(target: Mapping[str, Any], block_size: int) -> dict[str, Any]:
     """The config.json of a DFlash head for a target, given the target's: of five layers with the shapes of
-    its own, as published for Qwen3."""
+    its own, as published for Qwen3; of a model whose channels are all experts, with MLPs of three times its
+    width."""
     num_layers = target["num_hidden_layers"]
     taps = [round(1 + number * (num_layers - 4) / 4) for number in range(5)] if num_layers > 8 else [0]
     return {name: target[name] for name in DRAFT_SETTINGS if name in target} | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
+        "intermediate_size": target.get("intermediate_size") or 3 * target["hidden_size"],
         "num_hidden_layers": min(5, num_layers),
         "num_target_layers": num_layers,
         "block_size": block_size,
@@ -417,6 +421,10 @@ def prepare_drafts(
 
     if name is not None and (name == PEAGLE or DFLASH.fullmatch(name)):
         return prepare_masks(model, name, weights)
+
+    if name is not None and is_dflash(found := resolve(name).config):
+        config = DFlashConfig.from_hf(found, model.spec, aux_layer_convention=aux_layer_convention)
+        return MaskDraft(path=name, config=config, weights=weights, aux_layer_convention=aux_layer_convention)
 
     return prepare_draft(model, name, weights, aux_layer_convention)
 

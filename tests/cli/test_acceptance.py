@@ -95,6 +95,32 @@ async def test_dflash_head_is_measured_under_both_conventions(
     assert all(one.speculation is not None and one.speculation.num_rounds >= 2 for one in found)
 
 
+@pytest.mark.parametrize("ids", [[0, 1, 2], None])
+async def test_parallel_head_is_measured(
+    ids: list[int] | None, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target = folders[0]
+    make_draft("peagle", tmp_path, target)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eagle_aux_hidden_state_layer_ids": ids}))
+    config = CONFIG.replace(speculation=Speculation(draft=tmp_path, shape=Chain(3)))
+    found = await measure(target, config, PROMPTS[:1], PARAMS)
+    layers = [(1, 2, 3), (0, 1, 2)] if ids else [(0, 1, 2)]
+    assert [one.layers for one in found] == layers
+    assert all(one.speculation is not None and one.speculation.num_rounds >= 2 for one in found)
+    assert verdict(found).startswith("no difference" if ids else "the head names no layers")
+
+
+def test_command_refuses_more_drafts_than_masks(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_dflash(1, tmp_path, folders[0])
+    number = json.loads((tmp_path / "config.json").read_text())["block_size"]
+    arguments = ["acceptance", str(folders[0]), "--draft", str(tmp_path), "--device", "cpu"]
+    assert main([*arguments, "--max-tokens", "4", "--num-draft-tokens", str(number)]) == 1
+    assert f"expected a Chain of at most {number - 1} with this head" in capsys.readouterr().err
+
+
 def counts(right: int, num_rounds: int = 1000) -> SpeculationStats:
     return SpeculationStats(
         num_rounds=num_rounds, num_drafted=num_rounds, num_accepted=right, accepted_at=(right,)
@@ -175,14 +201,14 @@ def test_missing_head_is_an_error_of_its_own(
 
 def test_model_in_place_of_a_head_is_rejected(folders: tuple[Path, Path]) -> None:
     config = EngineConfig(speculation=Speculation(draft=folders[0]))
-    with pytest.raises(ConfigError, match="expected an EAGLE-3 head; this is a whole model"):
+    with pytest.raises(ConfigError, match="expected a draft head; this is a whole model"):
         layers_by_convention(folders[0], config)
 
 
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (["--draft", "ngram"], "--draft 'ngram': expected an EAGLE-3 head"),
+        (["--draft", "ngram"], "--draft 'ngram': expected a draft head"),
         (["--draft", "head", "--max-tokens", "0"], "--max-tokens 0"),
         (["--draft", "head", "--prompts", "missing.txt"], "--prompts"),
         (["--draft", "head", "--num-draft-tokens", "0"], "--num-draft-tokens 0"),

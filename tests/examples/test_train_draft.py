@@ -15,15 +15,18 @@ import msgspec
 import pytest
 import smollm2
 import torch
-from draft_pass import whole_pass
+from draft_pass import dflash_pass, whole_pass
 from model_zoo import NUM_MODELS, make_model
 from safetensors.torch import load_file
+from slow_cases import slow_after
 from train_draft import answers, measuring, questions
 from train_draft.acceptance import Acceptance, evaluate, walk
 from train_draft.answers import Answer, AnswerError, AnswerFolder, repeated_share
-from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches
+from train_draft.batches import Batch, Conversation, draft_vocabulary, make_batches, unused_token
 from train_draft.commands import main
-from train_draft.head import DraftHead, HeadPass, feature_sizes, head_settings, mlp_width
+from train_draft.dflash import DFlashHead, dflash_settings
+from train_draft.eagle import EagleHead, EaglePass, eagle_settings
+from train_draft.head import feature_sizes, mlp_width
 from train_draft.questions import (
     KINDS,
     Overlaps,
@@ -36,9 +39,11 @@ from train_draft.target import Target, load_chat_format, load_target
 from train_draft.training import CheckpointError, Training, TrainingSettings, draft_loss
 
 from drift_sdk import Chain, Engine, EngineConfig, SamplingParams, Speculation
+from drift_sdk.loading.source import resolve
 from drift_sdk.measurement import AcceptanceTrace
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.dflash import DFlashDecoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.spec.model import Experts, Mlp
 
@@ -61,13 +66,35 @@ def target(folder: Path) -> Target:
     return load_target(folder, CPU)
 
 
-def new_head(target: Target, *, draft_vocab_size: int = 300) -> DraftHead:
+def new_head(target: Target, *, draft_vocab_size: int = 300) -> EagleHead:
     """A head whose weights are all random, so that no part of it can be left out unnoticed."""
-    settings = head_settings(target.spec, draft_vocab_size, intermediate_size=48)
+    settings = eagle_settings(target.spec, draft_vocab_size, intermediate_size=48)
     ids = torch.randperm(target.spec.vocab_size, generator=torch.Generator().manual_seed(1))
     sizes = feature_sizes(target, (1, 2), [list(range(9)), list(range(50, 90))])
     sizes = torch.cat((sizes, sizes[: target.spec.hidden_size] * 3.0))
-    head = DraftHead.start(settings, target, ids[:draft_vocab_size].sort().values, sizes, seed=2)
+    head = EagleHead.start(settings, target, ids[:draft_vocab_size].sort().values, sizes, seed=2)
+    return randomised(head)
+
+
+def new_dflash(target: Target, *, draft_vocab_size: int = 300) -> DFlashHead:
+    """As `new_head`, a DFlash head of the same features and vocabulary, with four masks."""
+    other = new_head(target, draft_vocab_size=draft_vocab_size)
+    settings = dflash_settings(
+        target.spec,
+        draft_vocab_size,
+        48,
+        aux_layers=other.aux_layers,
+        num_layers=2,
+        num_masks=4,
+        mask_token_id=499,
+    )
+    return randomised(DFlashHead.start(settings, target, other.target_ids, other.feature_rms, seed=2))
+
+
+NEW_HEADS = {"dflash": new_dflash, "eagle3": new_head}
+
+
+def randomised(head: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
     for weight in head.weights.values():
         weight.data += torch.randn(weight.shape, generator=generator) * 0.1
@@ -144,6 +171,15 @@ def test_draft_vocabulary_has_the_most_frequent_tokens() -> None:
     assert (ids.tolist(), share) == ([0, 1, 3, 5, 7, 8], 1.0)
 
 
+def test_unused_token_is_one_that_no_text_has() -> None:
+    answer = Answer(kind="chat", temperature=0.0, prompt_ids=[4], token_ids=[0, 2])
+    assert unused_token([answer], 5) == 3
+    assert unused_token([answer], 1) == 0
+    assert (
+        unused_token([answer, Answer(kind="chat", temperature=0.0, prompt_ids=[1, 3], token_ids=[4])], 5) == 3
+    )
+
+
 def test_batch_lists_the_rows_that_draft_tokens_of_answers() -> None:
     first = Conversation(token_ids=[1, 2, 3, 4, 5, 6], start=3)
     batch = Batch([first, Conversation(token_ids=[1, 2, 3], start=1)], CPU)
@@ -206,7 +242,7 @@ def test_loss_compares_each_draft_with_the_model_at_its_position(target: Target)
     for each in conversations:
         tokens = torch.tensor([each.token_ids])
         features, final = target.run(tokens, head.config.aux_layers)
-        head_pass = HeadPass(head, head.cast(torch.float32), tokens.shape[1])
+        head_pass = EaglePass(head, head.cast(torch.float32), tokens.shape[1])
         hidden = head_pass.fuse(features)
         for step in range(unrolled):
             hidden = head_pass.step(hidden, target.embed(tokens.roll(-1 - step, 1)))
@@ -239,7 +275,7 @@ def test_saved_head_has_the_published_format(target: Target, tmp_path: Path) -> 
     assert sorted(tensors) == sorted([*(f"{name}.weight" for name in names), "d2t", "t2d"])
     assert all(tensors[f"{name}.weight"].dtype == torch.bfloat16 for name in names)
     assert (torch.arange(100) + tensors["d2t"]).tolist() == tensors["t2d"].nonzero().view(-1).tolist()
-    again = DraftHead.load(tmp_path, target, head.feature_rms)
+    again = EagleHead.load(tmp_path, target, head.feature_rms)
     assert torch.equal(again.target_ids, head.target_ids)
     for name, weight in head.cast(torch.bfloat16).items():
         assert torch.equal(again.cast(torch.bfloat16)[name], weight)
@@ -301,12 +337,12 @@ def test_width_of_a_head_is_that_of_the_target_for_a_row(target: Target) -> None
 def test_pass_equals_that_of_the_draft_decoder(target: Target, tmp_path: Path) -> None:
     head = new_head(target)
     head.save(tmp_path)
-    head = DraftHead.load(tmp_path, target, head.feature_rms)  # as exact as files are
+    head = EagleHead.load(tmp_path, target, head.feature_rms)  # as exact as files are
     draft = DraftDecoder.load(tmp_path, target.decoder)
     tokens = torch.randint(500, (24,), generator=torch.Generator().manual_seed(0)).tolist()
     verified, num_steps = 20, 4
     token_ids = torch.tensor([tokens])
-    head_pass = HeadPass(head, head.cast(torch.float32), len(tokens))
+    head_pass = EaglePass(head, head.cast(torch.float32), len(tokens))
     hidden = head_pass.fuse(target.run(token_ids, head.config.aux_layers)[0])
     steps = []
     for step in range(num_steps):
@@ -330,8 +366,50 @@ def test_pass_equals_that_of_the_draft_decoder(target: Target, tmp_path: Path) -
         first, count = verified + step, 1
 
 
-@pytest.mark.slow
-def test_acceptance_is_that_of_the_engine(folder: Path, target: Target, tmp_path: Path) -> None:
+def test_blocks_equal_those_of_the_draft_decoder(target: Target, tmp_path: Path) -> None:
+    head = new_dflash(target)
+    head.save(tmp_path)
+    head = DFlashHead.load(tmp_path, target, head.feature_rms)  # as exact as files are
+    draft = DFlashDecoder.load(resolve(tmp_path), target.decoder)
+    tokens = torch.randint(499, (2, 24), generator=torch.Generator().manual_seed(0))
+    head_pass, num_masks = head.open(head.cast(torch.float32), tokens.shape[1]), draft.config.num_masks
+    steps: list[torch.Tensor] = []
+
+    def take(step: int, hidden: torch.Tensor) -> torch.Tensor:
+        steps.append(hidden.detach())
+        return tokens
+
+    head_pass.draft(target, tokens, target.run(tokens, head.aux_layers)[0], num_masks, take)
+    assert len(steps) == num_masks
+    for row in (0, 7, 22):
+        for sequence in range(2):
+            known = tokens[sequence, : row + 2].tolist()
+            expected = dflash_pass(target.decoder, draft, known, num_masks).clone()
+            found = torch.stack([hidden[sequence, row] for hidden in steps])
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(head_pass.logits(found), draft.logits(expected))
+
+
+def test_saved_dflash_head_has_the_published_format(target: Target, tmp_path: Path) -> None:
+    head = new_dflash(target, draft_vocab_size=100)
+    head.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+    layer += [f"self_attn.{name}_proj" for name in "qkvo"]
+    layer += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names = ["fc", "hidden_norm", "norm", "lm_head"]
+    names += [f"layers.{index}.{name}" for index in range(2) for name in layer]
+    assert sorted(tensors) == sorted([*(f"{name}.weight" for name in names), "d2t", "t2d"])
+    again = DFlashHead.load(tmp_path, target, head.feature_rms)
+    for name, weight in head.cast(torch.bfloat16).items():
+        assert torch.equal(again.cast(torch.bfloat16)[name], weight)
+        assert torch.equal(tensors[name], weight)
+
+
+@pytest.mark.parametrize("kind", slow_after(1, NEW_HEADS))
+def test_acceptance_is_that_of_the_engine(
+    kind: str, folder: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head trained on what it is asked for, so that drafts are accepted; in float32, so that the engine's
     tokens do not depend on drafting."""
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
@@ -359,11 +437,22 @@ def test_acceptance_is_that_of_the_engine(folder: Path, target: Target, tmp_path
     settings = TrainingSettings(
         num_steps=120, seconds=1e9, evaluate_every_s=1e9, learning_rate=5e-3, unrolled=3
     )
-    head = new_head(target, draft_vocab_size=450)
+    head = NEW_HEADS[kind](target, draft_vocab_size=450)
+    losses: list[float] = []
+    update = Training._update
+
+    def noted(self: Training, loss: torch.Tensor) -> None:
+        losses.append(float(loss.detach()))
+        update(self, loss)
+
+    monkeypatch.setattr(Training, "_update", noted)
+    untrained = sum(evaluate(head, target, [answer]).length for answer in answers)
     Training(head, target, tmp_path, settings).run(lambda: answers, answers)
+    assert len(losses) == 120 and max(losses[-5:]) < min(losses[:5]) - 1.0
     speculation = Speculation(draft=tmp_path / "draft", shape=Chain(3), adaptive=False)
     drafted = asyncio.run(ask(CONFIG.replace(speculation=speculation)))
-    head = DraftHead.load(tmp_path / "draft", target, head.feature_rms)
+    head = type(head).load(tmp_path / "draft", target, head.feature_rms)
+    assert sum(evaluate(head, target, [answer]).length for answer in answers) > untrained + 0.5
     for answer, (tokens, counted) in zip(answers, drafted, strict=True):
         assert list(tokens) == answer.token_ids
         found = evaluate(head, target, [answer])
@@ -447,7 +536,7 @@ def test_answers_that_cannot_be_trained_with_are_refused(
 
 
 def test_commands_make_a_head_for_the_engine(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [Question("chat", "One?"), Question("code", "Two?"), Question("maths", "Three?")]
     file = tmp_path / "prompts.jsonl"
@@ -483,6 +572,25 @@ def test_commands_make_a_head_for_the_engine(
     assert heads[2]["midlayer.mlp.down_proj.weight"].shape[1] == 40
     (mode,) = {each.stat().st_mode for each in (further / "draft").iterdir()}  # of both files
     assert mode & 0o044 == (work / "curve.jsonl").stat().st_mode & 0o044
+    parallel, more = tmp_path / "parallel", tmp_path / "more"
+    kind = ("--kind", "dflash")
+    run("train", folder, "--work", parallel, *kind, "--unrolled", 4, "--layers", 1, *settings)
+    run("train", folder, "--work", more, *kind, "--start", parallel / "draft", *settings)
+    config = json.loads((more / "draft" / "config.json").read_text())
+    assert (config["block_size"], config["transformer_layer_config"]["num_hidden_layers"]) == (5, 1)
+    options = ("--prompts", file, "--max-tokens", 8)
+    run("measure", folder, "--draft", more / "draft", "--output", output, *options, "--batches")
+    record = json.loads(output.read_text())
+    assert all(found["num_rounds"] > 0 for found in record["acceptance"].values())
+    for refused, message in (
+        ((*kind, "--unrolled", 2), "unrolled=2: expected at least 3 masks"),
+        ((*kind, "--start", shared / "draft"), "expected a head of --kind dflash"),
+        ((*kind, "--unrolled", 5, "--start", more / "draft"), "unrolled=5: expected the head's 4 masks"),
+        (("--start", more / "draft"), "expected a head of --kind eagle3"),
+    ):
+        arguments = ["train", folder, "--work", tmp_path / "refused", *settings, *refused]
+        assert main([str(argument) for argument in arguments]) == 1
+        assert message in capsys.readouterr().err
     options = ("--prompts", file, "--max-tokens", 8, "--batches", 2)
     run("measure", folder, "--draft", further / "draft", "--output", output, *options)
     record = json.loads(output.read_text())

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from drift_sdk.families import read_spec
-from drift_sdk.models.draft_config import DraftConfig
+from drift_sdk.models.dflash import DFlashConfig, read_head_config
 from drift_sdk.spec.rope import Rope
 
 ROPE = {
@@ -95,8 +95,24 @@ FAMILIES: tuple[dict[str, Any], ...] = (
     },
 )
 DRAFT: dict[str, Any] = MODEL | {"num_hidden_layers": 1, "draft_vocab_size": 50}
+LAYER = {name: value for name, value in MODEL.items() if name != "architectures"}
+LAYER |= {"model_type": "qwen3", "num_hidden_layers": 1, "head_dim": 16}
+DFLASH: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": 4, "mask_token_id": 7}
+HEADS: tuple[dict[str, Any], ...] = (
+    DRAFT,
+    {
+        "architectures": ["PEagleDraftModel"],
+        "speculators_model_type": "peagle",
+        "transformer_layer_config": LAYER | {"sliding_window": 8, "use_sliding_window": True},
+        "mask_token_id": 7,
+    },
+    DFLASH | LAYER | {"dflash_config": {"target_layer_ids": [0, 2]}},
+    DFLASH | {"transformer_layer_config": LAYER, "aux_hidden_state_layer_ids": [1, 4]},
+)
 SETTINGS = (
     *DRAFT,
+    *DFLASH,
+    *("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids", "speculators_model_type", "causal"),
     *("short_factor", "long_factor", "attention_factor", "full_attention", "sliding_attention"),
     *("hidden_activation", "query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"),
     *("no_rope_layers", "no_rope_layer_interval", "final_logit_softcapping", "text_config"),
@@ -143,19 +159,26 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
-families = st.none() | st.sampled_from(FAMILIES)
+families = st.sampled_from(HEADS) | st.sampled_from(FAMILIES)
 strategy = st.tuples(families, st.dictionaries(st.sampled_from(SETTINGS), values, max_size=3))
 
 
-def run(data: tuple[dict[str, Any] | None, dict[str, Any]]) -> None:
-    """A draft's config if the family is None."""
+def run(data: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """A draft's config if the family is one of HEADS. Changes concern its layers too."""
     family, changes = data
-    if family is None:
+    if family in HEADS:
         target = read_spec(MODEL)
-        draft = DraftConfig.from_hf(copy.deepcopy(DRAFT | changes), target)
+        config = family | {
+            name: table | changes for name, table in family.items() if name == "transformer_layer_config"
+        }
+        draft = read_head_config(copy.deepcopy(config | changes), target)
         assert draft.target_hidden_size == target.hidden_size
-        assert draft.attention.rope is not None
-        ropes: tuple[Rope, ...] = (draft.attention.rope,)
+        assert all(0 <= layer <= target.num_layers for layer in draft.aux_layers)
+        if isinstance(draft, DFlashConfig):
+            ropes: tuple[Rope, ...] = draft.shape.ropes
+        else:
+            assert draft.attention.rope is not None
+            ropes = (draft.attention.rope,)
     else:
         found = read_spec(copy.deepcopy(MODEL | family | changes))
         assert found.max_position_embeddings >= 2

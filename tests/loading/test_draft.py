@@ -29,6 +29,8 @@ from drift_sdk.spec.rope import Rope
 from perf import compare_stages, reduce_vocab
 from perf.harness import draft_stages
 
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -111,6 +113,19 @@ def test_aux_layers_of_ids(
     assert DraftConfig.from_hf(config, target, aux_layer_convention=convention).aux_layers == expected
 
 
+@pytest.mark.parametrize("convention, expected", [(None, (2, 18, 33)), ("output", (3, 19, 34))])
+def test_ids_of_the_speculators_library_are_boundaries(
+    convention: str | None, expected: tuple[int, ...]
+) -> None:
+    layer, target = _llama(36)
+    config = {
+        "architectures": layer.pop("architectures"),
+        "eagle_aux_hidden_state_layer_ids": [2, 18, 33],
+        "transformer_layer_config": layer,
+    }
+    assert DraftConfig.from_hf(config, target, aux_layer_convention=convention).aux_layers == expected
+
+
 def test_rope_settings_are_the_drafts() -> None:
     config, target = _llama(36)
     draft = DraftConfig.from_hf(config, target)
@@ -134,6 +149,8 @@ def test_rope_settings_are_the_drafts() -> None:
         ({"eagle_config": 3}, "eagle_config=3"),
         ({"eagle_config": {"norm_output": True}, "norm_output": False}, "norm_output=False, but True"),
         ({"bias": True}, "bias=True"),
+        ({"pard_token": 3, "vocab_size": [1]}, r"vocab_size=\[1\]"),
+        ({"pard_token": 500}, "pard_token=500: expected one token id below vocab_size=500"),
         ({"speculators_config": {"algorithm": "eagle"}}, "algorithm='eagle'"),
         ({"norm_before_fc": 1}, "norm_before_fc=1"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
@@ -152,7 +169,14 @@ def test_rope_settings_are_the_drafts() -> None:
         ({"eagle_aux_hidden_state_layer_ids": [True]}, "expected a list of integers"),
         ({"rope_scaling": {"rope_type": "xpos"}}, "rope_type='xpos'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"sliding_window": 64}, "sliding_window is in use: only full attention"),
+        (
+            {
+                "sliding_window": 64,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "layers with windows of 64, none: expected all layers alike in a draft",
+        ),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_tanh': only 'silu'"),
     ],
 )

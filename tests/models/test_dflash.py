@@ -156,6 +156,8 @@ FLAT, NESTED = 0, 1
             "algorithm='dflash', but speculators_model_type='eagle3'",
         ),
         (FLAT, {"model_type": "llama"}, "model_type='llama': expected 'qwen3'"),
+        (FLAT, {"layer_types": False}, "layer_types=False: expected 2 of 'full_attention'"),
+        (FLAT, {"architectures": True}, "architectures=True: expected a list"),
         (NESTED, {"sample_from_anchor": True}, "sample_from_anchor=True: only False is implemented"),
         (FLAT, {"logit_scale": 0.5}, "logit_scale=0.5: only 1.0 is implemented"),
         (NESTED, {"block_size": None}, "block_size is missing"),
@@ -181,7 +183,7 @@ def test_what_is_missing_or_does_not_fit_is_named(
     make_dflash(seed, tmp_path, target_folder)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    if "layer_types" in changes:
+    if changes.get("layer_types"):
         changes = {"layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
     file.write_text(json.dumps(config | changes))
     assert is_dflash(config | changes)

@@ -74,7 +74,8 @@ class Reference:
         ids = self.options.get("eagle_aux_hidden_state_layer_ids")
         if ids is None:
             return sorted([2, num_layers // 2, num_layers - 3])
-        return ids if max(ids) == num_layers else [layer_id + 1 for layer_id in ids]
+        is_boundary = max(ids) == num_layers or "transformer_layer_config" in self.options
+        return ids if is_boundary else [layer_id + 1 for layer_id in ids]
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         eps = self.shape["rms_norm_eps"] if eps is None else eps
@@ -119,6 +120,11 @@ class Reference:
         y = self.w[f"{name}.weight"] @ x
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
+    def heads(self, name: str, x: torch.Tensor, number: int) -> list[torch.Tensor]:
+        heads = list(self.project(f"{name}_proj", x).view(number, -1))
+        weight = self.w.get(f"{name}_norm.weight")
+        return heads if weight is None else [self.norm(head, weight) for head in heads]
+
     def row(self, feature: torch.Tensor, token: int) -> torch.Tensor:
         """Append a row; returns the next feature."""
         embedding = self.w.get("embed_tokens.weight", self.target["model.embed_tokens.weight"])[token]
@@ -134,18 +140,18 @@ class Reference:
                 x = torch.cat([self.norm(embedding, self.w[f"{layer}.input_layernorm.weight"]), normed])
             else:
                 x = self.norm(stream, self.w[f"{layer}.input_layernorm.weight"])
-            query = self.project(f"{layer}.self_attn.q_proj", x).view(num_heads, head_dim)
-            key = self.project(f"{layer}.self_attn.k_proj", x).view(num_kv_heads, head_dim)
+            query = self.heads(f"{layer}.self_attn.q", x, num_heads)
+            key = self.heads(f"{layer}.self_attn.k", x, num_kv_heads)
             value = self.project(f"{layer}.self_attn.v_proj", x).view(num_kv_heads, head_dim)
             self.keys[index].append(torch.stack([self.rope(head, position) for head in key]))
             self.values[index].append(value)
-            heads = []
+            heads, window = [], self.shape.get("sliding_window", 0)
             for head in range(num_heads):
                 shared = head // (num_heads // num_kv_heads)
                 turned = self.rope(query[head], position)
-                past = torch.stack([key[shared] for key in self.keys[index]])
+                past = torch.stack([key[shared] for key in self.keys[index][-window:]])
                 weights = (past @ turned / math.sqrt(head_dim)).softmax(0)
-                heads.append(weights @ torch.stack([value[shared] for value in self.values[index]]))
+                heads.append(weights @ torch.stack([value[shared] for value in self.values[index][-window:]]))
             stream = stream + self.project(f"{layer}.self_attn.o_proj", torch.cat(heads))
             x = self.norm(stream, self.w[f"{layer}.post_attention_layernorm.weight"])
             gate, up = self.project(f"{layer}.mlp.gate_proj", x), self.project(f"{layer}.mlp.up_proj", x)

@@ -10,19 +10,21 @@ import pytest
 import torch
 from msgspec import structs
 
+from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.allocation import WeightForm
 from drift_sdk.models.channels import ExpertWeights, MlpWeights, QuantisedMatrices
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.dflash import DFlashDecoder
+from drift_sdk.models.dflash import DFlashConfig, DFlashDecoder
 from drift_sdk.models.draft_head import required_shapes, shareable_shapes
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.models.weights import LayerWeights, weight_bytes
 from drift_sdk.quantised.weight import Matrix
 from drift_sdk.spec.model import Names
 from perf.harness.bandwidth import matmul_tflop_s, read_bandwidth_tb_s
+from perf.harness.published import LLAMA, PUBLISHED
 from perf.harness.scenario import SCENARIOS, Scenario
-from perf.harness.shapes import Draft, MaskDraft, prepare, prepare_draft, prepare_drafts
+from perf.harness.shapes import Draft, MaskDraft, dflash_settings, prepare, prepare_draft, prepare_drafts
 
 
 def tensors_of(layers: Iterable[LayerWeights]) -> Iterator[Matrix]:
@@ -223,6 +225,14 @@ def test_bytes_of_heads_that_draft_in_one_pass(tmp_path: Path) -> None:
     parallel = prepare_drafts(model, "peagle")
     assert isinstance(parallel, Draft) and parallel.config.mask_token_id is not None
     assert parallel.round_bytes(1, 3, 10, 2) == parallel.round_bytes(8, 3, 10, 2) > 0
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "quantization_config" not in PUBLISHED[name]])
+def test_a_dflash_head_fits_each_model(name: str) -> None:
+    """Also models whose channels are all experts."""
+    settings = LLAMA | PUBLISHED[name]
+    config = DFlashConfig.from_hf(dflash_settings(settings, 8), read_spec(settings))
+    assert config.num_masks == 7
 
 
 def test_bytes_of_weights_in_fp8_blocks_are_those_of_their_tensors(tmp_path: Path) -> None:

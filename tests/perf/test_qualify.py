@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_parity import load_decoder
+from dflash_zoo import make_dflash
 from draft_zoo import make_draft
 from model_zoo import make_model
 from safetensors.torch import load_file, save_file
@@ -295,3 +296,48 @@ def test_models_are_named_or_paths(target: Path, tmp_path: Path) -> None:
     assert model_name("tiny") == "tiny"
     with pytest.raises(Exception, match="expected a path that exists, or one of .*llama-3.1-8b"):
         model_name("nothing")
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dflash"])
+def test_heads_that_draft_in_one_pass_are_qualified(
+    kind: str, target: Path, text: Path, tmp_path: Path
+) -> None:
+    head, out, prompts = tmp_path / "head", tmp_path / "out", tmp_path / "prompts.txt"
+    number = "4"
+    if kind == "peagle":
+        make_draft("peagle", head, target)
+    else:
+        make_dflash(1, head, target)
+        number = str(json.loads((head / "config.json").read_text())["block_size"])
+    prompts.write_text("One two three\n")
+    settings = ("--scenario", "single-16", "--num-draft-tokens", "2", number, "--repeats", "1")
+    settings += ("--max-tokens", "6", "--prompts", str(prompts))
+    assert run_qualify(target, head, text, out, Runner(real=True), *settings) == 0
+    outcome = json.loads((out / "qualify.json").read_text())
+    found = read(out / "results" / "speculative.json").runs
+    measured = read(out / "results" / "acceptance.json").runs
+    rounds = [run["num_rounds"] for run in measured if run["is_used"]]
+    assert len(rounds) == 2 and min(rounds) > 0
+    if kind == "peagle":
+        assert list(outcome["checks"]) == ["files", "stages", "acceptance", "single"]
+        assert outcome["left_out"] == {} and outcome["head"]["num_masks"] is None
+        assert [run["num_draft_tokens"] for run in found] == [0, 2, 4]
+    else:
+        masks = int(number) - 1
+        assert list(outcome["checks"]) == ["files", "acceptance", "single"]
+        assert outcome["left_out"].pop(f"{number} drafts") == f"the head has {masks} masks"
+        assert list(outcome["left_out"]) == ["stages"] and outcome["head"]["num_masks"] == masks
+        assert [run["num_draft_tokens"] for run in found] == [0, 2]
+        assert {run["convention"] for run in measured} == {"output", "boundary"}
+        assert {run["convention"] for run in measured if run["is_used"]} == {"boundary"}
+
+
+def test_dflash_head_with_a_broken_tensor_is_not_qualified(target: Path, text: Path, tmp_path: Path) -> None:
+    make_dflash(1, tmp_path / "head", target)
+    file = tmp_path / "head" / "model.safetensors"
+    save_file(load_file(file) | {"hidden_norm.weight": torch.full((64,), torch.nan)}, file)
+    assert run_qualify(target, tmp_path / "head", text, tmp_path / "out", Runner()) == 1
+    outcome = json.loads((tmp_path / "out" / "qualify.json").read_text())
+    assert (
+        list(outcome["checks"]) == ["files"] and "hidden_norm.weight" in outcome["checks"]["files"]["reason"]
+    )

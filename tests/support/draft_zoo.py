@@ -50,6 +50,8 @@ class Variant(Struct, frozen=True, kw_only=True):
     eagle: dict[str, Any] | None = None
 
 
+WINDOWED = {"model_type": "qwen3", "sliding_window": 5, "use_sliding_window": True}
+
 VARIANTS = {
     "reference": Variant(architecture="LlamaForCausalLM", file="bin"),
     "legacy": Variant(architecture="LlamaForCausalLM", file="legacy bin", has_marks=False),
@@ -113,6 +115,24 @@ VARIANTS = {
             "speculators_config": {"algorithm": "peagle"},
             "mask_token_id": 7,
         },
+    ),
+    "windowed": Variant(
+        architecture="Eagle3Speculator",
+        is_nested=True,
+        first_layer="layers.0",
+        num_layers=2,
+        num_features=2,
+        layer=WINDOWED | {"layer_types": ["sliding_attention"] * 2},
+        options={"speculators_model_type": "eagle3", "norm_output": True},
+    ),
+    "windowed peagle": Variant(
+        architecture="PEagleSpeculator",
+        is_nested=True,
+        first_layer="layers.0",
+        has_embedding=True,
+        has_masks=True,
+        layer=WINDOWED | {"layer_types": ["sliding_attention"]},
+        options={"speculators_model_type": "peagle", "mask_token_id": 7},
     ),
     "flat peagle": Variant(
         has_embedding=True,
@@ -213,6 +233,9 @@ def _shapes(
             "mlp.up_proj": (size, hidden),
             "mlp.down_proj": (hidden, size),
         }
+        if layer["model_type"] == "qwen3":
+            shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_dim,) for name in ("q", "k")}
+
         for module, shape in projections.items():
             shapes[f"{prefix}.{module}.weight"] = shape
             if layer.get("mlp_bias" if module.startswith("mlp") else "attention_bias"):

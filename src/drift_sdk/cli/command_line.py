@@ -225,7 +225,7 @@ def add_acceptance(commands: Commands[argparse.ArgumentParser]) -> None:
         help="measure how many tokens a round with a draft head emits, under each meaning of its layer ids",
     )
     command.add_argument("model", help=MODEL_HELP)
-    command.add_argument("--draft", required=True, help="an EAGLE-3 head, a folder or a hub id")
+    command.add_argument("--draft", required=True, help="a draft head, a folder or a hub id")
     command.add_argument(
         "--num-draft-tokens", type=int, help=f"tokens drafted a round (default: {Chain().num_draft_tokens})"
     )
@@ -278,7 +278,7 @@ def acceptance_command(options: argparse.Namespace) -> Callable[[], int]:
     prompts, and for numbers out of range."""
     drafts = speculation(options)
     if drafts is None or isinstance(drafts.draft, NGram) or drafts.draft == MTP:
-        raise ConfigError.of("draft", options.draft, "an EAGLE-3 head")
+        raise ConfigError.of("draft", options.draft, "a draft head")
 
     config = EngineConfig(device=options.device, speculation=drafts)
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)

@@ -134,8 +134,7 @@ def layers_by_convention(
     from drift_sdk.families import read_spec
     from drift_sdk.loading.source import resolve
     from drift_sdk.models.assistant import is_assistant
-    from drift_sdk.models.dflash import DFlashConfig, is_dflash
-    from drift_sdk.models.draft_config import DraftConfig
+    from drift_sdk.models.dflash import read_head_config
     from drift_sdk.models.draft_head import is_whole_model
 
     assert config.speculation is not None and isinstance(config.speculation.draft, str | Path)
@@ -149,13 +148,12 @@ def layers_by_convention(
         (is_whole_model(source), "a whole model"),
     ):
         if is_other:
-            raise ConfigError.of("draft", config.speculation.draft, f"an EAGLE-3 head; this is {name}")
+            raise ConfigError.of("draft", config.speculation.draft, f"a draft head; this is {name}")
 
     found: dict[Convention, tuple[int, ...] | ModelLoadError] = {}
     for convention in get_args(Convention):
         try:
-            kind = DFlashConfig if is_dflash(source.config) else DraftConfig
-            draft = kind.from_hf(source.config, target, aux_layer_convention=convention)
+            draft = read_head_config(source.config, target, aux_layer_convention=convention)
             found[convention] = draft.aux_layers
         except ModelLoadError as error:
             found[convention] = error

@@ -82,7 +82,7 @@ def add_settings(command: argparse.ArgumentParser, settings: Settings) -> None:
 
 def add_drafts(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--draft", help="an EAGLE-3 head or a smaller model, a folder or a hub id; or mtp or ngram"
+        "--draft", help="a draft head or a smaller model, a folder or a hub id; or mtp or ngram"
     )
     default = Chain().num_draft_tokens
     command.add_argument(

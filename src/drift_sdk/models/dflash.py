@@ -29,6 +29,7 @@ from drift_sdk.models.allocation import Allocation, MatrixReader, ReadMatrix, fi
 from drift_sdk.models.attention import AttentionBatch, ParallelAttentionBatch
 from drift_sdk.models.decoder import Decoder, apply_channel
 from drift_sdk.models.draft_config import (
+    DraftConfig,
     algorithm,
     check_convention,
     check_layers,
@@ -74,6 +75,8 @@ KNOWN = ("block_size", "causal", "mask_token_id", "num_target_layers", "swa_wind
 REFUSED = {
     "dspark": "DSpark, whose Markov head chooses the tokens of a draft one after the other",
     "dflash2": "DFlash 2, whose layers have convolutions",
+    "domino": "Domino, whose recurrent network sees the tokens of a draft one after the other",
+    "xpress": "XPress, whose refiner passes over the tokens of a draft several times",
 }
 MAX_MASKS = 255
 
@@ -124,7 +127,7 @@ class DFlashConfig(Struct, frozen=True, kw_only=True):
             target_hidden_size=target.hidden_size,
             aux_layers=_aux_layers(settings, target.num_layers, aux_layer_convention),
             num_masks=_num_masks(settings),
-            mask_token_id=read_mask_token(settings, ["mask_token_id"]),
+            mask_token_id=read_mask_token(settings, ["mask_token_id"], shape.vocab_size),
             is_causal=_read_causal(settings, shape),
         )
 
@@ -138,8 +141,22 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
     return is_named or TABLE in config or algorithm(config) in names
 
 
+def read_head_config(
+    config: Mapping[str, Any], target: ModelSpec, *, aux_layer_convention: str | None = None
+) -> DraftConfig | DFlashConfig:
+    """Of a head of any kind, from the contents of its config.json; arguments and errors as of `from_hf`."""
+    kind = DFlashConfig if is_dflash(config) else DraftConfig
+    return kind.from_hf(config, target, aux_layer_convention=aux_layer_convention)
+
+
 def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    found = [algorithm(config), settings.get("projector_type"), *(settings["architectures"] or ())]
+    architectures = settings["architectures"]
+    if architectures is not None and not isinstance(architectures, list):
+        raise ModelLoadError(
+            f"config: architectures={short_repr(architectures)}: expected a list of one name"
+        )
+
+    found = [algorithm(config), settings.get("projector_type"), *(architectures or ())]
     for name, reason in REFUSED.items():
         if any(name in str(each).lower() for each in found):
             raise ModelLoadError(f"config: {reason}, is not implemented")
@@ -168,7 +185,7 @@ def _read_shape(settings: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
     """The layers, which are Qwen3's. The rotation is computed from positions, so the head's own context is no
     limit."""
     layers: dict[str, Any] = {"max_position_embeddings": target.max_position_embeddings, **settings}
-    if (types := settings.get("layer_types")) is not None:
+    if isinstance(types := settings.get("layer_types"), list):
         layers["use_sliding_window"] = "sliding_attention" in types
     if "swa_window_size" in settings:
         layers["sliding_window"] = settings["swa_window_size"]

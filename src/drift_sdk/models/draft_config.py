@@ -24,6 +24,7 @@ ARCHITECTURES = (
     "Eagle3DraftModel",
     "Eagle3Speculator",
     "PEagleDraftModel",
+    "PEagleSpeculator",
 )
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -59,6 +60,11 @@ FIXED_OPTIONS: dict[str, bool | float | str] = {
 }
 # Concerns parallel drafting alone, which the only accepted value of `parallel_draft_step` rules out.
 UNUSED_OPTIONS = ("parallel_draft_heads_num_layers",)
+LAYERS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
+"""What layers are like, by model_type. Qwen3's have norms of queries and keys."""
 NUM_DEFAULT_FEATURES = 3
 
 
@@ -119,27 +125,28 @@ class DraftConfig(Struct, frozen=True, kw_only=True):
 
         aux_layer_convention: the meaning of `eagle_aux_hidden_state_layer_ids`. "output": id j is the output
         of layer j, which is the input of layer j + 1; "boundary": id j is the input of layer j; None:
-        "boundary" if an id is the target's number of layers, else "output".
+        "boundary" in the speculators library's format, and if an id is the target's number of layers, else
+        "output".
 
         Raises ModelLoadError naming the setting that is not implemented, or both values where the draft does
         not fit its target.
         """
         settings = draft_settings(config)
         _check_options(config, settings)
-        mask = _mask_token_id(config, settings)
-        # The layers are Llama's. The rotation is computed from positions, so the draft's own context is no
-        # limit.
-        llama = {"max_position_embeddings": target.max_position_embeddings} | settings
-        shape = read_spec(llama | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+        convention = aux_layer_convention or ("boundary" if _is_nested(config) else None)
+        # The rotation is computed from positions, so the draft's own context is no limit.
+        layers = {"max_position_embeddings": target.max_position_embeddings} | settings
+        shape = read_spec(layers | LAYERS[_model_type(config)])
+        mask = _mask_token_id(config, settings, shape.vocab_size)
         draft = cls(
             vocab_size=shape.vocab_size,
             draft_vocab_size=read_draft_vocab_size(settings, shape.vocab_size),
             hidden_size=shape.hidden_size,
             target_hidden_size=settings.get("target_hidden_size", shape.hidden_size),
             num_layers=shape.num_layers,
-            layer=_llama_layer(shape),
+            layer=_read_layer(shape),
             is_head_tied=shape.is_head_tied,
-            aux_layers=_aux_layers(settings, target.num_layers, aux_layer_convention),
+            aux_layers=_aux_layers(settings, target.num_layers, convention),
             has_input_norm=read_flag(settings, "norm_before_fc"),
             has_feature_norms=read_flag(settings, "fc_norm"),
             is_residual_normed=read_flag(
@@ -237,10 +244,10 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             f"config: architectures={short_repr(architectures)}: expected one of {', '.join(ARCHITECTURES)}"
         )
 
-    # In the speculators format, the top level's model_type does not describe the layers.
-    model_type = (config.get("transformer_layer_config") or config).get("model_type") or "llama"
-    if model_type != "llama":
-        raise ModelLoadError(f"config: model_type={short_repr(model_type)}: expected 'llama'")
+    known = tuple(LAYERS) if _is_nested(config) else ("llama",)
+    if (model_type := _model_type(config)) not in known:
+        expected = " or ".join(map(repr, known))
+        raise ModelLoadError(f"config: model_type={short_repr(model_type)}: expected {expected}")
 
     if (name := algorithm(config)) not in (None, "eagle3", PARALLEL):
         raise ModelLoadError(
@@ -260,11 +267,17 @@ def _check_options(config: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             raise ModelLoadError(f"config: eagle_config has {name}={short_repr(value)}, which is not known")
 
 
-def _llama_layer(shape: ModelSpec) -> LayerSpec:
-    """The draft's layers. ModelLoadError for options of Llama layers that these do not implement."""
+def _model_type(config: Mapping[str, Any]) -> Any:
+    """What the layers are like. In the speculators format, the top level's model_type does not say it."""
+    return (config.get("transformer_layer_config") or config).get("model_type") or "llama"
+
+
+def _read_layer(shape: ModelSpec) -> LayerSpec:
+    """The draft's layers. ModelLoadError for options that these do not implement."""
     check_layers(shape)
-    if any(window is not None for window in shape.windows):
-        raise ModelLoadError("config: sliding_window is in use: only full attention is implemented in drafts")
+    if any(layer != shape.layers[0] for layer in shape.layers):
+        found = ", ".join("none" if window is None else str(window) for window in shape.windows)
+        raise ModelLoadError(f"config: layers with windows of {found}: expected all layers alike in a draft")
 
     return shape.layers[0]
 
@@ -292,22 +305,22 @@ def read_draft_vocab_size(settings: Mapping[str, Any], vocab_size: int) -> int:
     return sizes[0] if sizes else vocab_size
 
 
-def _mask_token_id(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int | None:
+def _mask_token_id(config: Mapping[str, Any], settings: Mapping[str, Any], vocab_size: int) -> int | None:
     """The token id of a parallel head; None for a head that drafts one token after the other."""
     names = [name for name in MASK_TOKENS if name in settings]
     is_parallel = algorithm(config) == PARALLEL or settings["architectures"] == ["PEagleDraftModel"]
     if is_parallel and not names:
         raise ModelLoadError(f"config: {MASK_TOKENS[0]} is missing: expected the token that masks stand for")
 
-    return read_mask_token(settings, names) if names and algorithm(config) != "eagle3" else None
+    return read_mask_token(settings, names, vocab_size) if names and algorithm(config) != "eagle3" else None
 
 
-def read_mask_token(settings: Mapping[str, Any], names: Sequence[str]) -> int:
+def read_mask_token(settings: Mapping[str, Any], names: Sequence[str], vocab_size: int) -> int:
     """The token id that all of these settings have; ModelLoadError for others than one of the vocabulary."""
-    first, vocab_size = settings[names[0]], settings.get("vocab_size")
+    first = settings[names[0]]
     for name in names:
         token_id = settings[name]
-        if not is_int(token_id) or not 0 <= token_id < (vocab_size or 0) or token_id != first:
+        if not is_int(token_id) or not 0 <= token_id < vocab_size or token_id != first:
             raise ModelLoadError(
                 f"config: {name}={short_repr(token_id)}: expected one token id below vocab_size={vocab_size}"
             )

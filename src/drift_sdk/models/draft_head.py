@@ -32,7 +32,7 @@ from drift_sdk.models.layers import embed, linear, normalise, rotary_tables
 from drift_sdk.models.mixers.attention import AttentionStep, AttentionWeights
 from drift_sdk.models.weights import DecoderWeights, LayerWeights, others
 from drift_sdk.quantised.weight import Matrix, take_rows
-from drift_sdk.spec.model import Mlp
+from drift_sdk.spec.model import Attention, Mlp
 
 DraftForm = Literal["expanded", "fp8", "int4"]
 """Form of a draft's weights in memory, see WeightForm."""
@@ -203,13 +203,14 @@ def _read_layer(config: DraftConfig, reader: _Reader, index: int) -> LayerWeight
     prefix = f"layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     has_bias, has_mlp_bias = config.attention.has_bias, _mlp_of(config).has_bias
+    has_norms = _has_head_norms(config)
     return LayerWeights(
         mixer_norm=reader.read(f"{prefix}.input_layernorm.weight"),
         mixer=AttentionWeights(
             qkv=reader.read_projection(attention, "q k v"),
             qkv_bias=reader.read_biases(attention, "q k v") if has_bias else None,
-            query_norm=None,
-            key_norm=None,
+            query_norm=reader.read(f"{attention}.q_norm.weight") if has_norms else None,
+            key_norm=reader.read(f"{attention}.k_norm.weight") if has_norms else None,
             output=reader.read_matrix(f"{attention}.o_proj.weight"),
             output_bias=reader.read(f"{attention}.o_proj.bias") if has_bias else None,
         ),
@@ -241,6 +242,9 @@ def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]
         f"{prefix}.input_layernorm.weight": (hidden,),
         f"{prefix}.post_attention_layernorm.weight": (hidden,),
     }
+    if _has_head_norms(config):
+        dim = config.attention.head_dim
+        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (dim,) for name in ("q", "k")}
     for part, modules, has_bias in (
         ("self_attn", attention, config.attention.has_bias),
         ("mlp", mlp, _mlp_of(config).has_bias),
@@ -256,6 +260,10 @@ def _layer_shapes(config: DraftConfig, index: int) -> dict[str, tuple[int, ...]]
 def _mlp_of(config: DraftConfig) -> Mlp:
     assert isinstance(config.layer.channel, Mlp)
     return config.layer.channel
+
+
+def _has_head_norms(config: DraftConfig) -> bool:
+    return isinstance(config.attention, Attention) and config.attention.head_norm is not None
 
 
 def _feature_norm(index: int) -> str:

@@ -39,7 +39,7 @@ from drift_sdk.models.mtp import has_mtp, load_mtp, random_mtp
 from drift_sdk.models.shard import Shard, cut_head, load_shard, shard_obstacles
 from drift_sdk.models.weights import odd_columns, weight_bytes
 from drift_sdk.quantised.scheme import Scheme
-from drift_sdk.spec.model import Experts, ModelSpec
+from drift_sdk.spec.model import Attention, Experts, ModelSpec
 from drift_sdk.speculation import MTP, Chain, NGram, Speculation
 from drift_sdk.startup.sizing import DeviceMemory, opening_lock
 
@@ -203,6 +203,10 @@ def _eagle_factory(draft: DraftDecoder, speculation: Speculation) -> EagleDrafte
     tree = None if isinstance(speculation.shape, Chain) else speculation.shape
     if tree is not None and draft.config.mask_token_id is not None:
         raise ConfigError.of("shape", tree, "a Chain with a P-EAGLE head, which drafts in one pass")
+
+    attention = draft.config.attention
+    if tree is not None and isinstance(attention, Attention) and attention.window is not None:
+        raise ConfigError.of("shape", tree, "a Chain with a head whose layers have windows")
 
     if tree is not None and tree.num_candidates > draft.config.draft_vocab_size:
         allowed = f"at most {draft.config.draft_vocab_size} candidates after a token, the draft's vocabulary"

@@ -33,7 +33,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.models.channels import MlpWeights
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder, DraftForm
-from drift_sdk.spec.model import NormKind
+from drift_sdk.spec.model import Attention, NormKind
 from drift_sdk.steps import ExecutorLimits, SlotSampling
 from drift_sdk.trees import DraftLimit
 
@@ -284,6 +284,8 @@ def check(pair: Pair) -> None:
         "biased",
         "peagle",
         "flat peagle",
+        "windowed",
+        "windowed peagle",
     ],
 )
 def test_state_and_drafts_equal_the_eager_drafter(variant: str, tmp_path: Path) -> None:
@@ -291,7 +293,18 @@ def test_state_and_drafts_equal_the_eager_drafter(variant: str, tmp_path: Path) 
     check(Pair(variant, tmp_path, norm_kind="offset" if variant == "final hidden" else "rounded"))
 
 
-@pytest.mark.parametrize("variant", ["reference", "peagle"])
+@pytest.mark.parametrize("variant", ["windowed", "windowed peagle"])
+def test_windows_of_other_sizes_are_found(variant: str, tmp_path: Path) -> None:
+    pair = Pair(variant, tmp_path)
+    layer = pair.draft.config.layer
+    assert isinstance(layer.mixer, Attention) and layer.mixer.window == 5
+    layer = structs.replace(layer, mixer=structs.replace(layer.mixer, window=6))
+    pair.draft.config = structs.replace(pair.draft.config, layer=layer)
+    with pytest.raises(AssertionError):
+        check(pair)
+
+
+@pytest.mark.parametrize("variant", ["reference", "peagle", "windowed", "windowed peagle"])
 @torch.inference_mode()
 def test_mixed_steps_equal_the_eager_drafter(variant: str, tmp_path: Path) -> None:
     """Several chunks in a step, a prefix hit beside a chunk, padding rows, limited drafts, rounds without

@@ -179,6 +179,7 @@ class DraftForward:
                 out=attended,
                 kv=kv,
                 block_table=self._block_table,
+                window=spec.window or 0,
                 scale=spec.scale,
                 first_key=DRAFT_KV_OFFSET,
             )
