@@ -138,7 +138,11 @@ def _read_shape(config: Mapping[str, Any]) -> ModelSpec:
             f"{short_repr(num_layers)}, all layers"
         )
 
-    own: dict[str, Any] = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "model_type": expected}
+    own: dict[str, Any] = {
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "model_type": expected,
+    }
     if config.get(QUANTISED) is not None:
         own[QUANTISED] = config[QUANTISED]
     shape = read_spec({name: text[name] for name in text if name != "architectures"} | own)

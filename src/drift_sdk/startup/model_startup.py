@@ -169,6 +169,7 @@ def open_model(
             opened = open_eager_executor(config, first, demand)
     kv_dtype = first.decoder.kv_form or dtype_name(first.decoder.dtype)
     _log_sizes(opened, demand, kv_dtype)
+    _log_drafts(drafter_factory)
     report("ready", 1.0)
     return LoadedModel(
         executor=opened.executor,
@@ -269,6 +270,12 @@ def _log_states(states: StateSize) -> None:
         gib(states.num_checkpoints * states.checkpoint_bytes),
         states.num_checkpoints,
     )
+
+
+def _log_drafts(factory: DrafterFactory) -> None:
+    if factory.draft_choices:
+        form = "chains" if factory.max_tree_depth is None else "trees"
+        log.info("drafts of %s, in %s of up to %d tokens", factory.kind, form, factory.draft_choices[-1])
 
 
 class Choices(Struct, frozen=True, kw_only=True):
