@@ -17,7 +17,16 @@ from model_zoo import make_model, save_tokenizer
 from mtp_zoo import make_mtp_model
 from tiny_llama import tiny_llama
 
-from drift_sdk import Chain, ConfigError, DynamicTree, EngineConfig, ModelLoadError, NGram, Speculation
+from drift_sdk import (
+    Chain,
+    ConfigError,
+    DynamicTree,
+    EngineConfig,
+    ModelLoadError,
+    NGram,
+    Speculation,
+    inspect,
+)
 from drift_sdk.events import ignore_progress
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
@@ -200,3 +209,15 @@ def test_the_log_says_what_drafts(
     config = EngineConfig(device="cpu", max_model_len=32, kv_cache_tokens=64, speculation=speculation)
     open_model(tmp_path, config, ignore_progress)
     assert [one for one in caplog.messages if one.startswith("drafts of")] == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [("assistant", "an assistant"), ("dflash", "a draft head"), ("peagle", "a draft head")],
+)
+def test_drafts_in_the_place_of_models_are_named(kind: str, found: str, tmp_path: Path) -> None:
+    draft = make_drafts(tmp_path, kind)
+    message = f"{draft} holds {found}: expected the model that it drafts for"
+    with pytest.raises(ModelLoadError, match=message):
+        open_model(draft, EngineConfig(device="cpu"), ignore_progress)
+    assert message in inspect(draft, EngineConfig(device="cpu")).reasons[0]
