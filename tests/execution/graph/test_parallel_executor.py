@@ -132,9 +132,9 @@ def test_drafts_on_each_gpu_do_not_change_tokens(monkeypatch: pytest.MonkeyPatch
     verified: list[list[int]] = []
     run = ForwardPass.run
 
-    def noting_run(forward: ForwardPass) -> None:
+    def noting_run(forward: ForwardPass, num_layers: int | None = None) -> None:
         verified.append(forward._rows.token.tolist())
-        run(forward)
+        run(forward, num_layers)
 
     config = config_of(model_type="qwen3", num_hidden_layers=1, tie_word_embeddings=True, vocab_size=301)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]

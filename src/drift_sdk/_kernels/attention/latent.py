@@ -140,7 +140,7 @@ def _load_parts(
     DIM: tl.constexpr,
     PART_DIM: tl.constexpr,
     NUM_PARTS: tl.constexpr,  # DIM / PART_DIM, rounded up
-    CACHE: tl.constexpr = "",  # the loads' cache_modifier
+    CACHE: tl.constexpr,  # the loads' cache_modifier
 ):
     """Return the parts of rows, NUM_PARTS times [ROWS, PART_DIM]; zeros where the mask is false."""
     dim = tl.arange(0, PART_DIM)[None, :]
@@ -164,9 +164,9 @@ def _load_halves(
 ):
     """Return the parts of rows, NUM_PARTS times [ROWS, PART_DIM]: the first one of each half, then the second
     ones, and so on."""
-    parts = _load_parts(pointers, mask, DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+    parts = _load_parts(pointers, mask, DIM // HALVES, PART_DIM, NUM_PARTS // HALVES, "")
     if HALVES == 2:
-        others = _load_parts(pointers + DIM // 2, mask, DIM // 2, PART_DIM, NUM_PARTS // 2)
+        others = _load_parts(pointers + DIM // 2, mask, DIM // 2, PART_DIM, NUM_PARTS // 2, "")
         both = (parts[0], others[0])
         for part in tl.static_range(1, NUM_PARTS // 2):
             both = both + (parts[part], others[part])  # type: ignore[assignment]  # a longer tuple
@@ -439,13 +439,13 @@ def _attend_latents(
             if FIRST_KEY > 0:
                 is_key = is_key & (position >= FIRST_KEY)
                 is_seen = is_seen & (position >= FIRST_KEY)
-            latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+            latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES, "")
             values = latents
             if HALVES == 2:
                 values = _load_parts(key_ptrs, is_key, LATENT_DIM // 2, PART_DIM, NUM_PARTS // 2, AGAIN)
             rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
             rotated = _load_parts(
-                rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1
+                rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1, ""
             )
             maximum, weight, total = _attend_tile(
                 maximum, weight, total, query, rotated_query, latents, values, rotated[0], is_seen, scale,
@@ -564,12 +564,14 @@ def _attend_prompts(
         if FIRST_KEY > 0:
             is_key = is_key & (position >= FIRST_KEY)
             is_seen = is_seen & (position >= FIRST_KEY)
-        latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES)
+        latents = _load_parts(key_ptrs, is_key, LATENT_DIM // HALVES, PART_DIM, NUM_PARTS // HALVES, "")
         values = latents
         if HALVES == 2:
             values = _load_parts(key_ptrs, is_key, LATENT_DIM // 2, PART_DIM, NUM_PARTS // 2, AGAIN)
         rotated_key_ptrs = key_ptrs + LATENT_DIM // HALVES
-        rotated = _load_parts(rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1)
+        rotated = _load_parts(
+            rotated_key_ptrs, is_key, (HEAD_DIM - LATENT_DIM) // HALVES, PADDED_ROTARY, 1, ""
+        )
         part_maximum, part_weight, part_total = _attend_tile(
             part_maximum, part_weight, part_total, query, rotated_query, latents, values, rotated[0], is_seen,
             scale, NUM_PARTS, HALVES, IN_PAIRS,
