@@ -170,6 +170,9 @@ def scenario_name(text: str) -> str:
 def main(arguments: Sequence[str] | None = None, run: RunCommand = run_command) -> int:
     made = qualify_parser()
     given = made.parse_args(arguments)
+    if given.draft in ("mtp", "ngram"):
+        made.error(f"--draft {given.draft}: expected a draft head")
+
     for name in ("text", "reference", "prompts"):
         if (file := getattr(given, name)) is not None and not file.is_file():
             made.error(f"--{name} {file}: expected a file")

@@ -10,12 +10,14 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.source import resolve
+from drift_sdk.models.assistant import is_assistant
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.dflash import DFlashConfig, load_dflash_weights, read_head_config
-from drift_sdk.models.draft_head import load_draft_weights
+from drift_sdk.models.draft_head import is_whole_model, load_draft_weights
 from drift_sdk.models.weights import DecoderWeights
 from drift_sdk.spec.model import ModelSpec
 
@@ -71,10 +73,18 @@ class StandIn(Struct, frozen=True):
 def check_files(target: Path, draft: Path, convention: str | None = None) -> HeadFiles:
     """The files of a head, after a check of all shapes and values.
 
-    Raises ModelLoadError naming file, tensor, found and expected shape.
+    Raises ModelLoadError naming file, tensor, found and expected shape, or a draft that is no head.
     """
     config = read_spec(resolve(target).config)
-    settings = resolve(draft, role="draft").config
+    source = resolve(draft, role="draft")
+    settings = source.config
+    for is_other, name in (
+        (is_assistant(settings), "an assistant"),
+        (is_whole_model(source), "a whole model"),
+    ):
+        if is_other:
+            raise ModelLoadError(f"draft: {draft}: {name}: expected a draft head")
+
     head = read_head_config(settings, config, aux_layer_convention=convention)
     tensors, substitute = DraftTensors(draft), StandIn.of(config)
     target_ids = read_target_ids(tensors, config.vocab_size, head.draft_vocab_size)

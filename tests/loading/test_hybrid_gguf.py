@@ -409,3 +409,16 @@ def test_inspection_knows_files(tmp_path: Path) -> None:
     write_hybrid_gguf(model, tmp_path / "model.gguf", KINDS["Q8_0"])
     info = inspect(tmp_path / "model.gguf", EngineConfig(device="cpu"))
     assert not info.reasons and info.state_bytes
+
+
+@pytest.mark.parametrize("number", [5, 2**40])
+def test_more_layers_that_predict_than_a_file_has_are_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_with_mtp("qwen3_5", tmp_path)
+    header = gguf_loading.GGUFFile(file)._parts.header
+    assert header.metadata["qwen35.block_count"] == 5
+    changed = structs.replace(header, metadata=header.metadata | {"qwen35.nextn_predict_layers": number})
+    monkeypatch.setattr("drift_sdk.loading.gguf_file.read_header", lambda file: changed)
+    with pytest.raises(ModelLoadError, match=rf"nextn_predict_layers={number}, expected less than block_c"):
+        read_spec(resolve(file).config)

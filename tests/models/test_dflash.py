@@ -163,6 +163,7 @@ FLAT, NESTED = 0, 1
         (NESTED, {"block_size": None}, "block_size is missing"),
         (NESTED, {"mask_token_id": None}, "mask_token_id is missing"),
         (NESTED, {"mask_token_id": 500}, "mask_token_id=500: expected one token id below vocab_size=500"),
+        (NESTED, {"is_causal": True, "causal": False}, "is_causal=True, but causal=False: expected the same"),
         (NESTED, {"block_size": 1}, "block_size=1: expected 2 to 256"),
         (FLAT, {"block_size": "8"}, "block_size='8': expected 2 to 256"),
         (FLAT, {"dflash_config": {"mask_token_id": 3}}, "no layers of the target: expected target_layer_ids"),

@@ -11,12 +11,21 @@ import torch
 from decoder_parity import random_tokens, shuffled_blocks
 from model_zoo import make_model
 
-from drift_sdk import Completion, Engine, EngineConfig, SamplingParams, inspect
+from drift_sdk import Completion, Engine, EngineConfig, NGram, SamplingParams, Speculation, inspect
+from drift_sdk.execution.eager.rounds import poison
 from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.kv_cache import KVCache, KVScales, bytes_of_head, decode, encode, stored_shape
+from drift_sdk.models.kv_cache import (
+    KVCache,
+    KVForm,
+    KVScales,
+    bytes_of_head,
+    decode,
+    encode,
+    stored_shape,
+)
 from drift_sdk.quantised.formats import NVFP4_GROUP, nvfp4_numbers, quantise_groups
 from drift_sdk.spec.model import KVShape
 
@@ -137,3 +146,32 @@ def test_engines_serve_from_it(folder: Path) -> None:
     rounded, exact = (anyio.run(main, kv_dtype) for kv_dtype in ("nvfp4", None))
     assert len(rounded.token_ids) == 8
     assert abs(rounded.logprobs[1].logprob - exact.logprobs[1].logprob) > 1e-4
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "fp8", None])
+def test_rejected_rows_are_overwritten_with_nan(form: KVForm | None) -> None:
+    scales = None if form is None else KVScales(torch.ones(2, 2), torch.ones(2, 2), form)
+    cache = KVCache([KVShape(2, 40, 40)] * 2, 4, 4, torch.bfloat16, CPU, scales)
+    x, slots = torch.ones(16, 2, 40, dtype=torch.bfloat16), torch.arange(16)
+    for layer in range(2):
+        cache.store(layer, slots, x, x)
+    poison(cache, [2, 9])
+    for layer in range(2):
+        for numbers in cache.read(layer, slots):
+            assert numbers.isnan().flatten(1).all(1).nonzero().flatten().tolist() == [2, 9]
+            assert numbers.isnan().flatten(1).any(1).sum() == 2
+
+
+def test_checked_drafts_change_nothing(folder: Path) -> None:
+    speculation = Speculation(draft=NGram(min_length=1), checks=True, adaptive=False)
+
+    async def main(speculation: Speculation | None) -> Completion:
+        async with Engine(folder, CONFIG.replace(speculation=speculation)) as engine:
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            found = await engine.generate([3, 4, 5, 3, 4, 5, 3, 4], params)
+            assert not engine.stats().violations
+            return found
+
+    checked, plain = (anyio.run(main, each) for each in (speculation, None))
+    assert checked.speculation is not None and checked.speculation.num_rewound > 0
+    assert checked.token_ids == plain.token_ids

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from assistant_zoo import make_assistant
 from decoder_parity import load_decoder
 from dflash_zoo import make_dflash
 from draft_zoo import make_draft
+from family_zoo import draw_model
 from model_zoo import make_model
 from safetensors.torch import load_file, save_file
 
+from drift_sdk import ModelLoadError
 from perf import acceptance, compare_stages, qualify, report
 from perf.harness.commands import Command, CommandFailed
 from perf.harness.decoding import DecodeOptions
@@ -341,3 +344,21 @@ def test_dflash_head_with_a_broken_tensor_is_not_qualified(target: Path, text: P
     assert (
         list(outcome["checks"]) == ["files"] and "hidden_norm.weight" in outcome["checks"]["files"]["reason"]
     )
+
+
+def test_drafts_that_are_no_heads_are_named(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="a whole model: expected a draft head"):
+        check_files(target, target)
+    model = draw_model("gemma4", 0)
+    make_assistant(0, tmp_path, model)
+    with pytest.raises(ModelLoadError, match="an assistant: expected a draft head"):
+        check_files(target, tmp_path)
+
+
+def test_layers_of_the_model_are_not_qualified(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        qualify.main([str(target), "--draft", "mtp", "--out", str(tmp_path / "out")])
+    assert "--draft mtp: expected a draft head" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

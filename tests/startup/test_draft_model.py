@@ -9,10 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import save_tokenizer
+from assistant_zoo import make_assistant
+from dflash_zoo import make_dflash
+from draft_zoo import make_draft
+from family_zoo import draw_model
+from model_zoo import make_model, save_tokenizer
+from mtp_zoo import make_mtp_model
 from tiny_llama import tiny_llama
 
-from drift_sdk import ConfigError, DynamicTree, EngineConfig, ModelLoadError, NGram, Speculation
+from drift_sdk import (
+    Chain,
+    ConfigError,
+    DynamicTree,
+    EngineConfig,
+    ModelLoadError,
+    NGram,
+    Speculation,
+    inspect,
+)
+from drift_sdk.events import ignore_progress
 from drift_sdk.execution.drafter_factory import (
     NO_DRAFTER,
     DrafterFactory,
@@ -26,6 +41,7 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.startup.executor_factory import kv_demand
 from drift_sdk.startup.graph_startup import weights_to_tune
 from drift_sdk.startup.model_parts import open_drafter_factory
+from drift_sdk.startup.model_startup import open_model
 
 VOCAB_SIZE = 320
 TARGET = tiny_llama(vocab_size=VOCAB_SIZE, num_hidden_layers=2)
@@ -141,3 +157,67 @@ def test_short_context_is_a_warning(target: Path, tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "drift_sdk"):
         opened(target, small)
     assert "a context of 32 tokens" in caplog.text
+
+
+def make_drafts(folder: Path, kind: str) -> Path | str:
+    """Save a model, and what drafts for it."""
+    if kind == "mtp":
+        make_mtp_model("glm4_moe", 0, folder)
+        return kind
+
+    if kind == "assistant":
+        model = draw_model("gemma4", 0)
+        model.save_pretrained(folder)
+        make_assistant(0, folder / kind, model)
+        return folder / kind
+
+    make_model(1, folder)
+    if kind == "dflash":
+        make_dflash(3, folder / kind, folder)
+    elif kind == "model":
+        return folder
+    else:
+        make_draft(kind, folder / kind, folder)
+    return folder / kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "line"),
+    [
+        ("specforge", {}, "drafts of an EAGLE-3 head, in chains of up to 2 tokens"),
+        (
+            "specforge",
+            {"shape": DynamicTree(top_k=2, depth=2, num_draft_tokens=3)},
+            "drafts of an EAGLE-3 head, in trees of up to 3 tokens",
+        ),
+        ("peagle", {}, "drafts of a P-EAGLE head, in chains of up to 2 tokens"),
+        ("dflash", {"ngrams": NGram()}, "drafts of a DFlash head and n-grams, in chains of up to 2 tokens"),
+        ("mtp", {}, "drafts of the model's MTP layer, in chains of up to 2 tokens"),
+        ("assistant", {}, "drafts of an assistant, in chains of up to 2 tokens"),
+        ("model", {}, "drafts of a small model, in chains of up to 2 tokens"),
+        ("model", {"draft": NGram()}, "drafts of n-grams, in chains of up to 2 tokens"),
+        ("model", None, ""),
+    ],
+)
+def test_the_log_says_what_drafts(
+    kind: str, options: dict[str, Any] | None, line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "drift_sdk")
+    draft = make_drafts(tmp_path, kind)
+    fields: dict[str, Any] = {"draft": draft, "shape": Chain(2)}
+    speculation = None if options is None else Speculation(**fields | options)
+    config = EngineConfig(device="cpu", max_model_len=32, kv_cache_tokens=64, speculation=speculation)
+    open_model(tmp_path, config, ignore_progress)
+    assert [one for one in caplog.messages if one.startswith("drafts of")] == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [("assistant", "an assistant"), ("dflash", "a draft head"), ("peagle", "a draft head")],
+)
+def test_drafts_in_the_place_of_models_are_named(kind: str, found: str, tmp_path: Path) -> None:
+    draft = make_drafts(tmp_path, kind)
+    message = f"{draft} holds {found}: expected the model that it drafts for"
+    with pytest.raises(ModelLoadError, match=message):
+        open_model(draft, EngineConfig(device="cpu"), ignore_progress)
+    assert message in inspect(draft, EngineConfig(device="cpu")).reasons[0]

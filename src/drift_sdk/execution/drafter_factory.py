@@ -39,6 +39,7 @@ MAX_MASK_HEAD = 256
 class DrafterFactory(ABC):
     """Makes the drafter of an executor and states what it needs.
 
+    kind: what drafts, in words of the log; empty without speculation.
     draft_choices: numbers of tokens that a round may draft, ascending, without 0; empty without speculation.
     is_adaptive: whether a batch drafts fewer tokens, or none, where that is measured to be faster.
     needs_history: the drafter reads the token at each position of a slot, those of prefix hits included.
@@ -54,6 +55,7 @@ class DrafterFactory(ABC):
     target.
     """
 
+    kind = ""
     needs_history = False
     needs_draft_kv = False
     needs_first_token = False
@@ -124,6 +126,7 @@ NO_DRAFTER = NoDrafterFactory()
 class NGramDrafterFactory(DrafterFactory):
     """Prompt look-up in each sequence's own history."""
 
+    kind = "n-grams"
     needs_history = True
 
     def __init__(self, ngram: NGram, draft_choices: Sequence[int], *, is_adaptive: bool = True) -> None:
@@ -163,6 +166,10 @@ class EagleDrafterFactory(DrafterFactory):
     ) -> None:
         super().__init__(draft_choices, is_adaptive=is_adaptive)
         self.draft = draft
+        if draft.config.has_joint:
+            self.kind = "the model's MTP layer"
+        else:
+            self.kind = "an EAGLE-3 head" if draft.config.mask_token_id is None else "a P-EAGLE head"
         self._tree = tree
         self.max_tree_depth = None if tree is None else tree.depth
         if tree is not None:
@@ -207,6 +214,7 @@ class EagleDrafterFactory(DrafterFactory):
 class DFlashDrafterFactory(DrafterFactory):
     """A DFlash head of the target."""
 
+    kind = "a DFlash head"
     always_drafts = True
     draft: DFlashDecoder
 
@@ -245,6 +253,7 @@ class DFlashDrafterFactory(DrafterFactory):
 class AssistantDrafterFactory(DrafterFactory):
     """The assistant of a Gemma 4 model."""
 
+    kind = "an assistant"
     always_drafts = True
 
     def __init__(
@@ -270,6 +279,7 @@ class AssistantDrafterFactory(DrafterFactory):
 class ModelDrafterFactory(DrafterFactory):
     """A small model of the target's vocabulary."""
 
+    kind = "a small model"
     needs_draft_kv = True
     needs_first_token = True
     always_drafts = True
@@ -308,6 +318,7 @@ class HybridDrafterFactory(DrafterFactory):
         """model: of chains."""
         super().__init__(model.draft_choices, is_adaptive=model.is_adaptive)
         self._model, self._ngram, self.draft = model, ngram, model.draft
+        self.kind = f"{model.kind} and {NGramDrafterFactory.kind}"
         self.needs_draft_kv, self.needs_first_token = model.needs_draft_kv, model.needs_first_token
         self.num_graph_layers: int = model.num_graph_layers
         self.graph_obstacle = model.graph_obstacle

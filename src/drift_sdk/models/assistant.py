@@ -44,6 +44,8 @@ MODEL_TYPES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "g
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 PRE, POST = "pre_projection.weight", "post_projection.weight"
 CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
+QUANTISED = "quantization_config"
+"""Stands beside the table of the layers, or in it."""
 ABSENT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 """Options of Gemma 4 that no assistant has."""
 EQUAL = {
@@ -136,7 +138,13 @@ def _read_shape(config: Mapping[str, Any]) -> ModelSpec:
             f"{short_repr(num_layers)}, all layers"
         )
 
-    own = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "model_type": expected}
+    own: dict[str, Any] = {
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "model_type": expected,
+    }
+    if config.get(QUANTISED) is not None:
+        own[QUANTISED] = config[QUANTISED]
     shape = read_spec({name: text[name] for name in text if name != "architectures"} | own)
     if shape.quantisation is not None:
         raise ModelLoadError(

@@ -204,9 +204,14 @@ def _num_masks(settings: Mapping[str, Any]) -> int:
 
 def _read_causal(settings: Mapping[str, Any], shape: ModelSpec) -> tuple[bool, ...]:
     """Without a setting, layers with windows are causal and others are not."""
-    for name in ("is_causal", "causal"):
-        if name in settings:
-            return (read_flag(settings, name),) * shape.num_layers
+    given = {name: read_flag(settings, name) for name in ("is_causal", "causal") if name in settings}
+    if len(set(given.values())) > 1:
+        raise ModelLoadError(
+            f"config: is_causal={given['is_causal']}, but causal={given['causal']}: expected the same"
+        )
+
+    for is_causal in given.values():
+        return (is_causal,) * shape.num_layers
 
     has_causal = not read_flag(settings, "sliding_window_non_causal")
     return tuple(has_causal and window is not None for window in shape.windows)

@@ -213,6 +213,14 @@ def algorithm(config: Mapping[str, Any]) -> object:
     return kind if found is None else found
 
 
+def is_head_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a draft head by a name or a table that no model's has."""
+    tables = ("eagle_config", "speculators_config", "transformer_layer_config")
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return any(name in config for name in tables) or any(name in ARCHITECTURES[1:] for name in names)
+
+
 def is_model_config(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes a language model rather than a draft head of one."""
     is_draft = any(name in config for name in (*OPTIONS, "eagle_config", "transformer_layer_config"))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.spec.model import ModelSpec, MtpNames
 from drift_sdk.spec.settings import Settings
 
@@ -74,10 +75,19 @@ class GGUFSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def num_layers(self) -> Any:
-        """Layers without those that predict several tokens, which files count as the last ones."""
+        """Layers without those that predict several tokens, which files count as the last ones.
+        ModelLoadError if all of them do."""
         found, num_predicting = self.config["num_hidden_layers"], self.values.get("nextn_predict_layers", 0)
-        is_known = isinstance(found, int) and isinstance(num_predicting, int)
-        return found - num_predicting if is_known else found
+        if not (isinstance(found, int) and isinstance(num_predicting, int)):
+            return found
+
+        if 0 < found <= num_predicting:
+            raise ModelLoadError(
+                f"{self.place}nextn_predict_layers={short_repr(num_predicting)}, expected less than "
+                f"block_count={found}"
+            )
+
+        return found - num_predicting
 
     @property
     def partial_rope(self) -> dict[str, Any]:

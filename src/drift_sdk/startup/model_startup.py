@@ -28,6 +28,9 @@ from drift_sdk.execution.device.stages import AcceptanceFactory, StageMarks
 from drift_sdk.execution.drafter_factory import DrafterFactory
 from drift_sdk.loading.source import Found, Source, check_kv_scheme, find, hub_settings, read_config, resolve
 from drift_sdk.model_info import ModelInfo, RemoteFile
+from drift_sdk.models.assistant import is_assistant
+from drift_sdk.models.dflash import is_dflash
+from drift_sdk.models.draft_config import is_head_config
 from drift_sdk.models.mtp import has_mtp
 from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes, with_stored_head
@@ -169,6 +172,7 @@ def open_model(
             opened = open_eager_executor(config, first, demand)
     kv_dtype = first.decoder.kv_form or dtype_name(first.decoder.dtype)
     _log_sizes(opened, demand, kv_dtype)
+    _log_drafts(drafter_factory)
     report("ready", 1.0)
     return LoadedModel(
         executor=opened.executor,
@@ -271,6 +275,12 @@ def _log_states(states: StateSize) -> None:
     )
 
 
+def _log_drafts(factory: DrafterFactory) -> None:
+    if factory.draft_choices:
+        form = "chains" if factory.max_tree_depth is None else "trees"
+        log.info("drafts of %s, in %s of up to %d tokens", factory.kind, form, factory.draft_choices[-1])
+
+
 class Choices(Struct, frozen=True, kw_only=True):
     """Choices for opening a model, made from its config.
 
@@ -284,9 +294,25 @@ class Choices(Struct, frozen=True, kw_only=True):
     fallback: str | None
 
 
+def read_model(source: Source, config: EngineConfig) -> ModelSpec:
+    """The model's description; errors as of `read_config`, which say so if the files are a draft's."""
+    try:
+        return read_config(source, config)
+    except ModelLoadError as error:
+        if is_assistant(source.config):
+            found = "an assistant"
+        elif is_dflash(source.config) or is_head_config(source.config):
+            found = "a draft head"
+        else:
+            raise
+
+        allowed = "the model that it drafts for, with Speculation(draft=...) naming it"
+        raise ModelLoadError(f"{source.path} holds {found}: expected {allowed}") from error
+
+
 def _choose(source: Source, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Choices:
     """Choose how to open a model. Raises ModelLoadError or ConfigError for what cannot be served."""
-    spec = read_config(source, config)
+    spec = read_model(source, config)
     check_kv_scheme(source, config, spec)
     executor_name, fallback = choose_executor(config, device, spec, dtype)
     config = with_weight_form(config, spec, executor_name, device, dtype)
@@ -381,7 +407,7 @@ class Inspection:
         """All findings. Longer than other methods because each is looked for although others are missing."""
         device = self._try(lambda: choose_device(self._config))
         dtype = None if device is None else self._try(lambda: choose_dtype(self._config, device))
-        shapes = self._try(lambda: read_config(self._found.source, self._config))
+        shapes = self._try(lambda: read_model(self._found.source, self._config))
         executor = None
         if device is not None:
             executor = self._try(lambda: choose_executor(self._config, device, shapes, dtype)[0])

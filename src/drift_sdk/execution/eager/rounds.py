@@ -324,10 +324,10 @@ def is_copied(cache: KVCache, source: int, target: int) -> bool:
 
 
 def poison(cache: KVCache, kv_slots: Sequence[int]) -> None:
-    """Overwrite rows of the cache with NaN, in all layers."""
+    """Overwrite rows of the cache with NaN, in all layers: bits that are all set, in every stored form."""
     if kv_slots:
         for tensor in cache.tensors:
-            tensor[:, list(kv_slots)] = float("nan")
+            tensor.view(torch.uint8)[:, list(kv_slots)] = 0xFF
 
 
 class ViewState:
