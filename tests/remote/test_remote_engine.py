@@ -466,6 +466,20 @@ async def test_closed_connection_stays_closed_when_a_batch_of_an_open_host_comes
     assert not closing.is_open
 
 
+async def test_news_for_a_loop_that_does_not_run_leave_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program that has left its loop, and does not close it."""
+    following = Connection(None, None, None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(connection, "LOOP_LAG_S", 0.01)
+    monkeypatch.setattr(following, "_post", lambda news: [asyncio.Event(), asyncio.Event()])
+
+    class Batch:
+        news, metrics, is_open = (), None, True
+
+    before = asyncio.all_tasks()
+    await following._hand_out(Batch())  # type: ignore[arg-type]
+    assert asyncio.all_tasks() == before
+
+
 def test_embeddings_and_decisions_are_those_of_the_engine(tmp_path: Path) -> None:
     make_model(3, tmp_path)
     config = engine_config(max_model_len=64, max_num_seqs=1)  # equal batches, equal bits

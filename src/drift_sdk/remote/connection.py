@@ -262,8 +262,12 @@ class Connection:
         if batch.metrics is not None:
             self._metrics = batch.metrics
         taken = self._post(batch.news)
-        if taken:
-            await asyncio.wait([asyncio.ensure_future(each.wait()) for each in taken], timeout=LOOP_LAG_S)
+        try:
+            async with asyncio.timeout(LOOP_LAG_S):
+                for each in taken:
+                    await each.wait()
+        except TimeoutError:
+            pass
 
     def _post(self, news: Sequence[News]) -> list[asyncio.Event]:
         """Post news to the streams' loops. Returns an event for each loop, which is set when they are
