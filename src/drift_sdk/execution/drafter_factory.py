@@ -51,8 +51,8 @@ class DrafterFactory(ABC):
     tree_plans: by number of tokens, the rounds of the graph executor that draft trees.
     draft: the model that drafts, if there is one that the graph executor runs.
     graph_obstacle: why the graph executor cannot draft so; None if it can.
-    num_graph_layers: layers of a small model or a DFlash head that a graph records, beside those of the
-    target.
+    num_graph_layers: layers of a small model or a DFlash head that a graph records, beside the target's
+    layers.
     """
 
     kind = ""

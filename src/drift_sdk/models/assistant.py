@@ -4,11 +4,11 @@ Config, weights, and the forward pass.
 A row joins the target's embedding of a token and a feature, and projects both to the width of the layers. The
 first feature of a draft is the target's output after its final norm, of the last token that it has computed;
 for more tokens the assistant's own output is projected back to the target's width. No layer has keys and
-values: each attends to those of the target's last layer of its type that keeps some. All rows of a draft
-stand at the position of the newest token, and see what a row of the target sees there, but for the key of
-that token, which is computed when the draft is verified. So a draft writes nothing to the cache.
+values: each attends to the keys and values of the target's last layer of its type that keeps some. All rows
+of a draft stand at the position of the newest token, and see what a row of the target sees there, but for the
+key of that token, which is computed when the draft is verified. So a draft writes nothing to the cache.
 
-In assistants with ordered embeddings, tokens lie in clusters, and those of the best clusters alone are
+In assistants with ordered embeddings, tokens lie in clusters, and tokens of the best clusters alone are
 proposed.
 """
 
@@ -58,7 +58,7 @@ EQUAL = {
 
 
 class AssistantConfig(Struct, frozen=True, kw_only=True):
-    """Shapes and options of the assistant of one target. Names in brackets are those of its config.json.
+    """Shapes and options of the assistant of one target. Names in brackets stand in its config.json.
 
     shape:              of its layers, norm and vocabulary. The attention of a layer names the target's layer
                         whose keys and values it reads; its window is the target's without the newest token.

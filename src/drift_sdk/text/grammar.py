@@ -664,7 +664,7 @@ def failure(reason: str, grammar: AnyGrammar | None = None) -> RequestError:
     return RequestError(f"grammar: {reason}", field="grammar", value=grammar, allowed=allowed)
 
 
-# Within the bounds of grammar_limits, compiling takes up to a few seconds. After this time the request fails;
+# Within the bounds above, compiling takes up to a few seconds. After this time the request fails;
 # the compilation continues on its thread, because native code cannot be stopped.
 COMPILE_TIMEOUT_S = 20
 EXIT_TIMEOUT_S = 10.0

@@ -343,7 +343,7 @@ def _wide_prefill_attention(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_PARTS: tl.constexpr,  # of the dimensions: 2 with e4m3, else 1
-    PADDED_DIM: tl.constexpr,  # those of a part, rounded up to a power of two
+    PADDED_DIM: tl.constexpr,  # dimensions of a part, rounded up to a power of two
     VALUE_DIM: tl.constexpr,  # dimensions of the values of a program; with e4m3, a part
     IN_PAIRS: tl.constexpr,  # see `decode_pairs`
     KV_BLOCK_SIZE: tl.constexpr,

@@ -24,7 +24,7 @@ Grid of `_attend_latents`: (tiles of query rows, shares). Program (t, s) owns qu
 which is a row of the step with one head, and the s-th share of the plan's tiles of keys. A tile of keys is
 loaded once, for scores and sums.
 
-Sums of partitions are many bytes: of 128 keys of 1,152 bytes each, those of a row of 20 heads take 40 KiB,
+Sums of partitions are many bytes: of 128 keys of 1,152 bytes each, the sums of a row of 20 heads take 40 KiB,
 which are written and read. With many sequences a program has many partitions of each. It then adds the ones
 that a sequence begins with by itself, in the order in which decode.py would add them, and writes their sum
 alone (FOLDS). All others are added behind what other programs sum, and are written one by one.
@@ -234,7 +234,7 @@ def _attend_tile(
     IN_PAIRS: tl.constexpr,  # see `decode_pairs`
 ):
     """Return maximum, weight and total with a tile of keys taken in: the steps of `attend_tile` of
-    softmax.py. Codes become numbers twice: those of all parts would take more registers than there are."""
+    softmax.py. Codes become numbers twice: all parts at once would take more registers than there are."""
     DTYPE: tl.constexpr = query[0].dtype
     if HALVES == 1:
         score = tl.dot(latents[0], query[0], input_precision="ieee")
@@ -308,7 +308,7 @@ def _store_sums(
     sums_ptr,  # [.., NUM_QUERY_ROWS, LATENT_DIM] fp32
     maxima_ptr,  # [.., NUM_QUERY_ROWS] fp32
     weights_ptr,  # as maxima
-    partition,  # index of those of all sequences
+    partition,  # index among the partitions of all sequences
     maximum,  # [TILE_ROWS] fp32
     weight,  # [TILE_ROWS] fp32
     total,  # parts [PART_DIM, TILE_ROWS] fp32
@@ -470,7 +470,7 @@ def _attend_latents(
 
         if FOLDS:
             if sequence_key == 0:
-                # The sums have the place of the first partition, those of the others none.
+                # The sums have the place of the first partition, the other places have none.
                 _store_sums(
                     sums_ptr, maxima_ptr, weights_ptr, first_sum, first_maximum, first_weight, first_total,
                     NUM_QUERY_ROWS, TILE_ROWS, LATENT_DIM, PART_DIM, NUM_PARTS, HALVES,

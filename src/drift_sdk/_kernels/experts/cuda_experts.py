@@ -2,8 +2,8 @@
 
 Routing in one launch of CUDA C++: the router's product, and what routing.py does with it.
 
-It is for routers of the kind "softmax", and for those of the kind "sigmoid" without groups, whose logits are
-not rounded. For a decode pass of up to LISTED_ROWS rows, three launches become
+It is for routers of the kind "softmax", and of the kind "sigmoid" without groups, whose logits are not
+rounded. For a decode pass of up to LISTED_ROWS rows, three launches become
 one; for more rows, `list_rows` follows. The CTAs of a cluster have 16 experts each, and write their logits to
 each other's shared memory: they wait for each other, but not for a launch. There are no atomic operations,
 and lists have a fixed order.

@@ -295,7 +295,7 @@ class ForwardPass:
             self._exchange.share_drafts((rows.slot, rows.token, rows.position if parent is None else parent))
 
     def run(self, num_layers: int | None = None) -> None:
-        """Record the kernels that begin the stream with the embeddings of the rows' tokens, and those of
+        """Record the kernels that begin the stream with the embeddings of the rows' tokens, and kernels of
         the first `num_layers` layers; None: of all layers."""
         if self._exchange is not None:
             self._exchange.begin()
