@@ -7,7 +7,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from loops import until
+from hybrid_requests import ask_at_steps
 from model_zoo import logprob_bound, make_model
 from near_ties import no_near_ties
 from placement import engine_config
@@ -85,19 +85,11 @@ def test_requests_together_equal_requests_alone(
         completions: dict[int, Completion] = {}
         async with Engine(folder, config) as engine:
 
-            def is_idle() -> bool:
-                stats = engine.stats()
-                return stats.num_running == stats.num_waiting == stats.num_queued == 0
-
             async def ask(index: int) -> None:
-                first = engine.stats().num_steps
-                await until(lambda: engine.stats().num_steps - first >= cases[index].arrival or is_idle())
                 completions[index] = await engine.generate(cases[index].prompt, cases[index].params)
 
             for _ in range(2):  # in the second pass, prefixes are cached
-                async with anyio.create_task_group() as tasks:
-                    for index in range(NUM_REQUESTS):
-                        tasks.start_soon(ask, index)
+                await ask_at_steps(engine, [case.arrival for case in cases], ask)
                 for index, expected in enumerate(alone):
                     found = completions[index]
                     assert found.token_ids == expected.token_ids, f"request {index}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -20,6 +21,7 @@ __all__ = [
     "VARIANTS",
     "VOCAB_SIZE",
     "Case",
+    "ask_at_steps",
     "config_of",
     "draw_cases",
     "run_all",
@@ -62,6 +64,24 @@ def config_of(**fields: object) -> EngineConfig:
     )
 
 
+async def ask_at_steps(
+    engine: Engine, arrivals: Sequence[int], ask: Callable[[int], Awaitable[None]]
+) -> None:
+    """Call ask with the index of each arrival, at that number of steps from now, or when nothing runs."""
+    first = engine.stats().num_steps
+
+    def is_time(index: int) -> bool:
+        stats = engine.stats()
+        is_idle = stats.num_running == stats.num_waiting == stats.num_queued == 0
+        return is_idle or stats.num_steps - first >= arrivals[index]
+
+    async with anyio.create_task_group() as tasks:
+        for index in sorted(range(len(arrivals)), key=arrivals.__getitem__):
+            await until(partial(is_time, index))
+            tasks.start_soon(ask, index)
+            await anyio.lowlevel.checkpoint()  # it is submitted
+
+
 async def run_all(
     folder: Path,
     config: EngineConfig,
@@ -77,23 +97,12 @@ async def run_all(
         async def ask(index: int) -> None:
             completions[index] = await engine.generate(given[index].prompt, given[index].params)
 
-        async def ask_later(index: int, first: int) -> None:
-            def is_time() -> bool:
-                stats = engine.stats()
-                is_idle = stats.num_running == stats.num_waiting == stats.num_queued == 0
-                return is_idle or stats.num_steps - first >= given[index].arrival
-
-            await until(is_time)
-            await ask(index)
-
         for _ in range(num_passes):
-            first = engine.stats().num_steps
-            async with anyio.create_task_group() as tasks:
+            if config.max_num_seqs == 1:
                 for index in range(len(given)):
-                    if config.max_num_seqs == 1:
-                        await ask(index)
-                    else:
-                        tasks.start_soon(ask_later, index, first)
+                    await ask(index)
+            else:
+                await ask_at_steps(engine, [case.arrival for case in given], ask)
         on_end(engine)
     return [completions[index] for index in range(len(given))]
 
