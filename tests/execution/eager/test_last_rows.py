@@ -11,6 +11,7 @@ import pytest
 import torch
 from drawn_decoder import drawn_decoder
 from scheduled_run import run_scheduled, sampling_of
+from slow_cases import slow_after
 from tolerances import assert_near
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -146,7 +147,9 @@ def test_multiply_adds_of_rows_that_are_not_read_are_saved(
 
 
 @pytest.mark.parametrize(
-    "asked", [{"num_prompt_logprobs": 1}, {"prompt_states": "mean"}, {"prompt_states": "all"}], ids=str
+    "asked",
+    slow_after(1, [{"prompt_states": "mean"}, {"num_prompt_logprobs": 1}, {"prompt_states": "all"}]),
+    ids=str,
 )
 def test_all_rows_are_computed_for_requests_that_ask_for_them(
     asked: dict[str, Any], decoder: Decoder, monkeypatch: pytest.MonkeyPatch
@@ -224,6 +227,7 @@ def test_drafters_get_all_rows_unless_they_read_tokens_alone(decoder: Decoder) -
     assert found[1].num_products > found[0].num_products
 
 
+@pytest.mark.slow
 def test_a_small_model_computes_its_last_rows_alone(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from interpreted_device import InterpretedDevice
 from model_zoo import make_model
 from scheduled_run import run_scheduled, sampling_of
+from slow_cases import slow_rows_after
 from tolerances import bound
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
@@ -145,7 +146,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "is_exact"), CASES)
+@pytest.mark.parametrize(("model", "is_exact"), slow_rows_after(2, CASES))
 def test_steps_equal_those_of_the_eager_executor(model: str | int, is_exact: bool, tmp_path: Path) -> None:
     decoder = load(model, tmp_path)
     limits, requests = limits_of(decoder), requests_of(MODELS.index(model))

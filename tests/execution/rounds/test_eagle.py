@@ -11,6 +11,7 @@ import pytest
 import torch
 from draft_zoo import make_draft
 from msgspec import structs
+from slow_cases import slow_after
 from tiny_llama import tiny_llama
 from tolerances import assert_near
 
@@ -304,7 +305,7 @@ def test_windows_of_other_sizes_are_found(variant: str, tmp_path: Path) -> None:
         check(pair)
 
 
-@pytest.mark.parametrize("variant", ["reference", "peagle", "windowed", "windowed peagle"])
+@pytest.mark.parametrize("variant", slow_after(2, ["reference", "windowed peagle", "peagle", "windowed"]))
 @torch.inference_mode()
 def test_mixed_steps_equal_the_eager_drafter(variant: str, tmp_path: Path) -> None:
     """Several chunks in a step, a prefix hit beside a chunk, padding rows, limited drafts, rounds without
