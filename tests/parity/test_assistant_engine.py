@@ -102,7 +102,7 @@ def save(kind: str, folder: Path) -> None:
     make_often_right(folder, folder / "assistant")
 
 
-@pytest.fixture(scope="module", params=slow_after(2, KINDS))
+@pytest.fixture(scope="module", params=slow_after(1, KINDS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder, cases = tmp_path_factory.mktemp("model"), draw_cases()[:NUM_REQUESTS]
     save(request.param, folder)

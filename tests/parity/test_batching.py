@@ -66,7 +66,7 @@ def alone(folder: Path, cases: list[Case]) -> list[Completion]:
 
 
 @pytest.mark.parametrize("kv_cache_tokens", slow_after(1, [320, 16_384]))
-@pytest.mark.parametrize("prefill_token_budget", slow_after(2, [16, 64, 512]))
+@pytest.mark.parametrize("prefill_token_budget", slow_after(1, [64, 16, 512]))
 def test_requests_together_equal_requests_alone(
     folder: Path,
     cases: list[Case],

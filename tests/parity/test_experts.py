@@ -17,7 +17,7 @@ from slow_cases import slow_after
 from drift_sdk import Chain, Engine, EngineConfig, NGram, SamplingParams, Speculation
 
 
-@pytest.mark.parametrize("name", slow_after(2, ["mxfp4", *EXPERT_MODELS]))
+@pytest.mark.parametrize("name", slow_after(1, [*EXPERT_MODELS, "mxfp4"]))
 def test_tokens_equal_transformers_alone_and_together(name: str, tmp_path: Path) -> None:
     """Alone; then all at once, in small chunks, with drafts and cached prefixes."""
     model, folder = make_folder(name, tmp_path)

@@ -66,7 +66,8 @@ def alone(folder: Path, cases: list[Case]) -> list[Completion]:
     return run_alone(folder, cases)
 
 
-@pytest.mark.parametrize("variant", slow_after(1, [2, 0, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [2, 0, 1])
 def test_requests_together_equal_requests_alone(
     folder: Path, cases: list[Case], alone: list[Completion], variant: int
 ) -> None:

@@ -72,7 +72,7 @@ class Model(NamedTuple):
     alone: list[Completion]
 
 
-@pytest.fixture(scope="module", params=slow_after(2, MODELS))
+@pytest.fixture(scope="module", params=slow_after(1, MODELS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder, cases = tmp_path_factory.mktemp(request.param), draw_cases()
     near_tie = NEAR_TIE
@@ -238,7 +238,7 @@ def test_drafts_do_not_change_tokens(model: Model, variant: dict[str, int], head
 
 
 @pytest.mark.parametrize("model", slow_after(1, MODELS), indirect=True)
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", slow_after(1, HEADS))
 def test_own_drafts_do_not_change_tokens(model: Model, head: str) -> None:
     """Drafts of the head itself, with numbers of them that the policy chooses, and n-grams beside it."""
     found = run(model, head, VARIANTS[0], adaptive=True, ngrams=NGram(min_length=1))

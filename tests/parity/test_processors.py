@@ -263,7 +263,7 @@ def rule_combinations(
     ]
 
 
-@pytest.mark.parametrize("index", slow_after(2, [0, 20, 4, 14]))
+@pytest.mark.parametrize("index", slow_after(1, [0, 20, 4, 14]))
 def test_greedy_tokens_equal_transformers(index: int, tmp_path: Path) -> None:
     """Those of `generate` itself, which takes longer, for one prompt of model 4."""
     model = make_model(index, tmp_path)

@@ -52,6 +52,7 @@ def test_greedy_tokens_equal_transformers(smollm2_file: Path, smollm2_reference)
     assert num_ties <= sum(map(len, found)) // 100
 
 
+@pytest.mark.slow
 def test_chat_answers_paris(smollm2_file: Path, smollm2_reference) -> None:
     model, tokenizer = smollm2_reference
     messages = [{"role": "user", "content": "What is the capital of France?"}]

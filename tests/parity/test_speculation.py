@@ -176,7 +176,7 @@ def long_plain(folder: Path) -> list[Completion]:
     return anyio.run(ask_long, folder, config_of())
 
 
-@pytest.mark.parametrize("corruption", [0.2, 0.5])
+@pytest.mark.parametrize("corruption", slow_after(1, [0.5, 0.2]))
 @pytest.mark.parametrize("num_draft_tokens", slow_after(2, [1, 5, 2, 3, 4]))
 def test_every_acceptance_length_occurs(
     folder: Path,
@@ -218,7 +218,7 @@ def test_ngram_drafter(
     assert adaptive or sum(f.speculation.num_drafted for f in found) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_after(1, [1.0, 0.0]))
 def test_ngram_drafter_of_one_request_at_a_time(
     folder: Path, plain: dict[float, list[Completion]], temperature: float
 ) -> None:
@@ -232,7 +232,7 @@ def test_ngram_drafter_of_one_request_at_a_time(
 @pytest.mark.parametrize(
     ("num_draft_tokens", "variant"), slow_rows_after(1, [(5, 2), (3, 1), (1, 0), (2, 3), (4, 0)])
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_after(1, [1.0, 0.0]))
 def test_random_eagle_draft(
     folder: Path,
     tmp_path: Path,
@@ -266,13 +266,16 @@ def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("draft", "ngrams", "num_draft_tokens", "variant", "temperature"),
-    [
-        ("small", None, 4, 2, 0.7),
-        ("small", None, 3, 3, 0.0),
-        ("head", NGram(min_length=1), 3, 1, 0.0),
-        ("head", NGram(min_length=1, max_length=3), 2, 2, 1.0),
-        ("small", NGram(min_length=1), 3, 0, 0.0),
-    ],
+    slow_rows_after(
+        3,
+        [
+            ("small", None, 3, 3, 0.0),
+            ("head", NGram(min_length=1), 3, 1, 0.0),
+            ("small", NGram(min_length=1), 3, 0, 0.0),
+            ("small", None, 4, 2, 0.7),
+            ("head", NGram(min_length=1, max_length=3), 2, 2, 1.0),
+        ],
+    ),
 )
 def test_small_models_and_ngrams_beside_drafts(
     plain: dict[float, list[Completion]],

@@ -176,7 +176,7 @@ def plain_of_other_seeds(decoder: Decoder) -> Sequences:
     return generate(decoder, OTHER_SEEDS)[0]
 
 
-@pytest.fixture(scope="module", params=["oracle", "ngram"])
+@pytest.fixture(scope="module", params=slow_after(1, ["ngram", "oracle"]))
 def speculative(
     request: pytest.FixtureRequest, decoder: Decoder, plain: Sequences
 ) -> tuple[Sequences, Counter[int]]:

@@ -207,7 +207,8 @@ def test_tokens_with_a_narrow_cache_are_those_of_shared_blocks(folder: Path, kv_
     assert has_windows == [True, False]
 
 
-@pytest.mark.parametrize("has_drafts", slow_after(1, [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("has_drafts", [True, False])
 def test_a_block_that_is_recycled_too_early_is_found(
     folder: Path,
     cases: list[Case],

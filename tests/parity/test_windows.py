@@ -57,7 +57,7 @@ async def _together(folder: Path, config: EngineConfig) -> tuple[list[list[Compl
 @pytest.mark.parametrize(
     "index, draft",
     slow_rows_after(
-        3,
+        2,
         [
             (GEMMA3, EAGLE),
             (PHI3, "ngram"),
