@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from references.attention import cache_numbers, pack_cache, paged_attention_reference, unpack_cache
 from references.trees import tree_attention_reference
+from slow_cases import slow_after
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.decode import (
@@ -237,7 +238,7 @@ def test_bits_are_those_of_decoding_in_trees_and_prompts(shape: dict[str, Any], 
 
 
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("head_dim", [264, 288, 512])
+@pytest.mark.parametrize("head_dim", slow_after(1, [264, 288, 512]))
 @pytest.mark.parametrize("options", [{}, {"window": 40, "has_sinks": True}], ids=str)
 def test_wide_heads_have_the_bits_of_decoding_in_prompts(
     options: dict[str, Any], head_dim: int, device: str

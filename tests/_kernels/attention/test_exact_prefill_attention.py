@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from order_probe import expected_sum, probe_row
 from prompt_chunks import Prompt
+from slow_cases import slow_after, slow_rows_after
 
 from drift_sdk._kernels.attention import exact_prefill
 from drift_sdk._kernels.attention.exact_prefill import (
@@ -38,7 +39,7 @@ MAX_KEYS = 448
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize("block_size", slow_after(1, [8, 64]))
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention_equals_float64(
     heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, device: str
@@ -57,7 +58,8 @@ def test_attention_equals_float64(
 
 @pytest.mark.parametrize("head_dim", [16, 264])
 @pytest.mark.parametrize(
-    ("window", "has_sinks"), [(0, False), (0, True), (9, False), (40, True), (300, False)]
+    ("window", "has_sinks"),
+    slow_rows_after(3, [(0, True), (9, False), (300, False), (0, False), (40, True)]),
 )
 def test_windows_and_sinks_have_the_bits_of_decoding(
     window: int, has_sinks: bool, head_dim: int, device: str, monkeypatch: pytest.MonkeyPatch

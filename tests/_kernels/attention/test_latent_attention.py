@@ -214,7 +214,9 @@ def test_latents_of_several_parts(device: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "part_dim"), [((5, 24, 8), 128), ((1, 80, 4), 16)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "part_dim"), slow_rows_after(1, [((5, 24, 8), 128), ((1, 80, 4), 16)]), ids=str
+)
 def test_latents_in_e4m3_have_one_set_of_bits(
     shape: tuple[int, int, int],
     part_dim: int,

@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from order_probe import expected_sum, probe_row
 from references.attention import paged_attention_reference
+from slow_cases import slow_after, slow_rows_after
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention import decode
@@ -146,7 +147,7 @@ def assert_attended(case: Case, found: torch.Tensor, expected: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 3, 6])
+@pytest.mark.parametrize("num_rows", slow_after(2, [1, 3, 6]))
 @pytest.mark.parametrize(
     "shape",
     [
@@ -264,7 +265,11 @@ def test_bits_in_a_window_do_not_depend_on_other_rows(
 
 
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize(("window", "partitions"), [(0, SMALL), (9, SMALL), (40, EVEN)], ids=["0", "9", "40"])
+@pytest.mark.parametrize(
+    ("window", "partitions"),
+    slow_rows_after(2, [(0, SMALL), (9, SMALL), (40, EVEN)]),
+    ids=["0", "9", "40"],
+)
 def test_bits_of_wide_heads_do_not_depend_on_other_rows(
     window: int, partitions: Partitions, device: str
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated_cuda import has_host_compiler, launch_emulated
 from references.experts import choose_experts_reference, list_rows_reference
+from slow_cases import slow_rows_after
 
 from drift_sdk._kernels.experts.cuda_experts import cuda_route, has_cuda_route
 from drift_sdk._kernels.experts.routing import ExpertRows
@@ -158,7 +159,7 @@ extern "C" __global__ void choose(const float* logits, const float* correction, 
 
 
 @pytest.mark.skipif(not has_host_compiler(), reason="needs a compiler for the host")
-@pytest.mark.parametrize(("num_experts", "num_active"), [(64, 4), (128, 8), (16, 3)])
+@pytest.mark.parametrize(("num_experts", "num_active"), slow_rows_after(1, [(16, 3), (64, 4), (128, 8)]))
 def test_choice_by_sigmoids_equals_the_reference(num_experts: int, num_active: int, tmp_path: Path) -> None:
     """With equal scores, corrections that turn the order round, and logits that are infinite or NaN."""
     source = resources.files("drift_sdk._kernels").joinpath("experts/route_rows.cu").read_text("utf-8")

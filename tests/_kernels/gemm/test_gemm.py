@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from references.gemm import gated_multiply_reference, multiply_reference
+from slow_cases import slow_after
 from tolerances import assert_near
 
 from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
@@ -64,7 +65,7 @@ def test_multiply_is_near_the_exact_product(
     assert_near(multiply_reference(x, weight, config), found, inner=shape[2], magnitude=LARGEST)
 
 
-@pytest.mark.parametrize("inner", [80, 320, 1024])
+@pytest.mark.parametrize("inner", slow_after(2, [80, 320, 1024]))
 @pytest.mark.parametrize("num_slices", [1, 2, 4])
 def test_bits_do_not_depend_on_rows_or_tiles(num_slices: int, inner: int, device: str) -> None:
     """Slices of many tiles, of few, and of one."""

@@ -257,7 +257,7 @@ def test_prompts_are_near_float64(spec: GatedDelta, num_rows: int) -> None:
 @pytest.mark.parametrize(
     ("spec", "num_warps"),
     slow_rows_after(
-        2, [(spec, warps) for warps in (1, 2, 4, 8) for spec in LAYERS if has_warps(spec, warps)]
+        1, [(spec, warps) for warps in (1, 2, 4, 8) for spec in LAYERS if has_warps(spec, warps)]
     ),
     ids=str,
 )
@@ -277,12 +277,15 @@ def test_prompts_have_the_same_bits_however_they_are_cut(spec: GatedDelta, num_w
 
 @pytest.mark.parametrize(
     ("spec", "rows_per_slot", "num_warps"),
-    [
-        (spec, rows, warps)
-        for spec in LAYERS
-        for rows, warps in ((1, None), (1, 1), (3, None), (4, 2), (5, None), (8, None))
-        if has_warps(spec, warps or 1)
-    ],
+    slow_rows_after(
+        5,
+        [
+            (spec, rows, warps)
+            for rows, warps in ((3, None), (4, 2), (1, 1), (8, None), (1, None), (5, None))
+            for spec in LAYERS
+            if has_warps(spec, warps or 1)
+        ],
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("start", slow_after(1, [31, 0, 1, 32, 45]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_fields
 from sampling_rows import GREEDY, Group, Rows, make_rows, moved, pack, random_rows
+from slow_cases import slow_after
 from tolerances import assert_near, bound
 
 from drift_sdk._kernels.sampling import rows as rows_module
@@ -207,7 +208,7 @@ def test_sample_rows_at_extreme_temperatures(
     check(make_rows(groups[: 24 if device == "cuda" else 4], logits[: 24 if device == "cuda" else 4], device))
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("scale", slow_after(1, [1.0, 3.0]))
 @pytest.mark.parametrize(
     "fields", [{"top_p": 0.8}, {"top_p": 0.95}, {"top_p": 0.99}, {"top_k": 1000}], ids=str
 )
