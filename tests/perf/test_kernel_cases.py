@@ -79,8 +79,8 @@ def test_cases_of_latents_fill_their_outputs(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("perf.cases.latent.torch.bfloat16", torch.float32)
     spec = replace(prepare("glm-4.7-flash", tmp_path).spec.attention, num_heads=2, latent_dim=16)
     for case in (
-        latent_decode_case(spec, 70, 2, 2, "cpu"),
-        latent_chunk_case(spec, 60, 10, "cpu"),
+        latent_decode_case(spec, 18, 2, 2, "cpu"),
+        latent_chunk_case(spec, 20, 5, "cpu"),
         product_case(2, 16, 24, 3, "cpu"),
     ):
         prepared = case.prepare()

@@ -247,6 +247,7 @@ def test_bytes_of_weights_in_fp8_blocks_are_those_of_their_tensors(tmp_path: Pat
     assert saved == sizes[1] - sizes[0] > 0.3 * sizes[1]
 
 
+@pytest.mark.slow
 def test_bytes_of_experts_in_fp8_blocks(tmp_path: Path) -> None:
     model = prepare("qwen3.6-35b-a3b", tmp_path, "fp8-blocks")
     blocks = 3 * 4 * 16  # of 512 x 2,048

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from slow_cases import slow_after
 
 from drift_sdk import Chain, EngineConfig, Speculation
 from drift_sdk.models.decoder import Decoder
@@ -60,7 +61,7 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
-@pytest.mark.parametrize("weights", [None, "fp8-blocks"])
+@pytest.mark.parametrize("weights", slow_after(1, [None, "fp8-blocks"]))
 def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "DecodeOptions", partial(DecodeOptions, lengths=(8, 40)))
     out = tmp_path / "speculative.json"
@@ -78,7 +79,7 @@ def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pyte
     assert 1.0 <= drafted["measured_acceptance_length"] <= 3.0 and 0 < drafted["mean_drafts"] <= 2.0
 
 
-@pytest.mark.parametrize("weights", [None, "fp8-blocks"])
+@pytest.mark.parametrize("weights", slow_after(1, ["fp8-blocks", None]))
 def test_a_layer_with_latents_drafts(
     weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +236,7 @@ def test_an_assistant_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert 1.0 <= drafted["measured_acceptance_length"] <= 3.0 and 0 < drafted["mean_drafts"] <= 2.0
 
 
-@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("weights", slow_after(1, [None, "fp8"]))
 def test_bytes_of_an_assistant(weights: str | None, tmp_path: Path) -> None:
     """For each draft all weights, and the keys and values that three windows and a full layer see."""
     draft = Assistant.prepare(prepare("gemma-4-31b", tmp_path / "model"), weights)
