@@ -411,7 +411,15 @@ def test_structured_prints_a_recipe(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert out.endswith("a date: 1969-07-20\n")
 
 
-def test_embed_decide_prints_similarities_and_probabilities(run: Run, real: str) -> None:
+def test_embed_decide_prints_similarities_and_probabilities(run: Run, small: str) -> None:
+    lines = run("embed_decide", small)[0].splitlines()
+    assert [float(line[:6]) <= 1 for line in lines[:3]] == [True] * 3
+    assert sorted(line.split()[-1] for line in lines[3:]) == ["cat", "dog", "fish"]
+    assert sum(float(line.split("%")[0]) for line in lines[3:]) == pytest.approx(100, abs=0.3)
+
+
+@pytest.mark.slow
+def test_embed_decide_answers_with_a_real_model(run: Run, real: str) -> None:
     lines = run("embed_decide", real)[0].splitlines()
     similarities = {line[8:]: float(line[:6]) for line in lines[:3]}
     assert max(similarities, key=similarities.__getitem__).startswith("Dogs bark")
