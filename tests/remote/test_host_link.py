@@ -99,7 +99,7 @@ async def check_serves(engine: ProcessEngine) -> None:
         assert (await engine.generate("a", max_tokens=9, seed=1)).token_ids == tokens_of("a", 1, 9)
 
 
-@pytest.mark.parametrize("loop", slow_after(2, ["asyncio", "trio", "uvloop"]))
+@pytest.mark.parametrize("loop", slow_after(1, ["asyncio", "trio", "uvloop"]))
 def test_cancelled_start_ends_the_child_and_leaves_nothing(
     loop: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +272,7 @@ async def test_pool_whose_start_fails_does_not_wait_for_a_child_that_hangs(
     assert not engine.is_open and not new_children(earlier)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("loop", slow_after(1, ["trio", "asyncio"]))
 @pytest.mark.parametrize("how", ["cancel", "close"])
 def test_restart_of_a_replica_whose_child_hangs(
     loop: str, how: str, earlier: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
@@ -332,7 +332,7 @@ async def test_pool_that_closes_between_the_halves_of_a_restart_has_no_replica_s
     assert num_starts == 0
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("loop", slow_after(1, ["trio", "asyncio"]))
 def test_stopped_child_is_ended_when_it_does_not_close(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the task that closes it is cancelled, and if the engine is one of a pool."""
     monkeypatch.setattr(connection, "CLOSE_S", 0.05)
@@ -433,7 +433,7 @@ def test_kill_does_not_need_the_end_of_the_socket(earlier: set[psutil.Process]) 
     run("asyncio", main)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+@pytest.mark.parametrize("loop", slow_after(1, ["asyncio", "trio"]))
 @every_hang
 def test_interrupted_program_ends_its_child(loop: str, hang: str) -> None:
     """Ctrl-C, while the program starts an engine."""
