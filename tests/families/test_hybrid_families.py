@@ -35,7 +35,7 @@ from drift_sdk.spec.model import Attention, GatedDelta
 NUM_MODELS = 16
 
 
-@pytest.mark.parametrize("seed", slow_after(2, range(NUM_MODELS)))
+@pytest.mark.parametrize("seed", slow_after(1, range(NUM_MODELS)))
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_tokens_equal_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = make_hybrid_model(family, seed, tmp_path)

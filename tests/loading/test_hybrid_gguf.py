@@ -249,7 +249,7 @@ def test_drafts_of_files_equal_those_of_their_numbers(family: str, kind: str, tm
     assert num_accepted > 0 or kind in ("mixed", "Q4_K"), "of weights that are not random blocks"
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+@pytest.mark.parametrize("kind", slow_after(1, ["Q4_K", "F32"]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layer_has_the_numbers_of_the_file(family: str, kind: str, tmp_path: Path) -> None:
     """Its matrices are as quantised in memory as in the file."""

@@ -22,6 +22,7 @@ from hybrid_parity import stacked_and_each
 from model_zoo import make_model, random_model
 from quantised_files import write_checkpoint
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_after
 
 from drift_sdk.config import EngineConfig
 from drift_sdk.errors import ModelLoadError
@@ -157,7 +158,7 @@ INT4, FP8, NVFP4 = ({kind, torch.Tensor} for kind in (Int4Weight, Fp8Weight, Nvf
         (GEMMA4_EXPERTS, "nvfp4, modelopt", (*NO_VOCABULARY, "router.", "self_attn"), NVFP4),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.float32, torch.bfloat16]))
 def test_stored_weights_compute_as_their_numbers(
     model_folder: Callable[[int | str], Path],
     tmp_path: Path,
