@@ -21,7 +21,7 @@ from drift_sdk.spec.model import BORDER, GatedDelta, Norm, num_input_rows
 pytestmark = pytest.mark.kernel
 
 # The interpreter truncates to bfloat16 instead of rounding: that changes a rounding by less than one place.
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_SLOTS = 8
 MORE_COLUMNS = 5
 """Of a product, behind the channels."""
@@ -134,7 +134,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_after(2, DTYPES))
 @pytest.mark.parametrize("num_slices", slow_after(2, [0, 3, 1]))
 @pytest.mark.parametrize("conv_width", WIDTHS)
 @pytest.mark.parametrize("sizes", slow_after(2, SIZES), ids=lambda sizes: f"{sizes[2]}-{sizes[3]}")
