@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from drift_sdk._kernels.attention import latent
 from drift_sdk._kernels.attention.decode import AttentionConfig
 
 
@@ -17,3 +19,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name, lambda *_: AttentionConfig(num_programs=4))
     monkeypatch.setattr("drift_sdk._kernels.attention.decode.FEW_PARTITIONS", 2)
     monkeypatch.setattr("drift_sdk._kernels.attention.decode.MIN_PROGRAMS", 0)
+    limits = replace(latent.gpu_limits(), num_multiprocessors=4)
+    monkeypatch.setattr(latent, "gpu_limits", lambda: limits)
+    monkeypatch.setattr(latent, "FOLDED_SHARE", 0)  # as with more programs
