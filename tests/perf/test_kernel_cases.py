@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from drift_sdk._kernels.attention import latent
 from drift_sdk._kernels.attention.decode import AttentionConfig
 from drift_sdk._kernels.experts.cuda_experts import CudaTiles, RingTiles
 from drift_sdk._kernels.experts.expert_gemm import ExpertGemmConfig
@@ -77,10 +78,12 @@ def test_cases_of_latents_have_their_bytes_and_operations(tmp_path: Path) -> Non
 def test_cases_of_latents_fill_their_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter multiplies float32 only.
     monkeypatch.setattr("perf.cases.latent.torch.bfloat16", torch.float32)
+    limits = replace(latent.gpu_limits(), num_multiprocessors=4)
+    monkeypatch.setattr(latent, "gpu_limits", lambda: limits)
     spec = replace(prepare("glm-4.7-flash", tmp_path).spec.attention, num_heads=2, latent_dim=16)
     for case in (
-        latent_decode_case(spec, 18, 2, 2, "cpu"),
-        latent_chunk_case(spec, 20, 5, "cpu"),
+        latent_decode_case(spec, 70, 2, 2, "cpu"),
+        latent_chunk_case(spec, 60, 10, "cpu"),
         product_case(2, 16, 24, 3, "cpu"),
     ):
         prepared = case.prepare()
