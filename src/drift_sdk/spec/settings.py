@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from drift_sdk.errors import ModelLoadError, short_repr
 
@@ -12,7 +12,6 @@ __all__ = [
     "MAX_SIZE",
     "MIN_CONTEXT",
     "Settings",
-    "check_choice",
     "read_bool",
     "read_int",
     "read_multiplier",
@@ -96,10 +95,3 @@ def read_number(
 def read_multiplier(config: Mapping[str, Any], name: str, default: float | None = 1.0) -> float:
     """The factor `name`, as `read_number` reads it."""
     return read_number(config, name, default, ge=MULTIPLIERS[0], le=MULTIPLIERS[1])
-
-
-def check_choice(field: str, value: str, choices: object) -> None:
-    """Raise ModelLoadError for what is not one of the literals of `choices`."""
-    if value not in get_args(choices):
-        expected = ", ".join(map(repr, get_args(choices)))
-        raise ModelLoadError(f"{field}={short_repr(value)}: expected one of {expected}")
