@@ -6,11 +6,19 @@ from collections.abc import Sequence
 
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families.glm4_moe import read_glm_experts, unread_layers, with_mtp
-from drift_sdk.spec.decoder_settings import read_decoder, read_mlp, read_num_layers
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.model import Channel, LatentAttention, ModelSpec, Norm
-from drift_sdk.spec.rope_settings import read_rope, read_score_factor
-from drift_sdk.spec.settings import MAX_SIZE, Settings, read_bool, read_int
+from drift_sdk.spec.settings import (
+    MAX_SIZE,
+    Settings,
+    read_bool,
+    read_decoder,
+    read_int,
+    read_mlp,
+    read_num_layers,
+    read_rope,
+    read_score_factor,
+)
 
 LATENT_NORM = Norm(1e-6)
 """Of latents, whatever the other norms of a model are."""

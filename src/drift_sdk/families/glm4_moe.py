@@ -7,17 +7,20 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import (
+from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.model import Channel, Mlp, ModelSpec, MtpNames, Names, Router
+from drift_sdk.spec.settings import (
+    Settings,
     read_attention,
+    read_bool,
     read_decoder,
     read_experts,
+    read_int,
     read_mlp,
+    read_multiplier,
     read_norm,
     read_num_layers,
 )
-from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.model import Channel, Mlp, ModelSpec, MtpNames, Names, Router
-from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier
 
 SIGMOID = 2
 """The sigmoid's number in `expert_gating_func` of GGUF files."""
