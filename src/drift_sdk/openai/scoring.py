@@ -25,8 +25,7 @@ from drift_sdk import BaseEngine, Decision, DriftError, Embedding, QueueFull, Re
 from drift_sdk.driver.prompts import FramedPrompt, Prompt
 from drift_sdk.jobs import POLL_S
 from drift_sdk.openai.conversation import IGNORED, Message
-from drift_sdk.openai.reranker import Reranker
-from drift_sdk.openai.service import Model, Service, check_room, new_id, unless_disconnected
+from drift_sdk.openai.service import Model, Reranker, Service, check_room, new_id, unless_disconnected
 from drift_sdk.openai.wire import Body, Wire
 
 MAX_INPUTS = 2048
