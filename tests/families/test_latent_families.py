@@ -29,8 +29,8 @@ from drift_sdk.families import gguf_architecture, read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
+from drift_sdk.models.draft_head import mtp_shapes
 from drift_sdk.models.mixers.latent_attention import LatentWeights
-from drift_sdk.models.mtp import mtp_shapes
 from drift_sdk.models.shard import shard_obstacles
 from drift_sdk.models.weights import tensor_shapes
 from drift_sdk.quantised.formats import Fp8Weight, quantise_fp8

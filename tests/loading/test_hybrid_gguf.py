@@ -36,7 +36,7 @@ from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.loading import gguf as gguf_loading
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.mtp import load_mtp
+from drift_sdk.models.draft_head import load_mtp
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight, dequantised
 from drift_sdk.spec.family import GGUFChange

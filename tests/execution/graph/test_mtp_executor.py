@@ -27,8 +27,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.models.mtp import random_mtp
+from drift_sdk.models.draft_head import DraftDecoder, random_mtp
 from drift_sdk.quantised.formats import quantise_fp8
 from drift_sdk.quantised.weight import dense
 from drift_sdk.startup.graph_startup import weights_to_tune
