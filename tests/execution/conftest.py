@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references.gated_delta import advance_prompts_reference, advance_rows_reference
 
 from drift_sdk._kernels.attention.decode import AttentionConfig
+from drift_sdk.execution.forward import gated_delta
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +19,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name, lambda *_: AttentionConfig(num_programs=4))
     monkeypatch.setattr("drift_sdk._kernels.attention.decode.FEW_PARTITIONS", 2)
     monkeypatch.setattr("drift_sdk._kernels.attention.decode.MIN_PROGRAMS", 0)
+
+
+@pytest.fixture
+def gated_delta_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gated delta rule by its reference: the kernels in CUDA C++ do not run in the interpreter."""
+    monkeypatch.setattr(gated_delta, "advance_rows", advance_rows_reference)
+    monkeypatch.setattr(gated_delta, "advance_prompts", advance_prompts_reference)

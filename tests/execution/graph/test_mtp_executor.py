@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from interpreted_device import InterpretedDevice
-from references.gated_delta import advance_prompts_reference, advance_rows_reference
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
+from tiny_llama import tiny_hybrid
 
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
-from drift_sdk.execution.forward import gated_delta, latent_attention
+from drift_sdk.execution.forward import latent_attention
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
@@ -35,29 +35,11 @@ from drift_sdk.steps import ExecutorLimits, SlotSampling, StepResult
 
 pytestmark = [
     pytest.mark.kernel,
+    pytest.mark.usefixtures("gated_delta_reference"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: kernels run on the CPU"),
 ]
 
-DENSE = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 256,
-    "mtp_num_hidden_layers": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    "tie_word_embeddings": False,
-}
+DENSE = tiny_hybrid(mtp_num_hidden_layers=1)
 EXPERTS = DENSE | {
     "model_type": "qwen3_5_moe_text",
     "num_experts": 6,
@@ -109,12 +91,6 @@ BUDGET, NUM_CHECKPOINTS, NUM_DRAFTS = 48, 4, 2
 
 Request = tuple[list[int], SlotSampling]
 Drafts = list[tuple[int, ...]]
-
-
-@pytest.fixture(autouse=True)
-def reference_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_delta, "advance_rows", advance_rows_reference)
-    monkeypatch.setattr(gated_delta, "advance_prompts", advance_prompts_reference)
 
 
 def models(settings: dict[str, Any]) -> tuple[Decoder, DraftDecoder]:
