@@ -25,8 +25,7 @@ from drift_sdk._kernels.commit import (
     record_words,
 )
 from drift_sdk._kernels.sampling.rows import MAX_TOP
-from drift_sdk._kernels.trees.tree_accept import tree_record_words
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_record_words
 from drift_sdk.execution.device.resources import DeviceResources, Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
 from drift_sdk.execution.device.stages import forward_stage
