@@ -36,6 +36,7 @@ from drift_sdk.models.allocation import (
     WeightForm,
     fill_places,
     memory_named,
+    no_matrix,
 )
 from drift_sdk.models.attention import StepRows
 from drift_sdk.models.channels import MlpWeights
@@ -669,10 +670,9 @@ def _allocate_mtp(spec: ModelSpec, allocation: Allocation, target: DecoderWeight
     )
 
 
-def _mtp_places(spec: ModelSpec, read: ReadMatrix | None = None) -> dict[str, torch.Tensor]:
+def _mtp_places(spec: ModelSpec, read: ReadMatrix = no_matrix) -> dict[str, torch.Tensor]:
     """The tensors of files, without memory. read: as in Allocation."""
-    meta = torch.device("meta")
-    allocation = Allocation(meta, torch.float32) if read is None else Allocation(meta, torch.float32, read)
+    allocation = Allocation(torch.device("meta"), torch.float32, read)
     _allocate_mtp(spec, allocation, None)
     return allocation.places
 

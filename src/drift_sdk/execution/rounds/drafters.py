@@ -294,11 +294,7 @@ class ModelRoundDrafter:
 
     def _take_rows(self, num_rows: int) -> Rows:
         """Uninitialised rows of the small model."""
-
-        def take(name: str) -> Tensor:
-            return self._workspace.take(f"draft_model_row_{name}", (num_rows,), torch.int32)
-
-        return Rows(slot=take("slot"), token=take("token"), position=take("position"))
+        return Rows.take(self._workspace, num_rows, "draft_model_")
 
 
 class AssistantRoundDrafter:

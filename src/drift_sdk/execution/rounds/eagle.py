@@ -231,11 +231,7 @@ class EagleRoundDrafter:
 
     def take_rows(self, num_rows: int) -> Rows:
         """Uninitialised rows of the draft."""
-
-        def take(name: str) -> Tensor:
-            return self._workspace.take(f"draft_row_{name}", (num_rows,), torch.int32)
-
-        return Rows(slot=take("slot"), token=take("token"), position=take("position"))
+        return Rows.take(self._workspace, num_rows, "draft_")
 
     def fuse(self, aux_hidden: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Features of rows [R, target_hidden] for `draft_inputs`, computed as `DraftDecoder.fuse` does."""
