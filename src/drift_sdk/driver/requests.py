@@ -433,7 +433,7 @@ class Request:
         return "".join(texts), len(token_ids), None
 
     def _should_stop(self, stop_when: StopFunction) -> bool:
-        """What the request's function says. RequestError if it fails."""
+        """The answer of the request's function. RequestError if it fails."""
         try:
             return bool(stop_when(self._seen_ids, self._seen_text))
         except BaseException as error:  # also SystemExit, which would end the engine's thread
@@ -460,8 +460,8 @@ class Request:
         return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in spans)
 
     def _remaining_text(self, num_tokens: int) -> tuple[str, str | None]:
-        """(text that detokeniser and stop matcher still hold back after so many tokens, the stop string that
-        it completes or None)."""
+        """(text that detokeniser and stop matcher still hold back after `num_tokens` tokens, the stop string
+        that it completes or None)."""
         tail = self._detokenizer.flush()
         if self._matcher is None or num_tokens <= self.params.min_tokens:
             return tail, None
@@ -476,7 +476,7 @@ class Request:
         logprobs: tuple[TokenLogprobs, ...] | None,
         finish: FinishReason | None,
     ) -> Chunk:
-        """Add to the completion what a chunk brings; returns the chunk. text: before it is split."""
+        """Add a chunk to the completion; returns the chunk. text: before it is split."""
         self._text.append(text)
         self._completion_ids.extend(token_ids)
         if self.params.logprobs is not None:
@@ -608,7 +608,7 @@ class RequestRegistry:
         return EngineClosed("the engine was closed" if self._is_closed else "the engine is still starting")
 
     def has_room(self, num_requests: int = 1) -> bool:
-        """Whether so many more requests would be admitted, as far as the queue is concerned."""
+        """Whether the queue has room for `num_requests` more requests."""
         limit = self._max_queued_requests
         return limit is None or self._num_queued + num_requests <= limit
 

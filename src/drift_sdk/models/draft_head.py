@@ -678,7 +678,7 @@ def _mtp_places(spec: ModelSpec, read: ReadMatrix = no_matrix) -> dict[str, torc
 
 
 def _with_stored_layout(spec: ModelSpec, tensors: TensorSource) -> ModelSpec:
-    """The spec, with the layout that experts of the layer have in files: it may not be that of the others."""
+    """The spec, with the layout of the layer's experts in files, which may differ from the other layers."""
     assert spec.mtp is not None
     channel, names = spec.mtp.channel, spec.names
     if not isinstance(channel, Experts):

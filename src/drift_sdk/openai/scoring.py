@@ -355,7 +355,7 @@ async def decision(
 
 
 class DecideBody(Body, kw_only=True):
-    """prompt: a text or token ids, in the place of messages. choices: the answers, likewise."""
+    """prompt: a text or token ids, in the place of messages. choices: the answers, as texts or token ids."""
 
     max_items = 2**20  # of tokens, as of completions
     ignored: ClassVar[frozenset[str]] = IGNORED

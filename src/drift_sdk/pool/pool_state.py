@@ -286,10 +286,10 @@ class ReplicaStats(Struct, frozen=True, kw_only=True):
     device:        of its config.
     state:         "open"; "drained" (it gets no new requests); "closed" (it was closed or has failed).
     num_requests:  live requests of the pool that it has.
-    num_tokens:    tokens of their prompts and completions, as the router counts them: those of a text are
-                   estimated.
+    num_tokens:    tokens of their prompts and completions, as the router counts them: estimated for
+                   texts.
     num_routed:    requests that it was given.
-    num_by_prefix: of them, those whose beginning it had got before.
+    num_by_prefix: of them, requests whose beginning it had got before.
     num_moved:     unstarted requests that went from it to another replica.
     num_replayed:  started requests that were run again on another replica.
     num_lost:      requests that it ended by failing.
@@ -312,8 +312,8 @@ class ReplicaStats(Struct, frozen=True, kw_only=True):
 def summed_stats(each: Sequence[EngineStats]) -> EngineStats:
     """Sums of all counters and of the current state. `mean_active`, `min_active` and `max_active` are sums
     too: of replicas whose steps overlap. `is_paused` and `is_asleep` hold if they hold for all.
-    `weights_version` is the lowest, `start_seconds` are those of the replica that took longest, and
-    `kv_dtype` is that of all, if it is the same."""
+    `weights_version` is the lowest, `start_seconds` come from the replica that took longest, and
+    `kv_dtype` is given if all have the same."""
     found: dict[str, Any] = {}
     for field in fields(EngineStats):
         values = [getattr(stats, field.name) for stats in each]
@@ -511,7 +511,7 @@ class Traffic:
         return bool(routes)
 
     def grown(self, attempt: Attempt, num_tokens: int) -> None:
-        """A request has got so many tokens."""
+        """A request has got `num_tokens` more."""
         self._router.grow(attempt.index, num_tokens)
 
     def left(self, attempt: Attempt) -> None:

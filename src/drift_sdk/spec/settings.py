@@ -222,8 +222,8 @@ def read_rope(settings: Settings, head_dim: int, *, may_be_partial: bool = False
 
 
 def read_score_factor(settings: Settings) -> float:
-    """What the scale of latent attention is multiplied by with a scaling of the rotation: the square of the
-    magnitude that `mscale_all_dim` gives; 1.0 without."""
+    """The factor of latent attention's scale if the rotation is scaled: the square of the magnitude that
+    `mscale_all_dim` gives; 1.0 without."""
     table = rope_table(settings)
     weight = read_number(table, "mscale_all_dim", 0.0, ge=0.0, le=MAGNITUDES[1], place=IN_ROPE)
     if _first_given(table, "rope_type", "type") in (None, "default") or not weight:
@@ -334,8 +334,8 @@ def _yarn_scaling(
     config: Mapping[str, Any], settings: Mapping[str, Any], rotary_dim: int, theta: float
 ) -> YarnScaling:
     """YaRN's scaling. `first` is the pair that turns beta_fast times over the context of pretraining, `last`
-    that which turns beta_slow times. Without `attention_factor`, the magnitude is that of the factor, times
-    `attn_factor`, as in vLLM."""
+    the pair that turns beta_slow times. Without `attention_factor`, the magnitude follows from the factor,
+    times `attn_factor`, as in vLLM."""
     context = _original_context(config, settings, ge=2)
     whole = read_number(config, "max_position_embeddings", ge=2, le=MAX_CONTEXT)
     low, high = FACTORS
@@ -375,7 +375,7 @@ def _yarn_scaling(
 
 
 def _yarn_magnitude(settings: Mapping[str, Any], factor: float) -> float:
-    """The factor of cosines and sines that follows from that of the context."""
+    """The factor of cosines and sines, which follows from the context's factor."""
     weights = [
         read_number(settings, name, 0.0, ge=0.0, le=MAGNITUDES[1], place=IN_ROPE)
         for name in ("mscale", "mscale_all_dim")
@@ -480,8 +480,8 @@ def read_layer_types(
 
 
 def read_context(config: Mapping[str, Any], mixers: Sequence[Mixer]) -> int:
-    """The model's context, in tokens. With YaRN it is what the scaling reaches, also if
-    `max_position_embeddings` is less: model cards that add YaRN leave it as it is."""
+    """The model's context, in tokens. With YaRN it is the reach of the scaling, also if
+    `max_position_embeddings` is less: model cards that add YaRN leave it unchanged."""
     context = read_int(config, "max_position_embeddings", ge=MIN_CONTEXT, le=MAX_CONTEXT)
     return max([context, *(_reach(mixer.rope) for mixer in mixers if isinstance(mixer, AnyAttention))])
 

@@ -257,7 +257,7 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def gguf_eos_token_ids(metadata: Mapping[str, Any], location: str) -> list[int]:
-    """The ids that metadata names, and those of tokens with known texts, whatever the type of the token.
+    """The ids that end an answer: named by metadata, or of tokens with known texts, of any type.
 
     location: the file, for messages. Raises ModelLoadError naming it for metadata that is no token id.
     """

@@ -103,8 +103,8 @@ class GemmTiles(Struct, frozen=True, forbid_unknown_fields=True):
     is_library: bool = False
 
     def config(self, num_slices: int) -> GemmConfig:
-        """Return the configuration of a weight with so many slices, which are spread for the library. Tiles
-        may say otherwise: a part of a weight can have the shape of a whole weight that has more slices."""
+        """Return the configuration of a weight with `num_slices` slices, which are spread for the library.
+        Tiles may say otherwise: a part of a weight can have the shape of a whole one that has more slices."""
         tiles = structs.replace(self, is_spread=True) if self.is_library and num_slices > 1 else self
         return GemmConfig(num_slices=num_slices, **structs.asdict(tiles))
 
@@ -608,9 +608,9 @@ def library_product(x: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor
 
 
 def library_state() -> LibraryState:
-    """Return what the library's choice of a kernel depends on beside the product.
+    """Return the state, beside the product, that decides which kernel the library chooses.
 
-    These are torch's settings of the library and the sizes of its workspaces. The host may change all of
+    It consists of torch's settings of the library and the sizes of its workspaces. The host may change all of
     them between two engines.
     """
     cuda = torch.backends.cuda
@@ -637,7 +637,7 @@ def library_way(
     """The first way in which the library has the kernel's bits; None if it has other bits in all of them. The
     first call for a case runs all, and warns once.
 
-    The arguments are those of the product, which is gated if gate_up is given. The contents of `out` (and of
+    Arguments: as of the product, which is gated if gate_up is given. The contents of `out` (and of
     gate_up) are undefined afterwards.
     """
     case = x.shape[0], weight.shape, x.dtype, x.device, config, library_state()

@@ -521,7 +521,7 @@ def gather_hidden(source: Tensor, hidden: Tensor, out: Tensor) -> None:
 
 
 def tree_record_words(num_trees: int) -> int:
-    """Words of the results of a round of so many trees."""
+    """Words of the results of a round."""
     return num_trees * (record_words(PATH_ENTRIES) + PATH_ENTRIES)
 
 
@@ -641,7 +641,7 @@ def _tree_accept(
 
 
 def tree_accept(tensors: CommitTensors, row_parent: Tensor, path: Tensor) -> None:
-    """Advance the slots of trees by what was chosen behind their nodes, and record it for the host.
+    """Advance the slots of trees by the tokens chosen behind their nodes, and record them for the host.
 
     tensors: rows are the nodes of B trees, T of each, as of `tree_rows`; the records of slots have
     PATH_ENTRIES rows, and are followed by paths. row_parent [B * T] int32: of each node. No path has more

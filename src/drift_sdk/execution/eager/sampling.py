@@ -447,7 +447,7 @@ def rank(
 
     Returns, for each row, `num_candidates` different ids, best first, and the logarithms of their
     probabilities. The first is the token that `choose` chooses. Scores are logits / temperature + noise, so
-    the order is that of the noise that the target will choose by.
+    candidates are ordered by the noise by which the target will choose.
     """
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:

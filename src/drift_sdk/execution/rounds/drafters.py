@@ -255,7 +255,7 @@ class ModelRoundDrafter:
                 normed = forward.normed
 
     def draft_extend(self, verified: VerifiedRows) -> None:
-        # The rows of emitted tokens: those of the round, one position further.
+        # The rows of emitted tokens: the round's rows, one position further.
         rows, num_rows = verified.rows, verified.chosen.shape[0]
         new = self._take_rows(num_rows)
         out = (new.slot, new.token, new.position)
@@ -463,7 +463,7 @@ class AssistantRoundDrafter:
         return product
 
     def _scratch(self, like: Tensor) -> Tensor:
-        """Memory for what is not needed, of a part of the inputs' shape."""
+        """Memory for results that nothing reads, of the shape of a part of the inputs."""
         return self._workspace.take("assistant_scratch", tuple(like.shape), like.dtype)
 
     def _take(self, name: str, num_rows: int) -> Tensor:
