@@ -12,7 +12,15 @@ from drift_sdk.spec.decoder_settings import (
     read_num_layers,
     read_window,
 )
-from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFChange, GGUFSettings, OriginalFiles, Tiles
+from drift_sdk.spec.family import (
+    Family,
+    GGUFArchitecture,
+    GGUFChange,
+    GGUFJoin,
+    GGUFSettings,
+    OriginalFiles,
+    Tiles,
+)
 from drift_sdk.spec.model import (
     SANDWICH,
     Attention,
@@ -46,6 +54,7 @@ __all__ = [
     "Family",
     "GGUFArchitecture",
     "GGUFChange",
+    "GGUFJoin",
     "GGUFSettings",
     "LatentAttention",
     "LatentNames",
