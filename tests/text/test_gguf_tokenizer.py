@@ -70,7 +70,7 @@ BLOOM_PARTS = ("don't| pay| 1234½|!?\n\n  | OK", "aB/नमस्ते| 中か
 PARTS = {
     **dict.fromkeys(["gpt-2", "default", "olmo", "jais", "trillion", "exaone4"], GPT2_PARTS),
     **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "exaone", "minerva-7b"], DIGIT_PARTS),
-    **dict.fromkeys(["llama-bpe", "pixtral", "smaug-bpe", "dbrx", "chatglm-bpe"], LLAMA3_PARTS),
+    **dict.fromkeys(["llama-bpe", "pixtral", "smaug-bpe", "dbrx", "chatglm-bpe", "glm4"], LLAMA3_PARTS),
     **dict.fromkeys(["minicpm5", "jais-2"], LLAMA3_PARTS),
     **dict.fromkeys(["qwen2", "megrez", "stablelm2", "hunyuan", "grok-2", "bailingmoe"], QWEN2_PARTS),
     **dict.fromkeys(["gpt-4o", "llama4"], GPT4O_PARTS),

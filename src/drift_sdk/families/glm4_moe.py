@@ -24,6 +24,12 @@ from drift_sdk.spec.settings import (
 
 SIGMOID = 2
 """The sigmoid's number in `expert_gating_func` of GGUF files."""
+SHARED_MODULES = EXPERT_MODULES | {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+ROUTER_TENSORS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 MAX_MTP_LAYERS = 16
 
 
@@ -168,14 +174,8 @@ FAMILY = Family(
     gguf=(
         GGUFArchitecture(
             name="glm4moe",
-            layer_modules=EXPERT_MODULES
-            | {
-                "post_attention_norm": "post_attention_layernorm",
-                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-                "ffn_up_shexp": "mlp.shared_experts.up_proj",
-                "ffn_down_shexp": "mlp.shared_experts.down_proj",
-            },
-            layer_tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+            layer_modules=SHARED_MODULES | {"post_attention_norm": "post_attention_layernorm"},
+            layer_tensors=ROUTER_TENSORS,
             mtp=mtp_names,
             is_partial=True,
             keys=("expert_count",),

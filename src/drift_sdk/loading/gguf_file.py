@@ -453,7 +453,9 @@ class _ConfigReader:
 
         rotary_dim = settings.get("rope.dimension_count", head_dim)
         is_partial = self._architecture.is_partial and _is_below(rotary_dim, head_dim)
-        others = {"attention.value_length": settings.get("attention.value_length", head_dim)}
+        others = {}
+        if "attention.value_length" not in self._architecture.keys:
+            others["attention.value_length"] = settings.get("attention.value_length", head_dim)
         if not is_partial:
             others["rope.dimension_count"] = rotary_dim
 

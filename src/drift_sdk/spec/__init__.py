@@ -1,6 +1,14 @@
 """The description of models: what a family of models is written with. See docs/internals/families.md."""
 
-from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFChange, GGUFSettings, OriginalFiles, Tiles
+from drift_sdk.spec.family import (
+    Family,
+    GGUFArchitecture,
+    GGUFChange,
+    GGUFJoin,
+    GGUFSettings,
+    OriginalFiles,
+    Tiles,
+)
 from drift_sdk.spec.model import (
     SANDWICH,
     Attention,
@@ -52,6 +60,7 @@ __all__ = [
     "Family",
     "GGUFArchitecture",
     "GGUFChange",
+    "GGUFJoin",
     "GGUFSettings",
     "LatentAttention",
     "LatentNames",
