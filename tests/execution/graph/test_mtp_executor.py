@@ -93,9 +93,9 @@ Request = tuple[list[int], SlotSampling]
 Drafts = list[tuple[int, ...]]
 
 
-def models(settings: dict[str, Any]) -> tuple[Decoder, DraftDecoder]:
+def models(settings: dict[str, Any], *, draft_seed: int = 4) -> tuple[Decoder, DraftDecoder]:
     target = Decoder.random(read_spec(settings), device="cpu", dtype=torch.float32, seed=3)
-    draft = random_mtp(target, 4)
+    draft = random_mtp(target, draft_seed)
     generator = torch.Generator().manual_seed(5)
     norms = {
         name: torch.empty_like(getattr(draft.weights, name)).normal_(0.0, 0.5, generator=generator)
@@ -168,7 +168,8 @@ def note_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafts, Drafts]:
 def test_rounds_equal_those_of_the_eager_executor(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, draft = models(settings)
+    # Seeds with which some drafts of each are accepted by chance.
+    target, draft = models(settings, draft_seed=7 if settings is DENSE else 4)
     plain, _ = run(EagerExecutor(target, LIMITS))
     of_eager, of_graph = note_drafts(monkeypatch)
     expected, expected_results = run(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))
