@@ -37,6 +37,7 @@ LARGEST = ("perf.cross_compile", "--covering", "--largest", "--capability", "90"
 ATTENTION = tuple(("compiled_attention", str(dim), way) for dim in (64, 128) for way in ("beside", "behind"))
 RECURRENT = ("compiled_recurrent", "90", "86")
 LATENT = ("compiled_latent", "glm-4.7-flash", "deepseek-v2-lite", "deepseek-v3-4-layers")
+BINARY = ("compiled_binary",)
 MOST = {"plain": 66, "EAGLE-3": 138}
 """Variants of kernels, by the kind of decoding."""
 
@@ -143,6 +144,13 @@ def test_kernels_of_two_gpus_fit_gpus_of_9_0(outcomes: dict[tuple[str, ...], Out
     status, printed = outcomes[TWO_GPUS]
     assert status == 0, printed
     assert re.fullmatch(r"90: [1-9]\d* kernels compiled so far, 0 violations", printed.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_kernel_is_read_where_the_cache_has_its_binary_alone(tmp_path: Path) -> None:
+    """As with TRITON_STORE_BINARY_ONLY; engines did not start."""
+    _, printed = run_commands(BINARY, folder=tmp_path)[BINARY]
+    assert json.loads(printed) == {"binary": ["cubin", "source"], "is_same": True, "is_kept": True}
 
 
 @pytest.mark.slow
