@@ -83,6 +83,12 @@ GPUS = {
 FORBIDDEN = re.compile(r"griddepcontrol|wgmma|cp\.async\.bulk|mbarrier\.try_wait")
 """Instructions of compute capability 9.0 and later."""
 
+JOINED = re.compile(r"tt\.dot .*16, #ttg\.dot_op<\{[^}]*kWidth = (?!2)\d")
+"""A product by mma.sync of 16-bit numbers of which threads have other than two neighbouring ones, as Triton
+does where rows were joined from parts: it has another order of summation than all other products."""
+FAST_PROMPTS = "_prefill_attention"
+"""The kernel that promises no bits."""
+
 Drafts = NGram | DynamicTree | Chain | Literal["assistant"] | None
 """N-grams, the tree of an EAGLE-3 draft, all that a DFlash head drafts, an assistant, or no drafts, with
 exact prompts."""
@@ -298,6 +304,9 @@ def examined(kernel: KernelToCompile) -> Found:
         return Found(kernel=kernel, error=repr(error))
 
     shared_bytes, names = binary.metadata.shared, set[str]()
+    if kernel.name != FAST_PROMPTS and JOINED.search(binary.asm["ttgir"]):
+        return Found(kernel=kernel, shared_bytes=shared_bytes, error="products in an order of their own")
+
     if GPUS[kernel.arch].has_pdl:
         try:
             access_of(binary.asm["ttir"])

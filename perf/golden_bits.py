@@ -32,8 +32,7 @@ from drift_sdk._kernels.attention.decode import AttentionConfig, AttentionScratc
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.softmax import Partitions
-from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.gemm import GemmConfig, fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable, table_for
 from perf.harness.processes import ROOT
 

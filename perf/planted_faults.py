@@ -113,7 +113,7 @@ FAULTS = {
     "forced fallback": Fault("a planted fault", partial(append, FALLBACK, "startup/executor_factory.py")),
     "truncated table": Fault("truncated", truncate_table),
     "emptied table": Fault("measured configurations of all weights", empty_table),
-    "slowed kernel": Fault("under the floor", partial(append, SLOWED, "_kernels/gemm/fastest_gemm.py")),
+    "slowed kernel": Fault("under the floor", partial(append, SLOWED, "_kernels/gemm/gemm.py")),
 }
 """Name -> fault."""
 

@@ -42,8 +42,7 @@ from drift_sdk import (
     TokenMachine,
     TokenState,
 )
-from drift_sdk._fields import check_fields
-from drift_sdk._validation import OTHER_NAMES
+from drift_sdk._fields import OTHER_NAMES, check_fields
 from drift_sdk.ray import Placement
 from drift_sdk.testing import EOS_TOKEN_ID, Reply, ScriptedModel, scripted_engine
 

@@ -119,6 +119,12 @@ def test_folders_do_not_import_each_other_in_a_circle() -> None:
         TopologicalSorter(edges).prepare()  # CycleError names the circle
 
 
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Not inside functions either, nor for annotations alone."""
+    edges = {name: {*imports_of(file, top_level=False)} - {name} for name, file in modules()}
+    TopologicalSorter(edges).prepare()  # CycleError names the circle
+
+
 def test_torch_free_modules_stay_so() -> None:
     for name, file in modules():
         if name.split(".")[1] in WITHOUT_TORCH:

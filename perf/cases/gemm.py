@@ -9,8 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.gemm import GemmConfig, fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.spec.model import LatentAttention
 from perf.cases.case import Case, Prepared, num_copies

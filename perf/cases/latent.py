@@ -15,8 +15,8 @@ from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
-from drift_sdk._kernels.gemm.head_gemm import multiply_heads
 from drift_sdk._kernels.gemm.tuning import TunedTable
+from drift_sdk._kernels.layers.latent_rows import multiply_heads
 from drift_sdk.spec.model import LatentAttention
 from perf.cases.attention import BATCHES, BLOCK_SIZE, CHUNKS, CONTEXTS, ROWS_PER_SEQUENCE
 from perf.cases.case import Case, Prepared, num_copies

@@ -17,10 +17,15 @@ from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunk
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.slots import SlotColumns, SlotState
-from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
 from drift_sdk._kernels.trees.tree_growth import CandidateBuffers, rank_candidates
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
+from drift_sdk._kernels.trees.tree_rows import (
+    PATH_ENTRIES,
+    kv_rewind,
+    tree_accept,
+    tree_record_words,
+    tree_rows,
+)
 from drift_sdk.spec.model import Attention, ModelSpec
 from perf.cases.attention import BLOCK_SIZE, cache_of
 from perf.cases.case import Case, Prepared, num_copies

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.exchange import add_norm_across
-from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.gemm.gemm import GemmConfig, multiply
+from drift_sdk._kernels.gemm.gemm import GemmConfig, fastest_gated_multiply, fastest_multiply, multiply
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.norm import add_norm
 from drift_sdk.execution.device.device import Device

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from drift_sdk.models.allocation import quantised_bytes
 from drift_sdk.models.assistant import AssistantConfig, assistant_shapes
-from drift_sdk.models.mtp import mtp_shapes
+from drift_sdk.models.draft_head import mtp_shapes
 from drift_sdk.spec.model import Attention, Experts, LayerSpec
 from perf.harness.shapes import EXPERTS, Model
 

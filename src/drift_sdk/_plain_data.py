@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._validation import PLAIN_TYPES, is_integer_dtype
+from drift_sdk._fields import PLAIN_TYPES, is_integer_dtype
 from drift_sdk.errors import RequestError, error_repr
 
 K = TypeVar("K")

@@ -10,8 +10,14 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
 
 from msgspec import Meta, Struct
 
-from drift_sdk._fields import ConfigFields, check_field_names, check_fields, read_environment, replace_fields
-from drift_sdk._validation import check_str
+from drift_sdk._fields import (
+    ConfigFields,
+    check_field_names,
+    check_fields,
+    check_str,
+    read_environment,
+    replace_fields,
+)
 from drift_sdk.errors import ConfigError
 from drift_sdk.speculation import MAX_VIEW_BLOCK_SIZE, Speculation
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from drift_sdk._cuda_driver import device_contexts
 from drift_sdk._display import html_table, model_name, state_repr
-from drift_sdk._fields import with_config
-from drift_sdk._validation import check_float
+from drift_sdk._fields import check_float, with_config
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress

@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._validation import check_float, check_int
+from drift_sdk._fields import check_float, check_int
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import LoadedModel, with_limits
 from drift_sdk.engine import Engine

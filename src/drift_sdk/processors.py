@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._fields import RequestFields
+from drift_sdk._fields import RequestFields, check_int, plain_scalar
 from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, first_pairs, ids_of_array
-from drift_sdk._validation import check_int, plain_scalar
 from drift_sdk.errors import RequestError, error_repr
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
 
-from drift_sdk._fields import check_fields, with_config
+from drift_sdk._fields import check_fields, check_float, check_int, check_str, with_config
 from drift_sdk._plain_data import FrozenMapping
-from drift_sdk._validation import check_float, check_int, check_str
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import OpenModel
 from drift_sdk.engine import Engine

@@ -10,9 +10,16 @@ from typing import Annotated, Any, Generic, TypedDict, Unpack, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from drift_sdk._fields import RequestFields, check_field_names, check_fields, replace_fields
+from drift_sdk._fields import (
+    RequestFields,
+    check_field_names,
+    check_fields,
+    check_int,
+    check_str_tuple,
+    plain_scalar,
+    replace_fields,
+)
 from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs, ids_of_array
-from drift_sdk._validation import check_int, check_str_tuple, plain_scalar
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
 from drift_sdk.processors import LogitsProcessor, StopFunction, TokenBias, TokenMachine, machines_of

@@ -16,9 +16,8 @@ from typing import Any, Literal, NoReturn, TypeAlias, Unpack, cast, get_args, ov
 
 from msgspec import Struct
 
-from drift_sdk._fields import check_options, with_config
+from drift_sdk._fields import check_bool, check_choice, check_int, check_options, plain_scalar, with_config
 from drift_sdk._plain_data import IdArray
-from drift_sdk._validation import check_bool, check_choice, check_int, plain_scalar
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.loops import LoopPoster

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from drift_sdk._fields import ConfigFields, check_field_names, check_fields, make_struct
-from drift_sdk._validation import check_int
+from drift_sdk._fields import ConfigFields, check_field_names, check_fields, check_int, make_struct
 from drift_sdk.errors import ConfigError
 from drift_sdk.trees import (
     MAX_CANDIDATES,

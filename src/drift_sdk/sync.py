@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overload
 
 from drift_sdk._display import html_table, state_repr
-from drift_sdk._fields import with_config
+from drift_sdk._fields import check_float, with_config
 from drift_sdk._plain_data import IdArray
-from drift_sdk._validation import check_float
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.life_cycle import OpenModel, starting_error

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from drift_sdk._validation import plain_scalar
+from drift_sdk._fields import plain_scalar
 from drift_sdk.errors import ConfigError
 
 MAX_PATH_LENGTH = 16

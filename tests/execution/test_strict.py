@@ -24,7 +24,7 @@ from drift_sdk import (
     TokenMachine,
     TokenState,
 )
-from drift_sdk._kernels.gemm import fastest_gemm as cublas_gemm
+from drift_sdk._kernels.gemm import gemm as cublas_gemm
 from drift_sdk._kernels.gemm.gemm import GemmTiles
 from drift_sdk._kernels.gemm.tuning import TunedTable, TunedTiles, WatchedTable
 from drift_sdk.driver.requests import RequestRegistry

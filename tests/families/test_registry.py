@@ -23,16 +23,17 @@ from drift_sdk import ConfigError, Engine, EngineConfig, ModelLoadError, inspect
 from drift_sdk.families import GROUP, Registry, families, gguf_architecture, read_spec, register
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.spec.decoder_settings import (
+from drift_sdk.spec.family import Family, GGUFArchitecture
+from drift_sdk.spec.model import AttentionNames, ExpertNames, Mlp, MlpNames, ModelSpec, Names, Norm, Router
+from drift_sdk.spec.settings import (
+    Settings,
     attention_layers,
     read_attention,
     read_decoder,
+    read_int,
     read_mlp,
     read_norm,
 )
-from drift_sdk.spec.family import Family, GGUFArchitecture
-from drift_sdk.spec.model import AttentionNames, ExpertNames, Mlp, MlpNames, ModelSpec, Names, Norm, Router
-from drift_sdk.spec.settings import Settings, read_int
 
 PROMPT = list(range(3, 20))
 NUM_TOKENS = 12

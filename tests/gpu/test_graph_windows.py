@@ -22,6 +22,8 @@ from drift_sdk.stats import EngineStats
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 VOCAB_SIZE, WINDOW, NUM_TOKENS = 160, 100, 40
+NUM_LONG, NUM_LONG_TOKENS = 8, 200
+"""The last requests generate more tokens than a small pool has room for: some are preempted."""
 PREFIX = [3 + (7 * index) % 150 for index in range(512)]
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -71,7 +73,9 @@ def prompts_of(seed: int) -> list[list[int]]:
         return [rng.randrange(3, VOCAB_SIZE) for _ in range(number)]
 
     shared = [0, 0, 1, 63, 64, 65, 127, 128, 129, 192, 256, 300, 400, 500, 512]
-    return [PREFIX[:length] + tokens(rng.randint(1, 80)) for length in shared] + [tokens(6) * 9, tokens(70)]
+    prompts = [PREFIX[:length] + tokens(rng.randint(1, 80)) for length in shared]
+    prompts += [tokens(6) * 9, tokens(70)]
+    return prompts + [tokens(number) for number in range(104, 104 + 2 * NUM_LONG, 2)]
 
 
 def answers(
@@ -81,7 +85,7 @@ def answers(
 
     def params(index: int) -> SamplingParams:
         return SamplingParams(
-            max_tokens=NUM_TOKENS,
+            max_tokens=NUM_TOKENS if index < len(prompts) - NUM_LONG else NUM_LONG_TOKENS,
             ignore_eos=True,
             logprobs=1,
             temperature=0.0 if index % 2 else 0.7,
@@ -124,7 +128,7 @@ def test_a_crowd_changes_no_bit(folder: Path, block_size: int) -> None:
     modes: list[dict[str, Any]] = [
         {"kv_cache_tokens": 16_384},
         {"kv_cache_tokens": 16_384, "prefill_token_budget": 512},
-        {"kv_cache_tokens": 1024, "prefill_token_budget": 40},
+        {"kv_cache_tokens": 768, "prefill_token_budget": 200},
     ]
     for number in (3, 7):
         draft = Speculation(draft=NGram(min_length=1), shape=Chain(number), adaptive=False)

@@ -23,7 +23,7 @@ from msgspec import structs
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import read_spec
 from drift_sdk.loading.gguf import GGUFFile
-from drift_sdk.loading.source import eos_token_ids, resolve
+from drift_sdk.loading.source import Source, eos_token_ids, resolve
 from drift_sdk.spec.rope import FrequencyFactors
 
 # Indices of models in the zoo. Their widths are 32, 64 or 96, so that the rows of most matrices are whole
@@ -483,3 +483,19 @@ def test_scale_of_attention_is_bounded(scale: float, tmp_path: Path) -> None:
     _small(tmp_path / "m.gguf", "gemma3", **{"gemma3.attention.scale": scale})
     with pytest.raises(ModelLoadError, match=r"gemma3\.attention\.scale=.*, expected 1e-06 to 1e\+06"):
         GGUFFile(tmp_path / "m.gguf")
+
+
+def test_ends_of_a_file(tmp_path: Path) -> None:
+    """Whatever the type of their tokens."""
+    file, tokens = tmp_path / "m.gguf", ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|end|>"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+    writer.add_eos_token_id(3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert eos_token_ids(Source(file), len(tokens)) == (3, 5)

@@ -16,6 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from hybrid_gguf import write_hybrid_gguf, write_mtp_gguf
 from hybrid_parity import answer, load, logits_of, num_wrong
+from hybrid_requests import answers_of
 from hybrid_zoo import make_hybrid_model
 from msgspec import structs
 from mtp_zoo import add_mtp
@@ -24,7 +25,6 @@ from slow_cases import slow_after, slow_rows_after
 
 from drift_sdk import (
     Chain,
-    Completion,
     ConfigError,
     Engine,
     EngineConfig,
@@ -32,11 +32,10 @@ from drift_sdk import (
     Speculation,
     inspect,
 )
-from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.loading import gguf as gguf_loading
 from drift_sdk.loading.source import resolve
-from drift_sdk.models.mtp import load_mtp
+from drift_sdk.models.draft_head import load_mtp
 from drift_sdk.models.weights import weight_bytes
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight, dequantised
 from drift_sdk.spec.family import GGUFChange
@@ -200,37 +199,6 @@ def config_of(**fields: Any) -> EngineConfig:
     return EngineConfig(device="cpu", dtype="float32", max_model_len=128, **fields)
 
 
-Drafts = list[tuple[int, ...]]
-
-
-def answers_of(path: Path, **fields: Any) -> tuple[list[list[int]], Drafts, int]:
-    """Tokens for some prompts, of greedy answers and of drawn ones; all drafts in order, and how many were
-    accepted."""
-    prompts = [[3 + (7 * i + j) % 150 for i in range(5 + 9 * j)] for j in range(3)]
-    drafts: Drafts = []
-    propose = EagleDrafter.propose
-
-    def noted(self: EagleDrafter, *inputs: Any) -> Any:
-        found = propose(self, *inputs)
-        drafts.extend(tuple(draft.token_ids) for draft in found if draft.token_ids)
-        return found
-
-    async def main() -> list[Completion]:
-        async with Engine(path, config_of(**fields)) as engine:
-            return [
-                await engine.generate(
-                    prompt, max_tokens=12, ignore_eos=True, seed=index, temperature=0.9 * (index % 2)
-                )
-                for index, prompt in enumerate(prompts)
-            ]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagleDrafter, "propose", noted)
-        found = anyio.run(main)
-    stats = [each.speculation for each in found if each.speculation is not None]
-    return [each.token_ids for each in found], drafts, sum(each.num_accepted for each in stats)
-
-
 DRAFTS = Speculation(draft="mtp", shape=Chain(3), adaptive=False)
 
 
@@ -242,9 +210,9 @@ def test_drafts_of_files_equal_those_of_their_numbers(family: str, kind: str, tm
     """Of the layer behind the others, quantised as stored: tokens, drafts, and how many are accepted."""
     form = {"has_fused_experts": True} if family == "qwen3_5_moe" and kind == "mixed" else {}
     file = write_with_mtp(family, tmp_path, KINDS.get(kind, lambda name: Q.F32), **form)
-    tokens, drafts, num_accepted = answers_of(file, weights="stored", speculation=DRAFTS)
-    assert (tokens, drafts, num_accepted) == answers_of(tmp_path / "twin", speculation=DRAFTS)
-    assert tokens == answers_of(file)[0]
+    tokens, drafts, num_accepted = answers_of(file, config_of(weights="stored", speculation=DRAFTS))
+    assert (tokens, drafts, num_accepted) == answers_of(tmp_path / "twin", config_of(speculation=DRAFTS))
+    assert tokens == answers_of(file, config_of())[0]
     assert len(set(drafts)) > 8 and all(len(each) <= 3 for each in drafts)
     assert num_accepted > 0 or kind in ("mixed", "Q4_K"), "of weights that are not random blocks"
 
@@ -284,11 +252,11 @@ def test_planted_faults_of_the_layer_are_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, usual = write_with_mtp("qwen3_5", tmp_path), gguf_loading.GGUFFile._change
-    tokens, drafts, _ = answers_of(file, speculation=DRAFTS)
+    tokens, drafts, _ = answers_of(file, config_of(speculation=DRAFTS))
     monkeypatch.setattr(
         gguf_loading.GGUFFile, "_change", lambda self, own: _drop(name, numbers=None)(own, usual(self, own))
     )
-    found = answers_of(file, speculation=DRAFTS)
+    found = answers_of(file, config_of(speculation=DRAFTS))
     assert found[0] == tokens and found[1] != drafts
 
 

@@ -22,8 +22,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import Source, resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.models.mtp import load_mtp, mtp_shapes
+from drift_sdk.models.draft_head import DraftDecoder, load_mtp, mtp_shapes
 from drift_sdk.spec.model import Experts
 
 NUM_MODELS = 4

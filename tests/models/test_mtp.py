@@ -29,9 +29,8 @@ from drift_sdk.families import read_spec
 from drift_sdk.loading.source import resolve
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder, DraftForm
+from drift_sdk.models.draft_head import DRAFT_KV_OFFSET, DraftDecoder, DraftForm, load_mtp, random_mtp
 from drift_sdk.models.kv_cache import SequenceState, StateRows
-from drift_sdk.models.mtp import load_mtp, random_mtp
 from drift_sdk.quantised.formats import Fp8Weight
 from drift_sdk.quantised.weight import StackedWeight, dequantised
 from drift_sdk.startup.model_parts import check_mtp, open_drafter_factory

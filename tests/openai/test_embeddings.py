@@ -22,7 +22,7 @@ from placement import engine_config
 
 import drift_sdk.openai
 from drift_sdk import Embedding, Engine, SyncEngine
-from drift_sdk.openai.embeddings import EmbeddingBody
+from drift_sdk.openai.scoring import EmbeddingBody
 from drift_sdk.results import PromptStates
 from drift_sdk.testing import scripted_engine
 

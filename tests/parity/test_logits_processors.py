@@ -390,7 +390,7 @@ def test_a_pool_calls_functions_of_its_own_process(folder: Path) -> None:
 
 
 def test_masks_of_a_machine_have_no_bits_behind_the_vocabulary() -> None:
-    from drift_sdk.text.token_machine import MachineLimits
+    from drift_sdk.text.limits import MachineLimits
 
     limits = MachineLimits(TokenMachine((TokenState(forbidden=(0, 33)),)), 70)
     (words,) = limits.masks(())

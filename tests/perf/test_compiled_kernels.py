@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from ttir import HEAD, TAIL, WAIT
 
 from drift_sdk._kernels.launch.parallel_compile import KernelToCompile
@@ -36,6 +37,7 @@ LARGEST = ("perf.cross_compile", "--covering", "--largest", "--capability", "90"
 ATTENTION = tuple(("compiled_attention", str(dim), way) for dim in (64, 128) for way in ("beside", "behind"))
 RECURRENT = ("compiled_recurrent", "90", "86")
 LATENT = ("compiled_latent", "glm-4.7-flash", "deepseek-v2-lite", "deepseek-v3-4-layers")
+BINARY = ("compiled_binary",)
 MOST = {"plain": 66, "EAGLE-3": 138}
 """Variants of kernels, by the kind of decoding."""
 
@@ -145,9 +147,16 @@ def test_kernels_of_two_gpus_fit_gpus_of_9_0(outcomes: dict[tuple[str, ...], Out
 
 
 @pytest.mark.slow
+def test_kernel_is_read_where_the_cache_has_its_binary_alone(tmp_path: Path) -> None:
+    """As with TRITON_STORE_BINARY_ONLY; engines did not start."""
+    _, printed = run_commands(BINARY, folder=tmp_path)[BINARY]
+    assert json.loads(printed) == {"binary": ["cubin", "source"], "is_same": True, "is_kept": True}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--kv-dtype", "fp8")], ids=["", "fp8 KV"])
 def test_all_kernels_fit_all_gpus(options: tuple[str, ...], tmp_path: Path) -> None:
-    models = ("llama-3.1-8b", "smollm2-shapes", "qwen3-30b-a3b")
+    models = ("llama-3.1-8b", "smollm2-shapes", "qwen3-30b-a3b", "gemma-4-31b")
     command = ("perf.cross_compile", "--covering", "--model", *models, *options)
     status, printed = run_commands(command, folder=tmp_path)[command]
     assert status == 0, printed
@@ -170,7 +179,7 @@ def test_all_kernels_fit_all_gpus(options: tuple[str, ...], tmp_path: Path) -> N
 def test_violations_are_found(
     arch: int, ptx: str, shared: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = {"ptx": ptx, "ttir": f"{HEAD}{WAIT}{TAIL}"}
+    code = {"ptx": ptx, "ttgir": "", "ttir": f"{HEAD}{WAIT}{TAIL}"}
     binary = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=shared))
     monkeypatch.setattr(KernelToCompile, "compile", lambda _: binary)
     assert len(list(violations([kernel(arch)]))) == is_found
@@ -180,12 +189,33 @@ def test_violations_are_found(
 def test_kernel_that_does_not_wait_is_a_violation_where_kernels_overlap(
     arch: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = {"ptx": "mma.sync", "ttir": HEAD + TAIL}
+    code = {"ptx": "mma.sync", "ttgir": "", "ttir": HEAD + TAIL}
     binary = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=0))
     monkeypatch.setattr(KernelToCompile, "compile", lambda _: binary)
     assert [found.error for found in violations([kernel(arch)])] == [
         "kernel: may end without having waited"
     ] * is_found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "width", "is_found"),
+    [
+        ("_attend", "bf16", 2, False),
+        ("_attend", "bf16", 4, True),
+        ("_attend", "f16", 1, True),
+        ("_attend", "f32", 1, False),
+        ("_prefill_attention", "bf16", 4, False),
+    ],
+)
+def test_product_in_another_order_is_a_violation(
+    name: str, dtype: str, width: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows joined from the halves of a cache of e4m3 numbers had it: their prompts differed from decoding."""
+    operand = f"tensor<16x64x{dtype}, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {width}}}>>"
+    code = {"ptx": "", "ttgir": f"tt.dot %a, %b, %c : {operand}", "ttir": f"{HEAD}{WAIT}{TAIL}"}
+    binary = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=0))
+    monkeypatch.setattr(KernelToCompile, "compile", lambda _: binary)
+    assert len(list(violations([replace(kernel(90), name=name)]))) == is_found
 
 
 def test_kernel_that_does_not_compile_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from slow_cases import slow_after
 
 from drift_sdk import Chain, EngineConfig, Speculation
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.mtp import random_mtp
+from drift_sdk.models.draft_head import random_mtp
 from drift_sdk.quantised.formats import Fp8Weight
 from drift_sdk.quantised.weight import QuantisedWeight
 from perf import speculative

@@ -25,12 +25,12 @@ TABLE = Path("drift_sdk", "_kernels", "gemm", "tuned", f"{GPU}.json")
 PROBE = """
 import torch
 from drift_sdk import ConfigError, EngineConfig
-from drift_sdk._kernels.gemm import fastest_gemm
+from drift_sdk._kernels.gemm import gemm
 from drift_sdk.startup.executor_factory import choose_executor
 
 calls = []
-fastest_gemm._once = lambda *arguments: calls.append(arguments) or True
-assert fastest_gemm.fastest_multiply("x", "weight", "out", "config") and len(calls) == 2
+gemm._once = lambda *arguments: calls.append(arguments) or True
+assert gemm.fastest_multiply("x", "weight", "out", "config") and len(calls) == 2
 for fields in ({"strict_performance": True}, {"executor": "graph"}):
     try:
         choose_executor(EngineConfig(**fields), torch.device("cpu"))
@@ -85,7 +85,7 @@ def fake_run(slowdown: float = 1.3) -> Callable[..., None]:
                 raise CommandFailed(f"msgspec.DecodeError: {error}") from error
             if not gemms:
                 raise CommandFailed("ConfigError: strict: expected measured configurations of all weights")
-            assert "_once(" in (package / "_kernels" / "gemm" / "fastest_gemm.py").read_text()
+            assert "_once(" in (package / "_kernels" / "gemm" / "gemm.py").read_text()
             slower = slowdown
         folder.mkdir(parents=True, exist_ok=True)
         found = json.loads((RECORDED / "speculative.json").read_text())

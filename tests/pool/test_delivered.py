@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from drift_sdk import Chunk, Completion, TokenLogprobs, ToolCall
-from drift_sdk.pool.replay import Delivered, ReplayDiverged
+from drift_sdk.pool.pool_state import Delivered, ReplayDiverged
 from drift_sdk.results import Timing, Usage
 
 TEXT = "The answer is nine."

@@ -23,8 +23,7 @@ from drift_sdk import (
 )
 from drift_sdk.driver.prompts import TokenPrompt
 from drift_sdk.driver.stream_updates import Update
-from drift_sdk.pool.pool_state import MAX_ATTEMPTS, Replica, Traffic
-from drift_sdk.pool.replay import Attempt
+from drift_sdk.pool.pool_state import MAX_ATTEMPTS, Attempt, Replica, Traffic
 from drift_sdk.pool.routing import Router
 from drift_sdk.results import Timing, Usage
 from drift_sdk.serving import Submission

@@ -22,7 +22,7 @@ from perf.harness.published import PUBLISHED
 
 __all__ = ["main"]
 
-MODULES = ("attention.latent", "layers.latent_rows", "gemm.head_gemm")
+MODULES = ("attention.latent", "layers.latent_rows")
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 

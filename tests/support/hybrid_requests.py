@@ -6,14 +6,17 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
+import pytest
 from loops import until
 from msgspec.structs import replace
 from near_ties import no_near_ties
 from tolerances import bound
 
 from drift_sdk import Completion, Engine, EngineConfig, SamplingParams
+from drift_sdk.execution.eager.drafters import EagleDrafter
 
 __all__ = [
     "NEAR_TIE",
@@ -21,6 +24,7 @@ __all__ = [
     "VARIANTS",
     "VOCAB_SIZE",
     "Case",
+    "answers_of",
     "ask_at_steps",
     "config_of",
     "draw_cases",
@@ -126,3 +130,34 @@ def run_alone(folder: Path, cases: list[Case], near_tie: float = NEAR_TIE) -> li
 
 def tokens_of(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [each.token_ids for each in completions]
+
+
+Drafts = list[tuple[int, ...]]
+
+
+def answers_of(path: Path, config: EngineConfig) -> tuple[list[tuple[int, ...]], Drafts, int]:
+    """Tokens for some prompts, of greedy answers and of drawn ones; all drafts in order, and how many were
+    accepted."""
+    prompts = [[3 + (7 * i + j) % 150 for i in range(5 + 9 * j)] for j in range(3)]
+    drafts: Drafts = []
+    propose = EagleDrafter.propose
+
+    def noted(self: EagleDrafter, *inputs: Any) -> Any:
+        found = propose(self, *inputs)
+        drafts.extend(tuple(draft.token_ids) for draft in found if draft.token_ids)
+        return found
+
+    async def main() -> list[Completion]:
+        async with Engine(path, config) as engine:
+            return [
+                await engine.generate(
+                    prompt, max_tokens=12, ignore_eos=True, seed=index, temperature=0.9 * (index % 2)
+                )
+                for index, prompt in enumerate(prompts)
+            ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagleDrafter, "propose", noted)
+        found = anyio.run(main)
+    stats = [each.speculation for each in found if each.speculation is not None]
+    return tokens_of(found), drafts, sum(each.num_accepted for each in stats)

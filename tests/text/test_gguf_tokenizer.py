@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drift_sdk.errors import ModelLoadError
+from drift_sdk.text.gguf_tokenizer import gguf_eos_token_ids
 from drift_sdk.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -21,6 +22,13 @@ TEXTS = [
     "",
     " ",
 ]
+
+GEMMA3 = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+GEMMA4 = ["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>"]
+PHI3 = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|end|>"]
+GPT_OSS = ["a", "b", "<|endoftext|>", "<|return|>", "<|call|>", "<|end|>"]
+LLAMA3 = ["a", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"]
+QWEN = ["a", "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
 
 
 def words(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -62,7 +70,7 @@ BLOOM_PARTS = ("don't| pay| 1234½|!?\n\n  | OK", "aB/नमस्ते| 中か
 PARTS = {
     **dict.fromkeys(["gpt-2", "default", "olmo", "jais", "trillion", "exaone4"], GPT2_PARTS),
     **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "exaone", "minerva-7b"], DIGIT_PARTS),
-    **dict.fromkeys(["llama-bpe", "pixtral", "smaug-bpe", "dbrx", "chatglm-bpe"], LLAMA3_PARTS),
+    **dict.fromkeys(["llama-bpe", "pixtral", "smaug-bpe", "dbrx", "chatglm-bpe", "glm4"], LLAMA3_PARTS),
     **dict.fromkeys(["minicpm5", "jais-2"], LLAMA3_PARTS),
     **dict.fromkeys(["qwen2", "megrez", "stablelm2", "hunyuan", "grok-2", "bailingmoe"], QWEN2_PARTS),
     **dict.fromkeys(["gpt-4o", "llama4"], GPT4O_PARTS),
@@ -306,3 +314,37 @@ def test_unusable_sentencepiece_entries_are_rejected_by_key(
         Tokenizer.from_gguf(sentencepiece_metadata | {key: values})
     with pytest.raises(ModelLoadError, match="add_space_prefix='no'"):
         Tokenizer.from_gguf(sentencepiece_metadata | {"tokenizer.ggml.add_space_prefix": "no"})
+
+
+def _ends(tokens: list[str], **ids: Any) -> dict[str, Any]:
+    return {"tokenizer.ggml.tokens": tokens} | {f"tokenizer.ggml.{name}": ids[name] for name in ids}
+
+
+@pytest.mark.parametrize(
+    "tokens, named, expected",
+    [
+        (GEMMA3, 1, {1, 5}),
+        (GEMMA4, 1, {1, 4, 5}),
+        (PHI3, 3, {3, 5}),
+        (GPT_OSS, 3, {2, 3, 4}),
+        (GPT_OSS, 5, {2, 3, 4}),
+        (LLAMA3, 3, {2, 3}),
+        (QWEN, 1, {1, 3}),
+    ],
+)
+def test_ends_by_text(tokens: list[str], named: int, expected: set[int]) -> None:
+    """Files of llama.cpp's converter name one end. `<|end|>` of gpt-oss ends a message, not the answer."""
+    ids = gguf_eos_token_ids(_ends(tokens, eos_token_id=named), "m.gguf")
+    assert set(ids) == expected and len(ids) == len(expected)
+
+
+def test_ends_by_id() -> None:
+    keys = {"eos_token_id": 7, "eot_token_id": 9, "eom_token_id": 7, "eos_token_ids": [9, 8]}
+    assert gguf_eos_token_ids(_ends(["a"], **keys), "m.gguf") == [7, 9, 8]
+    assert gguf_eos_token_ids({}, "m.gguf") == []
+
+
+@pytest.mark.parametrize("ids", [["7"], "7", [True], [[7]]])
+def test_ends_that_are_no_ids(ids: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"m.gguf: tokenizer.ggml.eos_token_ids=.*: expected a token id"):
+        gguf_eos_token_ids(_ends(["a"], eos_token_ids=ids), "m.gguf")

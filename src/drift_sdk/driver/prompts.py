@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from msgspec import Struct
 
+from drift_sdk._fields import check_bool, plain_int, plain_scalar
 from drift_sdk._plain_data import MAX_ITEMS, IdArray, ids_of_array, reading, to_plain
-from drift_sdk._validation import check_bool, plain_int, plain_scalar
 from drift_sdk.driver.loops import Latch
 from drift_sdk.errors import PromptTooLong, RequestError, short_repr
 from drift_sdk.grammars import Grammar

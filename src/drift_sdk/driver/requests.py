@@ -26,11 +26,9 @@ from drift_sdk.steps import SlotOutput, SlotSampling, Verification
 from drift_sdk.text.answers.reader import Split, StopMatcher
 
 if TYPE_CHECKING:  # their libraries would make up most of the package's import time
-    from drift_sdk.text.answers.answer import Answer
     from drift_sdk.text.answers.formats import AnswerSplitter
-    from drift_sdk.text.answers.reasoning import ThinkingBudget
     from drift_sdk.text.grammar import GrammarConstraint
-    from drift_sdk.text.token_machine import Limits
+    from drift_sdk.text.limits import Limits
 
 
 def check_text_params(params: SamplingParams, grammar: AnyGrammar | None, model: ModelText) -> None:
@@ -45,61 +43,6 @@ def check_text_params(params: SamplingParams, grammar: AnyGrammar | None, model:
             else "the model has no tokenizer"
         )
         raise RequestError.of("grammar", grammar, f"None: {lack}")
-
-
-def limits_of(
-    params: SamplingParams, answer: Answer | None, grammar: GrammarConstraint | None, model: ModelText
-) -> Limits | None:
-    """What the tokens of a request have to follow: its grammar, its machines and its thinking budget, as far
-    as they limit anything. answer: None = the prompt is no conversation. RequestError for a budget that
-    cannot be kept."""
-    budget, machines = budget_of(params, answer, model), machines_of(params.logits_processors)
-    if grammar is not None and budget is None and not machines:
-        return grammar
-
-    if not machines:
-        return budget if grammar is None else all_limits([grammar, budget])
-
-    from drift_sdk.text.token_machine import MachineLimits
-
-    limits: list[Limits | None] = [grammar, budget]
-    return all_limits([*limits, *(MachineLimits(each, model.vocab_size) for each in machines)])
-
-
-def all_limits(parts: Items[Limits | None]) -> Limits:
-    """Limits of which each applies that is not None; there is one."""
-    from drift_sdk.text.token_machine import AllLimits
-
-    found = [part for part in parts if part is not None]
-    return found[0] if len(found) == 1 else AllLimits(found)
-
-
-def budget_of(params: SamplingParams, answer: Answer | None, model: ModelText) -> ThinkingBudget | None:
-    """The thinking budget of a request, if it limits anything. RequestError for one that cannot be kept."""
-    num_tokens = params.thinking_budget
-    if num_tokens is None:
-        return None
-
-    if answer is None:
-        allowed = "None for a prompt that is no conversation: only chat() tells reasoning from text"
-        raise RequestError.of("thinking_budget", num_tokens, allowed)
-
-    if answer.thinking is None or (params.max_tokens is not None and num_tokens >= params.max_tokens):
-        return None
-
-    if not model.tokenizer.has_token_bytes:
-        allowed = "None: the text of a token depends on its neighbours"
-        raise RequestError.of("thinking_budget", num_tokens, allowed)
-
-    from drift_sdk.text.answers.reasoning import ThinkingBudget
-
-    return ThinkingBudget(
-        answer.thinking,
-        num_tokens,
-        model.tokenizer,
-        marker_ids=answer.marker_ids,
-        vocab_size=model.vocab_size,
-    )
 
 
 def slot_sampling(
@@ -269,6 +212,8 @@ class Request:
     def prepare(self, model: ModelText) -> None:
         """Tokenise the prompt, compile the grammar and make the sequence. RequestError if prompt or
         parameters do not fit the model."""
+        from drift_sdk.text.limits import limits_of
+
         params = self.params
         grammar: AnyGrammar | None = params.grammar
         shown_ids = frozenset[int]()
@@ -278,7 +223,7 @@ class Request:
             self._splitter, shown_ids, grammar = answer.splitter, answer.marker_ids, answer.grammar
         check_text_params(params, grammar, model)
         self._compile_grammar(grammar, model)
-        self._limits = limits_of(params, answer, self._constraint, model)
+        self._limits = limits_of(params, answer, self._constraint, model.tokenizer, model.vocab_size)
         # The grammar decides where the text may end; the end-of-sequence ids must then stay possible.
         has_eos = not params.ignore_eos or self._constraint is not None
         eos_token_ids = model.eos_token_ids if has_eos else ()
@@ -400,7 +345,7 @@ class Request:
     def _check_last(self, token_ids: tuple[int, ...]) -> None:
         """RequestError if token machines do not allow the tokens that end the text: `advance` gets the others
         alone."""
-        from drift_sdk.text.token_machine import check_last
+        from drift_sdk.text.limits import check_last
 
         assert self._limits is not None
         check_last(self._limits, token_ids)
@@ -488,7 +433,7 @@ class Request:
         return "".join(texts), len(token_ids), None
 
     def _should_stop(self, stop_when: StopFunction) -> bool:
-        """What the request's function says. RequestError if it fails."""
+        """The answer of the request's function. RequestError if it fails."""
         try:
             return bool(stop_when(self._seen_ids, self._seen_text))
         except BaseException as error:  # also SystemExit, which would end the engine's thread
@@ -515,8 +460,8 @@ class Request:
         return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in spans)
 
     def _remaining_text(self, num_tokens: int) -> tuple[str, str | None]:
-        """(text that detokeniser and stop matcher still hold back after so many tokens, the stop string that
-        it completes or None)."""
+        """(text that detokeniser and stop matcher still hold back after `num_tokens` tokens, the stop string
+        that it completes or None)."""
         tail = self._detokenizer.flush()
         if self._matcher is None or num_tokens <= self.params.min_tokens:
             return tail, None
@@ -531,7 +476,7 @@ class Request:
         logprobs: tuple[TokenLogprobs, ...] | None,
         finish: FinishReason | None,
     ) -> Chunk:
-        """Add to the completion what a chunk brings; returns the chunk. text: before it is split."""
+        """Add a chunk to the completion; returns the chunk. text: before it is split."""
         self._text.append(text)
         self._completion_ids.extend(token_ids)
         if self.params.logprobs is not None:
@@ -663,7 +608,7 @@ class RequestRegistry:
         return EngineClosed("the engine was closed" if self._is_closed else "the engine is still starting")
 
     def has_room(self, num_requests: int = 1) -> bool:
-        """Whether so many more requests would be admitted, as far as the queue is concerned."""
+        """Whether the queue has room for `num_requests` more requests."""
         limit = self._max_queued_requests
         return limit is None or self._num_queued + num_requests <= limit
 

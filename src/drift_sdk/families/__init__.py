@@ -15,11 +15,9 @@ from threading import local
 from typing import Any
 
 from drift_sdk.errors import ConfigError, ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import check_quantisation
 from drift_sdk.spec.family import Family, GGUFArchitecture, OriginalFiles
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.rope_settings import check_rope_fields
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import Settings, check_quantisation, check_rope_fields
 
 __all__ = ["GROUP", "Family", "families", "gguf_architecture", "original_files", "read_spec", "register"]
 

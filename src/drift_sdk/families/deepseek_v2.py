@@ -5,10 +5,9 @@ from __future__ import annotations
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.families.deepseek_v3 import LATENT_DEFAULTS, check_router, dense_first, read_latent_decoder
 from drift_sdk.families.glm4_moe import read_groups
-from drift_sdk.spec.decoder_settings import read_experts
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.model import Experts, Mlp, ModelSpec, Router
-from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier
+from drift_sdk.spec.settings import Settings, read_bool, read_experts, read_int, read_multiplier
 
 METHODS = ("greedy", "group_limited_greedy")
 

@@ -8,21 +8,23 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import (
-    LAYER_TYPES,
-    read_attention,
-    read_decoder,
-    read_layer_types,
-    read_mlp,
-    read_norm,
-    read_num_layers,
-    read_window,
-)
 from drift_sdk.spec.family import SANDWICH_MODULES, Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import SANDWICH, ModelSpec
 from drift_sdk.spec.rope import Rope
-from drift_sdk.spec.rope_settings import read_rope
-from drift_sdk.spec.settings import Settings, read_int, read_multiplier
+from drift_sdk.spec.settings import (
+    LAYER_TYPES,
+    Settings,
+    read_attention,
+    read_decoder,
+    read_int,
+    read_layer_types,
+    read_mlp,
+    read_multiplier,
+    read_norm,
+    read_num_layers,
+    read_rope,
+    read_window,
+)
 
 LOCAL_THETA = 10_000.0  # transformers' default for layers with a window
 # llama.cpp's loader knows the largest model, whose scale is that of another width of heads, by its layers.

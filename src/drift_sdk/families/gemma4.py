@@ -9,17 +9,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import (
-    LAYER_TYPES,
-    read_activation,
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_layer_types,
-    read_norm,
-    read_num_layers,
-    read_window,
-)
 from drift_sdk.spec.family import MODULES, SANDWICH_MODULES, Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import (
     SANDWICH,
@@ -33,8 +22,22 @@ from drift_sdk.spec.model import (
     ParallelExperts,
     Router,
 )
-from drift_sdk.spec.rope_settings import read_rope
-from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier
+from drift_sdk.spec.settings import (
+    LAYER_TYPES,
+    Settings,
+    read_activation,
+    read_attention,
+    read_bool,
+    read_decoder,
+    read_experts,
+    read_int,
+    read_layer_types,
+    read_multiplier,
+    read_norm,
+    read_num_layers,
+    read_rope,
+    read_window,
+)
 
 PERIOD = 6
 """Every sixth layer sees all keys."""

@@ -7,20 +7,29 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import (
+from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.model import Channel, Mlp, ModelSpec, MtpNames, Names, Router
+from drift_sdk.spec.settings import (
+    Settings,
     read_attention,
+    read_bool,
     read_decoder,
     read_experts,
+    read_int,
     read_mlp,
+    read_multiplier,
     read_norm,
     read_num_layers,
 )
-from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.model import Channel, Mlp, ModelSpec, MtpNames, Names, Router
-from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier
 
 SIGMOID = 2
 """The sigmoid's number in `expert_gating_func` of GGUF files."""
+SHARED_MODULES = EXPERT_MODULES | {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+ROUTER_TENSORS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 MAX_MTP_LAYERS = 16
 
 
@@ -165,14 +174,8 @@ FAMILY = Family(
     gguf=(
         GGUFArchitecture(
             name="glm4moe",
-            layer_modules=EXPERT_MODULES
-            | {
-                "post_attention_norm": "post_attention_layernorm",
-                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-                "ffn_up_shexp": "mlp.shared_experts.up_proj",
-                "ffn_down_shexp": "mlp.shared_experts.down_proj",
-            },
-            layer_tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+            layer_modules=SHARED_MODULES | {"post_attention_norm": "post_attention_layernorm"},
+            layer_tensors=ROUTER_TENSORS,
             mtp=mtp_names,
             is_partial=True,
             keys=("expert_count",),

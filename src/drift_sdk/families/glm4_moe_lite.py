@@ -12,10 +12,9 @@ from drift_sdk.families.deepseek_v3 import (
     read_latent_decoder,
 )
 from drift_sdk.families.glm4_moe import read_glm_experts, with_mtp
-from drift_sdk.spec.decoder_settings import read_mlp, read_num_layers
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.model import Channel, ModelSpec
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import Settings, read_mlp, read_num_layers
 
 KINDS = ("dense", "sparse")
 

@@ -12,14 +12,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError
-from drift_sdk.spec.decoder_settings import (
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_layer_types,
-    read_norm,
-    read_window,
-)
 from drift_sdk.spec.family import (
     EXPERT_KEYS,
     LAYER_MODULES,
@@ -29,7 +21,18 @@ from drift_sdk.spec.family import (
     OriginalFiles,
 )
 from drift_sdk.spec.model import AttentionNames, ClampedGate, ExpertNames, ModelSpec, Names, Router
-from drift_sdk.spec.settings import Settings, read_bool, read_int, read_number
+from drift_sdk.spec.settings import (
+    Settings,
+    read_attention,
+    read_bool,
+    read_decoder,
+    read_experts,
+    read_int,
+    read_layer_types,
+    read_norm,
+    read_number,
+    read_window,
+)
 
 GATE_NUMBERS = (1e-3, 1e6)
 MXFP4_BLOCK = 32

@@ -6,10 +6,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder, read_mlp
 from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.settings import Settings, read_bool, read_multiplier
+from drift_sdk.spec.settings import (
+    Settings,
+    attention_layers,
+    read_attention,
+    read_bool,
+    read_decoder,
+    read_mlp,
+    read_multiplier,
+)
 
 
 def read_spec(settings: Settings) -> ModelSpec:

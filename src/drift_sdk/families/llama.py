@@ -5,10 +5,16 @@ GGUF files of Mistral models have the architecture "llama" as well.
 
 from __future__ import annotations
 
-from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder, read_mlp
 from drift_sdk.spec.family import Family, GGUFArchitecture
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.settings import Settings, read_bool
+from drift_sdk.spec.settings import (
+    Settings,
+    attention_layers,
+    read_attention,
+    read_bool,
+    read_decoder,
+    read_mlp,
+)
 
 
 def read_spec(settings: Settings) -> ModelSpec:

@@ -7,11 +7,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder, read_mlp
 from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.rope_settings import read_query_scaling
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import (
+    Settings,
+    attention_layers,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_query_scaling,
+)
 
 
 def read_spec(settings: Settings) -> ModelSpec:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder, read_mlp
 from drift_sdk.spec.family import Family
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import Settings, attention_layers, read_attention, read_decoder, read_mlp
 
 
 def read_spec(settings: Settings) -> ModelSpec:

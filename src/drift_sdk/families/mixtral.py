@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder, read_experts
 from drift_sdk.spec.family import EXPERT_KEYS, LAYER_MODULES, Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import ExpertNames, ModelSpec, Names, Router
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import Settings, attention_layers, read_attention, read_decoder, read_experts
 
 NAMES = Names(experts=ExpertNames(module="block_sparse_moe", gate="w1", up="w3", down="w2"))
 PROJECTIONS = {"gate": NAMES.experts.gate, "down": NAMES.experts.down, "up": NAMES.experts.up}

@@ -5,19 +5,21 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import (
+from drift_sdk.spec.family import Family
+from drift_sdk.spec.model import SANDWICH, ModelSpec, Norm
+from drift_sdk.spec.settings import (
     MAX_EPS,
+    Settings,
     read_attention,
     read_decoder,
     read_layer_types,
     read_mlp,
+    read_multiplier,
     read_norm,
     read_num_layers,
+    read_number,
     read_window,
 )
-from drift_sdk.spec.family import Family
-from drift_sdk.spec.model import SANDWICH, ModelSpec, Norm
-from drift_sdk.spec.settings import Settings, read_multiplier, read_number
 
 PERIOD = 4
 """Every fourth layer, counted from the last one, has no rotation."""

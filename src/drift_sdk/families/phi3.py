@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from drift_sdk.spec.decoder_settings import attention_layers, read_attention, read_decoder, read_mlp
 from drift_sdk.spec.family import LAYER_MODULES, Family, GGUFArchitecture, GGUFSettings
 from drift_sdk.spec.model import AttentionNames, MlpNames, ModelSpec, Names
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import Settings, attention_layers, read_attention, read_decoder, read_mlp
 
 NAMES = Names(attention=AttentionNames(fused="qkv_proj"), mlp=MlpNames(fused="gate_up_proj"))
 

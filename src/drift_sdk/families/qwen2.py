@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from drift_sdk.spec.decoder_settings import (
+from drift_sdk.spec.family import Family, GGUFArchitecture
+from drift_sdk.spec.model import Attention, ModelSpec
+from drift_sdk.spec.settings import (
+    Settings,
     read_attention,
     read_decoder,
+    read_int,
     read_layer_types,
     read_mlp,
     read_window,
 )
-from drift_sdk.spec.family import Family, GGUFArchitecture
-from drift_sdk.spec.model import Attention, ModelSpec
-from drift_sdk.spec.settings import Settings, read_int
 
 
 def read_spec(settings: Settings) -> ModelSpec:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from drift_sdk.families.qwen2 import windowed_layers
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm
 from drift_sdk.spec.family import Family, GGUFArchitecture
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import Settings, read_attention, read_decoder, read_mlp, read_norm
 
 
 def read_spec(settings: Settings) -> ModelSpec:

@@ -10,10 +10,18 @@ import numpy as np
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm, read_num_layers
 from drift_sdk.spec.family import LAYER_MODULES, Family, GGUFArchitecture, GGUFChange, GGUFSettings, Tiles
 from drift_sdk.spec.model import Attention, Channel, GatedDelta, Mixer, ModelSpec, MtpNames, Names, Norm
-from drift_sdk.spec.settings import Settings, read_bool, read_int
+from drift_sdk.spec.settings import (
+    Settings,
+    read_attention,
+    read_bool,
+    read_decoder,
+    read_int,
+    read_mlp,
+    read_norm,
+    read_num_layers,
+)
 
 MTP = MtpNames(
     joint="mtp.fc.weight",

@@ -19,7 +19,6 @@ from drift_sdk.families.qwen3_5 import (
     read_hybrid,
     with_mtp,
 )
-from drift_sdk.spec.decoder_settings import read_experts
 from drift_sdk.spec.family import (
     EXPERT_KEYS,
     EXPERT_MODULES,
@@ -29,7 +28,7 @@ from drift_sdk.spec.family import (
     GGUFSettings,
 )
 from drift_sdk.spec.model import ExpertNames, Experts, Mlp, MlpNames, ModelSpec, Names, Router
-from drift_sdk.spec.settings import Settings, read_int
+from drift_sdk.spec.settings import Settings, read_experts, read_int
 
 NAMES = Names(
     experts=ExpertNames(layout="stacked", shared=MlpNames(module="shared_expert")), mtp=MTP, unread=UNREAD

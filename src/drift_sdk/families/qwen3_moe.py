@@ -7,18 +7,20 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import (
+from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.model import Attention, Channel, ModelSpec, Router
+from drift_sdk.spec.settings import (
+    Settings,
     read_attention,
+    read_bool,
     read_decoder,
     read_experts,
+    read_int,
     read_layer_types,
     read_mlp,
     read_norm,
     read_window,
 )
-from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.model import Attention, Channel, ModelSpec, Router
-from drift_sdk.spec.settings import Settings, read_bool, read_int
 
 
 def read_spec(settings: Settings) -> ModelSpec:

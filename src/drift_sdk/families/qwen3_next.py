@@ -23,10 +23,9 @@ from drift_sdk.families.qwen3_5_moe import (
     read_shared_experts,
 )
 from drift_sdk.families.qwen3_moe import mlp_layers
-from drift_sdk.spec.decoder_settings import read_mlp
 from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFChange, GGUFSettings
 from drift_sdk.spec.model import ExpertNames, MlpNames, ModelSpec, Names, Router
-from drift_sdk.spec.settings import Settings, read_bool
+from drift_sdk.spec.settings import Settings, read_bool, read_mlp
 
 SPLIT = "has_split_projections"
 """A setting that GGUF files get: they have the gate of the output apart, and the rows of all key heads in

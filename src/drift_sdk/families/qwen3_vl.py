@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_mlp, read_norm, read_num_layers
 from drift_sdk.spec.family import Family, GGUFArchitecture
 from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import (
+    Settings,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_norm,
+    read_num_layers,
+)
 
 
 def read_spec(settings: Settings) -> ModelSpec:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from drift_sdk.families.qwen3_moe import channels, gguf_settings
-from drift_sdk.spec.decoder_settings import read_attention, read_decoder, read_norm, read_num_layers
 from drift_sdk.spec.family import EXPERT_KEYS, EXPERT_MODULES, Family, GGUFArchitecture
 from drift_sdk.spec.model import ExpertNames, ModelSpec, Names
-from drift_sdk.spec.settings import Settings
+from drift_sdk.spec.settings import Settings, read_attention, read_decoder, read_norm, read_num_layers
 
 NAMES = Names(experts=ExpertNames(layout="transposed"))
 

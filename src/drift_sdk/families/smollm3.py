@@ -7,17 +7,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from drift_sdk.errors import ModelLoadError, short_repr
-from drift_sdk.spec.decoder_settings import (
+from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFSettings
+from drift_sdk.spec.model import ModelSpec
+from drift_sdk.spec.settings import (
+    Settings,
     read_attention,
+    read_bool,
     read_decoder,
+    read_int,
     read_layer_types,
     read_mlp,
     read_num_layers,
     read_window,
 )
-from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFSettings
-from drift_sdk.spec.model import ModelSpec
-from drift_sdk.spec.settings import Settings, read_bool, read_int
 
 GGUF_PERIOD = 4  # every fourth layer has no rotation: files do not say so, and neither do they differ
 

@@ -5,6 +5,8 @@ Format and names of metadata: https://github.com/ggml-org/ggml/blob/master/docs/
 A projection of all experts of a layer is one tensor there. It is read as a matrix of each expert, or as
 Hugging Face's tensors of MXFP4. A block of MXFP4 in these files is a scale and 16 bytes, with the first half
 of the 32 numbers in their low bits, the second half in their high ones. Gate and up projections are apart.
+
+A matrix may be several tensors there, as that of keys and values of latent attention. They are joined.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-from msgspec import structs
+from msgspec import Struct, structs
 
 from drift_sdk.errors import ModelLoadError
 from drift_sdk.families import gguf_architecture
@@ -29,7 +31,7 @@ from drift_sdk.loading.stored_formats import BLOCK_BYTES
 from drift_sdk.loading.tensors import InPlaceSource, check_dtype
 from drift_sdk.quantised.formats import BLOCK_FORMATS, MXFP4_BLOCK, BlockFormat, BlockWeight
 from drift_sdk.quantised.weight import QuantisedWeight, TiledWeight
-from drift_sdk.spec.family import GGUFChange, Tiles
+from drift_sdk.spec.family import GGUFChange, GGUFJoin, Tiles
 
 STACKED = re.compile(r"(blk\.[0-9]+\.ffn_)(gate_up|gate|up|down)_exps\.weight")
 CUT = re.compile(r"blk\.[0-9]+\.ffn_(?:gate|up|down)_exps\.[0-9]+\.weight")
@@ -83,6 +85,43 @@ def cut_by_expert(tensors: Mapping[str, GGUFTensor], location: str) -> dict[str,
                 num_bytes=num_bytes,
             )
     return found
+
+
+class JoinedMatrix(Struct, frozen=True):
+    """A matrix that a file has as several tensors, by their names."""
+
+    parts: dict[str, GGUFTensor]
+    join: GGUFJoin
+
+
+def join_parts(
+    tensors: Mapping[str, GGUFTensor], joins: Mapping[str, GGUFJoin], location: str
+) -> tuple[dict[str, GGUFTensor], dict[str, JoinedMatrix]]:
+    """The tensors, with matrices in place of their parts, and these matrices by the names that they have as
+    one tensor. Their offsets are those of their first parts. Where a file has the whole too, parts are left
+    out. Raises ModelLoadError with the location for parts that are missing or do not fit together."""
+    found, joined = dict(tensors), dict[str, JoinedMatrix]()
+    for module, join in joins.items():
+        part = re.compile(rf"blk\.([0-9]+)\.(?:{'|'.join(join.modules)})\.weight")
+        for layer in dict.fromkeys(match[1] for match in map(part.fullmatch, tensors) if match is not None):
+            whole = f"blk.{layer}.{module}.weight"
+            names = [f"blk.{layer}.{each}.weight" for each in join.modules]
+            parts = {name: found.pop(name) for name in names if name in found}
+            if whole in tensors:
+                continue
+
+            if missing := [name for name in names if name not in parts]:
+                raise ModelLoadError(f"{location}: tensor {missing[0]} is missing beside {', '.join(parts)}")
+
+            shape = join.shape([tensor.shape for tensor in parts.values()])
+            if shape is None:
+                each = " and ".join(f"{name} of shape {list(tensor.shape)}" for name, tensor in parts.items())
+                raise ModelLoadError(f"{location}: tensors {each} do not fit together")
+
+            joined[whole] = JoinedMatrix(parts, join)
+            first = parts[names[0]]
+            found[whole] = structs.replace(first, shape=shape, quantization=GGMLQuantizationType.F32)
+    return found, joined
 
 
 class ExpertBlocks(InPlaceSource, QuantisedSource, Protocol):
@@ -224,7 +263,8 @@ class GGUFFile:
         self._family, self._architecture = gguf_architecture(self.metadata, self.location)
         if self._architecture.has_expert_matrices:
             header = structs.replace(header, tensors=cut_by_expert(header.tensors, self.location))
-        self._header = header
+        tensors, self._joined = join_parts(header.tensors, self._architecture.joins, self.location)
+        self._header = structs.replace(header, tensors=tensors)
         self.config = read_gguf_config(
             self._header,
             self._family,
@@ -332,8 +372,15 @@ class GGUFFile:
         return rows
 
     def _dequantise(self, stored_name: str) -> npt.NDArray[np.float32]:
-        """A tensor of the file, by the file's own name."""
-        tensor = self._header.tensors[stored_name]
+        """A tensor of the file, by the file's own name, or a matrix that it has in parts."""
+        joined = self._joined.get(stored_name)
+        if joined is None:
+            return self._numbers(stored_name, self._header.tensors[stored_name])
+
+        return joined.join.numbers([self._numbers(name, tensor) for name, tensor in joined.parts.items()])
+
+    def _numbers(self, stored_name: str, tensor: GGUFTensor) -> npt.NDArray[np.float32]:
+        """The numbers of a tensor of the file. stored_name: for messages."""
         raw = self._parts.raw(tensor)
         _, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
         row_bytes = ROW_BYTES // block_bytes * block_bytes

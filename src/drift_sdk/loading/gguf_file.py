@@ -27,9 +27,9 @@ from msgspec import Struct, structs
 from drift_sdk._files import has_file, unreadable
 from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.loading.file_names import part_of
-from drift_sdk.loading.source import gguf_eos_token_ids
 from drift_sdk.quantised.formats import BLOCK_FORMATS
 from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFSettings
+from drift_sdk.text.gguf_tokenizer import gguf_eos_token_ids
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -453,7 +453,9 @@ class _ConfigReader:
 
         rotary_dim = settings.get("rope.dimension_count", head_dim)
         is_partial = self._architecture.is_partial and _is_below(rotary_dim, head_dim)
-        others = {"attention.value_length": settings.get("attention.value_length", head_dim)}
+        others = {}
+        if "attention.value_length" not in self._architecture.keys:
+            others["attention.value_length"] = settings.get("attention.value_length", head_dim)
         if not is_partial:
             others["rope.dimension_count"] = rotary_dim
 

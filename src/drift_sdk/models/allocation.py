@@ -30,7 +30,7 @@ from drift_sdk.quantised.weight import Matrix, QuantisedWeight
 ReadMatrix = Callable[[str, bool], QuantisedWeight | None]
 
 
-def _no_matrix(name: str, is_projection: bool) -> None:
+def no_matrix(name: str, is_projection: bool) -> None:
     """Reads nothing: all matrices are numbers of the model's dtype."""
 
 
@@ -40,7 +40,7 @@ class Allocation:
     places: for each stored tensor the part of the memory that it fills.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, read: ReadMatrix = _no_matrix) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, read: ReadMatrix = no_matrix) -> None:
         """read(name, is_projection): a matrix, if it is to be quantised. It takes no part in `places`."""
         self._device, self._dtype, self._read = device, dtype, read
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []

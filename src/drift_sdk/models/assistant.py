@@ -28,7 +28,14 @@ from drift_sdk.loading.draft import INTEGERS, DraftTensors, read_vector
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import Source, name_role
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.allocation import Allocation, MatrixReader, ReadMatrix, fill_places, memory_named
+from drift_sdk.models.allocation import (
+    Allocation,
+    MatrixReader,
+    ReadMatrix,
+    fill_places,
+    memory_named,
+    no_matrix,
+)
 from drift_sdk.models.attention import AttentionBatch, SequenceRows
 from drift_sdk.models.decoder import Decoder, apply_channel
 from drift_sdk.models.draft_config import check_vocabulary, is_int, read_flag
@@ -230,10 +237,9 @@ def assistant_shapes(config: AssistantConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(place.shape) for name, place in _meta_places(config).items()}
 
 
-def _meta_places(config: AssistantConfig, read: ReadMatrix | None = None) -> dict[str, torch.Tensor]:
+def _meta_places(config: AssistantConfig, read: ReadMatrix = no_matrix) -> dict[str, torch.Tensor]:
     """The tensors of files, without memory. read: as in Allocation."""
-    meta = torch.device("meta")
-    allocation = Allocation(meta, torch.float32) if read is None else Allocation(meta, torch.float32, read)
+    allocation = Allocation(torch.device("meta"), torch.float32, read)
     _allocate(config, allocation, None)
     return allocation.places
 

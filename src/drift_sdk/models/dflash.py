@@ -25,7 +25,14 @@ from drift_sdk.loading.draft import DraftTensors, read_target_ids
 from drift_sdk.loading.random import RandomTensors
 from drift_sdk.loading.source import Source
 from drift_sdk.loading.tensors import TensorSource
-from drift_sdk.models.allocation import Allocation, MatrixReader, ReadMatrix, fill_places, memory_named
+from drift_sdk.models.allocation import (
+    Allocation,
+    MatrixReader,
+    ReadMatrix,
+    fill_places,
+    memory_named,
+    no_matrix,
+)
 from drift_sdk.models.attention import AttentionBatch, ParallelAttentionBatch
 from drift_sdk.models.decoder import Decoder, apply_channel
 from drift_sdk.models.draft_config import (
@@ -283,10 +290,9 @@ def _table_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     return {EMBEDDING: (config.shape.vocab_size, width), HEAD: (config.draft_vocab_size, width)}
 
 
-def _meta_places(config: DFlashConfig, read: ReadMatrix | None = None) -> dict[str, torch.Tensor]:
+def _meta_places(config: DFlashConfig, read: ReadMatrix = no_matrix) -> dict[str, torch.Tensor]:
     """The tensors of files, without memory, but for embedding and head. read: as in Allocation."""
-    meta = torch.device("meta")
-    allocation = Allocation(meta, torch.float32) if read is None else Allocation(meta, torch.float32, read)
+    allocation = Allocation(torch.device("meta"), torch.float32, read)
     unknown = allocation.empty(0)
     _allocate(config, allocation, None, unknown, unknown)
     return allocation.places

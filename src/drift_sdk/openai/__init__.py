@@ -17,6 +17,6 @@ except ImportError as cause:
     ) from cause
 
 from drift_sdk.openai.application import app
-from drift_sdk.openai.reranker import RERANKERS, Reranker
+from drift_sdk.openai.service import RERANKERS, Reranker
 
 __all__ = ["RERANKERS", "Reranker", "app"]

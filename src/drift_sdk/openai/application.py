@@ -17,13 +17,10 @@ from starlette.routing import Route
 
 from drift_sdk import BaseEngine, ConfigError, DriftError, EngineClosed
 from drift_sdk.openai.chat import chat, completions
-from drift_sdk.openai.decisions import decide
-from drift_sdk.openai.embeddings import embeddings
 from drift_sdk.openai.messages import count_tokens, messages
-from drift_sdk.openai.reranker import Reranker
-from drift_sdk.openai.reranking import rerank, scores
 from drift_sdk.openai.responses import responses
-from drift_sdk.openai.service import Keys, Service
+from drift_sdk.openai.scoring import decide, embeddings, rerank, scores
+from drift_sdk.openai.service import Keys, Reranker, Service
 from drift_sdk.openai.wire import error_response
 
 MAX_BODY_BYTES = 2**23

@@ -13,8 +13,7 @@ import anyio
 from msgspec.structs import replace
 
 from drift_sdk._display import html_table, state_repr
-from drift_sdk._fields import with_config
-from drift_sdk._validation import check_bool, check_float, check_int
+from drift_sdk._fields import check_bool, check_float, check_int, with_config
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.loops import Latch

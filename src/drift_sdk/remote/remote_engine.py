@@ -28,8 +28,7 @@ from typing import Any, TypeVar
 import anyio
 
 from drift_sdk._display import html_table, state_repr
-from drift_sdk._fields import with_config
-from drift_sdk._validation import check_float
+from drift_sdk._fields import check_float, with_config
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.life_cycle import LifeCycle, OpenModel

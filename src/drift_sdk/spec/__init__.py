@@ -1,18 +1,14 @@
 """The description of models: what a family of models is written with. See docs/internals/families.md."""
 
-from drift_sdk.spec.decoder_settings import (
-    attention_layers,
-    read_activation,
-    read_attention,
-    read_decoder,
-    read_experts,
-    read_layer_types,
-    read_mlp,
-    read_norm,
-    read_num_layers,
-    read_window,
+from drift_sdk.spec.family import (
+    Family,
+    GGUFArchitecture,
+    GGUFChange,
+    GGUFJoin,
+    GGUFSettings,
+    OriginalFiles,
+    Tiles,
 )
-from drift_sdk.spec.family import Family, GGUFArchitecture, GGUFChange, GGUFSettings, OriginalFiles, Tiles
 from drift_sdk.spec.model import (
     SANDWICH,
     Attention,
@@ -33,8 +29,26 @@ from drift_sdk.spec.model import (
     Router,
 )
 from drift_sdk.spec.rope import Rope
-from drift_sdk.spec.rope_settings import read_query_scaling, read_rope, read_score_factor
-from drift_sdk.spec.settings import Settings, read_bool, read_int, read_multiplier, read_number
+from drift_sdk.spec.settings import (
+    Settings,
+    attention_layers,
+    read_activation,
+    read_attention,
+    read_bool,
+    read_decoder,
+    read_experts,
+    read_int,
+    read_layer_types,
+    read_mlp,
+    read_multiplier,
+    read_norm,
+    read_num_layers,
+    read_number,
+    read_query_scaling,
+    read_rope,
+    read_score_factor,
+    read_window,
+)
 
 __all__ = [
     "SANDWICH",
@@ -46,6 +60,7 @@ __all__ = [
     "Family",
     "GGUFArchitecture",
     "GGUFChange",
+    "GGUFJoin",
     "GGUFSettings",
     "LatentAttention",
     "LatentNames",

@@ -7,7 +7,7 @@ Names there are those that llama.cpp's converter writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,19 @@ class GGUFChange(Struct, frozen=True, kw_only=True):
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
 
+class GGUFJoin(Struct, frozen=True, kw_only=True):
+    """A matrix of a layer that files may have as several tensors.
+
+    modules:   of these tensors, by their names in the file.
+    shape:     of the matrix, from the shapes of the tensors; None: they do not fit together.
+    numbers:   the matrix, from the tensors.
+    """
+
+    modules: tuple[str, ...]
+    shape: Callable[[Sequence[tuple[int, ...]]], tuple[int, ...] | None]
+    numbers: Callable[[Sequence[npt.NDArray[np.float32]]], npt.NDArray[np.float32]]
+
+
 class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     """An architecture of GGUF files.
 
@@ -144,6 +157,8 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     norm_offset:    what files add to the weights of norms.
     change:         other differences of a tensor, by its Hugging Face name and the settings; None: there are
                     none.
+    joins:          matrices that files may have in parts, by the names that files without parts have for
+                    their modules.
     keys:           metadata that changes the arithmetic and is read for this architecture.
     required:       metadata that files of this architecture have.
     settings:       settings of the architecture alone. Raises ModelLoadError naming the place.
@@ -160,6 +175,7 @@ class GGUFArchitecture(Struct, frozen=True, kw_only=True):
     yarn: Mapping[str, Any] | None = None
     norm_offset: float = 0.0
     change: Callable[[str, Mapping[str, Any]], GGUFChange] | None = None
+    joins: Mapping[str, GGUFJoin] = {}
     keys: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     settings: Callable[[GGUFSettings], dict[str, Any]] | None = None

@@ -9,19 +9,26 @@ states of recurrent layers. `models.kv_cache` and the kernels say what states ho
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from msgspec import Struct
 
+from drift_sdk.errors import ModelLoadError, short_repr
 from drift_sdk.quantised.scheme import Scheme
 from drift_sdk.spec.rope import Rope
-from drift_sdk.spec.settings import check_choice
 
 ExpertLayout = Literal["each", "stacked", "transposed", "mxfp4"]
 """Form of the experts' projections in files. "each": a tensor for each expert and projection. "stacked": one
 tensor for all experts [num_experts, out, in], gate and up in one. "transposed": likewise,
 [num_experts, in, out]. "mxfp4": likewise, as MXFP4 blocks and scales."""
+
+
+def check_choice(field: str, value: str, choices: object) -> None:
+    """Raise ModelLoadError for what is not one of the literals of `choices`."""
+    if value not in get_args(choices):
+        expected = ", ".join(map(repr, get_args(choices)))
+        raise ModelLoadError(f"{field}={short_repr(value)}: expected one of {expected}")
 
 
 class AttentionNames(Struct, frozen=True, kw_only=True):

@@ -34,8 +34,7 @@ from drift_sdk.models.allocation import QUANTISERS, WeightForm
 from drift_sdk.models.assistant import AssistantDecoder, is_assistant
 from drift_sdk.models.decoder import Decoder, random_tensors
 from drift_sdk.models.dflash import DFlashDecoder, is_dflash
-from drift_sdk.models.draft_head import DraftDecoder, is_whole_model
-from drift_sdk.models.mtp import has_mtp, load_mtp, random_mtp
+from drift_sdk.models.draft_head import DraftDecoder, has_mtp, is_whole_model, load_mtp, random_mtp
 from drift_sdk.models.shard import Shard, cut_head, load_shard, shard_obstacles
 from drift_sdk.models.weights import odd_columns, weight_bytes
 from drift_sdk.quantised.scheme import Scheme

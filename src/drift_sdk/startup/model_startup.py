@@ -31,7 +31,7 @@ from drift_sdk.model_info import ModelInfo, RemoteFile
 from drift_sdk.models.assistant import is_assistant
 from drift_sdk.models.dflash import is_dflash
 from drift_sdk.models.draft_config import is_head_config
-from drift_sdk.models.mtp import has_mtp
+from drift_sdk.models.draft_head import has_mtp
 from drift_sdk.models.shard import Shard, shard_obstacles
 from drift_sdk.models.weights import check_tensors, tensor_shapes, weight_bytes, with_stored_head
 from drift_sdk.scheduling.planning import SchedulerConfig

@@ -21,9 +21,6 @@ from drift_sdk.driver.prompts import ModelText
 from drift_sdk.errors import ConfigError, ModelLoadError, RequestError, short_repr
 from drift_sdk.events import Download, Report, ignore_progress
 from drift_sdk.loading.source import (
-    ANSWER_ENDS,
-    MESSAGE_END,
-    TOOL_ANSWER,
     Source,
     eos_token_ids,
     expand_home,
@@ -34,6 +31,7 @@ from drift_sdk.loading.source import (
 from drift_sdk.sampling_params import SamplingParams
 from drift_sdk.steps import ExecutorLimits
 from drift_sdk.text.chat import ChatTemplate, configured_template
+from drift_sdk.text.gguf_tokenizer import ANSWER_ENDS, MESSAGE_END, TOOL_ANSWER
 from drift_sdk.text.tokenizer import NoTokenizer, Tokenizer
 
 QUESTION, THOUGHT, ANSWER = "driftquestion", "driftthought", "driftanswer"

@@ -19,8 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from drift_sdk._fields import with_config
-from drift_sdk._validation import check_float, check_int
+from drift_sdk._fields import check_float, check_int, with_config
 from drift_sdk.config import EngineConfig, prefill_token_budget
 from drift_sdk.driver.life_cycle import LoadedModel, with_limits
 from drift_sdk.driver.prompts import ModelText, Prompt

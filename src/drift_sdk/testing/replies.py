@@ -14,8 +14,7 @@ from typing import Any, TypeAlias, TypeGuard
 from msgspec import Struct
 from msgspec.structs import fields
 
-from drift_sdk._fields import ConfigFields
-from drift_sdk._validation import check_float, is_unicode
+from drift_sdk._fields import ConfigFields, check_float, is_unicode
 from drift_sdk.driver.prompts import ModelText, PreparedPrompt, Prompt
 from drift_sdk.errors import ConfigError, QueueFull, RequestError
 from drift_sdk.results import ToolCall

@@ -1,4 +1,4 @@
-"""Builds the tokenizer that the metadata of a GGUF file describes.
+"""The tokenizer that the metadata of a GGUF file describes, and the tokens that end an answer.
 
 Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. For what a file does not
 specify, this module follows llama.cpp, for which the files are written.
@@ -140,13 +140,26 @@ ADDS_BOS = frozenset({*LLAMA3_NAMES, "tekken", "chameleon"})
 COMPOSES = frozenset({"qwen2", "qwen35", "command-r"})
 """Names of models that were trained with composed characters (NFC), which files do not say."""
 
-
 METASPACE = "\u2581"
 GEMMA4 = "gemma4"
 MODELS = ("gpt2", "llama", GEMMA4)
 """Kinds of vocabularies. The last has the characters and bytes of "llama", and the merges of "gpt2"."""
 TOKENS = "tokenizer.ggml.tokens"
 TYPE_NAMES: dict[type, str] = {str: "a string", int: "an integer", float: "a number"}
+END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+"""Metadata that names the end of text, of turn and of message."""
+ENDS_KEY = "tokenizer.ggml.eos_token_ids"
+"""Metadata that lists several ends."""
+MESSAGE_END = "<|end|>"
+ANSWER_ENDS = ("<|return|>", "<|call|>")
+"""The ends of gpt-oss, where MESSAGE_END ends a message of several in an answer."""
+TOOL_ANSWER = "<|tool_response>"
+"""The begin of a tool's answer, with which Gemma 4 ends an answer of calls."""
+END_TEXTS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", MESSAGE_END, "<end_of_turn>", "<turn|>", "<|endoftext|>"),
+    *(TOOL_ANSWER, *ANSWER_ENDS),
+)
+"""Texts of tokens that end an answer. llama.cpp's converter writes one end of those that a model has."""
 
 
 class TokenType(IntEnum):
@@ -241,6 +254,35 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
 
     is_usual = model == "llama" or (isinstance(pre, str) and pre in ADDS_BOS)
     return _flag(metadata, "tokenizer.ggml.add_bos_token", default=is_usual)
+
+
+def gguf_eos_token_ids(metadata: Mapping[str, Any], location: str) -> list[int]:
+    """The ids that end an answer: named by metadata, or of tokens with known texts, of any type.
+
+    location: the file, for messages. Raises ModelLoadError naming it for metadata that is no token id.
+    """
+    ids = {_token_id(metadata[key], key, location): None for key in END_KEYS if key in metadata}
+    listed = metadata.get(ENDS_KEY, [])
+    for token_id in listed if isinstance(listed, list) else [listed]:
+        ids[_token_id(token_id, ENDS_KEY, location)] = None
+
+    tokens = metadata.get(TOKENS)
+    if not isinstance(tokens, list):
+        return list(ids)
+
+    by_id = {index: text for index, text in enumerate(tokens) if text in END_TEXTS}
+    ids |= dict.fromkeys(by_id)
+    if any(text in ANSWER_ENDS for text in by_id.values()):
+        return [token_id for token_id in ids if by_id.get(token_id) != MESSAGE_END]
+
+    return list(ids)
+
+
+def _token_id(value: object, key: str, location: str) -> int:
+    if type(value) is not int:
+        raise ModelLoadError(f"{location}: {key}={short_repr(value)}: expected a token id")
+
+    return value
 
 
 def _byte_level(

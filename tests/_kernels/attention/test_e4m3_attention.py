@@ -264,8 +264,8 @@ def test_wide_heads_have_the_bits_of_decoding_in_prompts(
 def test_bits_are_those_of_a_cache_of_the_same_numbers(
     heads: tuple[int, int, int], num_rows: int, device: str
 ) -> None:
-    """Halves of the dimensions fill whole MMAs. Decoding, trees, prompts by wgmma and rows alone are compared
-    with a cache of bfloat16 numbers."""
+    """Halves of the dimensions fill whole MMAs. Decoding, trees, and prompts by wgmma and by mma.sync are
+    compared with a cache of bfloat16 numbers."""
     num_kv_heads, group, head_dim = heads
     step = Step(
         [64, 700, 2050, 5300],
@@ -284,6 +284,8 @@ def test_bits_are_those_of_a_cache_of_the_same_numbers(
     if num_rows < 64:
         assert torch.equal(step.decoded(partitions), found)
         assert head_dim > WIDE_HEAD or torch.equal(step.in_trees(partitions), found)
+    few = ExactPrefillConfig(tile_rows=32, num_warps=4, num_stages=1, narrow_stages=1)  # by mma.sync
+    assert torch.equal(step.as_prompt(partitions, few), found)
     step.use_scales_of_one()
     ones = step.as_prompt(partitions, prompt)
     if head_dim <= WIDE_HEAD:

@@ -5,14 +5,16 @@ import logging
 import pytest
 import torch
 
-from drift_sdk._kernels.gemm import fastest_gemm
-from drift_sdk._kernels.gemm.fastest_gemm import (
+from drift_sdk._kernels.gemm import gemm
+from drift_sdk._kernels.gemm.gemm import (
+    GemmConfig,
     fastest_gated_multiply,
     fastest_multiply,
+    gated_multiply,
     library_gated_multiply,
     library_product,
+    multiply,
 )
-from drift_sdk._kernels.gemm.gemm import GemmConfig, gated_multiply, multiply
 from drift_sdk._kernels.gemm.tuning import table_for
 
 pytestmark = pytest.mark.kernel
@@ -35,7 +37,7 @@ def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> to
 
 
 def test_float32_products_never_use_the_library(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fastest_gemm, "library_multiply")
+    monkeypatch.delattr(gemm, "library_multiply")
     x, weight = inputs((3, 20, 140), device)
     found, expected = (poisoned(2, 3, 20, device=device) for _ in range(2))
     fastest_multiply(x, weight, found, SLICED)
@@ -58,23 +60,23 @@ def test_the_library_requires_spread_slices() -> None:
 )
 def test_library_state_changes_with_settings_and_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another engine of the process may run with another backend, other settings or another workspace."""
-    states = {fastest_gemm.library_state()}
-    for variable in fastest_gemm.WORKSPACE_VARIABLES:
+    states = {gemm.library_state()}
+    for variable in gemm.WORKSPACE_VARIABLES:
         monkeypatch.setenv(variable, ":16:8")
-        states.add(fastest_gemm.library_state())
+        states.add(gemm.library_state())
     matmul = torch.backends.cuda.matmul
     for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
         before = getattr(matmul, name)
         try:
             setattr(matmul, name, not before)
-            states.add(fastest_gemm.library_state())
+            states.add(gemm.library_state())
         finally:
             setattr(matmul, name, before)
     assert len(states) == 6
 
 
 def test_bits_are_compared_at_several_magnitudes() -> None:
-    rows = fastest_gemm._random_rows(torch.empty(8, 4096, dtype=torch.bfloat16))
+    rows = gemm._random_rows(torch.empty(8, 4096, dtype=torch.bfloat16))
     assert rows.dtype == torch.bfloat16 and rows.isfinite().all()
     spread = rows.float().abs().log2().clamp(min=-20).std(dim=1)
     assert (spread[1::2] > 2 * spread[::2]).all()
@@ -82,14 +84,14 @@ def test_bits_are_compared_at_several_magnitudes() -> None:
 
 @pytest.mark.gpu
 def test_a_changed_library_is_compared_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastest_gemm, "_ways", {})
+    monkeypatch.setattr(gemm, "_ways", {})
     x, weight = inputs((256, 640, 576), device, torch.bfloat16)
     out = poisoned(2, 256, 640, device=device)
     for num_comparisons, size in ((1, None), (1, None), (2, ":4096:2")):
         if size is not None:
             monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", size)
         fastest_multiply(x, weight, out, SLICED)
-        assert len(fastest_gemm._ways) == num_comparisons
+        assert len(gemm._ways) == num_comparisons
 
 
 @pytest.mark.gpu
@@ -122,7 +124,7 @@ def test_tuned_shapes_use_the_library_where_the_table_names_it(
 ) -> None:
     """The library has the kernel's bits for all shapes of the table, on the GPU they were measured on."""
     caplog.set_level(logging.WARNING, "drift_sdk")
-    monkeypatch.setattr(fastest_gemm, "_ways", {})
+    monkeypatch.setattr(gemm, "_ways", {})
     table = table_for("nvidia-h200")
     for num_columns, inner in ((6144, 4096), (4096, 4096), (4096, 14_336), (128_256, 4096)):
         config = table.gemm(num_columns, inner).config(384)
@@ -133,8 +135,8 @@ def test_tuned_shapes_use_the_library_where_the_table_names_it(
     x, weight = inputs((384, 28_672, 4096), device, torch.bfloat16)
     out = poisoned(384, 14_336, device=device, dtype=torch.bfloat16)
     fastest_gated_multiply(x, weight, out, config, torch.empty(384, 28_672, device=device).to(torch.bfloat16))
-    assert all(fastest_gemm._ways.values())
-    assert len(fastest_gemm._ways) == 5
+    assert all(gemm._ways.values())
+    assert len(gemm._ways) == 5
     assert not caplog.records
 
 
@@ -142,7 +144,7 @@ def test_tuned_shapes_use_the_library_where_the_table_names_it(
 def test_a_library_with_other_bits_is_not_used(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fastest_gemm, "_ways", {})
+    monkeypatch.setattr(gemm, "_ways", {})
 
     def one_bit_off(
         x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig, way: str
@@ -150,7 +152,7 @@ def test_a_library_with_other_bits_is_not_used(
         multiply(x, weight, out, config)
         out.view(torch.int32)[..., 0] ^= 1
 
-    monkeypatch.setattr(fastest_gemm, "library_multiply", one_bit_off)
+    monkeypatch.setattr(gemm, "library_multiply", one_bit_off)
     x, weight = inputs((256, 640, 576), device, torch.bfloat16)
     found, expected = (poisoned(2, 256, 640, device=device) for _ in range(2))
     for _ in range(2):
@@ -169,8 +171,8 @@ def test_a_batch_of_slices_is_right(num_rows: int, device: str) -> None:
     for num_columns, inner in ((6144, 4096), (640, 512)):
         x, weight = inputs((num_rows, num_columns, inner), device, torch.bfloat16)
         found, expected = (poisoned(2, num_rows, num_columns, device=device) for _ in range(2))
-        fastest_gemm.library_multiply(x, weight, found, SLICED, "batch")
-        fastest_gemm.library_multiply(x, weight, expected, SLICED, "slices")
+        gemm.library_multiply(x, weight, found, SLICED, "batch")
+        gemm.library_multiply(x, weight, expected, SLICED, "slices")
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-4)
 
 
@@ -178,8 +180,8 @@ def test_a_batch_of_slices_is_right(num_rows: int, device: str) -> None:
 def test_slices_follow_each_other_where_their_batch_has_other_bits(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastest_gemm, "_ways", {})
-    library_multiply = fastest_gemm.library_multiply
+    monkeypatch.setattr(gemm, "_ways", {})
+    library_multiply = gemm.library_multiply
 
     def other_bits(
         x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig, way: str
@@ -189,14 +191,14 @@ def test_slices_follow_each_other_where_their_batch_has_other_bits(
         else:
             out.zero_()
 
-    monkeypatch.setattr(fastest_gemm, "library_multiply", other_bits)
+    monkeypatch.setattr(gemm, "library_multiply", other_bits)
     config = table_for("nvidia-h200").gemm(6144, 4096).config(384)
     x, weight = inputs((384, 6144, 4096), device, torch.bfloat16)
     found, expected = (poisoned(2, 384, 6144, device=device) for _ in range(2))
     assert fastest_multiply(x, weight, found, config)
     multiply(x, weight, expected, config)
     assert torch.equal(found, expected)
-    assert [*fastest_gemm._ways.values()] == ["slices"]
+    assert [*gemm._ways.values()] == ["slices"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_equal_slices_of_some_rows_are_a_batch(
     num_rows: int, inner: int, num_slices: int, ways: tuple[str, ...]
 ) -> None:
     config = GemmConfig(True, 64, 16, 64, 3, 4, is_library=True, num_slices=num_slices)
-    assert fastest_gemm._possible_ways(num_rows, inner, config) == ways
+    assert gemm._possible_ways(num_rows, inner, config) == ways
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -221,7 +223,7 @@ def test_products_of_the_library_are_seen_by_the_check_of_launch_order(
 ) -> None:
     x, weight, bias, out = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6), torch.empty(3, 6)
     noted: list[torch.Tensor] = []
-    monkeypatch.setattr(fastest_gemm, "note_library_kernel", noted.append)
+    monkeypatch.setattr(gemm, "note_library_kernel", noted.append)
     library_product(x, weight.T, bias if has_bias else None, out)
     assert torch.equal(out, torch.addmm(bias, x, weight.T) if has_bias else x @ weight.T)
     assert len(noted) == 1 and noted[0] is out
@@ -229,8 +231,8 @@ def test_products_of_the_library_are_seen_by_the_check_of_launch_order(
 
 def test_the_gated_product_of_the_library_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[torch.Tensor] = []
-    monkeypatch.setattr(fastest_gemm, "note_library_kernel", noted.append)
-    monkeypatch.setattr(fastest_gemm, "glu", lambda gate_up, out, activation: None)
+    monkeypatch.setattr(gemm, "note_library_kernel", noted.append)
+    monkeypatch.setattr(gemm, "glu", lambda gate_up, out, activation: None)
     gate_up = torch.empty(3, 6)
     library_gated_multiply(torch.randn(3, 4), torch.randn(6, 4), torch.empty(3, 3), gate_up)
     assert len(noted) == 1 and noted[0] is gate_up

@@ -4,14 +4,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from drift_sdk._kernels.gemm.fastest_gemm import (
+from drift_sdk._kernels.gemm.gemm import (
     ROW_TILE,
     FewRowsTiles,
+    GemmConfig,
     few_rows_multiply,
     few_rows_tiles,
     has_few_rows_product,
+    multiply,
 )
-from drift_sdk._kernels.gemm.gemm import GemmConfig, multiply
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.launch.gpu_limits import HOPPER
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply
-from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.gemm import GemmConfig, fastest_gated_multiply, fastest_multiply
 from drift_sdk._kernels.gemm.heuristic import GemmShape, has_equal_shares
 from drift_sdk._kernels.gemm.slices import num_slices
 from drift_sdk._kernels.gemm.tuning import TunedTable, shape_of_key, table_for

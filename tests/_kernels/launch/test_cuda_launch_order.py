@@ -25,8 +25,7 @@ from drift_sdk._kernels.experts.cuda_experts import (
     cuda_gated_expert_multiply,
     cuda_route,
 )
-from drift_sdk._kernels.gemm.fastest_gemm import few_rows_multiply
-from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.gemm import GemmConfig, few_rows_multiply
 from drift_sdk._kernels.launch import cuda_programs, launch_order
 from drift_sdk._kernels.launch.cuda_programs import CudaKernel
 from drift_sdk._kernels.launch.gpu_limits import HOPPER

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import triton
 from triton.runtime.cache import FileCacheManager
 from ttir import HEAD, LOAD_A, OLD_WAIT, STORE_B, TAIL, TRIGGER, WAIT
 
 from drift_sdk._kernels.launch import launch_order
-from drift_sdk._kernels.launch.launch_order import KernelAccess, LaunchOrderError, access_of, kept_access
+from drift_sdk._kernels.launch.launch_order import (
+    KernelAccess,
+    LaunchOrderError,
+    access_of,
+    kept_access,
+    ttir_of,
+)
 
 
 def access(*parts: str) -> KernelAccess:
@@ -268,3 +277,21 @@ def test_nothing_is_kept_of_a_kernel_that_breaks_the_order(folder: Path) -> None
         with pytest.raises(LaunchOrderError):
             kept_access("".join((HEAD, LOAD_A, STORE_B, TAIL)))
     assert not [*folder.rglob(launch_order.FILE)]
+
+
+def test_kernel_of_which_only_the_binary_is_kept_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options that it had: files of metadata have lists in place of tuples."""
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+    knobs, calls = triton.knobs.compilation, []
+
+    def compile_whole(source: object, *, target: object, options: object) -> SimpleNamespace:
+        calls.append((source, target, options, knobs.store_binary_only, knobs.always_compile))
+        return SimpleNamespace(asm={"ttir": EARLY_TTIR})
+
+    monkeypatch.setattr(triton, "compile", compile_whole)
+    metadata = namedtuple("KernelMetadata", ["num_warps", "dtypes", "target"])(4, ["e4m3", "e5m2"], "sm_90")
+    found = ttir_of(SimpleNamespace(asm={"cubin": b""}, src="source", metadata=metadata))
+    assert found == EARLY_TTIR and knobs.store_binary_only and not knobs.always_compile
+    options = {"num_warps": 4, "dtypes": ("e4m3", "e5m2"), "target": "sm_90"}
+    assert calls == [("source", "sm_90", options, False, True)]
+    assert ttir_of(SimpleNamespace(asm={"ttir": TAIL})) == TAIL and len(calls) == 1

@@ -9,7 +9,7 @@ from tolerances import assert_near
 
 from drift_sdk._kernels.launch.kernel import kernel
 from drift_sdk._kernels.sampling.rows import LEAST_NOISE, MOST_NOISE, exponential, gumbel
-from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
+from drift_sdk.execution.eager.sampling import gumbel_noise
 
 pytestmark = pytest.mark.kernel
 

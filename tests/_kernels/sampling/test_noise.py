@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from drift_sdk._kernels.sampling.torch_reference import gumbel_noise, philox
+from drift_sdk.execution.eager.sampling import gumbel_noise, philox
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from drift_sdk._kernels.sampling.torch_reference import (
+from drift_sdk.execution.eager.sampling import (
     add_bias,
     count_tokens,
     mask_logits,

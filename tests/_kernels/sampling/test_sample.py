@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from drift_sdk._kernels.sampling.torch_reference import filter_logits, sample, top_logprobs
+from drift_sdk.execution.eager.sampling import filter_logits, sample, top_logprobs
 
 
 def columns(num_rows: int, **given: list[float]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from tolerances import assert_near, bound
 from drift_sdk._kernels.sampling import rows as rows_module
 from drift_sdk._kernels.sampling.rows import MAX_CANDIDATES, MAX_TOP, SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows
-from drift_sdk._kernels.sampling.torch_reference import filter_logits, gumbel_noise, sample, top_logprobs
+from drift_sdk.execution.eager.sampling import filter_logits, gumbel_noise, sample, top_logprobs
 
 pytestmark = pytest.mark.kernel
 

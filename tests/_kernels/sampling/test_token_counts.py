@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from drift_sdk._kernels.sampling.logits import count_tokens
-from drift_sdk._kernels.sampling.torch_reference import unpack_mask
 from drift_sdk._kernels.slots import SlotColumns, SlotFlag
+from drift_sdk.execution.eager.sampling import unpack_mask
 
 pytestmark = pytest.mark.kernel
 

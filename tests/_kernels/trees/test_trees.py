@@ -28,9 +28,14 @@ from drift_sdk._kernels.commit import CommitTensors
 from drift_sdk._kernels.sampling.logits import apply_logits_rules
 from drift_sdk._kernels.sampling.rows import RowsToSample, SampleBuffers
 from drift_sdk._kernels.slots import SlotColumns, SlotFlag, SlotState
-from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths, tree_attention
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_rows
+from drift_sdk._kernels.trees.tree_rows import (
+    PATH_ENTRIES,
+    kv_rewind,
+    tree_accept,
+    tree_record_words,
+    tree_rows,
+)
 from drift_sdk.quantised.formats import E4M3
 from drift_sdk.trees import TokenTree
 

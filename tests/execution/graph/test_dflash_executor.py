@@ -14,10 +14,9 @@ from dflash_zoo import NUM_HEADS, make_dflash
 from drawn_decoder import drawn_decoder
 from interpreted_device import InterpretedDevice
 from oracle_drafter import OracleDrafter
-from references.gated_delta import advance_prompts_reference, advance_rows_reference
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_rows_after
-from tiny_llama import tiny_llama
+from tiny_llama import tiny_hybrid, tiny_llama
 
 from drift_sdk._kernels.gemm.tuning import TunedTable, WatchedTable, read_products
 from drift_sdk.execution.drafter_factory import (
@@ -27,7 +26,6 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.drafters import DFlashDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.execution.forward import gated_delta
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
@@ -42,29 +40,12 @@ from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
 
 pytestmark = [
     pytest.mark.kernel,
+    pytest.mark.usefixtures("gated_delta_reference"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: kernels run on the CPU"),
 ]
 
 PLAIN = tiny_llama(vocab_size=128, num_hidden_layers=3)
-HYBRID = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    "tie_word_embeddings": False,
-}
+HYBRID = tiny_hybrid(vocab_size=128)
 TARGETS = {"plain": PLAIN, "hybrid": HYBRID}
 LIMITS = ExecutorLimits(vocab_size=128, max_num_seqs=3, max_model_len=64, num_blocks=10, block_size=8)
 """So few blocks that sequences are preempted."""
@@ -73,12 +54,6 @@ NO_TABLE = TunedTable()
 
 Request = tuple[list[int], SlotSampling]
 Drafts = list[tuple[int, ...]]
-
-
-@pytest.fixture(autouse=True)
-def reference_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_delta, "advance_rows", advance_rows_reference)
-    monkeypatch.setattr(gated_delta, "advance_prompts", advance_prompts_reference)
 
 
 def models(name: str, seed: int, folder: Path) -> tuple[Decoder, DFlashDecoder]:

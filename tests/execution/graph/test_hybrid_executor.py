@@ -12,15 +12,14 @@ import pytest
 import torch
 from interpreted_device import InterpretedDevice
 from kept_rows import keep_rejected_inputs
-from references.gated_delta import advance_prompts_reference, advance_rows_reference
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
+from tiny_llama import tiny_hybrid
 from tolerances import bound
 
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.drafter_factory import NGramDrafterFactory
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.execution.forward import gated_delta
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
@@ -30,28 +29,18 @@ from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
 
 pytestmark = [
     pytest.mark.kernel,
+    pytest.mark.usefixtures("gated_delta_reference"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: kernels run on the CPU"),
 ]
 
-CONFIG = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 120,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    "tie_word_embeddings": False,
-}
+CONFIG = tiny_hybrid(
+    vocab_size=120,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
 LIMITS = ExecutorLimits(vocab_size=120, max_num_seqs=3, max_model_len=128, num_blocks=24, block_size=16)
 BUDGET = 48
 NUM_CHECKPOINTS = 4
@@ -59,12 +48,6 @@ LOGPROB_BOUND = bound(16.0, inner=80, depth=12)
 
 Request = tuple[list[int], SlotSampling]
 Step = tuple[StepPlan, StepResult]
-
-
-@pytest.fixture(autouse=True)
-def reference_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_delta, "advance_rows", advance_rows_reference)
-    monkeypatch.setattr(gated_delta, "advance_prompts", advance_prompts_reference)
 
 
 @pytest.fixture

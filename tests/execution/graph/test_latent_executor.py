@@ -16,7 +16,11 @@ import msgspec.structs
 import pytest
 import torch
 from draft_zoo import make_draft
+from family_zoo import draw_model
+from gguf import GGMLQuantizationType
+from hybrid_parity import load
 from interpreted_device import InterpretedDevice
+from latent_gguf import write_latent_gguf
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
 from tolerances import bound
@@ -32,6 +36,7 @@ from drift_sdk.execution.drafter_factory import (
 )
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import channels, latent_attention
+from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
@@ -155,6 +160,24 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
         for output, other in zip(outputs, others, strict=True):
             for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
                 assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
+
+
+@pytest.mark.slow
+def test_steps_of_a_gguf_file_equal_those_of_its_numbers(tmp_path: Path) -> None:
+    """What the file has in blocks is quantised in memory."""
+    sizes = {"hidden_size": 64, "q_lora_rank": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 16, "rope_interleave": True}
+    model = draw_model("glm4_moe_lite", 1, **CONFIG | sizes | heads)
+    model.save_pretrained(tmp_path)
+    write_latent_gguf(tmp_path, tmp_path / "model.gguf", lambda name: GGMLQuantizationType.Q8_0)
+    stored, numbers = load(tmp_path / "model.gguf", "stored"), load(tmp_path / "twin")
+    expected, _ = run(EagerExecutor(numbers, LIMITS), 4)
+    assert run(EagerExecutor(stored, LIMITS), 4)[0] == expected
+    arrange_decoder(stored)
+    matrices = stored.weights.layers[1].mixer.matrices
+    assert len(matrices) == 3 and all(isinstance(each, KernelWeight) for each in matrices.values())
+    assert run(graph_executor(stored), 4)[0] == expected
+    assert len({token for each in expected for token in each}) > 8
 
 
 @pytest.mark.slow

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from interpreted_device import InterpretedDevice
-from references.gated_delta import advance_prompts_reference, advance_rows_reference
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_after
+from tiny_llama import tiny_hybrid
 
 from drift_sdk._kernels.gemm.tuning import WatchedTable
 from drift_sdk.execution.drafter_factory import EagleDrafterFactory
 from drift_sdk.execution.eager.drafters import EagleDrafter
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import draft as draft_forward
-from drift_sdk.execution.forward import gated_delta, latent_attention
+from drift_sdk.execution.forward import latent_attention
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.forward.rows import Rows
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
@@ -27,8 +27,7 @@ from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.execution.rounds.eagle import EagleRoundDrafter
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.models.mtp import random_mtp
+from drift_sdk.models.draft_head import DraftDecoder, random_mtp
 from drift_sdk.quantised.formats import quantise_fp8
 from drift_sdk.quantised.weight import dense
 from drift_sdk.startup.graph_startup import weights_to_tune
@@ -36,29 +35,11 @@ from drift_sdk.steps import ExecutorLimits, SlotSampling, StepResult
 
 pytestmark = [
     pytest.mark.kernel,
+    pytest.mark.usefixtures("gated_delta_reference"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: kernels run on the CPU"),
 ]
 
-DENSE = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 256,
-    "mtp_num_hidden_layers": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    "tie_word_embeddings": False,
-}
+DENSE = tiny_hybrid(mtp_num_hidden_layers=1)
 EXPERTS = DENSE | {
     "model_type": "qwen3_5_moe_text",
     "num_experts": 6,
@@ -112,15 +93,9 @@ Request = tuple[list[int], SlotSampling]
 Drafts = list[tuple[int, ...]]
 
 
-@pytest.fixture(autouse=True)
-def reference_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_delta, "advance_rows", advance_rows_reference)
-    monkeypatch.setattr(gated_delta, "advance_prompts", advance_prompts_reference)
-
-
-def models(settings: dict[str, Any]) -> tuple[Decoder, DraftDecoder]:
+def models(settings: dict[str, Any], *, draft_seed: int = 4) -> tuple[Decoder, DraftDecoder]:
     target = Decoder.random(read_spec(settings), device="cpu", dtype=torch.float32, seed=3)
-    draft = random_mtp(target, 4)
+    draft = random_mtp(target, draft_seed)
     generator = torch.Generator().manual_seed(5)
     norms = {
         name: torch.empty_like(getattr(draft.weights, name)).normal_(0.0, 0.5, generator=generator)
@@ -193,7 +168,8 @@ def note_drafts(monkeypatch: pytest.MonkeyPatch) -> tuple[Drafts, Drafts]:
 def test_rounds_equal_those_of_the_eager_executor(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, draft = models(settings)
+    # Seeds with which some drafts of each are accepted by chance.
+    target, draft = models(settings, draft_seed=7 if settings is DENSE else 4)
     plain, _ = run(EagerExecutor(target, LIMITS))
     of_eager, of_graph = note_drafts(monkeypatch)
     expected, expected_results = run(EagerExecutor(target, LIMITS, EagleDrafter(draft, target, LIMITS)))

@@ -27,8 +27,7 @@ from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.models.draft_head import DraftDecoder
-from drift_sdk.models.mtp import random_mtp
+from drift_sdk.models.draft_head import DraftDecoder, random_mtp
 from drift_sdk.steps import Executor, ExecutorLimits
 from perf.harness import manual_driver
 from perf.harness.manual_driver import ManualDriver

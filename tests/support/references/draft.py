@@ -8,7 +8,7 @@ from torch import Tensor
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.draft.draft_rows import Residual
 from drift_sdk._kernels.layers.norm import NormKind
-from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
+from drift_sdk.execution.eager.sampling import gumbel_noise
 from references.layers import rms_norm_reference
 
 

@@ -18,11 +18,11 @@ from drift_sdk._kernels.commit import (
     record_words,
 )
 from drift_sdk._kernels.sampling.rows import MAX_TOP
-from drift_sdk._kernels.sampling.torch_reference import gumbel_noise
 from drift_sdk._kernels.slots import SlotFlag, SlotState
 from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk._kernels.trees.tree_growth import CandidateBuffers, CandidatePool, Frontier, StaticTables
 from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, RootTensors, TreeRowTensors
+from drift_sdk.execution.eager.sampling import gumbel_noise
 from references.attention import cache_numbers
 
 

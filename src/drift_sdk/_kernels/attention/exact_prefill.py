@@ -33,7 +33,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.cache import decode_pairs, decode_rows, offset_in_cache
+from drift_sdk._kernels.attention.cache import decode_pairs, offset_in_cache
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, cuda_prefill_attention, has_cuda_prefill
 from drift_sdk._kernels.attention.softmax import (
@@ -44,6 +44,8 @@ from drift_sdk._kernels.attention.softmax import (
     add_sink,
     attend_tile,
     head_scale,
+    load_parts,
+    multiply_parts,
     partition_of,
     partition_start,
     zero_parts,
@@ -130,11 +132,9 @@ def _load_tile(
     KV_BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,  # whether keys of the tile may lie beyond num_keys
-    NUM_PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,  # the storage type
-    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
 ):
-    """Return a tile of keys and of values [TILE_KEYS, NUM_PARTS * PADDED_DIM], zeros where there is none."""
+    """Return a tile of keys and of values [TILE_KEYS, PADDED_DIM] as in the cache, zeros where there is
+    none."""
     dim = tl.arange(0, PADDED_DIM)
     position = first_key + tl.arange(0, TILE_KEYS)
     if KV_BLOCK_SIZE >= TILE_KEYS:
@@ -156,8 +156,6 @@ def _load_tile(
     else:
         keys = tl.load(keys_ptr + cache_offset)
         values = tl.load(values_ptr + cache_offset)
-    if NUM_PARTS == 2:
-        keys, values = decode_rows(keys, DTYPE, IN_PAIRS), decode_rows(values, DTYPE, IN_PAIRS)
     return keys, values
 
 
@@ -213,12 +211,11 @@ def _exact_prefill_attention(
     num_rows = tl.load(tiles_ptr + 2)
     start = tl.load(tiles_ptr + 3)
     row = tl.arange(0, TILE_ROWS)
-    place = tl.arange(0, NUM_PARTS * PADDED_DIM)
-    dim = place // PADDED_DIM * PART_DIM + place % PADDED_DIM
-    row_mask = (row < num_rows)[:, None] & (place % PADDED_DIM < PART_DIM)[None, :]
+    dim = tl.arange(0, PADDED_DIM)
+    row_mask = (row < num_rows)[:, None] & (dim < PART_DIM)[None, :]
     query_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     query_ptrs = query_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-    queries = (tl.load(query_ptrs, mask=row_mask, other=0.0),)
+    queries = load_parts(query_ptrs, row_mask, PART_DIM, NUM_PARTS, "")
     num_keys = start + num_rows
     # The first row's last key is the last that all rows see.
     diagonal = (start + 1) // TILE_KEYS * TILE_KEYS
@@ -229,25 +226,24 @@ def _exact_prefill_attention(
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((TILE_ROWS,), tl.float32)
-    total = tl.zeros((TILE_ROWS, NUM_PARTS * PADDED_DIM), tl.float32)
+    total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
 
     # With a window, `diagonal` is 0, and neither of these two loops runs.
     narrow_end = tl.minimum(diagonal, NARROW_END) // NARROW * NARROW
     for begin in tl.range(0, narrow_end, NARROW, num_stages=NARROW_STAGES):
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
+        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for tile in tl.static_range(NARROW // TILE_KEYS):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, begin + tile * TILE_KEYS, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE,
-                IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
             )
         maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
         )
 
     diagonal_partition = partition_of(diagonal, NARROW, NARROW_END, NUM_DOUBLINGS)
@@ -256,18 +252,17 @@ def _exact_prefill_attention(
         end = partition_start(partition + 1, NARROW, NARROW_END, NUM_DOUBLINGS)
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
+        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for first_key in tl.range(begin, end, TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE,
-                IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
             )
         maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
         )
 
     partition = diagonal_partition
@@ -282,47 +277,47 @@ def _exact_prefill_attention(
         end = partition_start(partition, NARROW, NARROW_END, NUM_DOUBLINGS)
         part_maximum = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE_ROWS, ONES_COLUMNS), tl.float32)
-        part_total = zero_parts(TILE_ROWS, NUM_PARTS * PADDED_DIM, 1)
+        part_total = zero_parts(TILE_ROWS, PADDED_DIM, NUM_PARTS)
         for first_key in tl.range(begin, tl.minimum(end, diagonal), TILE_KEYS, num_stages=NUM_STAGES):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False, NUM_PARTS, DTYPE,
-                IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, False,
             )  # fmt: skip
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, False
+                part_maximum, part_weight, part_total, queries, keys, values, None, scale, False, IN_PAIRS
             )
         masked_end = tl.minimum(end, num_keys)
         masked_begin = tl.maximum(tl.maximum(begin, diagonal), first_tile)
         for first_key in tl.range(masked_begin, masked_end, TILE_KEYS, num_stages=1):
             keys, values = _load_tile(
                 keys_ptr, values_ptr, table_ptr, first_key, num_keys, kv_head,
-                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, True, NUM_PARTS, DTYPE,
-                IN_PAIRS,
+                NUM_KV_HEADS, PART_DIM, PADDED_DIM, KV_BLOCK_SIZE, TILE_KEYS, True,
             )  # fmt: skip
             position = (first_key + tl.arange(0, TILE_KEYS))[None, :]
             is_seen = position <= (start + row)[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (position > (start + row)[:, None] - WINDOW)
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, False
+                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
         maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
         )
         begin = end
 
     if sinks_ptr is not None:
         rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
-        total = total * rescale[:, None]
+        total = multiply_parts(total, rescale[:, None])
     if value_scale_ptr is not None:
-        total = total * tl.load(value_scale_ptr + kv_head)
+        total = multiply_parts(total, tl.load(value_scale_ptr + kv_head))
     start_dependents(PDL)
     # Every row that exists has seen a key; what is divided by here for the others is not stored.
-    result = total / tl.where(row < num_rows, weight, 1.0)[:, None]
+    weight = tl.where(row < num_rows, weight, 1.0)
     output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     output_ptrs = output_ptr + row[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
-    tl.store(output_ptrs, result.to(DTYPE), mask=row_mask)
+    for part in tl.static_range(NUM_PARTS):
+        result = (total[part] / weight[:, None]).to(DTYPE)
+        tl.store(output_ptrs + part * PART_DIM, result, mask=row_mask)
 
 
 @kernel
@@ -377,29 +372,23 @@ def _wide_prefill_attention(
     first_row = (tl.load(tiles_ptr + 1) + num_before).to(tl.int64)
     start = tl.load(tiles_ptr + 3) + num_before
     row = tl.arange(0, PART_ROWS)
-    # Dimensions of queries, of the keys' words, and of the words with the values of the program.
+    # Dimensions of a part of queries and of keys, and of the words with the values of the program.
     dim = tl.arange(0, PADDED_DIM)
     if NUM_PARTS == 1:
-        query_dim, is_query_dim = dim, dim < HEAD_DIM
         word_dim = share * VALUE_DIM + tl.arange(0, VALUE_DIM)
     else:
-        place = tl.arange(0, NUM_PARTS * PADDED_DIM)
-        query_dim, is_query_dim = (
-            place // PADDED_DIM * PART_DIM + place % PADDED_DIM,
-            place % PADDED_DIM < PART_DIM,
-        )
         word_dim = tl.arange(0, VALUE_DIM)
     query_ptr += first_row * query_stride + head * HEAD_DIM
-    query_ptrs = query_ptr + row[:, None] * query_stride + query_dim[None, :]
-    query_mask = (row < num_rows)[:, None] & is_query_dim[None, :]
-    queries = (tl.load(query_ptrs, mask=query_mask, other=0.0),)
+    query_ptrs = query_ptr + row[:, None] * query_stride + dim[None, :]
+    query_mask = (row < num_rows)[:, None] & (dim < PART_DIM)[None, :]
+    queries = load_parts(query_ptrs, query_mask, PART_DIM, NUM_PARTS, "")
     num_keys = start + num_rows
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     scale = head_scale(scale, key_scale_ptr, kv_head)
     table_ptr = block_table_ptr + slot.to(tl.int64) * table_stride
     maximum = tl.full((PART_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((PART_ROWS,), tl.float32)
-    total = tl.zeros((PART_ROWS, VALUE_DIM), tl.float32)
+    total = zero_parts(PART_ROWS, VALUE_DIM, 1)
     first_seen = 0
     if WINDOW > 0:
         first_seen = tl.maximum(start - (WINDOW - 1), 0)
@@ -428,28 +417,27 @@ def _wide_prefill_attention(
             value_mask = is_key[:, None] & (word_dim < PART_DIM)[None, :]
             values = tl.load(values_ptr + value_offset, mask=value_mask, other=0)
             if NUM_PARTS == 2:
-                keys = decode_rows(keys, DTYPE, IN_PAIRS)
                 low, high = decode_pairs(values, DTYPE, IN_PAIRS)
                 values = tl.where(share == 0, low, high)
             is_seen = position[None, :] <= (start + row)[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (position[None, :] > (start + row)[:, None] - WINDOW)
             part_maximum, part_weight, part_total = attend_tile(
-                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, False
+                part_maximum, part_weight, part_total, queries, keys, values, is_seen, scale, True, IN_PAIRS
             )
         maximum, weight, total = add_partition(
-            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total[0]
+            maximum, weight, total, part_maximum, tl.max(part_weight, 1), part_total
         )
         begin = end
 
     if sinks_ptr is not None:
         rescale, weight = add_sink(maximum, weight, tl.load(sinks_ptr + head).to(tl.float32))
-        total = total * rescale[:, None]
+        total = multiply_parts(total, rescale[:, None])
     if value_scale_ptr is not None:
-        total = total * tl.load(value_scale_ptr + kv_head)
+        total = multiply_parts(total, tl.load(value_scale_ptr + kv_head))
     start_dependents(PDL)
     # Every row that exists has seen a key; what is divided by here for the others is not stored.
-    result = total / tl.where(row < num_rows, weight, 1.0)[:, None]
+    result = total[0] / tl.where(row < num_rows, weight, 1.0)[:, None]
     output_ptr += first_row * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     if NUM_PARTS == 2:
         output_ptr += share * PART_DIM

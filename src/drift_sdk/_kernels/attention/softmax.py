@@ -16,10 +16,10 @@ The softmax's denominator is a product with ones: its order of summation is the 
 the probabilities in the storage type, which also weight the values.
 
 A cache of e4m3 numbers is read in two halves of the dimensions (see cache.py), and products along the
-dimensions take the first half first. Decoding keeps queries and sums of values in two parts for that: tuples
-of two, otherwise of one. Prompts put both halves of a tile side by side, which is the same order. The scales
-of keys and values multiply no single number: that of keys is a factor of the scores' scale, that of values of
-the output.
+dimensions take the first half first. Queries and sums of values are in two parts for that: tuples of two,
+otherwise of one. Halves joined to rows would be multiplied in another order by mma.sync, for which Triton
+would give a thread four neighbouring numbers of a joined row instead of two. The scales of keys and values
+multiply no single number: that of keys is a factor of the scores' scale, that of values of the output.
 
 Borders at which the keys of a sequence are cut into partitions, each summed by itself.
 """
@@ -198,6 +198,18 @@ def clear_parts(
 
 
 @device_function
+def multiply_parts(
+    parts,  # [ROWS, PADDED_DIM]
+    factor,  # of a shape that broadcasts to that of a part
+):
+    """Return parts times a factor."""
+    products = (parts[0] * factor,)
+    if len(parts) == 2:
+        products = products + (parts[1] * factor,)  # type: ignore[assignment]  # a longer tuple
+    return products
+
+
+@device_function
 def attend_tile(
     maximum,  # [TILE_ROWS] fp32: highest score so far (times log2(e)); -inf at the partition's start
     weight,  # [TILE_ROWS, ONES_COLUMNS] fp32: sum of exp2(score - maximum), in every column
@@ -208,7 +220,7 @@ def attend_tile(
     is_seen,  # [TILE_ROWS, TILE_KEYS]: which keys a row sees; not read without IS_MASKED
     scale,  # of scores: log2(e) / sqrt(head_dim), times the scale of keys
     IS_MASKED: tl.constexpr,  # whether there may be keys that a row does not see
-    IN_PAIRS: tl.constexpr,  # of keys in two parts, see `decode_pairs`
+    IN_PAIRS: tl.constexpr,  # of keys and values in two parts, see `decode_pairs`
 ):
     """Return maximum, weight and total with a tile of keys taken in."""
     if len(queries) == 1:
@@ -228,7 +240,7 @@ def attend_tile(
     probability = tl.exp2(tl.fma(score, scale, -reference[:, None])).to(queries[0].dtype)
     ones = tl.full((values.shape[0], ONES_COLUMNS), 1.0, queries[0].dtype)
     weight = tl.dot(probability, ones, weight * rescale[:, None], input_precision="ieee")
-    if len(queries) == 1:
+    if len(total) == 1:
         sums = (tl.dot(probability, values, total[0] * rescale[:, None], input_precision="ieee"),)
     else:
         low, high = decode_pairs(values, queries[0].dtype, IN_PAIRS)
@@ -242,10 +254,10 @@ def attend_tile(
 def add_partition(
     maximum,  # [ROWS] fp32: of all partitions before; -inf before the first
     weight,  # [ROWS] fp32
-    total,  # [ROWS, PADDED_DIM] fp32
+    total,  # parts [ROWS, PADDED_DIM] fp32
     part_maximum,  # [ROWS] fp32: of the next partition; -inf where a row sees none of its keys
     part_weight,  # [ROWS] fp32
-    part_total,  # [ROWS, PADDED_DIM] fp32
+    part_total,  # as total
 ):
     """Return maximum, weight and total of the keys of all partitions, the next one included."""
     new_maximum = tl.maximum(maximum, part_maximum)
@@ -253,8 +265,11 @@ def add_partition(
     rescale = tl.exp2(maximum - reference)
     share = tl.exp2(part_maximum - reference)
     weight = tl.fma(part_weight, share, weight * rescale)
-    total = tl.fma(part_total, share[:, None], total * rescale[:, None])
-    return new_maximum, weight, total
+    sums = (tl.fma(part_total[0], share[:, None], total[0] * rescale[:, None]),)
+    if len(total) == 2:
+        second = tl.fma(part_total[1], share[:, None], total[1] * rescale[:, None])
+        sums = sums + (second,)  # type: ignore[assignment]  # a longer tuple
+    return new_maximum, weight, sums
 
 
 @device_function

@@ -1,5 +1,5 @@
 // Products of a few rows: out[s, m, n] = sum over the columns k of slice s of x[m, k] * weight[n, k], in bfloat16
-// with fp32 sums. fastest_gemm.py describes them. Follows types.cu and dependent_launch.cu.
+// with fp32 sums. gemm.py describes them. Follows types.cu and dependent_launch.cu.
 //
 // A warp has one tile of the weight, 16 rows of one slice. It copies them to shared memory as early as there is
 // room. The tiles of a warpgroup are the A operand of wgmma, and x is the B operand.

@@ -25,8 +25,15 @@ import triton
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.gemm.fastest_gemm import library_gated_multiply, library_multiply, library_way
-from drift_sdk._kernels.gemm.gemm import GemmConfig, GemmTiles, gated_multiply, multiply
+from drift_sdk._kernels.gemm.gemm import (
+    GemmConfig,
+    GemmTiles,
+    gated_multiply,
+    library_gated_multiply,
+    library_multiply,
+    library_way,
+    multiply,
+)
 from drift_sdk._kernels.gemm.heuristic import (
     ROW_COUNTS,
     TILES_OF_MANY,

@@ -243,7 +243,6 @@ LOCK_POLL_S = 0.05
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 SOURCES = (
     "gemm/gemm.py",
-    "gemm/fastest_gemm.py",
     "gemm/slices.py",
     "launch/kernel.py",
     "layers/gates.py",

@@ -299,6 +299,14 @@ def kernel(
     return decorated if function is None else decorated(function)
 
 
+@contextmanager
+def whole_cache_entries() -> Iterator[None]:
+    """Have Triton's cache keep all of what is compiled inside, also with TRITON_STORE_BINARY_ONLY."""
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.store_binary_only = False
+        yield
+
+
 def launched_kernels() -> list[Any]:
     """Return all kernels that imported modules define by the decorator `kernel`."""
     return list(_kernels)

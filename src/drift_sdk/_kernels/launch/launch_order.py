@@ -30,11 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import triton
 from msgspec import Struct
 from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
-from drift_sdk._kernels.launch.kernel import is_interpreted, observed_launches, uses_pdl
+from drift_sdk._kernels.launch.kernel import (
+    is_interpreted,
+    observed_launches,
+    uses_pdl,
+    whole_cache_entries,
+)
 
 WAIT = re.compile(r"grid_dependency_wait|griddepcontrol\.wait")
 TRIGGER = re.compile(r"grid_dependency_launch_dependents|griddepcontrol\.launch_dependents")
@@ -184,6 +190,27 @@ class AccessScan:
 
     def _arguments_of(self, pointer: str) -> set[str]:
         return self._sources.get(pointer) or self._pointers
+
+
+def ttir_of(compiled: Any) -> str:
+    """Return the Triton IR of a compiled kernel.
+
+    Compiles it again if Triton's cache has nothing but its binary, as with TRITON_STORE_BINARY_ONLY, and
+    leaves the IR there.
+    """
+    code = compiled.asm
+    if "ttir" in code:
+        return str(code["ttir"])
+
+    # Lists of the metadata's file are tuples in the options of the first compilation, whose key has both.
+    options = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in compiled.metadata._asdict().items()
+    }
+    with whole_cache_entries():
+        triton.knobs.compilation.always_compile = True
+        whole = triton.compile(compiled.src, target=compiled.metadata.target, options=options)
+    return str(whole.asm["ttir"])
 
 
 def kept_access(ttir: str) -> KernelAccess:
@@ -342,7 +369,7 @@ def note(
 
     access = _accesses.get(compiled.hash)
     if access is None:
-        access = _accesses[compiled.hash] = kept_access(compiled.asm["ttir"])
+        access = _accesses[compiled.hash] = kept_access(ttir_of(compiled))
     arguments = {**dict(zip(kernel.arg_names, values, strict=False)), **options}
     # A tuple may have any tensor.
     has_all = not any(isinstance(value, tuple | list) for value in arguments.values())

@@ -37,6 +37,7 @@ from drift_sdk._kernels.launch.kernel import (
     launched_kernels,
     settle_cache_key,
     wait_for_cache_keys,
+    whole_cache_entries,
 )
 
 log = logging.getLogger("drift_sdk")
@@ -107,7 +108,8 @@ class KernelToCompile(Struct, frozen=True, kw_only=True):
 
     def compile(self) -> Any:
         """Compile the kernel into Triton's cache, and return it."""
-        return triton.compile(self.source(), target=self.target, options=dict(self.options))
+        with whole_cache_entries():
+            return triton.compile(self.source(), target=self.target, options=dict(self.options))
 
     def compile_launcher(self, compiled: Any) -> None:
         """Compile what launches the compiled kernel into Triton's cache: a module in C for each kernel with

@@ -20,7 +20,7 @@ Bytes: a row of logits three times, less the chunks whose best lies below the br
 Programmatic dependent launch: the kernels wait for their producers before their first read and let their
 dependents start right after that: rows without a filter end at once.
 
-Reference: `torch_reference.filter_logits`, together with `_find_thresholds`.
+Reference: `eager.sampling.filter_logits`, together with `_find_thresholds`.
 
 The threshold where top_k, top_p and min_p cut a row's logits off, found without sorting.
 
@@ -38,7 +38,7 @@ Bytes: MAX_CANDIDATES logits a chunk in each round, from L1 and L2; where these 
 Programmatic dependent launch: the kernel waits for its producers before its first read and lets its
 dependents start right after that: greedy rows end at once.
 
-Reference: `torch_reference.filter_logits`.
+Reference: `eager.sampling.filter_logits`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ Bytes: a row of logits once, and once more to write it where rules apply; of the
 Programmatic dependent launch: the kernel waits for its producers before its first read, and lets its
 dependents, the short launches of `sample_rows`, start right after that.
 
-Reference: `apply_processors` in execution.eager.sampling, over the operations
-of `torch_reference`.
+Reference: `eager.sampling.apply_processors`.
 
 Counts of the tokens that a prefill brings in, which the penalties need.
 
@@ -34,7 +33,7 @@ Reference: `LogitsProcessors.count` in execution.eager.sampling.
 
 Scaled logits: logits over the temperature, with the row's largest at zero. Filters and noise work on them.
 
-Parts of kernels; in the reference they are the first line of `torch_reference.sample`.
+Parts of kernels; in the reference they are the first line of `eager.sampling.sample`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gumbel noise inside a kernel, and the rows of a launch of `sample_rows`.
 
-The noise is the kernels' counterpart of `torch_reference.gumbel_noise`, which is the reference: the same
+The noise is the kernels' counterpart of `eager.sampling.gumbel_noise`, which is the reference: the same
 Philox words, so the same uniforms bit for bit; logarithms differ from torch's by rounding.
 
 Rows: the filters of a slot, the buffers between the launches, and the rows, slots and buffers of a launch,

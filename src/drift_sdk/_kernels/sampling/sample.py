@@ -8,7 +8,7 @@ The best token of each chunk once noise is added: the Gumbel-max trick, which sa
 
 The arg max of scaled logits plus independent standard Gumbel noise is distributed as the softmax of the
 scaled logits. The noise is a function of (seed, position of the token to be chosen, token id), see
-`torch_reference`.
+`eager.sampling`.
 
 Grid (rows, parts): a program owns every P-th chunk of its row. A chunk is computed by itself, so the number
 of programs does not change a bit. Bytes: a row of logits, less the chunks whose best is below the threshold
@@ -17,7 +17,7 @@ or negligible.
 Programmatic dependent launch: the kernel waits for its producers before its first read and lets its
 dependents start right after that: greedy rows end at once.
 
-Reference: `torch_reference.sample`.
+Reference: `eager.sampling.sample`.
 
 The chosen token of each row and, where they are asked for, its log-probability and the most likely tokens.
 
@@ -34,7 +34,7 @@ Bytes: a row of logits where log-probabilities of several tokens are reported; e
 Programmatic dependent launch: both kernels wait for their producers before their first read and let their
 dependents start right after that: most rows report nothing.
 
-Reference: `torch_reference.top_logprobs`.
+Reference: `eager.sampling.top_logprobs`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.draft.draft_rows import Residual, draft_inputs
-from drift_sdk._kernels.gemm.fastest_gemm import fastest_multiply, library_product
-from drift_sdk._kernels.gemm.gemm import gated_multiply
+from drift_sdk._kernels.gemm.gemm import fastest_multiply, gated_multiply, library_product
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.gates import gate_attention, glu
 from drift_sdk._kernels.layers.norm import add_norm

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.exchange import PeerSums
-from drift_sdk._kernels.gemm.head_gemm import multiply_heads
-from drift_sdk._kernels.layers.latent_rows import split_queries, store_latents
+from drift_sdk._kernels.layers.latent_rows import multiply_heads, split_queries, store_latents
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.attention import RowAttention
 from drift_sdk.execution.forward.caches import ModelResources

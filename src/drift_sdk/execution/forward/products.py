@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.exchange import PeerSums
-from drift_sdk._kernels.gemm.fastest_gemm import fastest_gated_multiply, fastest_multiply, library_product
-from drift_sdk._kernels.gemm.gemm import GemmConfig
+from drift_sdk._kernels.gemm.gemm import GemmConfig, fastest_gated_multiply, fastest_multiply, library_product
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.gates import glu
 from drift_sdk._kernels.layers.soft_cap import soft_cap

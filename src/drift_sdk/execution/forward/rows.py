@@ -31,11 +31,11 @@ class Rows(Struct, frozen=True):
     path: Tensor | None = None
 
     @classmethod
-    def take(cls, workspace: Workspace, num_rows: int) -> Rows:
-        """Uninitialised rows in the buffers that all rounds share."""
+    def take(cls, workspace: Workspace, num_rows: int, owner: str = "") -> Rows:
+        """Uninitialised rows in the buffers of an owner, or in those that all rounds share."""
 
         def take(name: str) -> Tensor:
-            return workspace.take(f"row_{name}", (num_rows,), torch.int32)
+            return workspace.take(f"{owner}row_{name}", (num_rows,), torch.int32)
 
         return cls(slot=take("slot"), token=take("token"), position=take("position"))
 

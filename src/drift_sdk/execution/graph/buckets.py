@@ -12,7 +12,7 @@ from msgspec import Struct
 from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.commit import record_words
-from drift_sdk._kernels.trees.tree_accept import tree_record_words
+from drift_sdk._kernels.trees.tree_rows import tree_record_words
 from drift_sdk.execution.rounds.drafters import RoundSizes
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.spec.model import BORDER

@@ -25,12 +25,11 @@ from drift_sdk._kernels.commit import (
     record_words,
 )
 from drift_sdk._kernels.sampling.rows import MAX_TOP
-from drift_sdk._kernels.sampling.torch_reference import top_logprobs
-from drift_sdk._kernels.trees.tree_accept import tree_record_words
-from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES
+from drift_sdk._kernels.trees.tree_rows import PATH_ENTRIES, tree_record_words
 from drift_sdk.execution.device.resources import DeviceResources, Results
 from drift_sdk.execution.device.slot_table import NO_UPDATES, Pairs, Updates
 from drift_sdk.execution.device.stages import forward_stage
+from drift_sdk.execution.eager.sampling import top_logprobs
 from drift_sdk.execution.forward.caches import RecurrentStates
 from drift_sdk.execution.graph.buckets import GraphBuckets, MixedBucket, bucket_of
 from drift_sdk.execution.graph.gpu_graphs import CapturedGraphs

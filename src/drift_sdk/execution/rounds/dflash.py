@@ -19,7 +19,6 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import PlannedRows
-from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
 from drift_sdk._kernels.draft.draft_rows import anchor_rows, round_rows
 from drift_sdk._kernels.launch.launch_order import note_library_kernel
 from drift_sdk._kernels.layers.norm import add_norm
@@ -34,7 +33,7 @@ from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.forward.forward_pass import exact_pass, fast_pass
 from drift_sdk.execution.forward.products import ExactProducts, LibraryProducts, Products
 from drift_sdk.execution.forward.rows import HiddenStates, Rows
-from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundSizes, VerifiedRows
+from drift_sdk.execution.rounds.drafters import ComputedChunks, DraftChoice, RoundSizes, VerifiedRows
 from drift_sdk.models.dflash import DFlashConfig, DFlashDecoder
 from drift_sdk.models.mixers.attention import AttentionWeights
 from drift_sdk.spec.model import Attention
@@ -122,7 +121,7 @@ class DFlashRoundDrafter:
         self.aux_layers: Sequence[int] = draft.aux_layers
         self._draft, self._num_masks = draft, config.num_masks
         self._table, self._workspace, self._stages = table, workspace, stages
-        self._target_ids = draft.target_ids.to(torch.int32)
+        self._choice = DraftChoice(draft.target_ids.to(torch.int32), table, workspace, "dflash")
         num_rows = sizes.max_num_slots * (1 + config.num_masks)
         # Masks may stand behind the longest sequence. All layers use the blocks that keep all tokens.
         longest = target.limits.max_model_len + config.num_masks
@@ -197,29 +196,10 @@ class DFlashRoundDrafter:
 
     def _choose(self, rows: Rows, normed: Tensor, num_depths: int) -> None:
         """Choose all drafts of a round from the normalised outputs [N, hidden] of masks."""
-        (num_tokens, _), head = normed.shape, self._draft.weights.head
-        num_chunks, columns = num_draft_chunks(head.shape[0]), self._table.columns
-        logits, _ = self._products(num_tokens).multiply(normed, head, None)
-        choose_drafts(
-            logits,
-            self._target_ids,
-            rows.slot,
-            rows.token,
-            rows.position,
-            columns.temperature,
-            columns.seed,
-            (
-                self._workspace.take("dflash_chunk_value", (num_tokens, num_chunks), torch.float32),
-                self._workspace.take("dflash_chunk_token", (num_tokens, num_chunks), torch.int32),
-            ),
-            (
-                self._take("next_slot", num_tokens),
-                self._take("next_token", num_tokens),
-                self._take("next_position", num_tokens),
-            ),
-            depth=1,
-            num_depths=num_depths,
-        )
+        num_tokens = len(normed)
+        logits, _ = self._products(num_tokens).multiply(normed, self._draft.weights.head, None)
+        following = Rows(*(self._take(f"next_{name}", num_tokens) for name in ("slot", "token", "position")))
+        self._choice.choose(logits, rows, following, depth=1, num_depths=num_depths)
 
     def _store(self, slot: Tensor, position: Tensor, hidden: HiddenStates) -> None:
         """Store keys and values of rows [R] that the target has computed; none of rows of slot -1. hidden: of

@@ -155,6 +155,41 @@ class TreeDrafter(Protocol):
         nodes that tokens were emitted behind, then -1."""
 
 
+class DraftChoice:
+    """Chooses drafts from logits, by the temperature and the seed of their slots."""
+
+    def __init__(self, token_ids: Tensor, table: SlotTable, workspace: Workspace, name: str) -> None:
+        """token_ids [D] int32, ascending: the target's id of each token of the draft. name: of the drafter,
+        which its buffers begin with."""
+        self._token_ids, self._columns = token_ids, table.columns
+        self._workspace, self._name = workspace, name
+
+    def choose(self, logits: Tensor, rows: Rows, next_rows: Rows, *, depth: int, num_depths: int = 1) -> None:
+        """Write the drafts of a depth, and of the num_depths - 1 behind it, to `rows.token` [B * T].
+
+        logits: [N, D] or partial sums of them, N = B * num_depths. next_rows [N]: written; see
+        `choose_drafts`.
+        """
+        num_tokens, vocab_size = logits.shape[-2:]
+        shape = num_tokens, num_draft_chunks(vocab_size)
+        choose_drafts(
+            logits,
+            self._token_ids,
+            rows.slot,
+            rows.token,
+            rows.position,
+            self._columns.temperature,
+            self._columns.seed,
+            (
+                self._workspace.take(f"{self._name}_chunk_value", shape, torch.float32),
+                self._workspace.take(f"{self._name}_chunk_token", shape, torch.int32),
+            ),
+            (next_rows.slot, next_rows.token, next_rows.position),
+            depth=depth,
+            num_depths=num_depths,
+        )
+
+
 class ModelRoundDrafter:
     """A `RoundDrafter` that computes what `ModelDrafter` does, for slots and rows known only to the device.
 
@@ -195,7 +230,8 @@ class ModelRoundDrafter:
         self._hidden = HiddenStates.take(workspace, "draft_model", draft, most, ())
         shape = (limits.max_num_seqs, spec.hidden_size)
         self._outputs = torch.empty(shape, dtype=draft.dtype, device=draft.device)  # of newest tokens
-        self._token_ids = torch.arange(spec.vocab_size, dtype=torch.int32, device=draft.device)
+        token_ids = torch.arange(spec.vocab_size, dtype=torch.int32, device=draft.device)
+        self._choice = DraftChoice(token_ids, table, workspace, "draft_model")
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
         if num_draft_tokens == 0:
@@ -219,7 +255,7 @@ class ModelRoundDrafter:
                 normed = forward.normed
 
     def draft_extend(self, verified: VerifiedRows) -> None:
-        # The rows of emitted tokens: those of the round, one position further.
+        # The rows of emitted tokens: the round's rows, one position further.
         rows, num_rows = verified.rows, verified.chosen.shape[0]
         new = self._take_rows(num_rows)
         out = (new.slot, new.token, new.position)
@@ -246,27 +282,10 @@ class ModelRoundDrafter:
 
     def _choose(self, normed: Tensor, rows: Rows, drafted: Rows, depth: int) -> None:
         """Choose the drafts of a depth from the normalised outputs [B, H] for the tokens before them."""
-        draft, columns = self._model.decoder, self._table.columns
-        num_slots, vocab_size = normed.shape[0], draft.spec.vocab_size
-        logits = self._workspace.take("draft_model_logits", (1, num_slots, vocab_size), torch.float32)
+        draft, shape = self._model.decoder, (1, len(normed), self._model.decoder.spec.vocab_size)
+        logits = self._workspace.take("draft_model_logits", shape, torch.float32)
         multiply_head(normed, draft.weights.head, logits[0], self._model.tuned, draft.spec.logits_cap)
-        num_chunks = num_draft_chunks(vocab_size)
-        chunks = (
-            self._workspace.take("draft_model_chunk_value", (num_slots, num_chunks), torch.float32),
-            self._workspace.take("draft_model_chunk_token", (num_slots, num_chunks), torch.int32),
-        )
-        choose_drafts(
-            logits,
-            self._token_ids,
-            rows.slot,
-            rows.token,
-            rows.position,
-            columns.temperature,
-            columns.seed,
-            chunks,
-            (drafted.slot, drafted.token, drafted.position),
-            depth=depth,
-        )
+        self._choice.choose(logits, rows, drafted, depth=depth)
 
     def _few_rows(self, rows: Rows, hidden: HiddenStates, rows_per_slot: int) -> ForwardPass:
         """The forward pass of `rows_per_slot` rows of each slot."""
@@ -275,11 +294,7 @@ class ModelRoundDrafter:
 
     def _take_rows(self, num_rows: int) -> Rows:
         """Uninitialised rows of the small model."""
-
-        def take(name: str) -> Tensor:
-            return self._workspace.take(f"draft_model_row_{name}", (num_rows,), torch.int32)
-
-        return Rows(slot=take("slot"), token=take("token"), position=take("position"))
+        return Rows.take(self._workspace, num_rows, "draft_model_")
 
 
 class AssistantRoundDrafter:
@@ -313,8 +328,9 @@ class AssistantRoundDrafter:
         )
         shape = (target.limits.max_num_seqs, draft.config.target_hidden_size)
         self._streams = torch.empty(shape, dtype=draft.dtype, device=draft.device)
-        vocab_size = draft.config.shape.vocab_size
-        self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=draft.device)
+        self._vocab_size = draft.config.shape.vocab_size
+        token_ids = torch.arange(self._vocab_size, dtype=torch.int32, device=draft.device)
+        self._choice = DraftChoice(token_ids, table, workspace, "assistant")
 
     def propose(self, rows: Rows, *, num_slots: int, num_draft_tokens: int) -> None:
         if num_draft_tokens == 0:
@@ -428,9 +444,8 @@ class AssistantRoundDrafter:
 
     def _choose(self, normed: Tensor, rows: Rows, drafted: Rows, depth: int) -> None:
         """Choose the drafts of a depth from the normalised outputs [B, hidden] for the tokens before them."""
-        weights, columns = self._draft.weights, self._table.columns
-        num_slots, vocab_size = len(normed), len(self._token_ids)
-        logits = self._workspace.take("assistant_logits", (1, num_slots, vocab_size), torch.float32)
+        weights, num_slots = self._draft.weights, len(normed)
+        logits = self._workspace.take("assistant_logits", (1, num_slots, self._vocab_size), torch.float32)
         multiply_head(normed, weights.head, logits[0], self._model.tuned)
         if weights.centroids is not None and weights.clusters is not None:
             scores, config = self._multiply(normed, weights.centroids), self._draft.config
@@ -438,23 +453,8 @@ class AssistantRoundDrafter:
             keep_best_clusters(
                 logits[0], scores, weights.clusters, is_best, num_best=config.num_best_clusters
             )
-        num_chunks = num_draft_chunks(vocab_size)
-        chunks = (
-            self._workspace.take("assistant_chunk_value", (num_slots, num_chunks), torch.float32),
-            self._workspace.take("assistant_chunk_token", (num_slots, num_chunks), torch.int32),
-        )
-        choose_drafts(
-            logits,
-            self._token_ids,
-            rows.slot,
-            rows.token,
-            rows.position,
-            columns.temperature,
-            columns.seed,
-            chunks,
-            (drafted.slot, drafted.token, self._take("next_position", num_slots)),
-            depth=depth,
-        )
+        following = Rows(drafted.slot, drafted.token, self._take("next_position", num_slots))
+        self._choice.choose(logits, rows, following, depth=depth)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """Partial sums of x [B, in] by weight [out, in] transposed, valid until the next product."""
@@ -463,7 +463,7 @@ class AssistantRoundDrafter:
         return product
 
     def _scratch(self, like: Tensor) -> Tensor:
-        """Memory for what is not needed, of a part of the inputs' shape."""
+        """Memory for results that nothing reads, of the shape of a part of the inputs."""
         return self._workspace.take("assistant_scratch", tuple(like.shape), like.dtype)
 
     def _take(self, name: str, num_rows: int) -> Tensor:

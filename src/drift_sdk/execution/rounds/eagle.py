@@ -12,7 +12,7 @@ from drift_sdk._kernels.attention.latent import latent_prompt_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
 from drift_sdk._kernels.attention.plan import BlockTable
 from drift_sdk._kernels.attention.prefill import prefill_attention, prefill_attention_config
-from drift_sdk._kernels.draft.draft_choose import choose_drafts, num_draft_chunks
+from drift_sdk._kernels.draft.draft_choose import num_draft_chunks
 from drift_sdk._kernels.draft.draft_rows import (
     chunk_rows,
     draft_tiles,
@@ -46,7 +46,7 @@ from drift_sdk.execution.forward.attention import (
 from drift_sdk.execution.forward.caches import DraftKVCache, ModelResources
 from drift_sdk.execution.forward.draft import Attend, DraftForward
 from drift_sdk.execution.forward.rows import Rows
-from drift_sdk.execution.rounds.drafters import ComputedChunks, RoundSizes, VerifiedRows
+from drift_sdk.execution.rounds.drafters import ComputedChunks, DraftChoice, RoundSizes, VerifiedRows
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.speculation import TreePlan
 
@@ -75,9 +75,9 @@ class EagleRoundDrafter:
         self.aux_layers: Sequence[int] = draft.aux_layers
         self.kv_cache = DraftKVCache(draft, limits, limits.max_num_seqs, sizes.max_growth_rows)
         self._draft, self._target = draft, model.decoder
-        self._block_table, self._columns = table.block_table, table.columns
+        self._block_table = table.block_table
         self._workspace, self._stages, self._sizes = workspace, stages, sizes
-        self._target_ids = draft.target_ids.to(torch.int32)
+        self._choice = DraftChoice(draft.target_ids.to(torch.int32), table, workspace, "draft")
         max_round_rows = sizes.max_num_slots * (sizes.max_draft_tokens + 1)
         self.forward = DraftForward(
             draft,
@@ -167,23 +167,8 @@ class EagleRoundDrafter:
 
     def _choose(self, rows: Rows, normed: Tensor, drafted: Rows, *, depth: int, num_depths: int = 1) -> None:
         """Choose drafts from normalised outputs [N, hidden]; drafted [N]: the rows computed next."""
-        num_tokens, num_chunks = len(normed), num_draft_chunks(self._draft.weights.head.shape[0])
-        choose_drafts(
-            self.forward.multiply(normed, self._draft.weights.head),
-            self._target_ids,
-            rows.slot,
-            rows.token,
-            rows.position,
-            self._columns.temperature,
-            self._columns.seed,
-            (
-                self._workspace.take("draft_chunk_value", (num_tokens, num_chunks), torch.float32),
-                self._workspace.take("draft_chunk_token", (num_tokens, num_chunks), torch.int32),
-            ),
-            (drafted.slot, drafted.token, drafted.position),
-            depth=depth,
-            num_depths=num_depths,
-        )
+        logits = self.forward.multiply(normed, self._draft.weights.head)
+        self._choice.choose(logits, rows, drafted, depth=depth, num_depths=num_depths)
 
     def draft_extend(self, verified: VerifiedRows) -> None:
         """Compute the draft rows of the tokens that a round emitted: of slot b the first emitted[b].
@@ -246,11 +231,7 @@ class EagleRoundDrafter:
 
     def take_rows(self, num_rows: int) -> Rows:
         """Uninitialised rows of the draft."""
-
-        def take(name: str) -> Tensor:
-            return self._workspace.take(f"draft_row_{name}", (num_rows,), torch.int32)
-
-        return Rows(slot=take("slot"), token=take("token"), position=take("position"))
+        return Rows.take(self._workspace, num_rows, "draft_")
 
     def fuse(self, aux_hidden: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Features of rows [R, target_hidden] for `draft_inputs`, computed as `DraftDecoder.fuse` does."""

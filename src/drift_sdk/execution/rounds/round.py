@@ -23,7 +23,6 @@ from drift_sdk._kernels.sampling.logits import count_tokens
 from drift_sdk._kernels.sampling.rows import SampleBuffers
 from drift_sdk._kernels.sampling.sample import sample_rows
 from drift_sdk._kernels.slots import SlotState, copy_masks, gather_rows, show_drafts
-from drift_sdk._kernels.trees.tree_accept import kv_rewind, tree_accept, tree_record_words
 from drift_sdk._kernels.trees.tree_attention import TreePaths
 from drift_sdk._kernels.trees.tree_checks import (
     FLAG_BITS,
@@ -36,7 +35,16 @@ from drift_sdk._kernels.trees.tree_checks import (
     check_paths,
     report_flags,
 )
-from drift_sdk._kernels.trees.tree_rows import LIMIT_WORDS, PATH_ENTRIES, RootTensors, tree_roots, tree_rows
+from drift_sdk._kernels.trees.tree_rows import (
+    LIMIT_WORDS,
+    PATH_ENTRIES,
+    RootTensors,
+    kv_rewind,
+    tree_accept,
+    tree_record_words,
+    tree_roots,
+    tree_rows,
+)
 from drift_sdk._kernels.views import note_round, refresh_rows
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.resources import DeviceResources, Ring

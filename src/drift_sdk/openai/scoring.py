@@ -1,29 +1,131 @@
-"""Relevance of documents to a query: `/v1/rerank`, in the form of Jina, Cohere and vLLM, and `/v1/score`.
+"""Endpoints that generate no text: embeddings, the relevance of documents, and probabilities of answers.
 
-Without a `Reranker`, the relevance is the cosine of the embeddings of the last tokens. With one, the model
-judges each document, and it is the probability of the first of the two answers that it may give.
+`/v1/embeddings` is OpenAI's. `/v1/rerank`, in the form of Jina, Cohere and vLLM, and `/v1/score` give the
+relevance of documents to a query. Without a `Reranker`, it is the cosine of the embeddings of the last
+tokens. With one, the model judges each document, and it is the probability of the first of the two answers
+that it may give. `/v1/decide`, an endpoint of this package's own, gives probabilities of given answers to a
+prompt.
 """
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import anyio
+import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from drift_sdk import BaseEngine, Decision, DriftError, QueueFull, RequestError
+from drift_sdk import BaseEngine, Decision, DriftError, Embedding, QueueFull, RequestError
 from drift_sdk.driver.prompts import FramedPrompt, Prompt
 from drift_sdk.jobs import POLL_S
-from drift_sdk.openai.conversation import IGNORED
-from drift_sdk.openai.embeddings import MAX_INPUTS, TRUNCATION, most_tokens, usage_of
-from drift_sdk.openai.reranker import Reranker
-from drift_sdk.openai.service import Model, Service, check_room, new_id, unless_disconnected
+from drift_sdk.openai.conversation import IGNORED, Message
+from drift_sdk.openai.service import Model, Reranker, Service, check_room, new_id, unless_disconnected
 from drift_sdk.openai.wire import Body, Wire
+
+MAX_INPUTS = 2048
+"""Most inputs of a request, as in OpenAI's protocol."""
+ERROR_NAMES = {"prompts": "input"}
+TRUNCATION: Mapping[str, tuple[Any, ...]] = {"truncation_side": ("right",)}
+"""Fields of truncated prompts that are refused: the first tokens are kept."""
+
+
+class EmbeddingBody(Body, kw_only=True):
+    max_items = 2**21  # of tokens: each input may have as many as the context
+    ignored: ClassVar[frozenset[str]] = IGNORED - TRUNCATION.keys()
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (True,),
+        "input_type": (),
+        "messages": (),
+        "prompt_embeds": (),
+        "use_activation": (),
+        **TRUNCATION,
+    }
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    normalize: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def prompts(self) -> list[Any]:
+        """The inputs, each a text or token ids. In the protocol it may also be a single one."""
+        given: Any = self.input
+        is_list = isinstance(given, list) and (not given or not isinstance(given[0], int))
+        found = given if is_list else [given]
+        if not 1 <= len(found) <= MAX_INPUTS:
+            raise RequestError.of("input", given, f"1 to {MAX_INPUTS} inputs")
+
+        for index, each in enumerate(found):
+            if not isinstance(each, str | list) or not each:
+                place = f"input[{index}]" if is_list else "input"
+                raise RequestError.of(place, each, "a text or a list of token ids, not empty")
+
+        return found
+
+
+def most_tokens(engine: BaseEngine, given: int | None) -> int | None:
+    """The tokens of a prompt that are kept, of vLLM's `truncate_prompt_tokens`: -1 stands for as many as the
+    model takes. None: a longer prompt is an error."""
+    if given is not None and (given == 0 or given < -1):
+        raise RequestError.of("truncate_prompt_tokens", given, "at least 1, or -1 for what the model takes")
+
+    # Besides the tokens of the prompt, there is one that is thrown away.
+    most = engine.max_model_len - 1
+    return most if given == -1 else given
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    """The endpoint of embeddings."""
+    body = await service.read(request, EmbeddingBody)
+    model, prompts = service.model(body.model), body.prompts()
+    is_single = len(prompts) == 1 and body.input is not prompts
+    request.state.error_names = {"prompts[0]": "input"} if is_single else ERROR_NAMES
+    embed = partial(
+        model.engine.embed,
+        prompts,
+        normalize=body.normalize,
+        dimensions=body.dimensions,
+        truncate_prompt_tokens=most_tokens(model.engine, body.truncate_prompt_tokens),
+        priority=body.priority,
+        cache_salt=service.salt(request, body.cache_salt),
+    )
+    check_room(model.engine)
+    found = await unless_disconnected(request.receive, embed)
+    data = []
+    for index, each in enumerate(found):
+        await anyio.lowlevel.checkpoint()  # between millions of numbers, other requests go on
+        numbers = msgspec.Raw(msgspec.json.encode(encoded(each, body.encoding_format)))
+        data.append({"object": "embedding", "index": index, "embedding": numbers})
+    answer = {"object": "list", "data": data, "model": model.name, "usage": usage_of(found, service)}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def usage_of(found: Sequence[Embedding], service: Service) -> dict[str, Any]:
+    num_tokens = sum(each.num_tokens for each in found)
+    usage: dict[str, Any] = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    if service.shows_cached_tokens:
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(each.cached_tokens for each in found)}
+    return usage
+
+
+def encoded(embedding: Embedding, form: Literal["float", "base64"]) -> list[float] | str:
+    """The numbers of an embedding; as base64 they are float32, the least significant byte first."""
+    vector = embedding.vector
+    if form == "float":
+        numbers: list[float] = vector.tolist()
+        return numbers
+
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
 
 MAX_AT_ONCE = 32
 """Documents of one request that are judged at once."""
@@ -250,3 +352,66 @@ async def decision(
             except QueueFull:  # of an engine in another process, where other requests took the room
                 pass
         await anyio.sleep(POLL_S)
+
+
+class DecideBody(Body, kw_only=True):
+    """prompt: a text or token ids, in the place of messages. choices: the answers, as texts or token ids."""
+
+    max_items = 2**20  # of tokens, as of completions
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tools": ([],)}
+
+    choices: list[str | list[int]]
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def asked(self) -> Any:
+        """The prompt or the messages in the form that engines take."""
+        if (self.prompt is None) == (self.messages is None):
+            allowed = "either a prompt or messages"
+            raise RequestError(f"prompt: expected {allowed}", field="prompt", allowed=allowed)
+
+        if self.messages is None:
+            return self.prompt
+
+        if not self.messages:  # which an engine would take for token ids
+            raise RequestError.of("messages", self.messages, "at least one message")
+
+        return [message.plain(f"messages[{index}]") for index, message in enumerate(self.messages)]
+
+
+async def decide(service: Service, request: Request) -> Response:
+    """The endpoint of probabilities of answers."""
+    body = await service.read(request, DecideBody)
+    request.state.error_names = {"template_args": "chat_template_kwargs"}
+    model = service.model(body.model)
+    wait = partial(
+        model.engine.decide,
+        body.asked(),
+        body.choices,
+        template_args=body.chat_template_kwargs,
+        priority=body.priority,
+        cache_salt=service.salt(request, body.cache_salt),
+    )
+    found = await unless_disconnected(request.receive, wait)
+    choices = [
+        {"index": index, "choice": choice, "logprob": logprob, "probability": probability}
+        for index, (choice, logprob, probability) in enumerate(
+            zip(body.choices, found.logprobs, found.probabilities, strict=True)
+        )
+    ]
+    return JSONResponse(
+        {
+            "id": new_id("decide-"),
+            "object": "decision",
+            "created": int(time.time()),
+            "model": model.name,
+            "best": found.best,
+            "choices": choices,
+            "usage": {"prompt_tokens": found.num_tokens, "total_tokens": found.num_tokens},
+        }
+    )

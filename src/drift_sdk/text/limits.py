@@ -1,15 +1,21 @@
-"""Token machines as constraints of sequences, and several constraints as one."""
+"""Limits of a request's tokens: its grammar, its token machines and its thinking budget, also together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drift_sdk.errors import RequestError
-from drift_sdk.processors import TokenMachine, TokenState
+from drift_sdk.processors import TokenMachine, TokenState, machines_of
+from drift_sdk.sampling_params import SamplingParams
+from drift_sdk.text.answers.reasoning import ThinkingBudget
+
+if TYPE_CHECKING:
+    from drift_sdk.text.answers.answer import Answer
+    from drift_sdk.text.tokenizer import Tokenizer
 
 Masks = NDArray[np.int32]
 
@@ -24,6 +30,45 @@ class Limits(Protocol):
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Move on by newly generated tokens. RequestError if they are not allowed."""
+
+
+def limits_of(
+    params: SamplingParams,
+    answer: Answer | None,
+    grammar: Limits | None,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+) -> Limits | None:
+    """The limits of a request's tokens; None without any. answer: None = the prompt is no conversation.
+    RequestError for a budget that cannot be kept."""
+    budget = budget_of(params, answer, tokenizer, vocab_size)
+    machines = (MachineLimits(machine, vocab_size) for machine in machines_of(params.logits_processors))
+    parts = [part for part in (grammar, budget, *machines) if part is not None]
+    return AllLimits(parts) if len(parts) > 1 else next(iter(parts), None)
+
+
+def budget_of(
+    params: SamplingParams, answer: Answer | None, tokenizer: Tokenizer, vocab_size: int
+) -> ThinkingBudget | None:
+    """The thinking budget of a request, if it limits anything. RequestError for one that cannot be kept."""
+    num_tokens = params.thinking_budget
+    if num_tokens is None:
+        return None
+
+    if answer is None:
+        allowed = "None for a prompt that is no conversation: only chat() tells reasoning from text"
+        raise RequestError.of("thinking_budget", num_tokens, allowed)
+
+    if answer.thinking is None or (params.max_tokens is not None and num_tokens >= params.max_tokens):
+        return None
+
+    if not tokenizer.has_token_bytes:
+        allowed = "None: the text of a token depends on its neighbours"
+        raise RequestError.of("thinking_budget", num_tokens, allowed)
+
+    return ThinkingBudget(
+        answer.thinking, num_tokens, tokenizer, marker_ids=answer.marker_ids, vocab_size=vocab_size
+    )
 
 
 def check_last(limits: Limits, token_ids: Sequence[int]) -> None:

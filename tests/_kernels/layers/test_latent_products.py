@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from drift_sdk._kernels.gemm.head_gemm import multiply_heads
+from drift_sdk._kernels.layers.latent_rows import multiply_heads
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
 
