@@ -28,7 +28,7 @@ class Case:
         length = rng.randint(1, 120)
         own = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
         self.prompt = shared[: rng.choice([0, 16, 33, 48])] + own
-        self.arrival = rng.randrange(60)  # in steps of the engine
+        self.arrival = rng.randrange(60) // 30 * 30  # in steps of the engine: many at a time
         sampled = {"temperature": rng.choice([0.7, 1.0, 1.3]), "top_p": rng.choice([0.8, 0.95, 1.0])}
         self.params = SamplingParams(
             max_tokens=rng.randint(1, 40),
