@@ -164,7 +164,8 @@ def note_drafts(
 def test_rounds_equal_those_of_the_eager_executor(
     name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts of the head itself, as many as the head drafts or one less."""
+    """Drafts of the head itself, as many as the head drafts or one less. Where many are accepted, nothing is
+    preempted: `test_any_number_of_drafts_is_accepted` is about that."""
     target, draft = models(name, seed, tmp_path)
     num_drafts = draft.config.num_masks - seed % 2
     plain = run(EagerExecutor(target, LIMITS), 0)
@@ -176,7 +177,6 @@ def test_rounds_equal_those_of_the_eager_executor(
     assert found.tokens == expected.tokens == plain.tokens
     assert found.counts == expected.counts
     assert len(set(of_eager)) > 10 and any(len(drafts) == num_drafts for drafts in of_eager)
-    assert found.num_hits + found.num_preemptions > 0
     assert table.used == {weight.key for weight in weights_to_tune(target.weights, draft.weights)}
     logged, weights = read_products(log), draft.weights
     sizes = {(each.role, each.num_columns, each.inner) for each in logged if each.role.startswith("draft ")}
