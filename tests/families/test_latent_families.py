@@ -212,7 +212,7 @@ METADATA: dict[str, dict[str, Any]] = {
         "expert_weights_norm": False,
     },
 }
-"""Of published GGUF files; those of DeepSeek-V2-Lite are of 2024."""
+"""Of published GGUF files; the one of DeepSeek-V2-Lite was written in 2024."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -93,7 +93,7 @@ def make(family: str, seed: int, folder: Path, **changes: Any) -> None:
 
 
 def assert_equal(file: Path, form: Any = "expanded") -> None:
-    """The logits of a file are those of its twin, and change from row to row."""
+    """A file has the logits of its twin, which change from row to row."""
     found, expected = (
         logits_of(load(file, form), TOKENS, CHUNKS),
         logits_of(load(file.parent / "twin"), TOKENS, CHUNKS),
@@ -240,7 +240,7 @@ LARGE = {
     "attention_bias": False,
     "tie_word_embeddings": False,
 }
-"""With rows of whole blocks of 256, but those of matrices of keys: whole blocks of 32."""
+"""With rows of whole blocks of 256, in matrices of keys of 32."""
 KINDS: dict[str, Callable[[str], Q]] = {
     "mixed": lambda name: Q.Q6_K if re.search(r"attn_kv_a|attn_v_b|ffn_down|output", name) else Q.Q4_K,
     "Q8_0": lambda name: Q.Q8_0,
@@ -335,7 +335,7 @@ def test_more_layers_that_predict_are_left_out(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inspection_knows_files(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes are those of the folder, and keys and values of heads are in numbers."""
+    """Sizes equal the sizes of the folder; matrices of keys and values are numbers."""
     has_mtp = family in LATENT_FAMILIES
     if has_mtp:
         make_drafting(family, tmp_path, **LARGE)

@@ -56,7 +56,7 @@ NAMES = {
     "embed_tokens": "nextn.embed_tokens",
 }
 SCORES = {"deepseek_v2": gguf.ExpertGatingFuncType.SOFTMAX, "deepseek_v3": gguf.ExpertGatingFuncType.SIGMOID}
-"""Functions of scores that a config names; that of GLM-4.7-Flash names none."""
+"""Functions of scores that a config names; GLM-4.7-Flash names none."""
 
 
 def write_latent_gguf(

@@ -156,8 +156,8 @@ def gguf_router(file: GGUFSettings, num_groups: Any) -> dict[str, Any]:
 
 
 def gguf_head(file: GGUFSettings) -> dict[str, Any]:
-    """Sizes of a head. `key_length` and `value_length` are its sizes in files whose matrices of keys and
-    values are one, and otherwise those of the one KV head of the absorbed form."""
+    """Sizes of a head. `key_length` and `value_length` are its sizes in files with one matrix of keys and
+    values, otherwise the sizes of the one KV head of the absorbed form."""
     end = "_mla" if "attention.key_length_mla" in file.values else ""
     names = (f"attention.key_length{end}", f"attention.value_length{end}", "rope.dimension_count")
     for name in names:

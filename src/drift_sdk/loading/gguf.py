@@ -6,7 +6,7 @@ A projection of all experts of a layer is one tensor there. It is read as a matr
 Hugging Face's tensors of MXFP4. A block of MXFP4 in these files is a scale and 16 bytes, with the first half
 of the 32 numbers in their low bits, the second half in their high ones. Gate and up projections are apart.
 
-A matrix may be several tensors there, as that of keys and values of latent attention. They are joined.
+A matrix may be several tensors there, such as the matrix of keys and values of latent attention.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def join_parts(
     tensors: Mapping[str, GGUFTensor], joins: Mapping[str, GGUFJoin], location: str
 ) -> tuple[dict[str, GGUFTensor], dict[str, JoinedMatrix]]:
     """The tensors, with matrices in place of their parts, and these matrices by the names that they have as
-    one tensor. Their offsets are those of their first parts. Where a file has the whole too, parts are left
+    one tensor, with the offset of the first part. Where a file has the whole too, parts are left
     out. Raises ModelLoadError with the location for parts that are missing or do not fit together."""
     found, joined = dict(tensors), dict[str, JoinedMatrix]()
     for module, join in joins.items():

@@ -200,7 +200,7 @@ def clear_parts(
 @device_function
 def multiply_parts(
     parts,  # [ROWS, PADDED_DIM]
-    factor,  # of a shape that broadcasts to that of a part
+    factor,  # broadcasts to a part
 ):
     """Return parts times a factor."""
     products = (parts[0] * factor,)
