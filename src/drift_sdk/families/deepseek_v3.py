@@ -97,11 +97,11 @@ def read_latent(settings: Settings) -> LatentAttention:
 SOFTMAX = 1
 """The softmax's number in `expert_gating_func` of GGUF files."""
 BIAS = ".exp_probs_b.bias"
-"""The end of the names of biases of sigmoid routers in GGUF files."""
+"""How names of biases of sigmoid routers end in GGUF files."""
 
 
 def gguf_settings(file: GGUFSettings) -> dict[str, Any]:
-    """Settings of the family that a file's router is of."""
+    """Settings of DeepSeek-V2, DeepSeek-V3 or GLM-4.7-Flash: the router says which."""
     values = file.values
     num_groups = values.get("expert_group_count") or 1
     if num_groups != 1 and "expert_group_used_count" not in values:

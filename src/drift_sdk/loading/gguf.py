@@ -97,9 +97,9 @@ class JoinedMatrix(Struct, frozen=True):
 def join_parts(
     tensors: Mapping[str, GGUFTensor], joins: Mapping[str, GGUFJoin], location: str
 ) -> tuple[dict[str, GGUFTensor], dict[str, JoinedMatrix]]:
-    """The tensors, with matrices in place of their parts, and these matrices by the names that they have as
-    one tensor, with the offset of the first part. Where a file has the whole too, parts are left
-    out. Raises ModelLoadError with the location for parts that are missing or do not fit together."""
+    """The tensors, with matrices in place of their parts, and these matrices, both by the matrices' names. A
+    matrix has the offset of its first part. Where a file has the whole too, parts are left out. Raises
+    ModelLoadError with the location for parts that are missing or do not fit together."""
     found, joined = dict(tensors), dict[str, JoinedMatrix]()
     for module, join in joins.items():
         part = re.compile(rf"blk\.([0-9]+)\.(?:{'|'.join(join.modules)})\.weight")

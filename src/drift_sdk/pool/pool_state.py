@@ -92,9 +92,9 @@ class Delivered:
         return chunk
 
     def completed(self, completion: Completion) -> Completion:
-        """The completion of the last attempt, as that of the stream. A replay draws other ids for tool calls,
-        and one that was cancelled may have fewer tokens. Its raw text is its own if text was
-        split: chunks have no markers. Raises ReplayDiverged for other tokens."""
+        """The completion of the last attempt, with the stream's tool calls: a replay draws other ids. One
+        that was cancelled may have fewer tokens. Its raw text is its own if text was split: chunks have no
+        markers. Raises ReplayDiverged for other tokens."""
         if not self._is_replayed:
             return completion
 

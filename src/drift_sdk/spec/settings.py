@@ -160,7 +160,7 @@ def check_rope_fields(config: Mapping[str, Any]) -> None:
     if parameters in (None, {}) or scaling in (None, {}):
         return
 
-    # In a file with a set for each kind of layer, `rope_scaling` is that of the full ones.
+    # In a file with a set for each kind of layer, `rope_scaling` holds the settings of full layers.
     is_nested = isinstance(parameters, Mapping) and isinstance(parameters.get("full_attention"), Mapping)
     if not _are_same(parameters["full_attention"] if is_nested else parameters, scaling):
         found = ", ".join(f"{name}={short_repr(config[name])}" for name in FIELDS)

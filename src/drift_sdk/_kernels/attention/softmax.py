@@ -19,7 +19,7 @@ A cache of e4m3 numbers is read in two halves of the dimensions (see cache.py), 
 dimensions take the first half first. Queries and sums of values are in two parts for that: tuples of two,
 otherwise of one. Halves joined to rows would be multiplied in another order by mma.sync, for which Triton
 would give a thread four neighbouring numbers of a joined row instead of two. The scales of keys and values
-multiply no single number: that of keys is a factor of the scores' scale, that of values of the output.
+multiply no single number: the keys' is a factor of the scores' scale, the values' a factor of the output.
 
 Borders at which the keys of a sequence are cut into partitions, each summed by itself.
 """

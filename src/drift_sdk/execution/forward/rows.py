@@ -32,7 +32,7 @@ class Rows(Struct, frozen=True):
 
     @classmethod
     def take(cls, workspace: Workspace, num_rows: int, owner: str = "") -> Rows:
-        """Uninitialised rows in the buffers of an owner, or in those that all rounds share."""
+        """Uninitialised rows in buffers of an owner, or in buffers that all rounds share."""
 
         def take(name: str) -> Tensor:
             return workspace.take(f"{owner}row_{name}", (num_rows,), torch.int32)
