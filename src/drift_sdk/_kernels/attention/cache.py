@@ -120,18 +120,6 @@ def decode_pairs(
     return low, high
 
 
-@device_function
-def decode_rows(
-    words,  # [ROWS, PADDED] int16: two codes each
-    DTYPE: tl.constexpr,
-    IN_PAIRS: tl.constexpr,  # see `is_decoded_in_pairs`
-):
-    """Return the numbers of rows [ROWS, 2 * PADDED]: those of the lower bytes, then those of the upper."""
-    low, high = decode_pairs(words, DTYPE, IN_PAIRS)
-    both = tl.permute(tl.join(low, high), (0, 2, 1))
-    return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
-
-
 def is_decoded_in_pairs(dtype: torch.dtype) -> bool:
     """Return True if `decode_pairs` to `dtype` is done in assembly, two words at a time. The result is the
     same."""

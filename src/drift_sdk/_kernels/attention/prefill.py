@@ -57,7 +57,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
-from drift_sdk._kernels.attention.cache import decode_rows
+from drift_sdk._kernels.attention.cache import decode_pairs
 from drift_sdk._kernels.attention.layer_attention import MIN_DOT_SIZE, LayerAttention
 from drift_sdk._kernels.attention.softmax import LOG2_E, WIDE_HEAD, Partitions, head_scale
 from drift_sdk._kernels.launch.arguments import check_tensor, next_power_of_2
@@ -314,6 +314,19 @@ NUM_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 @device_function
+def _decode_rows(
+    words,  # [ROWS, PADDED] int16: two codes each
+    DTYPE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,  # see `decode_pairs`
+):
+    """Return the numbers of rows [ROWS, 2 * PADDED]: of the lower bytes, then of the upper. Products with
+    joined rows have another order of summation than all others (see softmax.py)."""
+    low, high = decode_pairs(words, DTYPE, IN_PAIRS)
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
+
+
+@device_function
 def _attend_keys(
     maximum,  # [TILE_ROWS] fp32: the highest score so far, times log2(e)
     weight,  # [TILE_ROWS] fp32: the sum of exp2(score - maximum)
@@ -371,8 +384,8 @@ def _attend_keys(
             values = tl.load(values_ptr + tile_offset + key_offset)
 
         if NUM_PARTS == 2:
-            keys = decode_rows(keys, queries.dtype, IN_PAIRS)
-            values = decode_rows(values, queries.dtype, IN_PAIRS)
+            keys = _decode_rows(keys, queries.dtype, IN_PAIRS)
+            values = _decode_rows(values, queries.dtype, IN_PAIRS)
         score = tl.dot(queries, keys.T, input_precision="ieee")
         if IS_MASKED:
             is_seen = (key_position[None, :] <= position[:, None]) & (key_position >= first_key)[None, :]
