@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ttir import HEAD, TAIL, WAIT
 
 from drift_sdk._kernels.launch.parallel_compile import KernelToCompile
-from perf.cross_compile import violations
+from perf.cross_compile import main, violations
 
 ROOT = Path(__file__).parents[2]
 
@@ -216,6 +216,12 @@ def test_product_in_another_order_is_a_violation(
     binary = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=0))
     monkeypatch.setattr(KernelToCompile, "compile", lambda _: binary)
     assert len(list(violations([replace(kernel(90), name=name)]))) == is_found
+
+
+def test_a_check_of_no_kernel_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels of several GPUs were looked for in a folder that was gone."""
+    assert main(["--capability", "90"]) == 1
+    assert capsys.readouterr().out == "90: 0 kernels compiled so far, 0 violations\n"
 
 
 def test_kernel_that_does_not_compile_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
