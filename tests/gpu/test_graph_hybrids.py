@@ -3,13 +3,22 @@ and in a crowd, from checkpoints, with drafts and without."""
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import crowds
 import pytest
-from crowds import VOCAB_SIZE, answers, assert_as_near_float32_as_eager, chain_of, prompts_of
+from crowds import (
+    PREFIX,
+    VOCAB_SIZE,
+    answers,
+    assert_as_near_float32_as_eager,
+    chain_of,
+    different,
+    prompts_of,
+)
 from gguf import GGMLQuantizationType as Q
 from hybrid_gguf import write_mtp_gguf
 from hybrid_parity import stacked_and_each
@@ -39,9 +48,10 @@ UNQUANTISED = (
 assert_same_in_crowds = partial(crowds.assert_same_in_crowds, hits="num_checkpoint_hits")
 
 
-def saved(family: str, folder: Path) -> Path:
+def saved(family: str, folder: Path, context: int = 512) -> Path:
     """A model whose heads the kernels compute."""
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "head_dim": 32}
+    sizes["max_position_embeddings"] = context
     make_hybrid_model(family, 1, folder, **sizes, attention_bias=False)
     save_tokenizer(folder, VOCAB_SIZE)
     return folder
@@ -142,6 +152,34 @@ def test_oracle_drafts_change_no_bit(family: str, tmp_path: Path) -> None:
     ]
     folder = saved(family, tmp_path)
     crowds.assert_oracle_drafts_change_no_bit(folder, modes, hits="num_checkpoint_hits")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prefixes_of_every_length_change_no_bit(family: str, tmp_path: Path) -> None:
+    """Drafts and prefix cache together give the tokens of neither, at every length modulo 128."""
+    folder, rng = saved_with_mtp(family, tmp_path), random.Random(7)
+    prompts = [[*PREFIX[: 20 + number], *rng.choices(range(3, VOCAB_SIZE), k=4)] for number in range(128)]
+    rng.shuffle(prompts)
+    expected, _ = answers(folder, prompts, is_alone=True)
+    modes: list[dict[str, object]] = [
+        {"max_num_seqs": 16, "speculation": chain_of(3, "mtp", ngrams=NGram(min_length=1))}
+    ]
+    assert_same_in_crowds(folder, prompts, expected, modes)
+    found, _ = answers(folder, prompts, **modes[0])
+    assert sum(one.usage.cached_tokens > 0 for one in found) > 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_third_request_with_a_long_prefix_hits(family: str, tmp_path: Path) -> None:
+    """The first leaves a border every so many tokens, the second one where it leaves the first."""
+    folder, rng = saved(family, tmp_path, 2304), random.Random(8)
+    prefix = rng.choices(range(3, VOCAB_SIZE), k=2000)
+    prompts = [[*prefix, *rng.choices(range(3, VOCAB_SIZE), k=20)] for _ in range(3)]
+    long = {"max_model_len": 2304}
+    expected, _ = answers(folder, prompts, is_alone=True, **long)
+    found, _ = answers(folder, prompts, max_num_seqs=1, **long)
+    assert not different(found, expected)
+    assert found[2].usage.cached_tokens >= 1984
 
 
 def test_a_state_of_other_rows_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
