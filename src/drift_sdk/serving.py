@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, Unpack, cast, get_args, overload
 
 from msgspec import Struct
 
 from drift_sdk._fields import check_bool, check_choice, check_int, check_options, plain_scalar, with_config
-from drift_sdk._plain_data import IdArray
+from drift_sdk._plain_data import IdArray, reading
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.loops import LoopPoster
@@ -34,9 +35,10 @@ from drift_sdk.driver.prompts import (
     as_prompt,
     check_forced_calls,
     in_place,
+    length_of,
 )
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
-from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError, error_repr
+from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (
     Job,
@@ -186,12 +188,16 @@ def embedding_of(completion: Completion, dimensions: int | None, *, normalize: b
     )
 
 
-def items_of(field: str, values: Sequence[Any], allowed: str) -> list[Any]:
-    """The items of a sequence of the caller's. RequestError if they cannot be read."""
-    try:
-        return list(values)
-    except Exception as error:  # a class of the caller may run any code
-        raise RequestError.of(field, values, f"{allowed} ({error_repr(error)})") from error
+def items_of(field: str, values: Sequence[Any], allowed: str, most: int | None = None) -> list[Any]:
+    """The items of a sequence of the caller's. RequestError if they cannot be read, or are more than `most`
+    (None = than it says)."""
+    with reading(field, values, allowed):
+        limit = length_of(values) if most is None else most
+        found = list(islice(values, limit + 1))  # it may have no end
+    if len(found) > limit:
+        raise RequestError.of(field, values, allowed)
+
+    return found
 
 
 def as_item(prompt: str | Sequence[int] | IdArray, index: int, most: int | None) -> Prompt:
@@ -218,12 +224,13 @@ def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, 
     if isinstance(choices, str | bytes) or not isinstance(choices, Sequence):
         raise RequestError.of("choices", choices, allowed)
 
-    if not 1 <= len(choices) <= MAX_CHOICES:
+    given = items_of("choices", choices, allowed, MAX_CHOICES)
+    if not given:
         raise RequestError.of("choices", choices, allowed)
 
     answers: list[str | tuple[int, ...]] = []
     wanted = "a text or a sequence of token ids, not empty"
-    for index, choice in enumerate(items_of("choices", choices, allowed)):
+    for index, choice in enumerate(given):
         try:
             answer = as_prompt(choice)
         except RequestError as error:
@@ -514,11 +521,14 @@ class Serving(ABC):
             truncate_prompt_tokens = plain_scalar(truncate_prompt_tokens)
             check_int(RequestError, "truncate_prompt_tokens", truncate_prompt_tokens, ge=1)
         allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
-        is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
-        given = items_of("prompts", prompts, allowed) if is_list else []
-        if not is_list or isinstance(next(iter(given), None), int):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise RequestError.of("prompts", prompts, allowed)
 
+        with reading("prompts", prompts, allowed):
+            if isinstance(next(iter(prompts), None), int):
+                raise RequestError.of("prompts", prompts, allowed)
+
+        given = items_of("prompts", prompts, allowed)
         items = [as_item(each, index, truncate_prompt_tokens) for index, each in enumerate(given)]
         check_choice(RequestError, "pooling", pooling, get_args(StateKind))
         params = SamplingParams(

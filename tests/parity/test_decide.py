@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,18 @@ class Unreadable(list[Any]):
         raise ValueError("no such place")
 
 
+class Endless(list[Any]):
+    """Says that it has one item."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return repeat([5])
+
+
+class Uncounted(list[Any]):
+    def __len__(self) -> int:
+        raise ValueError("not counted")
+
+
 def test_wrong_arguments(folder: Path) -> None:
     with SyncEngine(folder, config()) as engine:
         for choices, words in (
@@ -250,6 +263,7 @@ def test_wrong_arguments(folder: Path) -> None:
             ([[5], [500]], r"choices\[1\]\[0\]=500"),
             ([[5], "a" * 10_000], r"choices\[1\]: prompt of at least"),
             (Unreadable([[5]]), r"choices=.*\(ValueError\('no such place'\)\)"),
+            (Endless([[5]]), "choices=.*expected 1 to 1000 texts"),
             (["a", "\ud800"], r"choices\[1\]: expected text without lone surrogates"),
             ([[5] * 250], "prompt of 2"),
         ):
@@ -257,6 +271,7 @@ def test_wrong_arguments(folder: Path) -> None:
                 engine.decide([5, 6, 7, 8, 9, 10], choices)
         with pytest.raises(RequestError, match="prompt=7"):
             engine.decide(7, [[5]])
+        assert engine.decide([5, 6], Uncounted([[5]])).probabilities == (1.0,)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,18 @@ class Unreadable(list[Any]):
         raise ValueError("no such place")
 
 
+class Endless(list[Any]):
+    """Says that it has one item."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return repeat([5])
+
+
+class Uncounted(list[Any]):
+    def __len__(self) -> int:
+        raise ValueError("not counted")
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     make_model(MODELS["qwen3"], tmp_path)
     with SyncEngine(tmp_path, engine_config(max_model_len=64)) as engine:
@@ -169,6 +182,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             (([[5]],), {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: expected an integer of"),
             (([[5], [500]],), {}, r"prompts\[1\]\[0\]=500"),
             ((Unreadable([[5]]),), {}, r"prompts=.*\(ValueError\('no such place'\)\)"),
+            ((Uncounted([[5]]),), {}, r"prompts=.*\(ValueError\('not counted'\)\)"),
+            ((Endless([[5]]),), {}, "prompts=.*expected a sequence of prompts"),
+            ((range(10**12),), {}, r"prompts=range.*; \[prompt\] for one"),
             (([[5], job],), {}, r"prompts\[1\]=Job.*expected a text or token ids"),
         ):
             with pytest.raises(RequestError, match=words):
