@@ -493,6 +493,14 @@ def with_config(
     return decorate
 
 
+def is_coroutine_function(function: object) -> bool:
+    """Whether calling an object makes a coroutine: a function, or an object whose class has an async
+    __call__."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - not whether it can be called
+    )
+
+
 def check_options(
     options: Mapping[str, object],
     function: Callable[..., object],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from inspect import iscoroutinefunction
 from typing import Annotated, Any, Generic, TypedDict, Unpack, cast
 
 import msgspec
@@ -16,6 +15,7 @@ from drift_sdk._fields import (
     check_fields,
     check_int,
     check_str_tuple,
+    is_coroutine_function,
     plain_scalar,
     replace_fields,
 )
@@ -283,7 +283,7 @@ def is_processor(value: object) -> bool:
 
 def is_function(value: object) -> bool:
     """Whether a value can be called where no event loop runs. A class is none: one was meant to be made."""
-    return callable(value) and not isinstance(value, type) and not iscoroutinefunction(value)
+    return callable(value) and not isinstance(value, type) and not is_coroutine_function(value)
 
 
 def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:
