@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._fields import RequestFields, check_int, plain_scalar
-from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, first_pairs, ids_of_array
+from drift_sdk._fields import RequestFields, check_int, plain_scalar, plain_value
+from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, first_pairs, ids_of_array, plain_tuple
 from drift_sdk.errors import RequestError, error_repr
 
 if TYPE_CHECKING:
@@ -51,25 +51,27 @@ class TokenState(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
 
     def __post_init__(self) -> None:
         for field in ("allowed", "forbidden"):
-            value = ids_of_array(field, getattr(self, field), MAX_MACHINE_IDS)
-            value = tuple(value) if isinstance(value, list) else value
-            msgspec.structs.force_setattr(self, field, value)
             least = 1 if field == "allowed" else 0
             allowed = f"{least} to {MAX_MACHINE_IDS} token ids from 0 to {MAX_ID}"
+            value = ids_of_array(field, getattr(self, field), MAX_MACHINE_IDS)
+            value = plain_value(plain_tuple(field, value, MAX_MACHINE_IDS, allowed))
+            msgspec.structs.force_setattr(self, field, value)
             if value is None and field == "allowed":
                 continue
 
-            if not isinstance(value, tuple) or not least <= len(value) <= MAX_MACHINE_IDS:
+            if not isinstance(value, tuple) or len(value) < least:
                 raise RequestError.of(field, value, allowed)
 
             if not all(map(is_id, value)):
                 raise RequestError.of(field, next(each for each in value if not is_id(each)), allowed)
         steps = plain_pairs("next", self.next, f"a mapping of at most {MAX_ITEMS} token ids to states")
+        steps = {plain_scalar(token_id): plain_scalar(state) for token_id, state in steps.items()}
         for token_id, state in steps.items():
             if not (is_id(token_id) and is_id(state)):
                 raise RequestError.of("next", {token_id: state}, "token ids, each with the number of a state")
         msgspec.structs.force_setattr(self, "next", FrozenMapping(steps))
         if self.otherwise is not None:
+            msgspec.structs.force_setattr(self, "otherwise", plain_scalar(self.otherwise))
             check_int(RequestError, "otherwise", self.otherwise, ge=0)
 
     def after(self, token_id: int, number: int) -> int:
@@ -90,9 +92,9 @@ class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
     states: tuple[TokenState, ...]
 
     def __post_init__(self) -> None:
-        states = tuple(self.states) if isinstance(self.states, list) else self.states
         allowed = f"1 to {MAX_STATES} TokenStates"
-        if not isinstance(states, tuple) or not 1 <= len(states) <= MAX_STATES:
+        states = plain_tuple("states", self.states, MAX_STATES, allowed)
+        if not isinstance(states, tuple) or not states:
             raise RequestError.of("states", states, allowed)
 
         for number, state in enumerate(states):

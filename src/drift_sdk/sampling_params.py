@@ -19,7 +19,7 @@ from drift_sdk._fields import (
     plain_scalar,
     replace_fields,
 )
-from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs, ids_of_array
+from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs, ids_of_array, plain_tuple
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
 from drift_sdk.processors import LogitsProcessor, StopFunction, TokenBias, TokenMachine, machines_of
@@ -206,14 +206,12 @@ class SamplingParams(
         self._check_functions()
 
     def _check_functions(self) -> None:
-        processors = self.logits_processors
-        if isinstance(processors, list):
-            processors = tuple(processors)
-            msgspec.structs.force_setattr(self, "logits_processors", processors)
         allowed = f"a list of at most {MAX_PROCESSORS} TokenMachines, TokenBiases and functions (not async)"
-        if not isinstance(processors, tuple) or len(processors) > MAX_PROCESSORS:
+        processors = plain_tuple("logits_processors", self.logits_processors, MAX_PROCESSORS, allowed)
+        if not isinstance(processors, tuple):
             raise RequestError.of("logits_processors", processors, allowed)
 
+        msgspec.structs.force_setattr(self, "logits_processors", processors)
         wrong = [each for each in processors if not is_processor(each)]
         if wrong:
             raise RequestError.of("logits_processors", wrong[0], allowed)
@@ -227,12 +225,7 @@ class SamplingParams(
         value: object = getattr(self, name)
         if name != "stop":
             value = ids_of_array(name, value, most)
-        if isinstance(value, list | tuple):
-            if len(value) > most:
-                raise RequestError.of(name, value, f"at most {most} items")
-
-            value = tuple(list.__iter__(value)) if isinstance(value, list) else value
-        msgspec.structs.force_setattr(self, name, value)
+        msgspec.structs.force_setattr(self, name, plain_tuple(name, value, most, f"at most {most} items"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

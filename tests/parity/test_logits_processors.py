@@ -335,6 +335,52 @@ def test_machines_and_tables_are_values() -> None:
             make()
 
 
+@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1), np.uint8(1)])
+def test_machines_take_numbers_of_other_libraries(number: Any) -> None:
+    state = TokenState(allowed=[number], forbidden=(number,), next={number: number}, otherwise=number)
+    assert state == TokenState(allowed=(1,), forbidden=(1,), next={1: 1}, otherwise=1)
+    found = (*state.allowed, *state.forbidden, *state.next, *state.next.values(), state.otherwise)
+    assert set(map(type, found)) == {int}
+
+
+class Counted(list[Any]):
+    def __len__(self) -> int:
+        raise ValueError("not counted")
+
+
+class Changed(tuple[Any, ...]):
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("other items each time")
+
+    def __len__(self) -> int:
+        raise ValueError("not counted")
+
+
+@pytest.mark.parametrize("kind", [Counted, Changed])
+def test_classes_of_sequences_are_not_kept(kind: type[Any]) -> None:
+    """Their methods would run on the engine's thread."""
+    state, bias = TokenState(forbidden=kind([5]), allowed=kind([6])), TokenBias({5: 1.0})
+    machine = TokenMachine(kind([state]))
+    params = SamplingParams(
+        logits_processors=kind([machine, bias]),
+        stop=kind(["a"]),
+        stop_token_ids=kind([5]),
+        logprob_token_ids=kind([5]),
+        logprobs=0,
+    )
+    kept = (state.allowed, state.forbidden, machine.states, params.logits_processors)
+    kept += (params.stop, params.stop_token_ids, params.logprob_token_ids)
+    assert kept == ((6,), (5,), (state,), (machine, bias), ("a",), (5,), (5,))
+    assert set(map(type, kept)) == {tuple}
+    for most, make in (
+        (16, lambda: SamplingParams(logits_processors=kind([bias] * 17))),
+        (64, lambda: SamplingParams(stop_token_ids=kind([5] * 65))),
+        (10_000, lambda: TokenMachine(kind([state] * 10_001))),
+    ):
+        with pytest.raises(RequestError, match=f"expected .*{most} "):
+            make()
+
+
 STOPPED = "stop_when"
 
 
