@@ -13,6 +13,7 @@ from typing import Any
 from drift_sdk._cuda_driver import device_contexts
 from drift_sdk._display import html_table, model_name, state_repr
 from drift_sdk._fields import check_float, with_config
+from drift_sdk._plain_data import first_items
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress
@@ -279,7 +280,7 @@ def settled(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         return tensors
 
     try:
-        given = {name: tensors[name] for name in tensors}
+        given = {name: tensors[name] for name in first_items(tensors, len(tensors))}
         devices = {tensor.device for tensor in given.values() if isinstance(tensor, torch.Tensor)}
     except Exception as error:  # the class of a caller may run any code
         allowed = f"a mapping of names to tensors that can be read ({error_repr(error)})"

@@ -6,7 +6,8 @@ import asyncio
 import random
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,24 @@ def test_mixtures_of_experts(name: str, tmp_path: Path) -> None:
     check(folder, moved(tensors_of(folder)))
 
 
+def test_one_matrix_of_an_expert(tmp_path: Path) -> None:
+    """Also where the family's own files have one tensor for all experts."""
+    folder = tmp_path / "model"
+    make_hybrid_model("qwen3_5_moe", 3, folder)
+    old = tensors_of(folder)
+    names = [f"model.layers.0.mlp.experts.{expert}_proj.weight" for expert in ("0.up", "1.gate", "2.down")]
+    new = moved({name: old[name] for name in names})
+    for name in names:
+        old[name] = new[name]
+    with SyncEngine(saved(folder, old), config()) as engine:
+        wanted = weights_of(engine)
+    with SyncEngine(folder, config()) as engine:
+        assert not same(weights_of(engine), wanted)
+        for name in names:
+            engine.update_weights({name: new[name]})
+        assert same(weights_of(engine), wanted)
+
+
 def test_experts_in_mxfp4_are_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "mxfp4"
     quantise_folder(make_expert_model(QUANTISED, tmp_path), tmp_path, folder)
@@ -240,6 +259,19 @@ class Unreadable(dict[str, torch.Tensor]):
         raise ValueError("no such place")
 
 
+class Endless(Mapping[str, torch.Tensor]):
+    """Says that it has one item."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.ones(3)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, count())
+
+    def __len__(self) -> int:
+        return 1
+
+
 class Wrapper(torch.Tensor):
     """A tensor that computes by other ones, as distributed tensors do."""
 
@@ -273,6 +305,7 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
         ({up: torch.Tensor._make_subclass(Wrapper, new[up])}, rf"{up}'\]: of Wrapper.*: expected a dense"),
         ({up: without_storage(new[up])}, "tensors, all of which can be read"),
         (Unreadable(new), r"tensors that can be read \(ValueError"),
+        (Endless(), r"tensors that can be read \(ValueError\('more than 1 items'\)"),
         ({up: new[up].numpy()}, "names, each with a tensor of torch"),
         ({5: new[up]}, "names, each with a tensor of torch"),
         ({}, "not empty"),

@@ -139,7 +139,7 @@ def stored_layout(
         }
         shape = tensors.shape(stacked)
         layout = shapes.get(shape, layout) if len(shapes) == 2 or layout == "each" else layout
-    elif f"{prefix}.0.{names.gate}.weight" in tensors.names():
+    elif any(map(re.compile(rf"{re.escape(prefix)}\.\d+\.").match, tensors.names())):
         layout = "each"
     return replace_fields(names, layout=layout)
 
