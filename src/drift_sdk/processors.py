@@ -28,9 +28,11 @@ NO_STEPS: FrozenMapping[int, int] = FrozenMapping({})
 
 LogitsFunction: TypeAlias = Callable[[Sequence[int], Any], Any]
 """(token ids generated so far, logits) -> logits: arrays of numpy, float32 [vocabulary]. The array is the
-function's own: it may change it and return None."""
+function's own: it may change it and return None. In it, methods of the engine that wait raise RuntimeError.
+"""
 StopFunction: TypeAlias = Callable[[Sequence[int], str], bool]
-"""(token ids generated so far, their text) -> whether generation ends with the last of them."""
+"""(token ids generated so far, their text) -> whether generation ends with the last of them. In it, methods of
+the engine that wait raise RuntimeError."""
 
 
 class TokenState(Struct, frozen=True, kw_only=True, metaclass=RequestFields):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +421,57 @@ def test_a_stop_function_that_fails_ends_its_request(folder: Path) -> None:
             with pytest.raises(RequestError, match=f"stop_when: {words}"):
                 engine.generate([5], max_tokens=5, stop_when=function).result()
         assert engine.stats().num_running == 0
+        assert len(engine.generate([5], max_tokens=5, ignore_eos=True).result().token_ids) == 5
+
+
+@pytest.mark.parametrize("speculation", [None, DRAFTS])
+def test_a_stop_function_gets_tokens_that_do_not_change(
+    folder: Path, speculation: Speculation | None
+) -> None:
+    kept: list[Sequence[int]] = []
+
+    def keep(token_ids: Sequence[int], text: str) -> bool:
+        kept.append(token_ids)
+        return False
+
+    def clear(token_ids: Any, text: str) -> bool:
+        token_ids.clear()
+        return False
+
+    with SyncEngine(folder, config(speculation=speculation)) as engine:
+        found = engine.generate([5, 6] * 9, max_tokens=20, ignore_eos=True, stop_when=keep).result()
+        assert list(kept) == [found.token_ids[:n] for n in range(1, 21)]
+        with pytest.raises(RequestError, match="stop_when: AttributeError"):
+            engine.generate([5, 6], max_tokens=5, stop_when=clear).result()
+
+
+WAITS: dict[str, Callable[[SyncEngine], object]] = {
+    "result": lambda engine: engine.generate([7], max_tokens=1).result(),
+    "embed": lambda engine: engine.embed([[7]]),
+    "update": lambda engine: engine.update_weights({"model.norm.weight": torch.ones(1)}),
+    "close": lambda engine: engine.close(),
+    "awaited": lambda engine: anyio.run(engine._engine.embed, [[7]]),
+    "paused": lambda engine: anyio.run(engine._engine.pause),
+    "asleep": lambda engine: anyio.run(engine._engine.sleep),
+    "replaced": lambda engine: anyio.run(engine._engine.update_weights, {}),
+    "closed": lambda engine: anyio.run(engine._engine.aclose),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_function_cannot_wait_for_its_own_engine(folder: Path, name: str) -> None:
+    """It would wait for itself, and all requests with it. Other engines, it may wait for."""
+    with SyncEngine(folder, config()) as engine, SyncEngine(folder, config()) as other:
+
+        def wait(token_ids: Sequence[int], given: Any) -> None:
+            if name == "embed":
+                assert len(other.embed([[7]])) == 1
+            assert engine.stats().num_running == 1 and not engine.cancel("another")
+            WAITS[name](engine)
+
+        for options in ({"stop_when": wait}, {"logits_processors": [wait]}):
+            with pytest.raises(RequestError, match="RuntimeError.* cannot wait for its own engine"):
+                engine.generate([5], max_tokens=5, **options).result(timeout=60)
         assert len(engine.generate([5], max_tokens=5, ignore_eos=True).result().token_ids) == 5
 
 
