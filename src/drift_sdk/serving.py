@@ -38,7 +38,7 @@ from drift_sdk.driver.prompts import (
     length_of,
 )
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
-from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, RequestError, RequestKeywordError
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (
     Job,
@@ -165,9 +165,9 @@ def check_request_id(request_id: object, *, is_new: bool) -> None:
         )
 
 
-def embedding_of(completion: Completion, dimensions: int | None, *, normalize: bool) -> Embedding:
+def embedding_of(completion: Completion, dimensions: int | None, *, normalize: bool, place: str) -> Embedding:
     """The embedding that `embed` makes of a prompt's hidden states. RequestError for more dimensions than
-    there are."""
+    there are, ExecutorError for numbers that are not finite. place: of the prompt in the arguments."""
     import numpy as np  # here, as `import drift_sdk` does without
 
     states = completion.prompt_states
@@ -176,6 +176,9 @@ def embedding_of(completion: Completion, dimensions: int | None, *, normalize: b
 
     if dimensions is not None and dimensions > states.size:
         raise RequestError.of("dimensions", dimensions, f"1 to {states.size}, or None")
+
+    if not np.isfinite(states.numpy()).all():
+        raise not_finite(f"{place}: hidden states")
 
     rows = states.numpy()[:, :dimensions].astype(np.float64)
     if normalize:
@@ -274,7 +277,7 @@ def scored_tokens(completion: Completion, token_ids: Sequence[int]) -> list[floa
     if not given.keys() >= set(token_ids):
         raise unscored(completion)
 
-    return [given[token_id] for token_id in token_ids]
+    return finite([given[token_id] for token_id in token_ids])
 
 
 def scored_answer(completion: Completion) -> list[float]:
@@ -282,7 +285,21 @@ def scored_answer(completion: Completion) -> list[float]:
     if completion.prompt_logprobs is None:
         raise unscored(completion)
 
-    return [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
+    return finite([entry.logprob for entry in completion.prompt_logprobs if entry is not None])
+
+
+def finite(logprobs: list[float]) -> list[float]:
+    """The log-probabilities of tokens; ExecutorError if one is not finite."""
+    if not all(map(math.isfinite, logprobs)):
+        raise not_finite("choices: log-probabilities")
+
+    return logprobs
+
+
+def not_finite(what: str) -> ExecutorError:
+    """The error for numbers that have overflowed."""
+    expected = "EngineConfig.dtype in which the numbers of the model's layers are finite"
+    return ExecutorError(f"{what} are not finite: expected an {expected}", ends_engine=False)
 
 
 def unscored(completion: Completion) -> DriftError:
@@ -512,7 +529,8 @@ class Serving(ABC):
         with "mean" and "all" the whole prompt is computed.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong,
-        EngineClosed, ExecutorError. The error of a prompt names it: "prompts[3]"."""
+        EngineClosed; ExecutorError, also if hidden states are not finite, because they overflow in the dtype.
+        The error of a prompt names it: "prompts[3]"."""
         check_bool(RequestError, "normalize", normalize)
         if dimensions is not None:
             dimensions = plain_scalar(dimensions)
@@ -542,8 +560,8 @@ class Serving(ABC):
         async with aclosing(self._completions(items, params)) as completions:
             try:
                 async for completion in completions:
-                    embedding = embedding_of(completion, dimensions, normalize=normalize)
-                    found.append(embedding)
+                    place = f"prompts[{len(found)}]"
+                    found.append(embedding_of(completion, dimensions, normalize=normalize, place=place))
             except RequestError as error:
                 raise in_place(error, f"prompts[{len(found)}]") from error
         return found
@@ -576,7 +594,8 @@ class Serving(ABC):
         token that is thrown away, as the one request does.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong if
-        the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
+        the prompt with an answer is too long, QueueFull for the first answer, EngineClosed; ExecutorError,
+        also if log-probabilities are not finite."""
         answers = answers_of(choices)
         given = as_any_prompt(prompt, None, template_args)
         return await self._decide(given, answers, priority=priority, cache_salt=cache_salt)

@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from model_zoo import make_model
+from model_zoo import make_model, make_overflowing
 from placement import engine_config
 
 from drift_sdk import (
@@ -23,6 +23,7 @@ from drift_sdk import (
     Engine,
     EngineConfig,
     EnginePool,
+    ExecutorError,
     NGram,
     RequestError,
     SamplingParams,
@@ -273,6 +274,16 @@ def test_wrong_arguments(folder: Path) -> None:
             engine.decide(7, [[5]])
         assert engine.decide([5, 6], Uncounted([[5]])).probabilities == (1.0,)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("choices", [[[7], [8]], [[7, 8], [8]]])
+def test_probabilities_that_overflow_are_an_error(tmp_path: Path, choices: list[list[int]]) -> None:
+    make_model(MODEL, tmp_path)
+    make_overflowing(tmp_path)
+    with SyncEngine(tmp_path, config()) as engine:
+        with pytest.raises(ExecutorError, match="choices: log-probabilities are not finite") as caught:
+            engine.decide([5, 6], choices)
+        assert not caught.value.ends_engine and engine.is_open
 
 
 async def test_a_scripted_engine_says_that_it_cannot() -> None:

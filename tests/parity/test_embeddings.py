@@ -13,11 +13,20 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from model_zoo import make_model
+from model_zoo import make_model, make_overflowing
 from placement import engine_config
 from tokenizers import processors
 
-from drift_sdk import Engine, EnginePool, Job, PromptTooLong, RequestError, SamplingParams, SyncEngine
+from drift_sdk import (
+    Engine,
+    EnginePool,
+    ExecutorError,
+    Job,
+    PromptTooLong,
+    RequestError,
+    SamplingParams,
+    SyncEngine,
+)
 from drift_sdk.results import StateKind
 
 MODELS = {"qwen3": 18, "gemma3": 30, "granite": 32}
@@ -190,6 +199,19 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             with pytest.raises(RequestError, match=words):
                 engine.embed(*arguments, **keywords)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "all"])
+def test_states_that_overflow_are_an_error(tmp_path: Path, pooling: StateKind) -> None:
+    """The mean of 4 and of 300 tokens too, which is computed in integers."""
+    make_model(MODELS["qwen3"], tmp_path)
+    make_overflowing(tmp_path)
+    with SyncEngine(tmp_path, engine_config(max_model_len=400)) as engine:
+        for prompt in ([5] * 4, [5] * 300):
+            with pytest.raises(ExecutorError, match=r"prompts\[0\]: hidden states are not finite") as caught:
+                engine.embed([prompt], pooling=pooling)
+            assert not caught.value.ends_engine
+        assert len(engine.generate([5], max_tokens=3, ignore_eos=True).result().token_ids) == 3
 
 
 def test_strict_engines_refuse_by_name(tmp_path: Path) -> None:
