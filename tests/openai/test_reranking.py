@@ -266,6 +266,23 @@ def test_templates_without_their_places_are_refused(template: str) -> None:
     assert caught.value.field == "template"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("choices", value) for value in ((), ("a",), ("a", "a"), ("a", ""), ("a", "b", "c"), ("a", 5))),
+        *(("choices", value) for value in (None, "ab", ("a", "\ud800"), ("a", "b" * 1025))),
+        *(("template", value) for value in (None, 5, b"{query}{document}", "{query}{document}\ud800")),
+        *(("instruction", value) for value in (None, 5)),
+        ("choice", ("a", "b")),
+    ],
+)
+def test_wrong_fields_of_rerankers_are_refused(field: str, value: Any) -> None:
+    fields: dict[str, Any] = {"template": "{query} {document}", "instruction": "", field: value}
+    with pytest.raises(ConfigError, match=f"^{field}=") as caught:
+        Reranker(**fields)
+    assert caught.value.field == field
+
+
 async def test_rerankers_are_those_of_their_engines(folder: Path) -> None:
     config = engine_config(max_model_len=MAX_LEN)
     async with Engine(folder, config) as one, Engine(folder, config) as other:

@@ -39,20 +39,23 @@ from drift_sdk import (
     Samples,
     SamplingParams,
 )
+from drift_sdk._fields import ConfigFields, check_str_tuple, is_unicode
 from drift_sdk.openai.wire import BodyT, Cancelled, Unauthorised, UnknownModel, decode
 
 PLACE = re.compile(r"\{(instruction|query|document)\}")
+MAX_CHOICE_CHARS = 1024
 
 
-class Reranker(Struct, frozen=True, kw_only=True):
+class Reranker(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """How a model that generates text judges a document.
 
     template:    the prompt, tokenised without special tokens: a text with the places {query}, {instruction},
                  and {document} once.
     instruction: what the query asks for, where a request does not say it.
-    choices:     the answers of which the first one means that the document is relevant.
+    choices:     two answers, of which the first one means that the document is relevant: at most 1,024
+                 characters each.
 
-    ConfigError for a template without these places.
+    ConfigError for a template without these places, and for a value of another form.
     """
 
     template: str
@@ -60,6 +63,15 @@ class Reranker(Struct, frozen=True, kw_only=True):
     choices: tuple[str, str] = ("yes", "no")
 
     def __post_init__(self) -> None:
+        for field in ("template", "instruction"):
+            text = getattr(self, field)
+            if not isinstance(text, str) or not is_unicode(text):
+                raise ConfigError.of(field, text, "a text without lone surrogates")
+
+        check_str_tuple(ConfigError, "choices", self.choices, max_items=2, max_chars=MAX_CHOICE_CHARS)
+        if len(set(self.choices)) != 2:
+            raise ConfigError.of("choices", self.choices, "two different answers")
+
         places = PLACE.findall(self.template)
         if "query" not in places or places.count("document") != 1:
             raise ConfigError.of("template", self.template, "a text with {query}, and {document} once")
