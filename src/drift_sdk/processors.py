@@ -88,7 +88,8 @@ class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
     states: 1 to 10,000; the first is the one before the first token. RequestError for a state that names one
             which does not exist.
 
-    A request whose tokens a machine leaves no choice, alone or with its grammar, ends with RequestError.
+    A request whose tokens a machine leaves no choice, alone or with the grammar, the thinking budget and
+    other machines, ends with RequestError.
     """
 
     states: tuple[TokenState, ...]

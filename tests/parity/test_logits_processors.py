@@ -268,6 +268,30 @@ def test_a_machine_that_leaves_no_token_is_named_where_a_text_ends(
         assert found.token_ids == (7,) * (num_before + 1)
 
 
+@pytest.mark.parametrize("speculation", [None, DRAFTS])
+def test_a_machine_is_named_where_another_limit_leaves_no_token(
+    folder: Path, speculation: Speculation | None
+) -> None:
+    """Beside a grammar, whose first token the machine forbids, and beside the end of reasoning."""
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<think>"
+    fields = {"chat_template": template, "reasoning_format": "think", "speculation": speculation}
+    with SyncEngine(folder, config(**fields)) as engine:
+        machine = TokenMachine((TokenState(allowed=engine.tokenizer.encode("a", add_special_tokens=False)),))
+        options: dict[str, Any] = {"max_tokens": 9, "logits_processors": [machine]}
+        question = [{"role": "user", "content": "aaaa"}]
+        for stream in (
+            engine.generate("aaaa", **options, grammar=Regex("b")),
+            engine.generate("aaaa", **options, grammar=Regex("a{5}b")),
+            engine.chat(question, **options, thinking_budget=0),
+            engine.chat(question, **options, thinking_budget=5),
+        ):
+            with pytest.raises(RequestError, match="expected machines that leave a token, also") as caught:
+                stream.result()
+            assert caught.value.field == "logits_processors"
+        found = engine.chat(question, **options).result()
+        assert found.reasoning == "a" * 9 and engine.stats().num_running == 0
+
+
 def test_functions_are_warned_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SyncEngine(folder, config()) as engine, caplog.at_level(logging.WARNING, "drift_sdk"):
         for _ in range(3):

@@ -84,7 +84,7 @@ def is_allowed(row: Masks, token_id: int) -> bool:
 
 
 def without_choice(token_id: int) -> RequestError:
-    allowed = "machines that leave a token, also with the grammar"
+    allowed = "machines that leave a token, also with the grammar and the thinking budget"
     message = f"logits_processors: token {token_id}, which they forbid: expected {allowed}"
     return RequestError(message, field="logits_processors", value=token_id, allowed=allowed)
 
@@ -153,6 +153,12 @@ class AllLimits:
         return masks
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """See `Limits`."""
-        for part in self._parts:
-            part.advance(token_ids)
+        """See `Limits`. RequestError that names the machines where they leave no token beside the others."""
+        has_machines = any(isinstance(part, MachineLimits) for part in self._parts)
+        steps = [(token_id,) for token_id in token_ids] if has_machines else [token_ids]
+        for step in steps:
+            if has_machines and not self.masks(()).any():
+                raise without_choice(step[0])
+
+            for part in self._parts:
+                part.advance(step)
