@@ -4,7 +4,7 @@ runs, and Python functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -81,6 +81,11 @@ class TokenState(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
         return self.next.get(token_id, number if self.otherwise is None else self.otherwise)
 
 
+def distinct(states: Sequence[TokenState]) -> Iterable[TokenState]:
+    """The states, each object once: a large one may be repeated."""
+    return {id(state): state for state in states}.values()
+
+
 class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
     """A logits processor: which tokens may be next depends on those generated so far. It runs in CUDA graphs,
     with drafts and with a grammar.
@@ -104,10 +109,12 @@ class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
             if not isinstance(state, TokenState):
                 raise RequestError.of(f"states[{number}]", state, "a TokenState")
 
-            for following in (*state.next.values(), state.otherwise or 0):
-                if following >= len(states):
-                    allowed = f"states from 0 to {len(states) - 1} after it"
-                    raise RequestError.of(f"states[{number}]", following, allowed)
+        for state in distinct(states):
+            following = max((*state.next.values(), state.otherwise or 0))
+            if following >= len(states):
+                allowed = f"states from 0 to {len(states) - 1} after it"
+                raise RequestError.of(f"states[{states.index(state)}]", following, allowed)
+
         msgspec.structs.force_setattr(self, "states", states)
 
     @property
@@ -115,7 +122,7 @@ class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
         """The ids that the machine names."""
         return {
             token_id
-            for state in self.states
+            for state in distinct(self.states)
             for token_id in (*(state.allowed or ()), *state.forbidden, *state.next)
         }
 

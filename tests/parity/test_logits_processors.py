@@ -359,6 +359,14 @@ def test_machines_and_tables_are_values() -> None:
             make()
 
 
+def test_a_large_state_that_is_repeated_is_read_once() -> None:
+    """Reading it for each of its places would take minutes on the caller's event loop."""
+    state = TokenState(allowed=tuple(range(100_000)), next=dict.fromkeys(range(100_000), 9_999))
+    assert len(TokenMachine((state,) * 10_000).token_ids) == 100_000
+    with pytest.raises(RequestError, match=r"states\[0\]=9999: expected states from 0 to 8"):
+        TokenMachine((state,) * 9)
+
+
 @pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1), np.uint8(1)])
 def test_machines_take_numbers_of_other_libraries(number: Any) -> None:
     state = TokenState(allowed=[number], forbidden=(number,), next={number: number}, otherwise=number)
