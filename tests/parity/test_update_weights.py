@@ -16,6 +16,7 @@ import pytest
 import torch
 from expert_zoo import QUANTISED, make_expert_model, quantise_folder
 from family_zoo import draw_model
+from hybrid_parity import stacked_and_each
 from hybrid_zoo import make_hybrid_model
 from local_host import LocalHostEngine
 from model_zoo import make_model, save_tokenizer
@@ -148,22 +149,42 @@ def test_mixtures_of_experts(name: str, tmp_path: Path) -> None:
     check(folder, moved(tensors_of(folder)))
 
 
-def test_one_matrix_of_an_expert(tmp_path: Path) -> None:
-    """Also where the family's own files have one tensor for all experts."""
-    folder = tmp_path / "model"
-    make_hybrid_model("qwen3_5_moe", 3, folder)
-    old = tensors_of(folder)
-    names = [f"model.layers.0.mlp.experts.{expert}_proj.weight" for expert in ("0.up", "1.gate", "2.down")]
-    new = moved({name: old[name] for name in names})
-    for name in names:
-        old[name] = new[name]
-    with SyncEngine(saved(folder, old), config()) as engine:
+@pytest.mark.parametrize(
+    "parts", [("0.up_proj.weight", "1.gate_proj.weight", "2.down_proj.weight"), ("down_proj", "gate_up_proj")]
+)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_moe"])
+def test_a_tensor_of_experts_alone(family: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    """In the layout of the files of either family, whichever the folder has."""
+    folder, prefix = tmp_path / "model", "model.layers.0.mlp.experts"
+    if family == "qwen3_moe":
+        make_expert_model(family, folder)
+    else:
+        make_hybrid_model(family, 3, folder)
+    names = [f"{prefix}.{part}" for part in parts]
+    layout = stacked_and_each(tensors_of(folder))[len(parts) == 3]
+    new = moved({name: layout[name] for name in names})
+    with SyncEngine(saved(folder, layout | new), config()) as engine:
         wanted = weights_of(engine)
     with SyncEngine(folder, config()) as engine:
         assert not same(weights_of(engine), wanted)
         for name in names:
             engine.update_weights({name: new[name]})
         assert same(weights_of(engine), wanted)
+
+
+@pytest.mark.parametrize("is_each", [True, False])
+def test_quantised_experts_in_another_layout_are_refused_by_name(is_each: bool, tmp_path: Path) -> None:
+    """Those with a tensor for each matrix are quantised one by one; those in one tensor are not."""
+    make_hybrid_model("qwen3_5_moe", 3, tmp_path / "model")
+    layouts = stacked_and_each(tensors_of(tmp_path / "model"))
+    own, other = layouts[is_each], layouts[not is_each]
+    with SyncEngine(saved(tmp_path / "model", own), config(weights="fp8")) as engine:
+        before, tokens = weights_of(engine), answers(engine)
+        with pytest.raises(RequestError, match=r"layers\.0\..*\.experts\..*, as in the model's files"):
+            engine.update_weights(other)
+        assert same(weights_of(engine), before) and answers(engine) == tokens
+        engine.update_weights(own)
+        assert same(weights_of(engine), before)
 
 
 def test_experts_in_mxfp4_are_refused_by_name(tmp_path: Path) -> None:

@@ -329,10 +329,25 @@ def staged(
             continue
 
         weights = loaded(decoder, write.part, source, arrange)
-        for own, new in zip(leaves(write.part.weights), leaves(weights), strict=True):
-            targets, sources = tensors_in(own), tensors_in(new)
-            pairs += [(target, each.cpu()) for target, each in zip(targets, sources, strict=True)]
+        targets, sources = all_tensors(write.part.weights), all_tensors(weights)
+        if len(targets) != len(sources):
+            raise other_layout(write, is_each=len(targets) > len(sources))
+
+        pairs += [(target, each.cpu()) for target, each in zip(targets, sources, strict=True)]
     return pairs
+
+
+def other_layout(write: Write, *, is_each: bool) -> RequestError:
+    """The error for experts in one tensor where those in use are quantised one by one, and the other way
+    round. is_each: the ones in use have a tensor for each matrix of an expert."""
+    name = next(name for name in write.names if ".experts." in name)
+    forms = ("one tensor for all experts", "a tensor for each matrix of an expert")
+    return wrong(name, forms[not is_each], f"{forms[is_each]}, as in the model's files")
+
+
+def all_tensors(weights: Any) -> list[Tensor]:
+    """All tensors of a tree of weights, in order."""
+    return [tensor for leaf in leaves(weights) for tensor in tensors_in(leaf)]
 
 
 def tensors_in(leaf: Tensor | QuantisedWeight) -> tuple[Tensor, ...]:

@@ -129,17 +129,25 @@ def stored_layout(
 
     layer: prefix of the layer's tensors.
     """
-    prefix = f"{names.prefix(layer)}.{names.experts}"
-    stacked, layout = f"{prefix}.{names.gate_up}", names.layout
-    if stacked in tensors.names():
+    prefix, stored = f"{names.prefix(layer)}.{names.experts}", tensors.names()
+    size, layout = experts.intermediate_size, names.layout
+    is_each = any(map(re.compile(rf"{re.escape(prefix)}\.\d+\.").match, stored))
+    for part, rows, columns in ((names.gate_up, 2 * size, hidden), (names.down, hidden, size)):
+        stacked = f"{prefix}.{part}"
+        if stacked not in stored or (is_each and part == names.down):
+            continue
+
         # Where inner and outer dimension are equal, the family decides.
         shapes: dict[tuple[int, ...], ExpertLayout] = {
-            (experts.num_experts, 2 * experts.intermediate_size, hidden): "stacked",
-            (experts.num_experts, hidden, 2 * experts.intermediate_size): "transposed",
+            (experts.num_experts, rows, columns): "stacked",
+            (experts.num_experts, columns, rows): "transposed",
         }
-        shape = tensors.shape(stacked)
-        layout = shapes.get(shape, layout) if len(shapes) == 2 or layout == "each" else layout
-    elif any(map(re.compile(rf"{re.escape(prefix)}\.\d+\.").match, tensors.names())):
+        layout = (
+            shapes.get(tensors.shape(stacked), layout) if len(shapes) == 2 or layout == "each" else layout
+        )
+        return replace_fields(names, layout=layout)
+
+    if is_each:
         layout = "each"
     return replace_fields(names, layout=layout)
 
