@@ -117,7 +117,7 @@ def first_items(items: Iterable[Any], most: int) -> list[Any]:
 def plain_tuple(field: str, value: ValueT, most: int, allowed: str) -> ValueT | tuple[Any, ...]:
     """A list or a tuple, whatever its class does, as a plain tuple; other values as they are. RequestError
     for more than `most` items."""
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or (type(value) is tuple and len(value) <= most):
         return value
 
     try:
