@@ -357,6 +357,17 @@ def test_a_part_of_a_quantised_layer_is_refused_by_name(tmp_path: Path) -> None:
         assert same(weights_of(engine), before)
 
 
+def test_numbers_that_overflow_when_they_are_quantised_change_nothing(tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    new, name = tensors_of(tmp_path), "model.layers.1.mlp.gate_proj.weight"
+    new[name][:, 0] = torch.finfo(torch.float32).max
+    with SyncEngine(tmp_path, config(weights="int4")) as engine:
+        before = weights_of(engine)
+        with pytest.raises(RequestError, match=f"^tensors: .*{name} has NaN, infinity or numbers too large"):
+            engine.update_weights(new)
+        assert same(weights_of(engine), before) and engine.is_open
+
+
 def test_a_tied_head_has_to_be_the_embedding(tmp_path: Path) -> None:
     make_model(19, tmp_path)
     new = changed(tensors_of(tmp_path))

@@ -20,7 +20,7 @@ import torch
 from msgspec import Struct, structs
 from torch import Tensor
 
-from drift_sdk.errors import RequestError, error_repr, is_out_of_memory
+from drift_sdk.errors import ModelLoadError, RequestError, error_repr, is_out_of_memory
 from drift_sdk.loading.tensors import STORED_DTYPES
 from drift_sdk.models.allocation import Allocation, MatrixReader, fill_places
 from drift_sdk.models.decoder import Decoder
@@ -302,7 +302,8 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange: Arrange | None) -> Any:
-    """The weights of a part, loaded as at the start."""
+    """The weights of a part, loaded as at the start. RequestError for numbers that are not finite when they
+    are quantised."""
     reader = MatrixReader(
         source, decoder.form, device=decoder.device, dtype=decoder.dtype, on_read=lambda: None
     )
@@ -311,6 +312,12 @@ def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange: Arrange 
     for _ in fill_places(allocation.places, source):
         pass
     allocation.finish()
+    try:
+        reader.finite.finish()
+    except ModelLoadError as error:
+        allowed = "numbers that are finite when they are quantised"
+        raise RequestError(f"{FIELD}: {error}", field=FIELD, allowed=allowed) from error
+
     return weights if arrange is None else arrange(weights, decoder.dtype, part.channel)
 
 
