@@ -241,7 +241,7 @@ def test_wrong_documents_of_a_judge_are_named(judging_url: str) -> None:
         ({"documents": ["a", LONG]}, "documents[1]"),
         ({"documents": ["a", LONG], "truncate_prompt_tokens": 12}, "truncate_prompt_tokens"),
         ({"documents": ["a"], "query": LONG}, "documents[0]"),
-        ({"documents": ["a"], "query": LONG, "truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"documents": ["a"], "query": LONG, "truncate_prompt_tokens": -1}, "documents[0]"),
     ):
         reply = httpx.post(f"{judging_url}/v1/rerank", json={"query": QUERY} | body, timeout=60)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
@@ -264,6 +264,26 @@ def test_templates_without_their_places_are_refused(template: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Reranker(template=template, instruction="")
     assert caught.value.field == "template"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"template": 5},
+        {"instruction": None},
+        {"choices": ("a", "b", "c")},
+        {"choices": ("a", "a")},
+        {"choices": ("a", "")},
+        {"choices": "ab"},
+        {"choices": ((5,), (6,))},
+    ],
+)
+def test_values_of_another_form_are_refused(wrong: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"template": "{query} {document}", "instruction": "", "choices": ["a", "b"]}
+    assert Reranker(**given).choices == ("a", "b")
+    with pytest.raises(ConfigError) as caught:
+        Reranker(**given | wrong)
+    assert [caught.value.field] == list(wrong)
 
 
 async def test_rerankers_are_those_of_their_engines(folder: Path) -> None:

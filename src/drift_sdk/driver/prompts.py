@@ -224,6 +224,7 @@ class FramedPrompt(Struct, frozen=True):
             if num_fixed < most or len(first) + len(last) <= most:
                 return [*first[: most - len(last)], *last]
 
+        check_length(num_fixed + 1, model, "at least ")  # with one token of the text
         allowed = f"more than {num_fixed}, the tokens of the prompt without the document"
         raise RequestError.of("truncate_prompt_tokens", most, allowed)
 
