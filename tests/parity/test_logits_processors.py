@@ -238,7 +238,7 @@ def test_a_machine_that_leaves_no_token_ends_its_request(folder: Path) -> None:
     machine = TokenMachine((TokenState(allowed=(7,)), TokenState()))
     with SyncEngine(folder, config()) as engine:
         with pytest.raises(
-            RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
+            RequestError, match="logits_processors: no token may be next: expected machines that leave"
         ):
             both = [machine, TokenMachine((TokenState(forbidden=(7,)),))]
             engine.generate([5], max_tokens=5, logits_processors=both).result()
@@ -259,7 +259,7 @@ def test_a_machine_that_leaves_no_token_is_named_where_a_text_ends(
             {"max_tokens": num_before + 1, "ignore_eos": True},
         ):
             with pytest.raises(
-                RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
+                RequestError, match="logits_processors: no token may be next: expected machines that leave"
             ):
                 engine.generate([7] * 20, logits_processors=[machine], **options).result()
         assert engine.stats().num_running == 0
@@ -319,8 +319,11 @@ def test_machines_and_tables_are_values() -> None:
     for make, words in (
         (lambda: TokenMachine(()), "states=.*1 to 10000 TokenStates"),
         (lambda: TokenMachine((5,)), r"states\[0\]=5: expected a TokenState"),
-        (lambda: TokenMachine((TokenState(next={5: 1}),)), r"states\[0\]=1: expected states from 0 to 0"),
-        (lambda: TokenMachine((TokenState(otherwise=2), TokenState())), r"states\[0\]=2"),
+        (lambda: TokenMachine((TokenState(next={5: 1}),)), r"states\[0\].next\[5\]=1: .*from 0 to 0"),
+        (
+            lambda: TokenMachine((TokenState(otherwise=2), TokenState())),
+            r"states\[0\].otherwise=2: .* 0 to 1",
+        ),
         (lambda: TokenState(allowed=()), "allowed=.*1 to"),
         (lambda: TokenState(forbidden=(5, -1)), "forbidden=-1"),
         (lambda: TokenState(next={5: "a"}), "next="),
