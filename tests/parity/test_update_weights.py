@@ -263,8 +263,8 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
     nan[3] = float("nan")
     wrong: list[tuple[Any, str]] = [
         ({"model.layers.3.mlp.up_proj.weight": new[up]}, r"layers.3.mlp.up_proj.weight'\]: .* of this model"),
-        ({f"base_model.{up}": new[up]}, f"no tensor of this model: expected names as '{up}'"),
-        ({"layers.2.mlp.up_proj.weight": new[up]}, f"no tensor of this model: expected names as '{up}'"),
+        ({f"base_model.{up}": new[up]}, f"no tensor of this model: expected names such as '{up}'"),
+        ({"layers.2.mlp.up_proj.weight": new[up]}, f"no tensor of this model: expected names such as '{up}'"),
         ({up: new[up].T.contiguous()}, rf"{up}'\]: shape \[48, 80\]: expected shape \[80, 48\]"),
         ({up: new[up].to(torch.int32)}, rf"{up}'\]: stored as torch.int32: expected float32"),
         ({norm: nan}, rf"{norm}'\]: not finite: expected finite numbers"),

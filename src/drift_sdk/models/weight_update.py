@@ -219,7 +219,7 @@ def unknown(name: str, spec: ModelSpec) -> RequestError:
     names = tensor_shapes(spec)
     alike = [own for own in names if f".{name}".endswith(f".{own}") or own.endswith(f".{name}")]
     return wrong(
-        name, "no tensor of this model", f"names as {alike[0] if alike else spec.names.final_norm!r}"
+        name, "no tensor of this model", f"names such as {alike[0] if alike else spec.names.final_norm!r}"
     )
 
 
