@@ -247,6 +247,17 @@ def test_wrong_documents_of_a_judge_are_named(judging_url: str) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
+async def test_a_document_that_leaves_no_room_for_an_answer_is_named(folder: Path) -> None:
+    reranker = Reranker(template="{query} {document}", instruction="", choices=("a b c d", "e f g h"))
+    async with Engine(folder, engine_config(max_model_len=MAX_LEN)) as engine:
+        num_free = MAX_LEN - 1 - await engine.count_tokens(QUERY + " ")
+        ids = engine.tokenizer.encode(LONG, add_special_tokens=False)[: num_free - 1]
+        body = {"query": QUERY, "documents": ["a", engine.tokenizer.decode(ids)]}
+        found = await call(drift_sdk.openai.app(engine, reranker=reranker), "/v1/rerank", body)
+        error = found.json["error"]
+        assert (found.status, error["param"]) == (400, "documents[1]") and "and answer of" in error["message"]
+
+
 def test_the_prompt_of_qwen3_rerankers() -> None:
     """As in the description of the published models."""
     reranker = RERANKERS["qwen3"]

@@ -251,7 +251,7 @@ def test_wrong_arguments(folder: Path) -> None:
             ([[5], "a" * 10_000], r"choices\[1\]: prompt of at least"),
             (Unreadable([[5]]), r"choices=.*\(ValueError\('no such place'\)\)"),
             (["a", "\ud800"], r"choices\[1\]: expected text without lone surrogates"),
-            ([[5] * 250], "prompt of 2"),
+            ([[5] * 250], r"choices\[0\]: prompt and answer of 256 tokens: expected at most 255"),
         ):
             with pytest.raises(RequestError, match=words):
                 engine.decide([5, 6, 7, 8, 9, 10], choices)
