@@ -143,12 +143,13 @@ class SamplingParams(
 
     The order is logit_bias and biases of processors, repetition, frequency and presence penalty, min_tokens,
     allowed_token_ids, grammar, machines and thinking_budget, functions of processors, temperature, top_k,
-    top_p, min_p. Where min_tokens leaves none of
-    allowed_token_ids, min_tokens is ignored. Where both leave no token that the grammar or the budget
-    permits, both are ignored: a text that the grammar ends may have fewer tokens than min_tokens. Numbers may
-    have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a library like
-    them. Ids outside the model's vocabulary are found when the request is prepared; its stream then raises
-    RequestError."""
+    top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens is ignored. Where both leave
+    no token that the grammar, the machines and the budget permit, both are ignored: a text that the grammar
+    ends may have fewer tokens than min_tokens.
+
+    Numbers may have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a
+    library like them. Ids outside the model's vocabulary are found when the request is prepared; its stream
+    then raises RequestError."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = 256
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
