@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -260,9 +261,19 @@ def test_wrong_arguments(folder: Path) -> None:
         assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
+async def test_a_decision_whose_request_is_cancelled_says_so(folder: Path) -> None:
+    async with Engine(folder, config()) as engine:
+        await engine.pause()
+        asked = asyncio.create_task(engine.decide([5], [[6], [7]]))
+        await asyncio.sleep(0)  # until it has submitted its request
+        assert engine.cancel("req-0")
+        with pytest.raises(DriftError, match="^req-0 was cancelled$"):
+            await asked
+
+
 async def test_a_scripted_engine_says_that_it_cannot() -> None:
     async with scripted_engine("yes") as engine:
-        with pytest.raises(DriftError, match="a script in place of a model"):
+        with pytest.raises(DriftError, match="decide: expected an engine that computes a model"):
             await engine.decide("a", ["yes", "no"])
 
 

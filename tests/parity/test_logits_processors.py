@@ -238,7 +238,7 @@ def test_a_machine_that_leaves_no_token_ends_its_request(folder: Path) -> None:
     machine = TokenMachine((TokenState(allowed=(7,)), TokenState()))
     with SyncEngine(folder, config()) as engine:
         with pytest.raises(
-            RequestError, match="logits_processors: no token may be next: expected machines that leave"
+            RequestError, match="logits_processors: they forbid the next token, 0: expected machines"
         ):
             both = [machine, TokenMachine((TokenState(forbidden=(7,)),))]
             engine.generate([5], max_tokens=5, logits_processors=both).result()
@@ -259,7 +259,7 @@ def test_a_machine_that_leaves_no_token_is_named_where_a_text_ends(
             {"max_tokens": num_before + 1, "ignore_eos": True},
         ):
             with pytest.raises(
-                RequestError, match="logits_processors: no token may be next: expected machines that leave"
+                RequestError, match="logits_processors: they forbid the next token, 0: expected machines"
             ):
                 engine.generate([7] * 20, logits_processors=[machine], **options).result()
         assert engine.stats().num_running == 0

@@ -76,17 +76,17 @@ def check_last(limits: Limits, token_ids: Sequence[int]) -> None:
     is generated all the same, perhaps one that ends texts. limits: before these tokens."""
     for row, token_id in zip(limits.masks(token_ids[:-1]), token_ids, strict=True):
         if not is_allowed(row, token_id):
-            raise without_choice()
+            raise without_choice(token_id)
 
 
 def is_allowed(row: Masks, token_id: int) -> bool:
     return bool(row[token_id // 32] >> token_id % 32 & 1)
 
 
-def without_choice() -> RequestError:
+def without_choice(token_id: int) -> RequestError:
     allowed = "machines that leave a token everywhere, also with the grammar and the thinking budget"
-    message = f"logits_processors: no token may be next: expected {allowed}"
-    return RequestError(message, field="logits_processors", allowed=allowed)
+    message = f"logits_processors: they forbid the next token, {token_id}: expected {allowed}"
+    return RequestError(message, field="logits_processors", value=token_id, allowed=allowed)
 
 
 class MachineLimits:
@@ -114,7 +114,7 @@ class MachineLimits:
         """See `Limits`."""
         for token_id in token_ids:
             if not is_allowed(self._row(self._number), token_id):
-                raise without_choice()
+                raise without_choice(token_id)
 
             self._number = self._machine.states[self._number].after(token_id, self._number)
 
