@@ -109,8 +109,8 @@ def convert(value: object, kind: type[T], place: str = "") -> T:
         missing = MISSING.fullmatch(what)
         inside = f".{missing[1]}" if missing is not None else ""
         field = f"{place}{path.removesuffix('`')}{inside}".removeprefix(".") or "body"
-        if what.startswith("Invalid enum value"):
-            allowed = f"one of {', '.join(map(repr, literals_at(kind, path)))}"
+        if what.startswith("Invalid enum value") and (literals := literals_at(kind, path)):
+            allowed = f"one of {', '.join(map(repr, literals))}"
             raise RequestError(
                 f"{field}: {what}, expected {allowed}", field=field, allowed=allowed
             ) from error
