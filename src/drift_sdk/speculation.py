@@ -148,8 +148,8 @@ MAX_NGRAM = 16
 MTP = "mtp"
 """The string that stands for the model's own MTP layer; a folder of that name is given as a Path."""
 NGRAM_NAMES = ("ngram", "n-gram", "n_gram")
-DRAFT_FILES = "a folder, a .gguf file or a hub id"
 """Strings that are taken for n-gram drafts by mistake; a folder of such a name is given as a Path."""
+DRAFT_FILES = "a folder, a .gguf file or a hub id"
 
 
 class Chain(Struct, frozen=True, metaclass=ConfigFields):
