@@ -110,10 +110,14 @@ class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
                 raise RequestError.of(f"states[{number}]", state, "a TokenState")
 
         for state in distinct(states):
-            following = max((*state.next.values(), state.otherwise or 0))
-            if following >= len(states):
-                allowed = f"states from 0 to {len(states) - 1} after it"
-                raise RequestError.of(f"states[{states.index(state)}]", following, allowed)
+            if max((*state.next.values(), state.otherwise or 0)) < len(states):
+                continue
+
+            following = {f"next[{token_id}]": after for token_id, after in state.next.items()}
+            for field, after in (*following.items(), ("otherwise", state.otherwise or 0)):
+                if after >= len(states):
+                    allowed = f"the number of a state, from 0 to {len(states) - 1}"
+                    raise RequestError.of(f"states[{states.index(state)}].{field}", after, allowed)
 
         msgspec.structs.force_setattr(self, "states", states)
 

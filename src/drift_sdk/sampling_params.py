@@ -129,12 +129,13 @@ class SamplingParams(
     thinking_budget:    most tokens of reasoning in the answer of `chat`, 0 to 2,147,483,647. When they are
                         used up, the marker that ends reasoning follows, and then the answer; None = no limit.
     logits_processors:  at most 16, each a `TokenMachine` or a `TokenBias`, which every executor runs, or a
-                        Python function of the token ids generated so far and the logits (`LogitsFunction`),
-                        which the eager executor alone runs, on the engine's thread.
-    stop_when:          a function of the token ids generated so far and their text (`StopFunction`), called
-                        on the engine's thread after each token from `min_tokens` on: the text ends with the
-                        first token for which it returns True. The text is the raw one, with reasoning and
-                        markers. None = none.
+                        Python function, which the eager executor alone runs, on the engine's thread. It is
+                        given the token ids generated so far and the logits, an array of numpy, float32
+                        [vocabulary], which it changes, or it returns another one.
+    stop_when:          a function of the token ids generated so far and their text, called on the engine's
+                        thread after each token from `min_tokens` on: the text ends with the first token for
+                        which it returns True. The text is the raw one, with reasoning and markers. None =
+                        none.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
                         tenant: 1 to 1,024 characters; None = with requests that have none.
@@ -143,12 +144,13 @@ class SamplingParams(
 
     The order is logit_bias and biases of processors, repetition, frequency and presence penalty, min_tokens,
     allowed_token_ids, grammar, machines and thinking_budget, functions of processors, temperature, top_k,
-    top_p, min_p. Where min_tokens leaves none of
-    allowed_token_ids, min_tokens is ignored. Where both leave no token that the grammar or the budget
-    permits, both are ignored: a text that the grammar ends may have fewer tokens than min_tokens. Numbers may
-    have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a library like
-    them. Ids outside the model's vocabulary are found when the request is prepared; its stream then raises
-    RequestError."""
+    top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens is ignored. Where both leave
+    no token that the grammar, the machines and the budget permit, both are ignored: a text that the grammar
+    ends may have fewer tokens than min_tokens.
+
+    Numbers may have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a
+    library like them. Ids outside the model's vocabulary are found when the request is prepared; its stream
+    then raises RequestError."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = 256
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0

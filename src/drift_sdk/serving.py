@@ -303,7 +303,10 @@ def not_finite(what: str) -> ExecutorError:
 
 
 def unscored(completion: Completion) -> DriftError:
-    return DriftError(f"{completion.request_id} was cancelled, or has a script in place of a model")
+    if completion.finish_reason == "cancelled":
+        return DriftError(f"{completion.request_id} was cancelled")
+
+    return DriftError("decide: expected an engine that computes a model: a scripted one has no probabilities")
 
 
 def decision_of(

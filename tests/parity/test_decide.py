@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -266,7 +267,7 @@ def test_wrong_arguments(folder: Path) -> None:
             (Unreadable([[5]]), r"choices=.*\(ValueError\('no such place'\)\)"),
             (Endless([[5]]), "choices=.*expected 1 to 1000 texts"),
             (["a", "\ud800"], r"choices\[1\]: expected text without lone surrogates"),
-            ([[5] * 250], "prompt of 2"),
+            ([[5] * 250], r"choices\[0\]: prompt and answer of 256 tokens: expected at most 255"),
         ):
             with pytest.raises(RequestError, match=words):
                 engine.decide([5, 6, 7, 8, 9, 10], choices)
@@ -286,9 +287,19 @@ def test_probabilities_that_overflow_are_an_error(tmp_path: Path, choices: list[
         assert not caught.value.ends_engine and engine.is_open
 
 
+async def test_a_decision_whose_request_is_cancelled_says_so(folder: Path) -> None:
+    async with Engine(folder, config()) as engine:
+        await engine.pause()
+        asked = asyncio.create_task(engine.decide([5], [[6], [7]]))
+        await asyncio.sleep(0)  # until it has submitted its request
+        assert engine.cancel("req-0")
+        with pytest.raises(DriftError, match="^req-0 was cancelled$"):
+            await asked
+
+
 async def test_a_scripted_engine_says_that_it_cannot() -> None:
     async with scripted_engine("yes") as engine:
-        with pytest.raises(DriftError, match="a script in place of a model"):
+        with pytest.raises(DriftError, match="decide: expected an engine that computes a model"):
             await engine.decide("a", ["yes", "no"])
 
 

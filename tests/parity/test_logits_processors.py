@@ -238,7 +238,7 @@ def test_a_machine_that_leaves_no_token_ends_its_request(folder: Path) -> None:
     machine = TokenMachine((TokenState(allowed=(7,)), TokenState()))
     with SyncEngine(folder, config()) as engine:
         with pytest.raises(
-            RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
+            RequestError, match="logits_processors: they forbid the next token, 0: expected machines"
         ):
             both = [machine, TokenMachine((TokenState(forbidden=(7,)),))]
             engine.generate([5], max_tokens=5, logits_processors=both).result()
@@ -259,7 +259,7 @@ def test_a_machine_that_leaves_no_token_is_named_where_a_text_ends(
             {"max_tokens": num_before + 1, "ignore_eos": True},
         ):
             with pytest.raises(
-                RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
+                RequestError, match="logits_processors: they forbid the next token, 0: expected machines"
             ):
                 engine.generate([7] * 20, logits_processors=[machine], **options).result()
         assert engine.stats().num_running == 0
@@ -285,7 +285,9 @@ def test_a_machine_is_named_where_another_limit_leaves_no_token(
             engine.chat(question, **options, thinking_budget=0),
             engine.chat(question, **options, thinking_budget=5),
         ):
-            with pytest.raises(RequestError, match="expected machines that leave a token, also") as caught:
+            with pytest.raises(
+                RequestError, match="expected machines that leave a token everywhere, also"
+            ) as caught:
                 stream.result()
             assert caught.value.field == "logits_processors"
         found = engine.chat(question, **options).result()
@@ -343,8 +345,11 @@ def test_machines_and_tables_are_values() -> None:
     for make, words in (
         (lambda: TokenMachine(()), "states=.*1 to 10000 TokenStates"),
         (lambda: TokenMachine((5,)), r"states\[0\]=5: expected a TokenState"),
-        (lambda: TokenMachine((TokenState(next={5: 1}),)), r"states\[0\]=1: expected states from 0 to 0"),
-        (lambda: TokenMachine((TokenState(otherwise=2), TokenState())), r"states\[0\]=2"),
+        (lambda: TokenMachine((TokenState(next={5: 1}),)), r"states\[0\].next\[5\]=1: .*from 0 to 0"),
+        (
+            lambda: TokenMachine((TokenState(otherwise=2), TokenState())),
+            r"states\[0\].otherwise=2: .* 0 to 1",
+        ),
         (lambda: TokenState(allowed=()), "allowed=.*1 to"),
         (lambda: TokenState(forbidden=(5, -1)), "forbidden=-1"),
         (lambda: TokenState(next={5: "a"}), "next="),
@@ -363,7 +368,9 @@ def test_a_large_state_that_is_repeated_is_read_once() -> None:
     """Reading it for each of its places would take minutes on the caller's event loop."""
     state = TokenState(allowed=tuple(range(100_000)), next=dict.fromkeys(range(100_000), 9_999))
     assert len(TokenMachine((state,) * 10_000).token_ids) == 100_000
-    with pytest.raises(RequestError, match=r"states\[0\]=9999: expected states from 0 to 8"):
+    with pytest.raises(
+        RequestError, match=r"states\[0\]\.next\[0\]=9999: expected the number of a state, from 0 to 8"
+    ):
         TokenMachine((state,) * 9)
 
 

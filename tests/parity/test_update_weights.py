@@ -126,12 +126,39 @@ def test_tokens_are_those_of_an_engine_with_the_new_files(name: str, tmp_path: P
     check(folder, changed(tensors_of(folder)))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_vision", "qwen3_next"])
 def test_models_with_recurrent_layers(family: str, tmp_path: Path) -> None:
     """Rows of their projections stand in another order than in files, and experts beside them."""
     folder = tmp_path / "model"
     make_hybrid_model(family, 3, folder)
     check(folder, moved(tensors_of(folder)))
+
+
+def test_names_are_those_of_files_of_models_that_read_images_too(tmp_path: Path) -> None:
+    """In errors as well."""
+    make_hybrid_model("qwen3_5_vision", 3, tmp_path)
+    norm, other = "model.language_model.norm.weight", "model.language_model.layers.9.mlp.up_proj.weight"
+    old = tensors_of(tmp_path)[norm]
+    with SyncEngine(tmp_path, config()) as engine:
+        before = weights_of(engine)
+        for given, words in (
+            ({norm: old[1:]}, rf"tensors\['{norm}'\]: shape"),
+            ({norm: old, other: old}, rf"tensors\['{other}'\]: no tensor of this model"),
+            ({norm: old, "model.norm.weight": old}, f"{norm}.*, expected one of them"),
+        ):
+            with pytest.raises(RequestError, match=words):
+                engine.update_weights(given)
+        assert same(weights_of(engine), before)
+        engine.update_weights({norm: old + 1})
+        assert not same(weights_of(engine), before)
+
+
+def test_names_are_those_of_files_without_a_head(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(MODELS["qwen3"], folder)
+    named = {name.removeprefix("model."): tensor for name, tensor in tensors_of(folder).items()}
+    assert "embed_tokens.weight" in named
+    check(saved(folder, named), changed(named))
 
 
 def test_models_with_latent_attention(tmp_path: Path) -> None:
@@ -316,8 +343,8 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
     nan[3] = float("nan")
     wrong: list[tuple[Any, str]] = [
         ({"model.layers.3.mlp.up_proj.weight": new[up]}, r"layers.3.mlp.up_proj.weight'\]: .* of this model"),
-        ({f"base_model.{up}": new[up]}, f"no tensor of this model: expected names as '{up}'"),
-        ({"layers.2.mlp.up_proj.weight": new[up]}, f"no tensor of this model: expected names as '{up}'"),
+        ({f"base_model.{up}": new[up]}, f"no tensor of this model: expected names such as '{up}'"),
+        ({"layers.2.mlp.up_proj.weight": new[up]}, f"no tensor of this model: expected names such as '{up}'"),
         ({up: new[up].T.contiguous()}, rf"{up}'\]: shape \[48, 80\]: expected shape \[80, 48\]"),
         ({up: new[up].to(torch.int32)}, rf"{up}'\]: stored as torch.int32: expected float32"),
         ({norm: nan}, rf"{norm}'\]: not finite: expected finite numbers"),

@@ -101,6 +101,9 @@ def describe_error(error: Exception, options: argparse.Namespace) -> str:
     if not isinstance(error, FieldError) or not hasattr(options, error.field):
         return str(error)
 
+    if error.field == "model":  # an argument that is no option
+        return str(error)
+
     return f"{option_name(error.field)} {short_repr(error.value)}: expected {error.allowed}"
 
 

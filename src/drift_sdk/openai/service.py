@@ -39,23 +39,21 @@ from drift_sdk import (
     Samples,
     SamplingParams,
 )
-from drift_sdk._fields import ConfigFields, check_str_tuple, is_unicode
+from drift_sdk._fields import ConfigFields, is_unicode
 from drift_sdk.openai.wire import BodyT, Cancelled, Unauthorised, UnknownModel, decode
 
 PLACE = re.compile(r"\{(instruction|query|document)\}")
-MAX_CHOICE_CHARS = 1024
 
 
 class Reranker(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """How a model that generates text judges a document.
 
-    template:    the prompt, tokenised without special tokens: a text with the places {query}, {instruction},
-                 and {document} once.
+    template:    the prompt, tokenised without special tokens: a text with {query}, with {document} once, and
+                 with {instruction} if the model is to read one.
     instruction: what the query asks for, where a request does not say it.
-    choices:     two answers, of which the first one means that the document is relevant: at most 1,024
-                 characters each.
+    choices:     two different answers, of which the first one means that the document is relevant.
 
-    ConfigError for a template without these places, and for a value of another form.
+    ConfigError for a value of another form.
     """
 
     template: str
@@ -68,10 +66,13 @@ class Reranker(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
             if not isinstance(text, str) or not is_unicode(text):
                 raise ConfigError.of(field, text, "a text without lone surrogates")
 
-        check_str_tuple(ConfigError, "choices", self.choices, max_items=2, max_chars=MAX_CHOICE_CHARS)
-        if len(set(self.choices)) != 2:
-            raise ConfigError.of("choices", self.choices, "two different answers")
+        choices = tuple(self.choices) if isinstance(self.choices, list) else self.choices
+        is_pair = isinstance(choices, tuple) and len(choices) == 2 and choices[0] != choices[1]
+        if not is_pair or not all(isinstance(each, str) and each and is_unicode(each) for each in choices):
+            allowed = "two different texts, not empty, without lone surrogates"
+            raise ConfigError.of("choices", choices, allowed)
 
+        msgspec.structs.force_setattr(self, "choices", choices)
         places = PLACE.findall(self.template)
         if "query" not in places or places.count("document") != 1:
             raise ConfigError.of("template", self.template, "a text with {query}, and {document} once")

@@ -84,8 +84,8 @@ def is_allowed(row: Masks, token_id: int) -> bool:
 
 
 def without_choice(token_id: int) -> RequestError:
-    allowed = "machines that leave a token, also with the grammar and the thinking budget"
-    message = f"logits_processors: token {token_id}, which they forbid: expected {allowed}"
+    allowed = "machines that leave a token everywhere, also with the grammar and the thinking budget"
+    message = f"logits_processors: they forbid the next token, {token_id}: expected {allowed}"
     return RequestError(message, field="logits_processors", value=token_id, allowed=allowed)
 
 
