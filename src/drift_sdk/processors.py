@@ -31,8 +31,8 @@ LogitsFunction: TypeAlias = Callable[[Sequence[int], Any], Any]
 function's own: it may change it and return None. In it, methods of the engine that wait raise RuntimeError.
 """
 StopFunction: TypeAlias = Callable[[Sequence[int], str], bool]
-"""(token ids generated so far, their text) -> whether generation ends with the last of them. In it, methods
-of the engine that wait raise RuntimeError."""
+"""(token ids generated so far, their text) -> whether generation ends with the last of them. The ids are one
+list, which grows from call to call. In it, methods of the engine that wait raise RuntimeError."""
 
 
 class TokenState(Struct, frozen=True, kw_only=True, metaclass=RequestFields):

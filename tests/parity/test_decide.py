@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from model_zoo import make_model, make_overflowing
+from odd_lists import Endless, Uncounted, Unreadable
 from placement import engine_config
 
 from drift_sdk import (
@@ -235,23 +235,6 @@ def test_a_pool_decides_too(folder: Path) -> None:
             )
 
     anyio.run(main)
-
-
-class Unreadable(list[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError("no such place")
-
-
-class Endless(list[Any]):
-    """Says that it has one item."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return repeat([5])
-
-
-class Uncounted(list[Any]):
-    def __len__(self) -> int:
-        raise ValueError("not counted")
 
 
 def test_wrong_arguments(folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 from model_zoo import make_model, make_overflowing
+from odd_lists import Endless, Uncounted, Unreadable
 from placement import engine_config
 from tokenizers import processors
 
@@ -155,23 +154,6 @@ def test_a_request_that_generates_reports_states_too(tmp_path: Path) -> None:
             assert (await engine.generate(prompts[1], max_tokens=1)).prompt_states is None
 
     anyio.run(main)
-
-
-class Unreadable(list[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError("no such place")
-
-
-class Endless(list[Any]):
-    """Says that it has one item."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return repeat([5])
-
-
-class Uncounted(list[Any]):
-    def __len__(self) -> int:
-        raise ValueError("not counted")
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

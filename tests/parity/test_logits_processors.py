@@ -464,24 +464,28 @@ def test_a_stop_function_that_fails_ends_its_request(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("speculation", [None, DRAFTS])
-def test_a_stop_function_gets_tokens_that_do_not_change(
+def test_a_stop_function_that_changes_its_ids_changes_nothing_else(
     folder: Path, speculation: Speculation | None
 ) -> None:
-    kept: list[Sequence[int]] = []
+    shown: list[tuple[int, ...]] = []
 
     def keep(token_ids: Sequence[int], text: str) -> bool:
-        kept.append(token_ids)
+        shown.append(tuple(token_ids))
         return False
 
     def clear(token_ids: Any, text: str) -> bool:
+        shown.append(tuple(token_ids))
         token_ids.clear()
-        return False
+        return len(shown) == 3
 
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
     with SyncEngine(folder, config(speculation=speculation)) as engine:
-        found = engine.generate([5, 6] * 9, max_tokens=20, ignore_eos=True, stop_when=keep).result()
-        assert list(kept) == [found.token_ids[:n] for n in range(1, 21)]
-        with pytest.raises(RequestError, match="stop_when: AttributeError"):
-            engine.generate([5, 6], max_tokens=5, stop_when=clear).result()
+        found = engine.generate([5, 6] * 9, stop_when=keep, **options).result()
+        assert shown == [found.token_ids[:n] for n in range(1, 21)]
+        shown.clear()
+        short = engine.generate([5, 6] * 9, stop_when=clear, min_tokens=4, **options).result()
+        assert short.token_ids == found.token_ids[:6]
+        assert shown == [short.token_ids[:4], short.token_ids[4:5], short.token_ids[5:]]
 
 
 WAITS: dict[str, Callable[[SyncEngine], object]] = {

@@ -145,6 +145,7 @@ class Request:
         "_prompt_logprobs",
         "_prompt_states",
         "_stop_reason",
+        "_seen_ids",
         "_seen_text",
         "_splitter",
         "_text",
@@ -197,7 +198,8 @@ class Request:
         self._answer: list[Split] = []  # what it has found
         self._token_starts = array("L")  # with a splitter: where in the text each token begins
         self._num_chars = 0
-        self._seen_text = ""  # what `stop_when` has been shown
+        self._seen_ids: list[int] = []  # what `stop_when` has been shown, and may have changed
+        self._seen_text = ""
         self._completion_ids: list[int] = []
         self._weights_versions: tuple[int, int] | None = None
         self._logprobs: list[TokenLogprobs] = []
@@ -419,9 +421,9 @@ class Request:
                 text, stop = matcher.push(text)
             texts.append(text)
             if stop_when is not None and stop is None:
+                self._seen_ids.append(token_id)
                 self._seen_text += text
-                is_long = index + 1 >= num_unmatched
-                if is_long and self._should_stop(stop_when, token_ids[: index + 1]):
+                if index + 1 >= num_unmatched and self._should_stop(stop_when):
                     return "".join(texts), index + 1, "stop_when"
 
             if stop is not None:
@@ -429,10 +431,10 @@ class Request:
 
         return "".join(texts), len(token_ids), None
 
-    def _should_stop(self, stop_when: StopFunction, token_ids: tuple[int, ...]) -> bool:
-        """The answer of the request's function after further tokens. RequestError if it fails."""
+    def _should_stop(self, stop_when: StopFunction) -> bool:
+        """The answer of the request's function. RequestError if it fails."""
         try:
-            return bool(stop_when((*self._completion_ids, *token_ids), self._seen_text))
+            return bool(stop_when(self._seen_ids, self._seen_text))
         except BaseException as error:  # also SystemExit, which would end the engine's thread
             raise RequestError(f"stop_when: {error_repr(error)}", field="stop_when") from error
 

@@ -131,23 +131,17 @@ def stored_layout(
     """
     prefix, stored = f"{names.prefix(layer)}.{names.experts}", tensors.names()
     size, layout = experts.intermediate_size, names.layout
-    is_each = any(map(re.compile(rf"{re.escape(prefix)}\.\d+\.").match, stored))
-    for part, rows, columns in ((names.gate_up, 2 * size, hidden), (names.down, hidden, size)):
-        stacked = f"{prefix}.{part}"
-        if stacked not in stored or (is_each and part == names.down):
-            continue
-
-        # Where inner and outer dimension are equal, the family decides.
-        shapes: dict[tuple[int, ...], ExpertLayout] = {
+    shapes = {f"{prefix}.{names.gate_up}": (2 * size, hidden), f"{prefix}.{names.down}": (hidden, size)}
+    stacked = next((name for name in shapes if name in stored), None)
+    if stacked is not None:
+        rows, columns = shapes[stacked]
+        layouts: dict[tuple[int, ...], ExpertLayout] = {
             (experts.num_experts, rows, columns): "stacked",
             (experts.num_experts, columns, rows): "transposed",
         }
-        layout = (
-            shapes.get(tensors.shape(stacked), layout) if len(shapes) == 2 or layout == "each" else layout
-        )
-        return replace_fields(names, layout=layout)
-
-    if is_each:
+        if rows != columns or layout == "each":  # otherwise the family decides
+            layout = layouts.get(tensors.shape(stacked), layout)
+    elif any(map(re.compile(rf"{re.escape(prefix)}\.\d+\.").match, stored)):
         layout = "each"
     return replace_fields(names, layout=layout)
 

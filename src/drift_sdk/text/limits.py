@@ -140,6 +140,8 @@ class AllLimits:
 
     def __init__(self, parts: Sequence[Limits]) -> None:
         self._parts = parts
+        self._has_machines: bool = any(isinstance(part, MachineLimits) for part in parts)
+        self._num_possible: int | None = None  # tokens before the first without a choice, by the last masks
 
     @property
     def is_slow(self) -> bool:
@@ -150,15 +152,16 @@ class AllLimits:
         masks = self._parts[0].masks(draft_token_ids)
         for part in self._parts[1:]:
             masks = masks & part.masks(draft_token_ids)
+        if self._has_machines:
+            has_choice = masks.any(axis=1)
+            self._num_possible = None if has_choice.all() else int(has_choice.argmin())
         return masks
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """See `Limits`. RequestError that names the machines where they leave no token beside the others."""
-        has_machines = any(isinstance(part, MachineLimits) for part in self._parts)
-        steps = [(token_id,) for token_id in token_ids] if has_machines else [token_ids]
-        for step in steps:
-            if has_machines and not self.masks(()).any():
-                raise without_choice(step[0])
+        num_possible, self._num_possible = self._num_possible, None
+        if num_possible is not None and num_possible < len(token_ids):
+            raise without_choice(token_ids[num_possible])
 
-            for part in self._parts:
-                part.advance(step)
+        for part in self._parts:
+            part.advance(token_ids)
