@@ -134,8 +134,8 @@ class SamplingParams(
                         [vocabulary], which it changes, or it returns another one.
     stop_when:          a function of the token ids generated so far and their text, called on the engine's
                         thread after each token from `min_tokens` on: the text ends with the first token for
-                        which it returns True. The text is the raw one, with reasoning and markers. None =
-                        none.
+                        which it returns True. The ids are one list, which grows; the text is the raw one,
+                        with reasoning and markers. None = none.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
                         tenant: 1 to 1,024 characters; None = with requests that have none.
