@@ -125,7 +125,7 @@ class MachineLimits:
     """The tokens that a `TokenMachine` allows. Implements `TokenConstraint`; the masks of its states are made
     when they are first needed.
 
-    A machine is prompt if the engine's thread may follow it: states that name many ids are few enough to be
+    A machine is quick if the engine's thread may follow it: states that name many ids are few enough to be
     prepared here, on a text thread.
     """
 
@@ -144,8 +144,8 @@ class MachineLimits:
         large_ids = sum(num_ids(self._states[number]) for number in large)
         self._max_rows = max(8, MAX_ROW_BYTES // (4 * self._num_words))
         num_kept = len({self._kinds[number] for number in large})
-        self._is_prompt = large_ids <= MAX_PREPARED_IDS and num_kept <= self._max_rows // 8
-        for number in large if self._is_prompt else ():
+        self._is_quick = large_ids <= MAX_PREPARED_IDS and num_kept <= self._max_rows // 8
+        for number in large if self._is_quick else ():
             kind = self._kinds[number]
             if kind not in self._kept:
                 self._kept[kind] = self._made(self._states[kind])
@@ -163,12 +163,12 @@ class MachineLimits:
 
     def mask_ahead(self) -> Masks | None:
         """See `TokenConstraint`."""
-        kind = self._next_kind(self._number) if self._is_prompt else None
+        kind = self._next_kind(self._number) if self._is_quick else None
         return None if kind is None else self._row(kind)
 
     def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
         """See `Limits`."""
-        return self._is_prompt
+        return self._is_quick
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """See `Limits`."""
