@@ -487,3 +487,18 @@ def test_a_machine_that_forbids_a_token_launched_ahead_ends_its_request_alone() 
             await until(lambda: engine.stats().num_running == 0)
 
     anyio.run(main)
+
+
+def test_a_step_waits_for_the_masks_of_most_of_its_requests() -> None:
+    """Launched behind the step in flight, it would have the one request that no machine limits alone."""
+    num_tokens = 40
+
+    async def main() -> None:
+        async with scripted_engine("a" * num_tokens, step_s=0.01) as engine:
+            streams = [engine.generate("x", logits_processors=(BRANCHING,)) for _ in range(6)]
+            for stream in [engine.generate("x"), *streams]:
+                assert (await stream).text == "a" * num_tokens
+            (executor,) = engine.executors
+            assert executor.num_steps < 1.5 * num_tokens
+
+    anyio.run(main)

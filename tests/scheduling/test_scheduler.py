@@ -595,6 +595,20 @@ def test_row_whose_mask_is_known_is_planned_one_token_ahead() -> None:
     assert rows(rig.launch()) == [free.slot]
 
 
+def test_sequences_whose_masks_depend_on_a_step_in_flight_are_counted() -> None:
+    rig = Rig(max_num_seqs=5, prefill_token_budget=18)
+    known, unknown, other, long = rig.add(5), rig.add(5), rig.add(5), rig.add(20)
+    rig.add(3, priority=1)
+    known.constraint = SimpleNamespace(is_slow=False, mask_ahead=object)  # type: ignore[assignment]
+    for each in (unknown, other, long):
+        each.constraint = SimpleNamespace(is_slow=False, mask_ahead=lambda: None)  # type: ignore[assignment]
+    rig.launch()  # three prompts, and a chunk of the fourth, whose next one can follow
+    assert rig.scheduler.count_rows() == (3, 2, 2, True)
+    rig.commit()
+    other.awaits_mask = True
+    assert rig.scheduler.count_rows() == (3, 2, 1, False)
+
+
 def test_a_batch_that_drafts_plans_no_constrained_row_ahead() -> None:
     rig = Rig(num_draft_tokens=3)
     sequence = rig.add(5)

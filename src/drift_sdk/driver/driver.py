@@ -31,7 +31,7 @@ from drift_sdk.driver.text_worker import MaskComputed, Prepared, TextWorker
 from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, RequestError, error_repr
 from drift_sdk.events import Event, Report
 from drift_sdk.results import Chunk
-from drift_sdk.scheduling.scheduler import Scheduler
+from drift_sdk.scheduling.scheduler import RowCounts, Scheduler
 from drift_sdk.scheduling.sequence import Delta, Sequence
 from drift_sdk.steps import VIOLATIONS, Executor, StepPlan, StepResult, TakesWeights
 
@@ -63,6 +63,7 @@ class Driver(Startable):
         self._executor: Executor | None = None  # None while asleep
         self._delivery: Delivery | None = None  # None until the model is opened
         self._timer = PlanTimer()
+        self._mask_timer = MaskTimer()
         self._deadlines: list[float] = []  # one for each call of `close`; the earliest counts
         self._pauses: set[Pause] = set()
         self._deferred: list[Deferred] = []  # carried out when no step is in flight
@@ -256,6 +257,9 @@ class Driver(Startable):
         if not self._may_launch or self._scheduler.num_in_flight >= LAUNCH_DEPTH:
             return False
 
+        if self._mask_timer.holds(self._scheduler.count_rows(), time.monotonic()):
+            return False
+
         plan = self._scheduler.schedule()
         if plan is None:
             return False
@@ -270,7 +274,9 @@ class Driver(Startable):
         """Block until the oldest step in flight is done, and turn its tokens into updates, which are posted
         when the next step has been launched."""
         result = executor.collect()
-        self._timer.collected(result, time.monotonic())
+        now = time.monotonic()
+        self._timer.collected(result, now)
+        self._mask_timer.collected(result, now)
         self.stats_recorder.collected(result)
         for delta in self._scheduler.commit(result):
             delivery.extend(delta)
@@ -281,9 +287,8 @@ class Driver(Startable):
         if is_idle and delivery.has_updates:  # requests have ended without a step
             delivery.post()
         if is_idle and not self._has_ended():
-            is_closing = self.is_closing
-            timeout_s = max(0.0, min(self._deadlines) - time.monotonic()) if is_closing else None
-            command = self._commands.get(timeout_s)
+            times = [*self._deadlines, *self._mask_timer.take_deadline()]
+            command = self._commands.get(max(0.0, min(times) - time.monotonic()) if times else None)
         else:
             command = self._commands.get_nowait()
         while command is not None:
@@ -295,6 +300,7 @@ class Driver(Startable):
             case Prepared(request, error):
                 delivery.enter(request, error)
             case MaskComputed(request, error):
+                self._mask_timer.computed(time.monotonic())
                 delivery.mask_computed(request, error)
             case Cancel(request):
                 delivery.cancel(request)
@@ -727,6 +733,12 @@ IDLE_S = 0.0001
 LEAST_DURATIONS, MOST_DURATIONS = 2, 4
 """Latest steps of a kind, the shortest of which tells how long the next one takes at least. The first one may
 take longer than all others."""
+START_MASK_S, MASK_SMOOTHING = 0.0005, 0.1
+"""Seconds in which the masks after a step are computed, before they are measured; weight of the newest."""
+FREE_WEIGHT = 2
+"""Weight of a sequence that is slowed down, beside one that gains."""
+PLAN_S = 0.001
+"""Seconds in which a step is planned and launched."""
 TOKENS_OF_KIND = 64
 """Steps are of a kind if their prompt tokens are as many, rounded up to a multiple of this."""
 
@@ -791,6 +803,56 @@ class PlanTimer:
             was_late = result.idle_s > IDLE_S
             margin_s = self.margin_s * (WIDENING if was_late else NARROWING)
             self.margin_s = min(max(margin_s, LEAST_MARGIN_S), MOST_MARGIN_S)
+
+
+class MaskTimer:
+    """Decides whether a step waits for sequences whose masks depend on tokens that are not known.
+
+    Launched behind the step that runs, a step lacks the sequences of that one which are bound so, and they
+    take part in every other step. If a step is launched when all masks are computed, the device is idle
+    meanwhile. So two steps, of which one has the bound sequences, are compared with two that wait, by tokens
+    in a second; the others count more, because they are slowed down. On an idle device, a step waits for the
+    masks that are being computed, half of a step's time at most.
+
+    All times are those of one clock, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._deadline: tuple[float, ...] = ()  # until when a step waits on an idle device
+        self._step_s = 0.0  # of the newest step
+        self._mask_s = START_MASK_S  # from the end of a step to its last mask, an average
+        self._newest_mask_s = 0.0  # since the newest step
+        self._collected_at = 0.0
+
+    def collected(self, result: StepResult, now: float) -> None:
+        """Note the result of a step."""
+        if self._newest_mask_s:
+            self._mask_s += MASK_SMOOTHING * (self._newest_mask_s - self._mask_s)
+        self._step_s, self._newest_mask_s, self._collected_at = result.duration_s, 0.0, now
+
+    def computed(self, now: float) -> None:
+        """Note that a mask has been computed."""
+        self._newest_mask_s = now - self._collected_at
+
+    def holds(self, counts: RowCounts, now: float) -> bool:
+        """Whether the next step waits."""
+        self._deadline = ()
+        gap_s = self._mask_s + PLAN_S
+        if not counts.num_lacking:
+            return False
+
+        if counts.has_in_flight:
+            weight = 2 * FREE_WEIGHT * counts.num_free + counts.num_bound
+            return counts.num_bound * self._step_s > weight * gap_s
+
+        until = self._collected_at + min(2 * gap_s, self._step_s / 2)
+        self._deadline = (until,) if now < until else ()
+        return now < until
+
+    def take_deadline(self) -> tuple[float, ...]:
+        """The time until which the step that was held last waits on an idle device, once; or nothing."""
+        deadline, self._deadline = self._deadline, ()
+        return deadline
 
 
 def kind_of(plan: StepPlan) -> Kind:

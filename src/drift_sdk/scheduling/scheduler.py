@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.blocks import BlockManager, CheckpointPlanner
@@ -18,6 +19,20 @@ from drift_sdk.scheduling.planning import (
 )
 from drift_sdk.scheduling.sequence import Delta, RunningSet, Sequence, SequenceWatcher, WaitingQueue
 from drift_sdk.steps import MAX_CHUNKS, DecodeRow, StepPlan, StepResult
+
+
+class RowCounts(NamedTuple):
+    """Running sequences, and those that may be admitted, by what their next row depends on.
+
+    num_free:    their masks are known, or they have none.
+    num_bound:   their masks depend on the token before, or are being computed.
+    num_lacking: of the bound ones, those that a plan made now would lack.
+    """
+
+    num_free: int
+    num_bound: int
+    num_lacking: int
+    has_in_flight: bool
 
 
 class Scheduler:
@@ -87,6 +102,24 @@ class Scheduler:
     def num_awaiting_masks(self) -> int:
         """Sequences whose next row waits for the host to compute a constraint's mask."""
         return sum(sequence.awaits_mask for sequence in (*self._running.sequences, *self._queue))
+
+    def count_rows(self) -> RowCounts:
+        """What the next plan would have, and lack."""
+        num_bound = num_lacking = 0
+        for sequence in self._running.sequences:
+            if sequence.constraint is None or sequence.is_prefilling:
+                continue
+
+            if sequence.awaits_mask or sequence.constraint.mask_ahead() is None:
+                num_bound += 1
+                num_lacking += sequence.awaits_mask or sequence.num_in_flight > 0
+        num_new = min(len(self._queue), self._running.num_free_slots)
+        return RowCounts(
+            num_free=len(self._running.sequences) - num_bound + num_new,
+            num_bound=num_bound,
+            num_lacking=num_lacking,
+            has_in_flight=bool(self._planned),
+        )
 
     @property
     def num_free_blocks(self) -> int:
