@@ -1,6 +1,6 @@
 """Routing of rows to experts, and for each expert the list of its rows.
 
-    choose_experts: the K experts of a row with the largest scores, largest first, and their weights
+    choose_experts: the experts of a row with the largest scores, largest first, and their weights
     list_rows:      the pairs (row, rank) of each expert, in ascending order of rows
 
 Scores and weights, of logits l, by the kind of router:
@@ -13,6 +13,9 @@ Scores and weights, of logits l, by the kind of router:
 Where experts have factors, weights are multiplied by them at the end.
 
 Groups of experts: only experts of the groups with the largest sums of two scores are chosen.
+
+A joined expert is one that all rows have, the last of E and the first of a row's K; K - 1 are chosen among
+the others. Its weight is 1, or the sigmoid of a logit behind those of the others, both rounded as logits are.
 
 A pair is the number row * K + rank: the rank-th expert of a row. Of equal scores, that of the lower expert
 or group comes first; NaN counts as the lowest number, so that a row always has K different experts, and the
@@ -135,15 +138,17 @@ def _close_groups(
 
 @kernel
 def _choose_experts(
-    logits_ptr,  # [NUM_SLICES, R, NUM_EXPERTS] fp32: partial sums
+    logits_ptr,  # [NUM_SLICES, R, NUM_EXPERTS + HAS_GATE] fp32: partial sums
     bias_ptr,  # [NUM_EXPERTS], DTYPE; or None
     correction_ptr,  # [NUM_EXPERTS] fp32: added to sigmoids for the choice; or None
     factors_ptr,  # [NUM_EXPERTS]: weights are multiplied by them; or None
     row_slot_ptr,  # [R] int32
-    experts_ptr,  # [R, NUM_ACTIVE] int32, written
-    shares_ptr,  # [R, NUM_ACTIVE] fp32, written
+    experts_ptr,  # [R, NUM_JOINED + NUM_ACTIVE] int32, written
+    shares_ptr,  # [R, NUM_JOINED + NUM_ACTIVE] fp32, written
     slice_stride,
     NUM_SLICES: tl.constexpr,
+    NUM_JOINED: tl.constexpr,  # 0 or 1; not counted by the following
+    HAS_GATE: tl.constexpr,  # whether the last logit is that of the joined expert
     NUM_EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
@@ -166,8 +171,10 @@ def _choose_experts(
     rank_range = tl.arange(0, PADDED_ACTIVE)
     chosen = tl.full((PADDED_ACTIVE,), -1, tl.int32)
     ranked = tl.full((PADDED_ACTIVE,), -float("inf"), tl.float32)
-    if tl.load(row_slot_ptr + row) >= 0:
-        logits_ptrs = logits_ptr + (row * NUM_EXPERTS + expert)
+    is_live = tl.load(row_slot_ptr + row) >= 0
+    row_logits_ptr = logits_ptr + row * (NUM_EXPERTS + HAS_GATE)
+    if is_live:
+        logits_ptrs = row_logits_ptr + expert
         logits = tl.load(logits_ptrs, mask=is_expert, other=0.0)
         for slice_index in tl.static_range(1, NUM_SLICES):
             logits += tl.load(logits_ptrs + slice_index * slice_stride, mask=is_expert, other=0.0)
@@ -216,7 +223,18 @@ def _choose_experts(
             factors = tl.load(factors_ptr + chosen, mask=rank_range < NUM_ACTIVE, other=1.0)
             ranked = ranked * factors.to(tl.float32)
 
-    pair = row * NUM_ACTIVE + rank_range
+    first_pair = row * (NUM_JOINED + NUM_ACTIVE)
+    if NUM_JOINED > 0:
+        share = 1.0
+        if HAS_GATE:
+            logit = tl.load(row_logits_ptr + NUM_EXPERTS)
+            for slice_index in tl.static_range(1, NUM_SLICES):
+                logit += tl.load(row_logits_ptr + (slice_index * slice_stride + NUM_EXPERTS))
+            logit = logit.to(DTYPE).to(tl.float32)
+            share = (1.0 / (1.0 + tl.exp(-logit))).to(DTYPE).to(tl.float32)
+        tl.store(experts_ptr + first_pair, tl.where(is_live, NUM_EXPERTS, -1))
+        tl.store(shares_ptr + first_pair, share)
+    pair = first_pair + NUM_JOINED + rank_range
     is_rank = rank_range < NUM_ACTIVE
     tl.store(experts_ptr + pair, chosen, mask=is_rank)
     tl.store(shares_ptr + pair, ranked, mask=is_rank)
@@ -259,28 +277,33 @@ def choose_experts(
     dtype: torch.dtype,
     correction_bias: Tensor | None = None,
     factors: Tensor | None = None,
+    num_joined: int = 0,
 ) -> None:
     """Fill `rows.experts` and `rows.shares`.
 
     logits: fp32 partial sums [num_slices, R, E], added in order, then bias [E] of type `dtype`, then rounded
     to `dtype`, which is float32 for a router whose logits are not rounded. row_slot: [R] int32, -1 for a
     padding row. correction_bias: [E] float32, for a router of sigmoids: added for the choice, and no part of
-    the weights. factors: [E] of any floating-point type: weights are multiplied by them. Raises ValueError
-    for another shape, type or layout, and for groups without experts enough.
+    the weights. factors: [E] of any floating-point type: weights are multiplied by them. num_joined: 1 if the
+    last expert of `rows` is joined, and none of these E; logits are [num_slices, R, E + 1] where it has a
+    gate. Raises ValueError for another shape, type or layout, and for groups without experts enough.
     """
     num_slices = logits.shape[0]
-    num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
+    check_range("num_joined", num_joined, 0, 1)
+    num_rows, num_experts = rows.num_rows, rows.num_experts - num_joined
+    num_active = rows.num_active - num_joined
+    has_gate = num_joined > 0 and logits.shape[2] > num_experts
     check_range("num_slices", num_slices, 1)
     check_range("num_active", num_active, 1, num_experts)
-    check_tensor("logits", logits, (num_slices, num_rows, num_experts), torch.float32)
+    check_tensor("logits", logits, (num_slices, num_rows, num_experts + has_gate), torch.float32)
     check_tensors((num_experts,), dtype, bias=bias)
     check_tensors((num_experts,), torch.float32, correction_bias=correction_bias)
     if factors is not None:
         check_tensor("factors", factors, (num_experts,), factors.dtype)
     _check_router(router, num_experts, num_active, correction_bias)
     check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
-    check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
-    check_tensor("shares", rows.shares, (num_rows, num_active), torch.float32)
+    check_tensor("experts", rows.experts, (num_rows, rows.num_active), torch.int32)
+    check_tensor("shares", rows.shares, (num_rows, rows.num_active), torch.float32)
     _choose_experts[(num_rows,)](
         logits_ptr=logits,
         bias_ptr=bias,
@@ -291,6 +314,8 @@ def choose_experts(
         shares_ptr=rows.shares,
         slice_stride=logits.stride(0),
         NUM_SLICES=num_slices,
+        NUM_JOINED=num_joined,
+        HAS_GATE=int(has_gate),
         NUM_EXPERTS=num_experts,
         PADDED_EXPERTS=next_power_of_2(num_experts),
         NUM_ACTIVE=num_active,
