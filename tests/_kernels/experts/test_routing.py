@@ -69,6 +69,39 @@ def test_chosen_experts_equal_the_reference(
     torch.testing.assert_close(rows.shares[is_row], shares[is_row], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("router", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_joined_expert_is_the_first_of_each_row(router: Router, has_gate: bool, device: str) -> None:
+    """The others have the bits that they have without it. Its weight is 1 or a sigmoid, which is rounded."""
+    generator = torch.Generator().manual_seed(5)
+    num_rows, num_experts, num_active = 11, 12, 3
+    logits = torch.randn(2, num_rows, num_experts + 1, generator=generator).to(device)
+    correction = torch.randn(num_experts, generator=generator).to(device)
+    options = {"dtype": torch.bfloat16} if router is SOFTMAX else {"dtype": torch.float32}
+    options |= {} if router is SOFTMAX else {"correction_bias": correction}
+    others = logits[..., :-1].contiguous()
+    slot = some_slots(num_rows, device)
+    alone = empty_rows(num_rows, num_experts, num_active, device)
+    choose_experts(others, None, slot, alone, router, **options)
+    rows = empty_rows(num_rows, num_experts + 1, num_active + 1, device)
+    choose_experts(logits if has_gate else others, None, slot, rows, router, **options, num_joined=1)
+    is_row = slot >= 0
+    assert torch.equal(rows.experts[:, 1:], alone.experts)
+    assert torch.equal(rows.shares[is_row, 1:], alone.shares[is_row])
+    assert rows.experts[:, 0].tolist() == [num_experts if is_live else -1 for is_live in is_row.tolist()]
+    gate = (logits[0] + logits[1])[:, -1].to(options["dtype"]).sigmoid().float()
+    expected = gate if has_gate else torch.ones_like(gate)
+    # The last bit of a bfloat16.
+    torch.testing.assert_close(rows.shares[is_row, 0], expected[is_row], rtol=2**-7, atol=0)
+    if has_gate and router is SOFTMAX:
+        assert torch.equal(rows.shares[is_row, 0].bfloat16().float(), rows.shares[is_row, 0])
+    list_rows(rows)
+    lists = list_rows_reference(rows.experts, num_experts + 1)
+    counts, pairs = rows.counts.tolist(), rows.pairs.tolist()
+    assert counts == [len(one) for one in lists] and counts[-1] == int(is_row.sum()) > 0
+    assert [pairs[expert][:count] for expert, count in enumerate(counts)] == lists
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("router", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
 def test_weights_are_multiplied_by_the_factors_of_experts(
@@ -353,6 +386,10 @@ def test_errors_name_the_argument(device: str) -> None:
             SOFTMAX,
             dtype=torch.float32,
         )
+    for num_joined, message in ((2, "num_joined=2: expected 0 to 1"), (1, r"expected \[1, 2, 3\]")):
+        logits = torch.zeros(1, 2, 2, device=device)
+        with pytest.raises(ValueError, match=message):
+            choose_experts(logits, None, slot, rows, SOFTMAX, dtype=torch.float32, num_joined=num_joined)
 
 
 def test_errors_name_the_router(device: str) -> None:
