@@ -131,9 +131,8 @@ def test_output_is_near_the_formula(changes: dict[str, object], is_quantised: bo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_expert_has_the_output_of_an_mlp(dtype: torch.dtype, has_gate: bool) -> None:
     """The same bits without a gate. With one, a product is not rounded that is where they are apart."""
-    spec = experts_spec(
-        has_bias=False, clamped_gate=None, shared=Mlp(intermediate_size=INTERMEDIATE), has_shared_gate=has_gate
-    )
+    shared = Mlp(intermediate_size=INTERMEDIATE)
+    spec = experts_spec(has_bias=False, clamped_gate=None, shared=shared, has_shared_gate=has_gate)
     assert spec.num_joinable == 1
     generator = torch.Generator().manual_seed(3)
     shapes = {

@@ -245,8 +245,9 @@ inline void wait_for_cluster() { __syncthreads(); }
 inline void store_to_rank(float* place, u32, float value) { *place = value; }
 """
 ROUTE = """
-extern "C" __global__ void route(const u16* x, const u16* weight, const float* correction, const int* row_slot,
-                                 int* experts, float* shares, int* pairs, int* counts, int num_rows) {
+extern "C" __global__ void route(const u16* x, const u16* weight, const float* correction,
+                                 const int* row_slot, int* experts, float* shares, int* pairs,
+                                 int* counts, int num_rows) {
   route_rows<INNER, 16, ACTIVE, JOINED, TILES, SIGMOID, true, LISTED>(
       {x, weight, nullptr, correction, row_slot, experts, shares, pairs, counts, 1.f, num_rows});
 }
