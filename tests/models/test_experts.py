@@ -131,28 +131,31 @@ def test_output_is_near_the_formula(changes: dict[str, object], is_quantised: bo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_expert_has_the_output_of_an_mlp(dtype: torch.dtype, has_gate: bool) -> None:
     """The same bits without a gate. With one, a product is not rounded that is where they are apart."""
-    shared = Mlp(intermediate_size=INTERMEDIATE)
-    spec = experts_spec(has_bias=False, clamped_gate=None, shared=shared, has_shared_gate=has_gate)
+    like = Mlp(intermediate_size=INTERMEDIATE)
+    spec = experts_spec(has_bias=False, clamped_gate=None, shared=like, has_shared_gate=has_gate)
     assert spec.num_joinable == 1
     generator = torch.Generator().manual_seed(3)
     shapes = {
-        "router": (NUM_EXPERTS + has_gate, HIDDEN),
+        "router": (NUM_EXPERTS, HIDDEN),
+        "shared_gate": (1, HIDDEN),
         "gate_up": (NUM_EXPERTS + 1, 2 * INTERMEDIATE, HIDDEN),
         "down": (NUM_EXPERTS + 1, HIDDEN, INTERMEDIATE),
     }
     drawn = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
-    router, gate_up, down = (tensor.to(dtype) for tensor in drawn.values())
-    joined = ExpertWeights(router, None, gate_up, None, down, None, num_joined=1)
-    apart = ExpertWeights(
-        router=router[:NUM_EXPERTS],
+    router, gate, gate_up, down = (tensor.to(dtype) for tensor in drawn.values())
+    joined = ExpertWeights(
+        router=router,
         router_bias=None,
-        gate_up=gate_up[:NUM_EXPERTS],
+        gate_up=gate_up,
         gate_up_bias=None,
-        down=down[:NUM_EXPERTS],
+        down=down,
         down_bias=None,
-        shared=MlpWeights(gate_up[-1], None, down[-1], None),
-        shared_gate=router[NUM_EXPERTS:] if has_gate else None,
+        shared_gate=gate if has_gate else None,
+        num_joined=1,
     )
+    shared = MlpWeights(gate_up[-1], None, down[-1], None)
+    parts = {"gate_up": gate_up[:NUM_EXPERTS], "down": down[:NUM_EXPERTS]}
+    apart = replace(joined, **parts, shared=shared, num_joined=0)
     x = torch.randn(9, HIDDEN, generator=generator).to(dtype)
     found, expected = apply_experts(x, joined, spec), apply_experts(x, apart, spec)
     if has_gate:

@@ -90,13 +90,13 @@ class ExpertWeights:
     """The experts of one layer and their router.
 
     num_joined:    1 if the shared expert is one of the experts, the last one, which all rows have; else 0.
-    router:        [num_experts, hidden]; behind it the gate of a joined expert.
+    router:        [num_experts, hidden].
     gate_up:       [num_experts + num_joined, 2 * intermediate, hidden].
     down:          [num_experts + num_joined, hidden, intermediate].
     Biases:        [num_experts], and [num_experts, rows of their matrix].
     correction:    [num_experts] float32, of a sigmoid router.
     shared:        the shared expert, if it is not joined.
-    shared_gate:   [1, hidden], of `shared`.
+    shared_gate:   [1, hidden], of the shared expert.
     input_factors, expert_factors: [hidden] and [num_experts], of a router with a norm.
     """
 
@@ -128,11 +128,8 @@ def allocate_experts(
     if spec.router.kind == "sigmoid":
         correction = allocation.tensor(f"{prefix}.{names.correction}", num_experts, dtype=torch.float32)
     gate_up, down, shared = _allocate_with_shared(spec, names, prefix, hidden, allocation)
-    num_joined = int(spec.shared is not None and shared is None)
-    routers, gate = {f"{router}.weight": num_experts}, None
-    if spec.has_shared_gate and num_joined:
-        routers[f"{prefix}.{names.shared_gate}.weight"] = 1
-    elif spec.has_shared_gate:
+    gate = None
+    if spec.has_shared_gate:
         gate = allocation.tensor(f"{prefix}.{names.shared_gate}.weight", 1, hidden)
     has_factors = spec.router.input_norm is not None
 
@@ -140,7 +137,7 @@ def allocate_experts(
         return allocation.tensor(f"{prefix}.{name}", number) if has_factors else None
 
     return ExpertWeights(
-        router=allocation.stacked(routers, hidden),
+        router=allocation.tensor(f"{router}.weight", num_experts, hidden),
         router_bias=bias(f"{router}.bias", num_experts),
         gate_up=gate_up,
         gate_up_bias=bias(f"{experts}.{names.gate_up}_bias", num_experts, 2 * size),
@@ -151,7 +148,7 @@ def allocate_experts(
         shared_gate=gate,
         input_factors=factors(names.input_factors, hidden),
         expert_factors=factors(names.expert_factors, num_experts),
-        num_joined=num_joined,
+        num_joined=int(spec.shared is not None and shared is None),
     )
 
 
@@ -255,8 +252,8 @@ def apply_experts(
     experts, shares = route(x if routed is None else routed, weights, spec)
     if weights.num_joined:
         gate = torch.ones_like(shares[:, :1])
-        if spec.has_shared_gate:
-            gate = torch.sigmoid(linear(x, weights.router[spec.num_experts :])).to(torch.float32)
+        if weights.shared_gate is not None:
+            gate = torch.sigmoid(linear(x, weights.shared_gate)).to(torch.float32)
         experts = torch.cat((torch.full_like(experts[:, :1], spec.num_experts), experts), dim=1)
         shares = torch.cat((gate, shares), dim=1)
     outputs = torch.empty((*experts.shape, x.shape[1]), dtype=x.dtype, device=x.device)
@@ -286,13 +283,12 @@ def route(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> tuple[torch
     if router.input_norm is not None and weights.input_factors is not None:
         normed = rms_norm(x, weights.input_factors, router.input_norm.eps)
         x = normed * x.shape[1] ** -0.5
-    matrix = weights.router[: spec.num_experts]
     if router.kind == "softmax":
-        logits = linear(x, matrix, weights.router_bias)
+        logits = linear(x, weights.router, weights.router_bias)
         experts, shares = choose_experts(logits, spec.num_active, is_normalised=router.is_normalised)
         return experts, shares if weights.expert_factors is None else shares * weights.expert_factors[experts]
 
-    logits = linear(x.to(torch.float32), matrix.to(torch.float32))
+    logits = linear(x.to(torch.float32), weights.router.to(torch.float32))
     scores = logits.softmax(-1) if router.kind == "wide" else logits.sigmoid()
     return choose_by_score(scores, weights.correction, spec.num_active, router)
 

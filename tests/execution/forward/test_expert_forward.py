@@ -199,7 +199,9 @@ def test_a_shared_expert_is_joined_where_both_can_be_one_weight(layout: Any, has
         return weights, allocation.places
 
     weights, places = allocated(spec)
-    assert (weights.num_joined, weights.shared, weights.shared_gate) == (1, None, None)
+    assert (
+        weights.num_joined == 1 and weights.shared is None and (weights.shared_gate is not None) == has_gate
+    )
     gate_up, down = weights.gate_up, weights.down
     assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
     for number, place in enumerate(places.values()):
@@ -212,7 +214,6 @@ def test_a_shared_expert_is_joined_where_both_can_be_one_weight(layout: Any, has
     assert set(down[4].unique().tolist()) == {shared["down_proj"]}
     numbers = set(range(len(places)))
     assert {float(number) for matrices in (gate_up, down) for number in matrices.unique()} <= numbers
-    assert len(weights.router) == 4 + has_gate
 
     wide, _ = allocated(msgspec.structs.replace(spec, shared=Mlp(intermediate_size=16)))
     assert wide.num_joined == 0 and wide.shared is not None and (wide.shared_gate is not None) == has_gate

@@ -423,8 +423,8 @@ def test_joined_experts_are_one_weight_with_the_others(
     for layer in passes.decoder.weights.layers:
         weights = layer.channel
         assert isinstance(weights, ExpertWeights)
-        assert (weights.num_joined, weights.shared, weights.shared_gate) == (1, None, None)
-        assert len(weights.router) == (6 if model_type == "qwen3_next" else 5)
+        assert weights.num_joined == 1 and weights.shared is None
+        assert (weights.shared_gate is not None) == (model_type == "qwen3_next")
         if form == "expanded":
             assert weights.gate_up.shape == (6, 128, 64) and weights.down.shape == (6, 64, 64)
         else:

@@ -206,10 +206,12 @@ class ExpertForward:
         routed, weight, router = self._routed, weights.router, self._spec.router
         is_in_one = router.kind == "softmax" or (self._joins_sigmoids and weights.router_bias is None)
         is_for_few = self._max_scale is not None and weights.expert_factors is None and is_in_one
-        has_gate = weight.shape[0] > self._spec.num_experts
-        if is_for_few and not has_gate and has_cuda_route(weight, self._spec.num_active, router):
-            bias, correction, joined = weights.router_bias, weights.correction, weights.num_joined
-            cuda_route(routed, weight, bias, self._row_slot, rows, router, correction, joined)
+        num_joined, gate = weights.num_joined, None
+        if num_joined and weights.shared_gate is not None:
+            gate = self._normed, weights.shared_gate.view(-1)
+        if is_for_few and gate is None and has_cuda_route(weight, self._spec.num_active, router):
+            bias, correction = weights.router_bias, weights.correction
+            cuda_route(routed, weight, bias, self._row_slot, rows, router, correction, num_joined)
             return
 
         config = self._tuned.gemm(*weight.shape).config(routed.shape[0])
@@ -225,7 +227,8 @@ class ExpertForward:
             dtype=routed.dtype if router.kind == "softmax" else torch.float32,
             correction_bias=weights.correction,
             factors=weights.expert_factors,
-            num_joined=weights.num_joined,
+            num_joined=num_joined,
+            gate=gate,
         )
         list_rows(rows)
 

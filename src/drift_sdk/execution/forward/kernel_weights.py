@@ -201,7 +201,7 @@ def _arrange_experts(experts: ExpertWeights, dtype: torch.dtype, spec: Experts) 
     """The kernels of gates in a quantised format have silu alone. A joined expert of another format than the
     others becomes an MLP of its own again."""
     if experts.num_joined and not _are_alike(experts, dtype):
-        experts = separated(experts, spec.num_experts)
+        experts = _separated(experts)
     gate_up = experts.gate_up
     if spec.activation != "silu" and isinstance(gate_up, tuple):
         gate_up = torch.stack([dequantised(matrix, dtype) for matrix in gate_up])
@@ -230,17 +230,15 @@ def _are_alike(experts: ExpertWeights, dtype: torch.dtype) -> bool:
     return True
 
 
-def separated(experts: ExpertWeights, num_experts: int) -> ExpertWeights:
+def _separated(experts: ExpertWeights) -> ExpertWeights:
     """The weights with the joined expert, whose matrices are one by one, as an MLP of its own."""
-    gate_up, down, router = experts.gate_up, experts.down, experts.router
+    gate_up, down = experts.gate_up, experts.down
     assert isinstance(gate_up, tuple) and isinstance(down, tuple)
     return replace(
         experts,
         gate_up=gate_up[:-1],
         down=down[:-1],
         shared=MlpWeights(gate_up=gate_up[-1], gate_up_bias=None, down=down[-1], down_bias=None),
-        router=router[:num_experts],
-        shared_gate=router[num_experts:] if len(router) > num_experts else None,
         num_joined=0,
     )
 
