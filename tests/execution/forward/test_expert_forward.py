@@ -95,7 +95,7 @@ GLM: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
-    "n_routed_experts": 6,
+    "n_routed_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "max_position_embeddings": 64,
@@ -144,7 +144,7 @@ def test_a_crowd_changes_no_bit_of_a_row_with_a_joined_expert(settings: dict[str
 
 def test_joined_expert_of_another_format_becomes_an_mlp_again() -> None:
     """As in files whose shared experts are not quantised."""
-    plain = Decoder.random(read_spec(GLM), device="cpu", dtype=torch.float32)
+    plain = Decoder.random(read_spec(GLM), device=DEVICE, dtype=torch.float32)
     weights, spec = plain.weights.layers[0].channel, plain.spec.experts
     assert isinstance(weights, ExpertWeights) and spec is not None
 
@@ -154,11 +154,11 @@ def test_joined_expert_of_another_format_becomes_an_mlp_again() -> None:
     gate_up, down = weights.gate_up, weights.down
     assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
     for last_gate_up, last_down in (
-        (gate_up[6], down[6]),
-        (quantise_int4(gate_up[6]), quantise_int4(down[6])),
-        (quantise_fp8(gate_up[6]), down[6]),
+        (gate_up[-1], down[-1]),
+        (quantise_int4(gate_up[-1]), quantise_int4(down[-1])),
+        (quantise_fp8(gate_up[-1]), down[-1]),
     ):
-        parts = (*fp8(gate_up[:6]), last_gate_up), (*fp8(down[:6]), last_down)
+        parts = (*fp8(gate_up[:-1]), last_gate_up), (*fp8(down[:-1]), last_down)
         channel = replace(weights, gate_up=parts[0], down=parts[1])
         layer = replace(plain.weights.layers[0], channel=channel)
         decoder = Decoder(plain.spec, replace(plain.weights, layers=(layer,)))
@@ -166,7 +166,7 @@ def test_joined_expert_of_another_format_becomes_an_mlp_again() -> None:
         found = decoder.weights.layers[0].channel
         assert isinstance(found, ExpertWeights) and found.num_joined == 0 and found.shared is not None
         for matrices in (found.gate_up, found.down):
-            assert isinstance(matrices, KernelExperts) and matrices.packed.num_experts == 6
+            assert isinstance(matrices, KernelExperts) and matrices.packed.num_experts == 16
         is_packed = isinstance(last_gate_up, QuantisedWeight), isinstance(last_down, QuantisedWeight)
         matrices = found.shared.gate_up, found.shared.down
         assert tuple(isinstance(matrix, KernelWeight) for matrix in matrices) == is_packed
