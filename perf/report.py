@@ -2,8 +2,8 @@
 
 python -m perf.report perf/results/nvidia-h200 --out report
 
-Writes report.md and, with matplotlib, drafts.png (tokens/s over the number of drafts), acceptance.png (drafts
-accepted by position), roofline.png and peers.png (ratios to peers) into the folder.
+Writes report.md and, with matplotlib, drafts.png (tokens/s over the number of drafts), head.png (drafts of a
+head accepted by position), roofline.png and peers.png (ratios to peers) into the folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["REPORT_FILES", "Ratio", "draft_lines", "main", "ratios", "write_report"]
 
 REPORT = "report.md"
-PICTURES = ("roofline.png", "drafts.png", "acceptance.png", "head.png", "peers.png")
+PICTURES = ("roofline.png", "drafts.png", "head.png", "peers.png")
 REPORT_FILES = (REPORT, *PICTURES)
 """Names of all files that a report can have."""
 RATIO_TOPICS = ("decode", "speculative", "prefill")
@@ -99,7 +99,7 @@ def draft_lines(results: Results) -> dict[str, list[tuple[int, float]]]:
     lines: dict[str, dict[int, dict[str, Any]]] = {}
     for run in runs:
         if run["num_draft_tokens"]:
-            source = "simulated" if run["acceptance"] == "simulated" else f"real, {run['draft']}"
+            source = ", ".join(filter(None, (run["acceptance"], run.get("draft"))))
             line = lines.setdefault(f"{label_of(run)} {run['scenario']}, {source}", {})
             best = line.setdefault(run["num_draft_tokens"], run)
             # A number may have been measured at several acceptance lengths.
@@ -285,8 +285,6 @@ def pictures_of(found: Mapping[str, Results], out: Path) -> dict[str, str]:
     if (speculative := found.get("speculative")) is not None:
         if draw_drafts(speculative, out / "drafts.png"):
             made["drafts.png"] = "tokens/s over the number of draft tokens"
-        if draw_acceptance(speculative, out / "acceptance.png"):
-            made["acceptance.png"] = "accepted drafts by position"
     if (acceptance := found.get("acceptance")) is not None and draw_acceptance(acceptance, out / "head.png"):
         made["head.png"] = "accepted drafts of the head by position, at each temperature"
     if draw_peers(found, out / "peers.png"):

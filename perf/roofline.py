@@ -91,7 +91,7 @@ def draw(results: Results, path: Path) -> None:
     bandwidth = f"{results.read_bandwidth_tb_s:.2f} TB/s"
     figure.suptitle(f"Decoding on {results.gpu}, reads at {bandwidth}; labels: tokens/s")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
 
 
 def _draw_model(axes: Axes, shown: Sequence[Bar]) -> None:

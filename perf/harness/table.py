@@ -143,15 +143,14 @@ def label_of(run: dict[str, Any]) -> str:
 
 
 def drafts_of(run: dict[str, Any]) -> str:
-    """Description of the drafts, such as "3, AL 3.2 simulated"; "none" for plain decoding."""
+    """Description of the drafts, such as "3, llama-3.1-8b-eagle3, AL 3.2 simulated"; "none" for plain
+    decoding."""
     if not run["num_draft_tokens"]:
         return "none"
 
-    if run["acceptance"] == "simulated":
-        return f"{run['num_draft_tokens']}, AL {run['acceptance_length']:g} simulated"
-
     # A run about graphs has a number of drafts, but no draft.
-    return ", ".join(filter(None, (str(run["num_draft_tokens"]), run.get("draft"))))
+    length = f"AL {run['acceptance_length']:g} simulated" if run["acceptance"] == "simulated" else None
+    return ", ".join(filter(None, (str(run["num_draft_tokens"]), run.get("draft"), length)))
 
 
 def shown(value: float | None, unit: str = "") -> str:
