@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ttir import HEAD, TAIL, WAIT
 
 from drift_sdk._kernels.launch.parallel_compile import KernelToCompile
-from perf.cross_compile import main, violations
+from perf.cross_compile import GPUS, main, violations
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,11 +155,14 @@ def test_kernel_is_read_where_the_cache_has_its_binary_alone(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--kv-dtype", "fp8")], ids=["", "fp8 KV"])
-def test_all_kernels_fit_all_gpus(options: tuple[str, ...], tmp_path: Path) -> None:
-    models = ("llama-3.1-8b", "smollm2-shapes", "qwen3-30b-a3b", "gemma-4-31b")
-    command = ("perf.cross_compile", "--covering", "--model", *models, *options)
-    status, printed = run_commands(command, folder=tmp_path)[command]
-    assert status == 0, printed
+@pytest.mark.parametrize("capability", GPUS)
+def test_all_kernels_fit_all_gpus(capability: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    models = ("llama-3.1-8b", "smollm2-shapes", "qwen3-30b-a3b")
+    arguments = ("--capability", str(capability), *options)
+    covering = ("perf.cross_compile", "--covering", "--model", *models, *arguments)
+    wide = ("perf.cross_compile", "--largest", "--model", "gemma-4-31b", *arguments)
+    for status, printed in run_commands(covering, wide, folder=tmp_path).values():
+        assert status == 0, printed
 
 
 @pytest.mark.parametrize(
