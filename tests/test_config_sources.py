@@ -97,7 +97,7 @@ def test_speculation_may_be_a_mapping(given: dict[str, Any], expected: Speculati
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({}, "draft=None: expected a folder"),
+        ({}, 'draft=None: expected a folder, a .gguf file or a hub id, "mtp" or NGram()'),
         ({"draft": "x", "drafts": 1}, "drafts=1: unknown field"),
         ({"draft": {"length": 1}}, "length=1: unknown field"),
         ({"draft": {"min_length": 0}}, "min_length=0: expected"),

@@ -91,6 +91,11 @@ def never(token_ids: object, text: object) -> bool:
     return False
 
 
+class Awaited:
+    async def __call__(self, *arguments: object) -> None:
+        """A coroutine, which nothing would await."""
+
+
 async def awaited(*arguments: object) -> None:
     """No function that an engine calls."""
 
@@ -149,9 +154,21 @@ PARAMS = {
     "thinking_budget": integer(0, 2**31 - 1, optional=True),
     "logits_processors": Case(
         ((), (TokenBias({5: 1.0}),), (TokenMachine((TokenState(),)),), (TokenBias({5: 1.0}),) * 16),
-        (None, 7, "7", print, (7,), (None,), (TokenBias,), (TokenState(),), (print,) * 17, (awaited,)),
+        (
+            None,
+            7,
+            "7",
+            print,
+            (7,),
+            (None,),
+            (TokenBias,),
+            (TokenState(),),
+            (print,) * 17,
+            (awaited,),
+            (Awaited(),),
+        ),
     ),
-    "stop_when": Case((None, never), (7, "7", True, (), (print,), int, awaited)),
+    "stop_when": Case((None, never), (7, "7", True, (), (print,), int, awaited, Awaited())),
     "priority": integer(-(2**31), 2**31 - 1),
     "cache_salt": text("tenant 1", "\N{SNOWMAN}", "a" * 1024, rejected=("a" * 1025, "\ud800")),
     "num_draft_tokens": integer(0, 63, optional=True),

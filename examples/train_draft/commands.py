@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="train_draft", description="Train a draft head for a model.")
+    made = argparse.ArgumentParser(
+        prog="python -m examples.train_draft", description="Train a draft head for a model."
+    )
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     number = command_line.whole
 

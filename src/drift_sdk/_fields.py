@@ -75,7 +75,7 @@ OTHER_NAMES = {
     "tool_call_parser": "EngineConfig.tool_format",
     "tp_size": "EngineConfig.tensor_parallel",
     # Parameters of a request in vLLM, llama-cpp-python, transformers and OpenAI's protocol.
-    "bad_words": "none; a logit_bias of -100 bars a token",
+    "bad_words": "SamplingParams.logits_processors, with a TokenMachine",
     "best_of": SAMPLES,
     "chat_template_kwargs": "template_args",
     "continue_final_message": "continue_final",
@@ -89,6 +89,7 @@ OTHER_NAMES = {
     "max_completion_tokens": "SamplingParams.max_tokens",
     "max_length": "SamplingParams.max_tokens, without the prompt",
     "max_new_tokens": "SamplingParams.max_tokens",
+    "max_reasoning_tokens": "SamplingParams.thinking_budget",
     "min_new_tokens": "SamplingParams.min_tokens",
     "n": SAMPLES,
     "num_return_sequences": SAMPLES,
@@ -284,7 +285,7 @@ def check_str(
     allowed = "a non-empty string"
     is_right = isinstance(value, str) and value != ""
     if max_length is not None:
-        allowed += f" of at most {max_length} characters, no lone surrogates"
+        allowed += f" of at most {max_length} characters, without lone surrogates"
         is_right = isinstance(value, str) and 1 <= len(value) <= max_length and is_unicode(value)
     if not is_right:
         raise error.of(field, value, f"{allowed}{' or None' if optional else ''}")
@@ -302,7 +303,9 @@ def check_path(error: ErrorType, field: str, value: object, *, optional: bool = 
 
 def check_str_tuple(error: ErrorType, field: str, value: object, *, max_items: int, max_chars: int) -> None:
     """Check for a tuple of strings that are not empty and can be encoded as UTF-8."""
-    allowed = f"at most {max_items} non-empty strings of at most {max_chars} characters, no lone surrogates"
+    allowed = (
+        f"at most {max_items} non-empty strings of at most {max_chars} characters, without lone surrogates"
+    )
     if not isinstance(value, tuple) or len(value) > max_items:
         raise error.of(field, value, allowed)
 
@@ -491,6 +494,14 @@ def with_config(
         return cast("Callable[P, ResultT]", awaited) if is_awaited else checked
 
     return decorate
+
+
+def is_coroutine_function(function: object) -> bool:
+    """Whether calling an object makes a coroutine: a function, or an object whose class has an async
+    __call__."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - not whether it can be called
+    )
 
 
 def check_options(

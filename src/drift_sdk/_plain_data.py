@@ -114,6 +114,18 @@ def first_items(items: Iterable[Any], most: int) -> list[Any]:
     return found
 
 
+def plain_tuple(field: str, value: ValueT, most: int, allowed: str) -> ValueT | tuple[Any, ...]:
+    """A list or a tuple, whatever its class does, as a plain tuple; other values as they are. RequestError
+    for more than `most` items."""
+    if not isinstance(value, list | tuple) or (type(value) is tuple and len(value) <= most):
+        return value
+
+    try:
+        return tuple(first_items(value, most))
+    except ValueError as error:
+        raise RequestError.of(field, value, allowed) from error
+
+
 def first_pairs(mapping: Mapping[Any, Any], most: int) -> dict[Any, Any]:
     """The items of a mapping as a dict; ValueError if there are more than `most`."""
     if isinstance(mapping, dict):

@@ -198,9 +198,11 @@ class BaseEngine(Serving):
         copying the tensors.
 
         tensors: by the names that the model's files have for them, one or all, on any device; torch tensors
-                 of float32, bfloat16, float16 or float64, with the shapes of the files. They must not be
-                 changed before this returns. A layer whose weights are quantised when they are loaded
-                 (`EngineConfig.weights`), or stand in another order than in files, is replaced whole.
+                 of float32, bfloat16, float16 or float64, with the shapes of the files. Tensors of parts
+                 that read images or sound are left out. They must not be changed before this returns. A layer
+                 whose weights are quantised when they are loaded (`EngineConfig.weights`), or stand in
+                 another order than in files, is replaced whole. Experts that are quantised when they are
+                 loaded come one by one or in one tensor, as in the files.
 
         All or nothing: tensors are checked and memory is allocated before the first number is written. A
         layer that is replaced whole takes a layer's memory on the device for a while, and until the end its

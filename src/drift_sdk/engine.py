@@ -13,6 +13,7 @@ from typing import Any
 from drift_sdk._cuda_driver import device_contexts
 from drift_sdk._display import html_table, model_name, state_repr
 from drift_sdk._fields import check_float, with_config
+from drift_sdk._plain_data import first_items
 from drift_sdk.base_engine import BaseEngine, EngineKind
 from drift_sdk.config import EngineConfig
 from drift_sdk.driver.callbacks import ProgressReporter, check_on_event, check_on_progress
@@ -120,9 +121,11 @@ class Engine(BaseEngine):
 
     async def aclose(self, drain: float = 0.0) -> None:
         check_float(RequestError, "drain", drain, ge=0.0, le=1e6)
+        self._check_may_wait()
         await self._life_cycle.aclose(drain)
 
     async def _pause(self) -> Callable[[], None]:
+        self._check_may_wait()
         driver, command = self._running_driver(), Pause(Latch())
         driver.send(command)
         undo = partial(driver.send, Unpause(command))
@@ -147,6 +150,7 @@ class Engine(BaseEngine):
         await self._send(Wake)
 
     async def update_weights(self, tensors: Mapping[str, Any]) -> None:
+        self._check_may_wait()
         driver, done = self._running_driver(), Latch()
         driver.send(UpdateWeights(done, settled(tensors)))
         error = await done.wait_shielded()
@@ -154,6 +158,7 @@ class Engine(BaseEngine):
             raise error
 
     async def _send(self, command: type[Resume] | type[Sleep] | type[Wake]) -> None:
+        self._check_may_wait()
         driver, done = self._running_driver(), Latch()
         driver.send(command(done))
         error = await done.wait_shielded()
@@ -196,6 +201,7 @@ class Engine(BaseEngine):
         )
 
     def _enter(self, submissions: Sequence[Submission]) -> Sequence[Callable[[], None]]:
+        self._check_may_wait()
         driver = self._running_driver()
         prompt = submissions[0].prompt
         shared = SharedPrompt(prompt) if len(submissions) > 1 else prompt
@@ -254,6 +260,12 @@ class Engine(BaseEngine):
 
         return driver
 
+    def _check_may_wait(self) -> None:
+        """RuntimeError in a function of one of the engine's requests, for which all requests wait."""
+        driver = self._driver
+        if driver is not None and driver.is_own_thread:
+            raise RuntimeError("a function of a request cannot wait for its own engine, which waits for it")
+
     def _model_text(self) -> ModelText:
         model_text = self._running_driver().model_text
         if model_text is None:
@@ -279,7 +291,7 @@ def settled(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         return tensors
 
     try:
-        given = {name: tensors[name] for name in tensors}
+        given = {name: tensors[name] for name in first_items(tensors, len(tensors))}
         devices = {tensor.device for tensor in given.values() if isinstance(tensor, torch.Tensor)}
     except Exception as error:  # the class of a caller may run any code
         allowed = f"a mapping of names to tensors that can be read ({error_repr(error)})"

@@ -4,14 +4,14 @@ runs, and Python functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
-from drift_sdk._fields import RequestFields, check_int, plain_scalar
-from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, first_pairs, ids_of_array
+from drift_sdk._fields import RequestFields, check_int, plain_scalar, plain_value
+from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, first_pairs, ids_of_array, plain_tuple
 from drift_sdk.errors import RequestError, error_repr
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ NO_STEPS: FrozenMapping[int, int] = FrozenMapping({})
 
 LogitsFunction: TypeAlias = Callable[[Sequence[int], Any], Any]
 """(token ids generated so far, logits) -> logits: arrays of numpy, float32 [vocabulary]. The array is the
-function's own: it may change it and return None."""
+function's own: it may change it and return None. In it, methods of the engine that wait raise RuntimeError.
+"""
 StopFunction: TypeAlias = Callable[[Sequence[int], str], bool]
-"""(token ids generated so far, their text) -> whether generation ends with the last of them."""
+"""(token ids generated so far, their text) -> whether generation ends with the last of them. The ids are one
+list, which grows from call to call. In it, methods of the engine that wait raise RuntimeError."""
 
 
 class TokenState(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
@@ -51,30 +53,37 @@ class TokenState(Struct, frozen=True, kw_only=True, metaclass=RequestFields):
 
     def __post_init__(self) -> None:
         for field in ("allowed", "forbidden"):
-            value = ids_of_array(field, getattr(self, field), MAX_MACHINE_IDS)
-            value = tuple(value) if isinstance(value, list) else value
-            msgspec.structs.force_setattr(self, field, value)
             least = 1 if field == "allowed" else 0
             allowed = f"{least} to {MAX_MACHINE_IDS} token ids from 0 to {MAX_ID}"
+            value = ids_of_array(field, getattr(self, field), MAX_MACHINE_IDS)
+            value = plain_value(plain_tuple(field, value, MAX_MACHINE_IDS, allowed))
+            msgspec.structs.force_setattr(self, field, value)
             if value is None and field == "allowed":
                 continue
 
-            if not isinstance(value, tuple) or not least <= len(value) <= MAX_MACHINE_IDS:
+            if not isinstance(value, tuple) or len(value) < least:
                 raise RequestError.of(field, value, allowed)
 
             if not all(map(is_id, value)):
                 raise RequestError.of(field, next(each for each in value if not is_id(each)), allowed)
         steps = plain_pairs("next", self.next, f"a mapping of at most {MAX_ITEMS} token ids to states")
+        steps = {plain_scalar(token_id): plain_scalar(state) for token_id, state in steps.items()}
         for token_id, state in steps.items():
             if not (is_id(token_id) and is_id(state)):
                 raise RequestError.of("next", {token_id: state}, "token ids, each with the number of a state")
         msgspec.structs.force_setattr(self, "next", FrozenMapping(steps))
         if self.otherwise is not None:
+            msgspec.structs.force_setattr(self, "otherwise", plain_scalar(self.otherwise))
             check_int(RequestError, "otherwise", self.otherwise, ge=0)
 
     def after(self, token_id: int, number: int) -> int:
         """The number of the state after a token. number: of this state."""
         return self.next.get(token_id, number if self.otherwise is None else self.otherwise)
+
+
+def distinct(states: Sequence[TokenState]) -> Iterable[TokenState]:
+    """The states, each object once: a large one may be repeated."""
+    return {id(state): state for state in states}.values()
 
 
 class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
@@ -84,25 +93,32 @@ class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
     states: 1 to 10,000; the first is the one before the first token. RequestError for a state that names one
             which does not exist.
 
-    A request whose tokens a machine leaves no choice, alone or with its grammar, ends with RequestError.
+    A request whose tokens a machine leaves no choice, alone or with the grammar, the thinking budget and
+    other machines, ends with RequestError.
     """
 
     states: tuple[TokenState, ...]
 
     def __post_init__(self) -> None:
-        states = tuple(self.states) if isinstance(self.states, list) else self.states
         allowed = f"1 to {MAX_STATES} TokenStates"
-        if not isinstance(states, tuple) or not 1 <= len(states) <= MAX_STATES:
+        states = plain_tuple("states", self.states, MAX_STATES, allowed)
+        if not isinstance(states, tuple) or not states:
             raise RequestError.of("states", states, allowed)
 
         for number, state in enumerate(states):
             if not isinstance(state, TokenState):
                 raise RequestError.of(f"states[{number}]", state, "a TokenState")
 
-            for following in (*state.next.values(), state.otherwise or 0):
-                if following >= len(states):
-                    allowed = f"states from 0 to {len(states) - 1} after it"
-                    raise RequestError.of(f"states[{number}]", following, allowed)
+        for state in distinct(states):
+            if max((*state.next.values(), state.otherwise or 0)) < len(states):
+                continue
+
+            following = {f"next[{token_id}]": after for token_id, after in state.next.items()}
+            for field, after in (*following.items(), ("otherwise", state.otherwise or 0)):
+                if after >= len(states):
+                    allowed = f"the number of a state, from 0 to {len(states) - 1}"
+                    raise RequestError.of(f"states[{states.index(state)}].{field}", after, allowed)
+
         msgspec.structs.force_setattr(self, "states", states)
 
     @property
@@ -110,7 +126,7 @@ class TokenMachine(Struct, frozen=True, metaclass=RequestFields):
         """The ids that the machine names."""
         return {
             token_id
-            for state in self.states
+            for state in distinct(self.states)
             for token_id in (*(state.allowed or ()), *state.forbidden, *state.next)
         }
 

@@ -208,7 +208,7 @@ class SpeculationStats(Struct, frozen=True, kw_only=True):
                   drafts, those on one path count.
 
     num_ngram_rounds, num_ngram_drafted, num_ngram_accepted: of these, those in which `Speculation.ngrams`
-    took the place of the draft's tokens.
+    took the place of the draft's tokens; 0 with `draft=NGram()`.
 
     num_partial_rounds, num_refresh_rounds: rounds, also of no drafts, that verified over a part of the KV
     cache, and those that refreshed it; see `PartialVerification`. If there are any, tokens may differ from

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from inspect import iscoroutinefunction
 from typing import Annotated, Any, Generic, TypedDict, Unpack, cast
 
 import msgspec
@@ -16,10 +15,11 @@ from drift_sdk._fields import (
     check_fields,
     check_int,
     check_str_tuple,
+    is_coroutine_function,
     plain_scalar,
     replace_fields,
 )
-from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs, ids_of_array
+from drift_sdk._plain_data import MAX_ITEMS, FrozenMapping, IdArray, first_pairs, ids_of_array, plain_tuple
 from drift_sdk.errors import RequestError
 from drift_sdk.grammars import Grammar, JsonSchema, Lark, ParsedT, ParsedT_co, Regex
 from drift_sdk.processors import LogitsProcessor, StopFunction, TokenBias, TokenMachine, machines_of
@@ -129,12 +129,13 @@ class SamplingParams(
     thinking_budget:    most tokens of reasoning in the answer of `chat`, 0 to 2,147,483,647. When they are
                         used up, the marker that ends reasoning follows, and then the answer; None = no limit.
     logits_processors:  at most 16, each a `TokenMachine` or a `TokenBias`, which every executor runs, or a
-                        Python function of the token ids generated so far and the logits (`LogitsFunction`),
-                        which the eager executor alone runs, on the engine's thread.
-    stop_when:          a function of the token ids generated so far and their text (`StopFunction`), called
-                        on the engine's thread after each token from `min_tokens` on: the text ends with the
-                        first token for which it returns True. The text is the raw one, with reasoning and
-                        markers. None = none.
+                        Python function, which the eager executor alone runs, on the engine's thread. It is
+                        given the token ids generated so far and the logits, an array of numpy, float32
+                        [vocabulary], which it changes, or it returns another one.
+    stop_when:          a function of the token ids generated so far and their text, called on the engine's
+                        thread after each token from `min_tokens` on: the text ends with the first token for
+                        which it returns True. The ids are one list, which grows; the text is the raw one,
+                        with reasoning and markers. None = none.
     priority:           requests of lower priority values are served earlier, equal ones in order of arrival.
     cache_salt:         the prefix cache is shared with requests of an equal salt alone, such as all of one
                         tenant: 1 to 1,024 characters; None = with requests that have none.
@@ -143,12 +144,13 @@ class SamplingParams(
 
     The order is logit_bias and biases of processors, repetition, frequency and presence penalty, min_tokens,
     allowed_token_ids, grammar, machines and thinking_budget, functions of processors, temperature, top_k,
-    top_p, min_p. Where min_tokens leaves none of
-    allowed_token_ids, min_tokens is ignored. Where both leave no token that the grammar or the budget
-    permits, both are ignored: a text that the grammar ends may have fewer tokens than min_tokens. Numbers may
-    have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a library like
-    them. Ids outside the model's vocabulary are found when the request is prepared; its stream then raises
-    RequestError."""
+    top_p, min_p. Where min_tokens leaves none of allowed_token_ids, min_tokens is ignored. Where both leave
+    no token that the grammar, the machines and the budget permit, both are ignored: a text that the grammar
+    ends may have fewer tokens than min_tokens.
+
+    Numbers may have types of numpy, and ids may be one-dimensional arrays of integers of numpy, torch or a
+    library like them. Ids outside the model's vocabulary are found when the request is prepared; its stream
+    then raises RequestError."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = 256
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
@@ -206,14 +208,12 @@ class SamplingParams(
         self._check_functions()
 
     def _check_functions(self) -> None:
-        processors = self.logits_processors
-        if isinstance(processors, list):
-            processors = tuple(processors)
-            msgspec.structs.force_setattr(self, "logits_processors", processors)
         allowed = f"a list of at most {MAX_PROCESSORS} TokenMachines, TokenBiases and functions (not async)"
-        if not isinstance(processors, tuple) or len(processors) > MAX_PROCESSORS:
+        processors = plain_tuple("logits_processors", self.logits_processors, MAX_PROCESSORS, allowed)
+        if not isinstance(processors, tuple):
             raise RequestError.of("logits_processors", processors, allowed)
 
+        msgspec.structs.force_setattr(self, "logits_processors", processors)
         wrong = [each for each in processors if not is_processor(each)]
         if wrong:
             raise RequestError.of("logits_processors", wrong[0], allowed)
@@ -227,12 +227,7 @@ class SamplingParams(
         value: object = getattr(self, name)
         if name != "stop":
             value = ids_of_array(name, value, most)
-        if isinstance(value, list | tuple):
-            if len(value) > most:
-                raise RequestError.of(name, value, f"at most {most} items")
-
-            value = tuple(list.__iter__(value)) if isinstance(value, list) else value
-        msgspec.structs.force_setattr(self, name, value)
+        msgspec.structs.force_setattr(self, name, plain_tuple(name, value, most, f"at most {most} items"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -283,7 +278,7 @@ def is_processor(value: object) -> bool:
 
 def is_function(value: object) -> bool:
     """Whether a value can be called where no event loop runs. A class is none: one was meant to be made."""
-    return callable(value) and not isinstance(value, type) and not iscoroutinefunction(value)
+    return callable(value) and not isinstance(value, type) and not is_coroutine_function(value)
 
 
 def _bias_from_json(bias: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, Unpack, cast, get_args, overload
 
 from msgspec import Struct
 
 from drift_sdk._fields import check_bool, check_choice, check_int, check_options, plain_scalar, with_config
-from drift_sdk._plain_data import IdArray
+from drift_sdk._plain_data import IdArray, reading
 from drift_sdk.config import EngineConfig
 from drift_sdk.conversation import Message, ToolSpec
 from drift_sdk.driver.loops import LoopPoster
@@ -34,9 +35,10 @@ from drift_sdk.driver.prompts import (
     as_prompt,
     check_forced_calls,
     in_place,
+    length_of,
 )
 from drift_sdk.driver.stream_updates import Signal, StreamUpdates, UpdateReceiver
-from drift_sdk.errors import DriftError, EngineClosed, RequestError, RequestKeywordError, error_repr
+from drift_sdk.errors import DriftError, EngineClosed, ExecutorError, RequestError, RequestKeywordError
 from drift_sdk.grammars import ParsedT
 from drift_sdk.jobs import (
     Job,
@@ -163,9 +165,9 @@ def check_request_id(request_id: object, *, is_new: bool) -> None:
         )
 
 
-def embedding_of(completion: Completion, dimensions: int | None, *, normalize: bool) -> Embedding:
+def embedding_of(completion: Completion, dimensions: int | None, *, normalize: bool, place: str) -> Embedding:
     """The embedding that `embed` makes of a prompt's hidden states. RequestError for more dimensions than
-    there are."""
+    there are, ExecutorError for numbers that are not finite. place: of the prompt in the arguments."""
     import numpy as np  # here, as `import drift_sdk` does without
 
     states = completion.prompt_states
@@ -174,6 +176,9 @@ def embedding_of(completion: Completion, dimensions: int | None, *, normalize: b
 
     if dimensions is not None and dimensions > states.size:
         raise RequestError.of("dimensions", dimensions, f"1 to {states.size}, or None")
+
+    if not np.isfinite(states.numpy()).all():
+        raise not_finite(f"{place}: hidden states")
 
     rows = states.numpy()[:, :dimensions].astype(np.float64)
     if normalize:
@@ -186,12 +191,16 @@ def embedding_of(completion: Completion, dimensions: int | None, *, normalize: b
     )
 
 
-def items_of(field: str, values: Sequence[Any], allowed: str) -> list[Any]:
-    """The items of a sequence of the caller's. RequestError if they cannot be read."""
-    try:
-        return list(values)
-    except Exception as error:  # a class of the caller may run any code
-        raise RequestError.of(field, values, f"{allowed} ({error_repr(error)})") from error
+def items_of(field: str, values: Sequence[Any], allowed: str, most: int | None = None) -> list[Any]:
+    """The items of a sequence of the caller's. RequestError if they cannot be read, or are more than `most`
+    (None = than it says)."""
+    with reading(field, values, allowed):
+        limit = length_of(values) if most is None else most
+        found = list(islice(values, limit + 1))  # it may have no end
+    if len(found) > limit:
+        raise RequestError.of(field, values, allowed)
+
+    return found
 
 
 def as_item(prompt: str | Sequence[int] | IdArray, index: int, most: int | None) -> Prompt:
@@ -218,12 +227,13 @@ def answers_of(choices: Sequence[str | Sequence[int]]) -> list[str | tuple[int, 
     if isinstance(choices, str | bytes) or not isinstance(choices, Sequence):
         raise RequestError.of("choices", choices, allowed)
 
-    if not 1 <= len(choices) <= MAX_CHOICES:
+    given = items_of("choices", choices, allowed, MAX_CHOICES)
+    if not given:
         raise RequestError.of("choices", choices, allowed)
 
     answers: list[str | tuple[int, ...]] = []
     wanted = "a text or a sequence of token ids, not empty"
-    for index, choice in enumerate(items_of("choices", choices, allowed)):
+    for index, choice in enumerate(given):
         try:
             answer = as_prompt(choice)
         except RequestError as error:
@@ -267,7 +277,7 @@ def scored_tokens(completion: Completion, token_ids: Sequence[int]) -> list[floa
     if not given.keys() >= set(token_ids):
         raise unscored(completion)
 
-    return [given[token_id] for token_id in token_ids]
+    return finite([given[token_id] for token_id in token_ids])
 
 
 def scored_answer(completion: Completion) -> list[float]:
@@ -275,11 +285,28 @@ def scored_answer(completion: Completion) -> list[float]:
     if completion.prompt_logprobs is None:
         raise unscored(completion)
 
-    return [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
+    return finite([entry.logprob for entry in completion.prompt_logprobs if entry is not None])
+
+
+def finite(logprobs: list[float]) -> list[float]:
+    """The log-probabilities of tokens; ExecutorError if one is not finite."""
+    if not all(map(math.isfinite, logprobs)):
+        raise not_finite("choices: log-probabilities")
+
+    return logprobs
+
+
+def not_finite(what: str) -> ExecutorError:
+    """The error for numbers that have overflowed."""
+    expected = "EngineConfig.dtype in which the numbers of the model's layers are finite"
+    return ExecutorError(f"{what} are not finite: expected an {expected}", ends_engine=False)
 
 
 def unscored(completion: Completion) -> DriftError:
-    return DriftError(f"{completion.request_id} was cancelled, or has a script in place of a model")
+    if completion.finish_reason == "cancelled":
+        return DriftError(f"{completion.request_id} was cancelled")
+
+    return DriftError("decide: expected an engine that computes a model: a scripted one has no probabilities")
 
 
 def decision_of(
@@ -505,7 +532,8 @@ class Serving(ABC):
         with "mean" and "all" the whole prompt is computed.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong,
-        EngineClosed, ExecutorError. The error of a prompt names it: "prompts[3]"."""
+        EngineClosed; ExecutorError, also if hidden states are not finite, because they overflow in the dtype.
+        The error of a prompt names it: "prompts[3]"."""
         check_bool(RequestError, "normalize", normalize)
         if dimensions is not None:
             dimensions = plain_scalar(dimensions)
@@ -514,11 +542,14 @@ class Serving(ABC):
             truncate_prompt_tokens = plain_scalar(truncate_prompt_tokens)
             check_int(RequestError, "truncate_prompt_tokens", truncate_prompt_tokens, ge=1)
         allowed = "a sequence of prompts, each a text or token ids; [prompt] for one"
-        is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
-        given = items_of("prompts", prompts, allowed) if is_list else []
-        if not is_list or isinstance(next(iter(given), None), int):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise RequestError.of("prompts", prompts, allowed)
 
+        with reading("prompts", prompts, allowed):
+            if isinstance(next(iter(prompts), None), int):
+                raise RequestError.of("prompts", prompts, allowed)
+
+        given = items_of("prompts", prompts, allowed)
         items = [as_item(each, index, truncate_prompt_tokens) for index, each in enumerate(given)]
         check_choice(RequestError, "pooling", pooling, get_args(StateKind))
         params = SamplingParams(
@@ -532,8 +563,8 @@ class Serving(ABC):
         async with aclosing(self._completions(items, params)) as completions:
             try:
                 async for completion in completions:
-                    embedding = embedding_of(completion, dimensions, normalize=normalize)
-                    found.append(embedding)
+                    place = f"prompts[{len(found)}]"
+                    found.append(embedding_of(completion, dimensions, normalize=normalize, place=place))
             except RequestError as error:
                 raise in_place(error, f"prompts[{len(found)}]") from error
         return found
@@ -566,7 +597,8 @@ class Serving(ABC):
         token that is thrown away, as the one request does.
 
         RequestError for a wrong argument, or with `strict_performance` or `tensor_parallel`; PromptTooLong if
-        the prompt with an answer is too long, QueueFull for the first answer, EngineClosed, ExecutorError."""
+        the prompt with an answer is too long, QueueFull for the first answer, EngineClosed; ExecutorError,
+        also if log-probabilities are not finite."""
         answers = answers_of(choices)
         given = as_any_prompt(prompt, None, template_args)
         return await self._decide(given, answers, priority=priority, cache_salt=cache_salt)

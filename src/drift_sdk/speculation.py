@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from drift_sdk._fields import ConfigFields, check_field_names, check_fields, check_int, make_struct
+from drift_sdk._fields import (
+    ConfigFields,
+    check_field_names,
+    check_fields,
+    check_int,
+    make_struct,
+    unknown_name,
+)
 from drift_sdk.errors import ConfigError
 from drift_sdk.trees import (
     MAX_CANDIDATES,
@@ -142,6 +149,7 @@ MTP = "mtp"
 """The string that stands for the model's own MTP layer; a folder of that name is given as a Path."""
 NGRAM_NAMES = ("ngram", "n-gram", "n_gram")
 """Strings that are taken for n-gram drafts by mistake; a folder of such a name is given as a Path."""
+DRAFT_FILES = "a folder, a .gguf file or a hub id"
 
 
 class Chain(Struct, frozen=True, metaclass=ConfigFields):
@@ -265,8 +273,15 @@ def load_tree(file: str | Path) -> StaticTree | DynamicTree:
     Raises ConfigError naming `file` for a file that cannot be read, and the field for a wrong value.
     """
     settings = read_tree_file(file)
-    struct: type[TreeShape] = StaticTree if "paths" in settings else DynamicTree
-    return make_struct(ConfigError, struct, settings)
+    if "paths" in settings:
+        return make_struct(ConfigError, StaticTree, settings)
+
+    known = (*DynamicTree.__struct_fields__, *StaticTree.__struct_fields__)
+    for name, value in settings.items():
+        if name not in known:
+            raise unknown_name(ConfigError, name, value, known)
+
+    return DynamicTree(**settings)
 
 
 class NGram(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
@@ -297,7 +312,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     draft:                folder or hub id of a head (EAGLE-3, P-EAGLE or DFlash), or of the assistant of a
                           Gemma 4 model; or folder, .gguf file or hub id of a model with the same vocabulary,
                           smaller than the engine's; or `NGram()`; or "mtp" for the layer of the model's own
-                          files that predicts one more token (Qwen3.5 and its successors).
+                          files that predicts one more token (Qwen3.5 and others: docs/speculation.md).
     ngrams:               n-grams beside a head or a model as the draft: they take its place in the rounds of
                           a sequence in which they find something and are accepted at least as often, as
                           measured in the sequence. Drafts are chains then. None = no n-grams.
@@ -339,12 +354,10 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)
         if not isinstance(self.draft, str | Path | NGram) or self.draft == "":
-            raise ConfigError.of("draft", self.draft, "a folder, a hub id or NGram()")
+            raise ConfigError.of("draft", self.draft, f'{DRAFT_FILES}, "{MTP}" or NGram()')
 
         if isinstance(self.draft, str) and self.draft.lower() in NGRAM_NAMES:
-            allowed = (
-                'NGram() for n-gram drafts, or a folder or hub id of an EAGLE-3 head or a model, or "mtp"'
-            )
+            allowed = f'NGram() for n-gram drafts, or {DRAFT_FILES}, or "{MTP}"'
             raise ConfigError.of("draft", self.draft, allowed)
 
         if self.draft == MTP and self.aux_layer_convention is not None:
@@ -394,7 +407,7 @@ class Speculation(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
         value, and for an unknown field, with the name of the most similar one."""
         check_field_names(ConfigError, cls, settings)
         if "draft" not in settings:
-            raise ConfigError.of("draft", None, "a folder, a hub id or NGram()")
+            raise ConfigError.of("draft", None, f'{DRAFT_FILES}, "{MTP}" or NGram()')
 
         given = dict(settings)
         draft, shape = given["draft"], given.get("shape")

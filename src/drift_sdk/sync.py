@@ -163,10 +163,11 @@ class SyncEngine:
     called from any number of threads; the requests of all are batched. It runs an event loop in a thread of
     its own, in which `on_progress` is called.
 
-    A method that blocks raises RuntimeError in a thread that runs an event loop: use `Engine` there. After a
-    fork, an engine of the parent is closed in the child: start one in each worker process. An exception that
-    interrupts a call, such as KeyboardInterrupt, cancels what the call was waiting for, and leaving the
-    `with` block closes the engine.
+    A method that blocks raises RuntimeError in a thread that runs an event loop: use `Engine` there. It also
+    does in a function of one of the engine's requests, for which all requests wait. After a fork, an engine
+    of the parent is closed in the child: start one in each worker process. An exception that interrupts a
+    call, such as KeyboardInterrupt, cancels what the call was waiting for, and leaving the `with` block
+    closes the engine.
     """
 
     @with_config(EngineConfig)
@@ -203,6 +204,7 @@ class SyncEngine:
     def close(self, drain: float = 0.0) -> None:
         """Close the engine as `Engine.aclose` does; returns at once if it is closed."""
         check_no_loop()
+        self._engine._check_may_wait()
         loop = self._loop
         if loop is None or loop.is_from_parent:
             return
@@ -485,6 +487,7 @@ class SyncEngine:
     def _call(self, function: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT:
         """Run a coroutine function on the engine's event loop and wait for its result."""
         check_no_loop()
+        self._engine._check_may_wait()
         loop = self._loop
         if loop is None or loop.is_from_parent:
             _ = self._engine._running_driver()  # raises EngineClosed, which says why

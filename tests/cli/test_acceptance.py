@@ -199,6 +199,12 @@ def test_missing_head_is_an_error_of_its_own(
     assert printed.err.startswith("ModelLoadError: draft") and printed.err.count("does not exist") == 1
 
 
+def test_head_in_place_of_a_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    head = str(Path(__file__).parents[2] / "examples/drafts/smollm2-135m-eagle3")
+    assert main(["acceptance", head, "--draft", head, "--device", "cpu"]) == 1
+    assert f"{head} holds a draft head: expected the model that it drafts for" in capsys.readouterr().err
+
+
 def test_model_in_place_of_a_head_is_rejected(folders: tuple[Path, Path]) -> None:
     config = EngineConfig(speculation=Speculation(draft=folders[0]))
     with pytest.raises(ConfigError, match="expected a draft head; this is a whole model"):

@@ -570,6 +570,11 @@ def test_an_error_of_the_start_names_the_option(model: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.startswith("ConfigError: --max-model-len 100000: expected at most")
 
 
+def test_an_argument_that_is_no_option_keeps_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", ""]) == 1
+    assert capsys.readouterr().err.startswith("ConfigError: model='': expected a folder, a .gguf file or")
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from asgi_calls import call
-from model_zoo import make_model, save_tokenizer
+from model_zoo import make_model, make_overflowing, save_tokenizer
 from openai_server import MODEL, serving
 from placement import engine_config
 
@@ -121,3 +122,35 @@ async def test_keys_are_needed_and_share_no_prefixes(folder: Path) -> None:
             assert reply.status == 200
             cached.append(engine.stats().num_cached_tokens - before)
         assert cached == [0, 0, 32]
+
+
+async def test_numbers_that_overflow_are_an_error_or_the_least(folder: Path, tmp_path: Path) -> None:
+    """JSON has neither infinity nor NaN. OpenAI's least log-probability is -9999."""
+    copied = tmp_path / MODEL
+    shutil.copytree(folder, copied)
+    make_overflowing(copied)
+    async with Engine(copied, engine_config(max_model_len=64)) as engine:
+        app = drift_sdk.openai.app(engine)
+        for path, body in (
+            (PATH, {"prompt": [5], "choices": ["a", "b"]}),
+            ("/v1/embeddings", {"input": [5]}),
+            ("/v1/score", {"text_1": "a", "text_2": "b"}),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ):
+            reply = await call(app, path, body)
+            assert reply.status == 500 and "not finite: expected" in reply.error["message"]
+        sampling = {"max_tokens": 2, "ignore_eos": True}
+        message = {"role": "user", "content": "a"}
+        chat = {"messages": [message], "logprobs": True, "top_logprobs": 1, **sampling}
+        for stream in (False, True):
+            completion = {"prompt": [5], "logprobs": 1, "stream": stream, **sampling}
+            for path, body in (
+                ("/v1/completions", completion),
+                ("/v1/chat/completions", {**chat, "stream": stream}),
+            ):
+                reply = await call(app, path, body)
+                answers = [each["choices"][0] for each in (reply.events[:-1] if stream else [reply.json])]
+                logs = [each["logprobs"] for each in answers if each.get("logprobs")]
+                found = [number for log in logs for number in log.get("token_logprobs", ())]
+                found += [entry["logprob"] for log in logs for entry in log.get("content", ())]
+                assert found == [-9999.0] * 2

@@ -13,7 +13,8 @@ from openai.types.chat import completion_create_params as chat_params
 from drift_sdk import JsonSchema, Lark, Regex, RequestError, SamplingParams
 from drift_sdk.openai import conversation
 from drift_sdk.openai.chat import ChatBody, CompletionBody
-from drift_sdk.openai.wire import read
+from drift_sdk.openai.scoring import EmbeddingBody
+from drift_sdk.openai.wire import Body, read
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 VLLM = {
@@ -161,6 +162,40 @@ def test_unknown_fields_are_named(endpoint: str, name: str) -> None:
         params_of(endpoint, **{name: 1})
     assert caught.value.field == name[:100]
     assert len(str(caught.value)) < 200 and str(caught.value).isprintable()
+
+
+def test_an_unknown_field_is_answered_with_the_nearest_one() -> None:
+    for kind, name, nearest in (
+        (ChatBody, "temprature", "temperature"),
+        (EmbeddingBody, "dimension", "dimensions"),
+        (EmbeddingBody, "inputs", "input"),
+    ):
+        with pytest.raises(RequestError, match=rf"'{name}': unknown field \(did you mean {nearest}\?\)"):
+            read({name: 1}, kind)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        (
+            {"encoding_format": "int8"},
+            EmbeddingBody,
+            "encoding_format: .*, expected one of 'base64', 'float'",
+        ),
+        ({"tool_choice": "any"}, ChatBody, "tool_choice: .*, expected one of 'auto', 'none', 'req.*"),
+        (
+            {"messages": [*MESSAGES, {"role": "me"}]},
+            ChatBody,
+            r"messages\[1\].role: .*, expected one of 'ass.*",
+        ),
+    ],
+)
+def test_a_value_that_is_none_of_several_is_answered_with_these(
+    values: dict[str, Any], kind: type[Body], message: str
+) -> None:
+    required = {"input": "a"} if kind is EmbeddingBody else {"messages": MESSAGES}
+    with pytest.raises(RequestError, match=message):
+        read(required | values, kind)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

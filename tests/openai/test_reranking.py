@@ -241,10 +241,21 @@ def test_wrong_documents_of_a_judge_are_named(judging_url: str) -> None:
         ({"documents": ["a", LONG]}, "documents[1]"),
         ({"documents": ["a", LONG], "truncate_prompt_tokens": 12}, "truncate_prompt_tokens"),
         ({"documents": ["a"], "query": LONG}, "documents[0]"),
-        ({"documents": ["a"], "query": LONG, "truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"documents": ["a"], "query": LONG, "truncate_prompt_tokens": -1}, "documents[0]"),
     ):
         reply = httpx.post(f"{judging_url}/v1/rerank", json={"query": QUERY} | body, timeout=60)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+async def test_a_document_that_leaves_no_room_for_an_answer_is_named(folder: Path) -> None:
+    reranker = Reranker(template="{query} {document}", instruction="", choices=("a b c d", "e f g h"))
+    async with Engine(folder, engine_config(max_model_len=MAX_LEN)) as engine:
+        num_free = MAX_LEN - 1 - await engine.count_tokens(QUERY + " ")
+        ids = engine.tokenizer.encode(LONG, add_special_tokens=False)[: num_free - 1]
+        body = {"query": QUERY, "documents": ["a", engine.tokenizer.decode(ids)]}
+        found = await call(drift_sdk.openai.app(engine, reranker=reranker), "/v1/rerank", body)
+        error = found.json["error"]
+        assert (found.status, error["param"]) == (400, "documents[1]") and "and answer of" in error["message"]
 
 
 def test_the_prompt_of_qwen3_rerankers() -> None:
@@ -264,6 +275,30 @@ def test_templates_without_their_places_are_refused(template: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Reranker(template=template, instruction="")
     assert caught.value.field == "template"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"template": 5},
+        {"instruction": None},
+        {"choices": ("a", "b", "c")},
+        {"choices": ("a", "a")},
+        {"choices": ("a", "")},
+        {"choices": "ab"},
+        {"choices": None},
+        {"choices": ("a", "\ud800")},
+        {"template": "{query} {document} \ud800"},
+        {"choice": ("a", "b")},
+        {"choices": ((5,), (6,))},
+    ],
+)
+def test_values_of_another_form_are_refused(wrong: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"template": "{query} {document}", "instruction": "", "choices": ["a", "b"]}
+    assert Reranker(**given).choices == ("a", "b")
+    with pytest.raises(ConfigError) as caught:
+        Reranker(**given | wrong)
+    assert [caught.value.field] == list(wrong)
 
 
 async def test_rerankers_are_those_of_their_engines(folder: Path) -> None:

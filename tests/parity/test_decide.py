@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from model_zoo import make_model
+from model_zoo import make_model, make_overflowing
+from odd_lists import Endless, Uncounted, Unreadable
 from placement import engine_config
 
 from drift_sdk import (
@@ -22,6 +24,7 @@ from drift_sdk import (
     Engine,
     EngineConfig,
     EnginePool,
+    ExecutorError,
     NGram,
     RequestError,
     SamplingParams,
@@ -234,11 +237,6 @@ def test_a_pool_decides_too(folder: Path) -> None:
     anyio.run(main)
 
 
-class Unreadable(list[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError("no such place")
-
-
 def test_wrong_arguments(folder: Path) -> None:
     with SyncEngine(folder, config()) as engine:
         for choices, words in (
@@ -250,19 +248,41 @@ def test_wrong_arguments(folder: Path) -> None:
             ([[5], [500]], r"choices\[1\]\[0\]=500"),
             ([[5], "a" * 10_000], r"choices\[1\]: prompt of at least"),
             (Unreadable([[5]]), r"choices=.*\(ValueError\('no such place'\)\)"),
+            (Endless([[5]]), "choices=.*expected 1 to 1000 texts"),
             (["a", "\ud800"], r"choices\[1\]: expected text without lone surrogates"),
-            ([[5] * 250], "prompt of 2"),
+            ([[5] * 250], r"choices\[0\]: prompt and answer of 256 tokens: expected at most 255"),
         ):
             with pytest.raises(RequestError, match=words):
                 engine.decide([5, 6, 7, 8, 9, 10], choices)
         with pytest.raises(RequestError, match="prompt=7"):
             engine.decide(7, [[5]])
+        assert engine.decide([5, 6], Uncounted([[5]])).probabilities == (1.0,)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("choices", [[[7], [8]], [[7, 8], [8]]])
+def test_probabilities_that_overflow_are_an_error(tmp_path: Path, choices: list[list[int]]) -> None:
+    make_model(MODEL, tmp_path)
+    make_overflowing(tmp_path)
+    with SyncEngine(tmp_path, config()) as engine:
+        with pytest.raises(ExecutorError, match="choices: log-probabilities are not finite") as caught:
+            engine.decide([5, 6], choices)
+        assert not caught.value.ends_engine and engine.is_open
+
+
+async def test_a_decision_whose_request_is_cancelled_says_so(folder: Path) -> None:
+    async with Engine(folder, config()) as engine:
+        await engine.pause()
+        asked = asyncio.create_task(engine.decide([5], [[6], [7]]))
+        await asyncio.sleep(0)  # until it has submitted its request
+        assert engine.cancel("req-0")
+        with pytest.raises(DriftError, match="^req-0 was cancelled$"):
+            await asked
 
 
 async def test_a_scripted_engine_says_that_it_cannot() -> None:
     async with scripted_engine("yes") as engine:
-        with pytest.raises(DriftError, match="a script in place of a model"):
+        with pytest.raises(DriftError, match="decide: expected an engine that computes a model"):
             await engine.decide("a", ["yes", "no"])
 
 

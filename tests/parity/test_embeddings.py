@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,21 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from model_zoo import make_model
+from model_zoo import make_model, make_overflowing
+from odd_lists import Endless, Uncounted, Unreadable
 from placement import engine_config
 from tokenizers import processors
 
-from drift_sdk import Engine, EnginePool, Job, PromptTooLong, RequestError, SamplingParams, SyncEngine
+from drift_sdk import (
+    Engine,
+    EnginePool,
+    ExecutorError,
+    Job,
+    PromptTooLong,
+    RequestError,
+    SamplingParams,
+    SyncEngine,
+)
 from drift_sdk.results import StateKind
 
 MODELS = {"qwen3": 18, "gemma3": 30, "granite": 32}
@@ -147,11 +156,6 @@ def test_a_request_that_generates_reports_states_too(tmp_path: Path) -> None:
     anyio.run(main)
 
 
-class Unreadable(list[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError("no such place")
-
-
 def test_wrong_arguments(tmp_path: Path) -> None:
     make_model(MODELS["qwen3"], tmp_path)
     with SyncEngine(tmp_path, engine_config(max_model_len=64)) as engine:
@@ -169,11 +173,27 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             (([[5]],), {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: expected an integer of"),
             (([[5], [500]],), {}, r"prompts\[1\]\[0\]=500"),
             ((Unreadable([[5]]),), {}, r"prompts=.*\(ValueError\('no such place'\)\)"),
+            ((Uncounted([[5]]),), {}, r"prompts=.*\(ValueError\('not counted'\)\)"),
+            ((Endless([[5]]),), {}, "prompts=.*expected a sequence of prompts"),
+            ((range(10**12),), {}, r"prompts=range.*; \[prompt\] for one"),
             (([[5], job],), {}, r"prompts\[1\]=Job.*expected a text or token ids"),
         ):
             with pytest.raises(RequestError, match=words):
                 engine.embed(*arguments, **keywords)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "all"])
+def test_states_that_overflow_are_an_error(tmp_path: Path, pooling: StateKind) -> None:
+    """The mean of 4 and of 300 tokens too, which is computed in integers."""
+    make_model(MODELS["qwen3"], tmp_path)
+    make_overflowing(tmp_path)
+    with SyncEngine(tmp_path, engine_config(max_model_len=400)) as engine:
+        for prompt in ([5] * 4, [5] * 300):
+            with pytest.raises(ExecutorError, match=r"prompts\[0\]: hidden states are not finite") as caught:
+                engine.embed([prompt], pooling=pooling)
+            assert not caught.value.ends_engine
+        assert len(engine.generate([5], max_tokens=3, ignore_eos=True).result().token_ids) == 3
 
 
 def test_strict_engines_refuse_by_name(tmp_path: Path) -> None:

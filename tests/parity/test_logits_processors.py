@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +238,7 @@ def test_a_machine_that_leaves_no_token_ends_its_request(folder: Path) -> None:
     machine = TokenMachine((TokenState(allowed=(7,)), TokenState()))
     with SyncEngine(folder, config()) as engine:
         with pytest.raises(
-            RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
+            RequestError, match="logits_processors: they forbid the next token, 0: expected machines"
         ):
             both = [machine, TokenMachine((TokenState(forbidden=(7,)),))]
             engine.generate([5], max_tokens=5, logits_processors=both).result()
@@ -259,13 +259,39 @@ def test_a_machine_that_leaves_no_token_is_named_where_a_text_ends(
             {"max_tokens": num_before + 1, "ignore_eos": True},
         ):
             with pytest.raises(
-                RequestError, match="logits_processors: token 0, .*: expected machines that leave a token"
+                RequestError, match="logits_processors: they forbid the next token, 0: expected machines"
             ):
                 engine.generate([7] * 20, logits_processors=[machine], **options).result()
         assert engine.stats().num_running == 0
         enough = TokenMachine((*left, TokenState(allowed=(7,))))
         found = engine.generate([7] * 20, max_tokens=num_before + 1, logits_processors=[enough]).result()
         assert found.token_ids == (7,) * (num_before + 1)
+
+
+@pytest.mark.parametrize("speculation", [None, DRAFTS])
+def test_a_machine_is_named_where_another_limit_leaves_no_token(
+    folder: Path, speculation: Speculation | None
+) -> None:
+    """Beside a grammar, whose first token the machine forbids, and beside the end of reasoning."""
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}<think>"
+    fields = {"chat_template": template, "reasoning_format": "think", "speculation": speculation}
+    with SyncEngine(folder, config(**fields)) as engine:
+        machine = TokenMachine((TokenState(allowed=engine.tokenizer.encode("a", add_special_tokens=False)),))
+        options: dict[str, Any] = {"max_tokens": 9, "logits_processors": [machine]}
+        question = [{"role": "user", "content": "aaaa"}]
+        for stream in (
+            engine.generate("aaaa", **options, grammar=Regex("b")),
+            engine.generate("aaaa", **options, grammar=Regex("a{5}b")),
+            engine.chat(question, **options, thinking_budget=0),
+            engine.chat(question, **options, thinking_budget=5),
+        ):
+            with pytest.raises(
+                RequestError, match="expected machines that leave a token everywhere, also"
+            ) as caught:
+                stream.result()
+            assert caught.value.field == "logits_processors"
+        found = engine.chat(question, **options).result()
+        assert found.reasoning == "a" * 9 and engine.stats().num_running == 0
 
 
 def test_functions_are_warned_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -319,8 +345,11 @@ def test_machines_and_tables_are_values() -> None:
     for make, words in (
         (lambda: TokenMachine(()), "states=.*1 to 10000 TokenStates"),
         (lambda: TokenMachine((5,)), r"states\[0\]=5: expected a TokenState"),
-        (lambda: TokenMachine((TokenState(next={5: 1}),)), r"states\[0\]=1: expected states from 0 to 0"),
-        (lambda: TokenMachine((TokenState(otherwise=2), TokenState())), r"states\[0\]=2"),
+        (lambda: TokenMachine((TokenState(next={5: 1}),)), r"states\[0\].next\[5\]=1: .*from 0 to 0"),
+        (
+            lambda: TokenMachine((TokenState(otherwise=2), TokenState())),
+            r"states\[0\].otherwise=2: .* 0 to 1",
+        ),
         (lambda: TokenState(allowed=()), "allowed=.*1 to"),
         (lambda: TokenState(forbidden=(5, -1)), "forbidden=-1"),
         (lambda: TokenState(next={5: "a"}), "next="),
@@ -332,6 +361,62 @@ def test_machines_and_tables_are_values() -> None:
         (lambda: TokenState(next=Unreadable({5: 0})), r"next=.*\(ValueError\('no such place'\)\)"),
     ):
         with pytest.raises(RequestError, match=words):
+            make()
+
+
+def test_a_large_state_that_is_repeated_is_read_once() -> None:
+    """Reading it for each of its places would take minutes on the caller's event loop."""
+    state = TokenState(allowed=tuple(range(100_000)), next=dict.fromkeys(range(100_000), 9_999))
+    assert len(TokenMachine((state,) * 10_000).token_ids) == 100_000
+    with pytest.raises(
+        RequestError, match=r"states\[0\]\.next\[0\]=9999: expected the number of a state, from 0 to 8"
+    ):
+        TokenMachine((state,) * 9)
+
+
+@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1), np.uint8(1)])
+def test_machines_take_numbers_of_other_libraries(number: Any) -> None:
+    state = TokenState(allowed=[number], forbidden=(number,), next={number: number}, otherwise=number)
+    assert state == TokenState(allowed=(1,), forbidden=(1,), next={1: 1}, otherwise=1)
+    found = (*state.allowed, *state.forbidden, *state.next, *state.next.values(), state.otherwise)
+    assert set(map(type, found)) == {int}
+
+
+class Counted(list[Any]):
+    def __len__(self) -> int:
+        raise ValueError("not counted")
+
+
+class Changed(tuple[Any, ...]):
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("other items each time")
+
+    def __len__(self) -> int:
+        raise ValueError("not counted")
+
+
+@pytest.mark.parametrize("kind", [Counted, Changed])
+def test_classes_of_sequences_are_not_kept(kind: type[Any]) -> None:
+    """Their methods would run on the engine's thread."""
+    state, bias = TokenState(forbidden=kind([5]), allowed=kind([6])), TokenBias({5: 1.0})
+    machine = TokenMachine(kind([state]))
+    params = SamplingParams(
+        logits_processors=kind([machine, bias]),
+        stop=kind(["a"]),
+        stop_token_ids=kind([5]),
+        logprob_token_ids=kind([5]),
+        logprobs=0,
+    )
+    kept = (state.allowed, state.forbidden, machine.states, params.logits_processors)
+    kept += (params.stop, params.stop_token_ids, params.logprob_token_ids)
+    assert kept == ((6,), (5,), (state,), (machine, bias), ("a",), (5,), (5,))
+    assert set(map(type, kept)) == {tuple}
+    for most, make in (
+        (16, lambda: SamplingParams(logits_processors=kind([bias] * 17))),
+        (64, lambda: SamplingParams(stop_token_ids=kind([5] * 65))),
+        (10_000, lambda: TokenMachine(kind([state] * 10_001))),
+    ):
+        with pytest.raises(RequestError, match=f"expected .*{most} "):
             make()
 
 
@@ -375,6 +460,61 @@ def test_a_stop_function_that_fails_ends_its_request(folder: Path) -> None:
             with pytest.raises(RequestError, match=f"stop_when: {words}"):
                 engine.generate([5], max_tokens=5, stop_when=function).result()
         assert engine.stats().num_running == 0
+        assert len(engine.generate([5], max_tokens=5, ignore_eos=True).result().token_ids) == 5
+
+
+@pytest.mark.parametrize("speculation", [None, DRAFTS])
+def test_a_stop_function_that_changes_its_ids_changes_nothing_else(
+    folder: Path, speculation: Speculation | None
+) -> None:
+    shown: list[tuple[int, ...]] = []
+
+    def keep(token_ids: Sequence[int], text: str) -> bool:
+        shown.append(tuple(token_ids))
+        return False
+
+    def clear(token_ids: Any, text: str) -> bool:
+        shown.append(tuple(token_ids))
+        token_ids.clear()
+        return len(shown) == 3
+
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    with SyncEngine(folder, config(speculation=speculation)) as engine:
+        found = engine.generate([5, 6] * 9, stop_when=keep, **options).result()
+        assert shown == [found.token_ids[:n] for n in range(1, 21)]
+        shown.clear()
+        short = engine.generate([5, 6] * 9, stop_when=clear, min_tokens=4, **options).result()
+        assert short.token_ids == found.token_ids[:6]
+        assert shown == [short.token_ids[:4], short.token_ids[4:5], short.token_ids[5:]]
+
+
+WAITS: dict[str, Callable[[SyncEngine], object]] = {
+    "result": lambda engine: engine.generate([7], max_tokens=1).result(),
+    "embed": lambda engine: engine.embed([[7]]),
+    "update": lambda engine: engine.update_weights({"model.norm.weight": torch.ones(1)}),
+    "close": lambda engine: engine.close(),
+    "awaited": lambda engine: anyio.run(engine._engine.embed, [[7]]),
+    "paused": lambda engine: anyio.run(engine._engine.pause),
+    "asleep": lambda engine: anyio.run(engine._engine.sleep),
+    "replaced": lambda engine: anyio.run(engine._engine.update_weights, {}),
+    "closed": lambda engine: anyio.run(engine._engine.aclose),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_function_cannot_wait_for_its_own_engine(folder: Path, name: str) -> None:
+    """It would wait for itself, and all requests with it. Other engines, it may wait for."""
+    with SyncEngine(folder, config()) as engine, SyncEngine(folder, config()) as other:
+
+        def wait(token_ids: Sequence[int], given: Any) -> None:
+            if name == "embed":
+                assert len(other.embed([[7]])) == 1
+            assert engine.stats().num_running == 1 and not engine.cancel("another")
+            WAITS[name](engine)
+
+        for options in ({"stop_when": wait}, {"logits_processors": [wait]}):
+            with pytest.raises(RequestError, match="RuntimeError.* cannot wait for its own engine"):
+                engine.generate([5], max_tokens=5, **options).result(timeout=60)
         assert len(engine.generate([5], max_tokens=5, ignore_eos=True).result().token_ids) == 5
 
 

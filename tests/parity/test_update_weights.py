@@ -6,7 +6,8 @@ import asyncio
 import random
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from expert_zoo import QUANTISED, make_expert_model, quantise_folder
 from family_zoo import draw_model
+from hybrid_parity import stacked_and_each
 from hybrid_zoo import make_hybrid_model
 from local_host import LocalHostEngine
 from model_zoo import make_model, save_tokenizer
@@ -124,12 +126,39 @@ def test_tokens_are_those_of_an_engine_with_the_new_files(name: str, tmp_path: P
     check(folder, changed(tensors_of(folder)))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_vision", "qwen3_next"])
 def test_models_with_recurrent_layers(family: str, tmp_path: Path) -> None:
     """Rows of their projections stand in another order than in files, and experts beside them."""
     folder = tmp_path / "model"
     make_hybrid_model(family, 3, folder)
     check(folder, moved(tensors_of(folder)))
+
+
+def test_names_are_those_of_files_of_models_that_read_images_too(tmp_path: Path) -> None:
+    """In errors as well."""
+    make_hybrid_model("qwen3_5_vision", 3, tmp_path)
+    norm, other = "model.language_model.norm.weight", "model.language_model.layers.9.mlp.up_proj.weight"
+    old = tensors_of(tmp_path)[norm]
+    with SyncEngine(tmp_path, config()) as engine:
+        before = weights_of(engine)
+        for given, words in (
+            ({norm: old[1:]}, rf"tensors\['{norm}'\]: shape"),
+            ({norm: old, other: old}, rf"tensors\['{other}'\]: no tensor of this model"),
+            ({norm: old, "model.norm.weight": old}, f"{norm}.*, expected one of them"),
+        ):
+            with pytest.raises(RequestError, match=words):
+                engine.update_weights(given)
+        assert same(weights_of(engine), before)
+        engine.update_weights({norm: old + 1})
+        assert not same(weights_of(engine), before)
+
+
+def test_names_are_those_of_files_without_a_head(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(MODELS["qwen3"], folder)
+    named = {name.removeprefix("model."): tensor for name, tensor in tensors_of(folder).items()}
+    assert "embed_tokens.weight" in named
+    check(saved(folder, named), changed(named))
 
 
 def test_models_with_latent_attention(tmp_path: Path) -> None:
@@ -145,6 +174,44 @@ def test_mixtures_of_experts(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_expert_model(name, folder)
     check(folder, moved(tensors_of(folder)))
+
+
+@pytest.mark.parametrize(
+    "parts", [("0.up_proj.weight", "1.gate_proj.weight", "2.down_proj.weight"), ("down_proj", "gate_up_proj")]
+)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_moe"])
+def test_a_tensor_of_experts_alone(family: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    """In the layout of the files of either family, whichever the folder has."""
+    folder, prefix = tmp_path / "model", "model.layers.0.mlp.experts"
+    if family == "qwen3_moe":
+        make_expert_model(family, folder)
+    else:
+        make_hybrid_model(family, 3, folder)
+    names = [f"{prefix}.{part}" for part in parts]
+    layout = stacked_and_each(tensors_of(folder))[len(parts) == 3]
+    new = moved({name: layout[name] for name in names})
+    with SyncEngine(saved(folder, layout | new), config()) as engine:
+        wanted = weights_of(engine)
+    with SyncEngine(folder, config()) as engine:
+        assert not same(weights_of(engine), wanted)
+        for name in names:
+            engine.update_weights({name: new[name]})
+        assert same(weights_of(engine), wanted)
+
+
+@pytest.mark.parametrize("is_each", [True, False])
+def test_quantised_experts_in_another_layout_are_refused_by_name(is_each: bool, tmp_path: Path) -> None:
+    """Those with a tensor for each matrix are quantised one by one; those in one tensor are not."""
+    make_hybrid_model("qwen3_5_moe", 3, tmp_path / "model")
+    layouts = stacked_and_each(tensors_of(tmp_path / "model"))
+    own, other = layouts[is_each], layouts[not is_each]
+    with SyncEngine(saved(tmp_path / "model", own), config(weights="fp8")) as engine:
+        before, tokens = weights_of(engine), answers(engine)
+        with pytest.raises(RequestError, match=r"layers\.0\..*\.experts\..*, as in the model's files"):
+            engine.update_weights(other)
+        assert same(weights_of(engine), before) and answers(engine) == tokens
+        engine.update_weights(own)
+        assert same(weights_of(engine), before)
 
 
 def test_experts_in_mxfp4_are_refused_by_name(tmp_path: Path) -> None:
@@ -240,6 +307,19 @@ class Unreadable(dict[str, torch.Tensor]):
         raise ValueError("no such place")
 
 
+class Endless(Mapping[str, torch.Tensor]):
+    """Says that it has one item."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.ones(3)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, count())
+
+    def __len__(self) -> int:
+        return 1
+
+
 class Wrapper(torch.Tensor):
     """A tensor that computes by other ones, as distributed tensors do."""
 
@@ -263,8 +343,8 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
     nan[3] = float("nan")
     wrong: list[tuple[Any, str]] = [
         ({"model.layers.3.mlp.up_proj.weight": new[up]}, r"layers.3.mlp.up_proj.weight'\]: .* of this model"),
-        ({f"base_model.{up}": new[up]}, f"no tensor of this model: expected names as '{up}'"),
-        ({"layers.2.mlp.up_proj.weight": new[up]}, f"no tensor of this model: expected names as '{up}'"),
+        ({f"base_model.{up}": new[up]}, f"no tensor of this model: expected names such as '{up}'"),
+        ({"layers.2.mlp.up_proj.weight": new[up]}, f"no tensor of this model: expected names such as '{up}'"),
         ({up: new[up].T.contiguous()}, rf"{up}'\]: shape \[48, 80\]: expected shape \[80, 48\]"),
         ({up: new[up].to(torch.int32)}, rf"{up}'\]: stored as torch.int32: expected float32"),
         ({norm: nan}, rf"{norm}'\]: not finite: expected finite numbers"),
@@ -273,6 +353,7 @@ def test_a_wrong_tensor_changes_nothing(tmp_path: Path) -> None:
         ({up: torch.Tensor._make_subclass(Wrapper, new[up])}, rf"{up}'\]: of Wrapper.*: expected a dense"),
         ({up: without_storage(new[up])}, "tensors, all of which can be read"),
         (Unreadable(new), r"tensors that can be read \(ValueError"),
+        (Endless(), r"tensors that can be read \(ValueError\('more than 1 items'\)"),
         ({up: new[up].numpy()}, "names, each with a tensor of torch"),
         ({5: new[up]}, "names, each with a tensor of torch"),
         ({}, "not empty"),
@@ -301,6 +382,17 @@ def test_a_part_of_a_quantised_layer_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=r"layers.1.*missing: expected the other tensors of layer 1"):
             engine.update_weights(changed({name: tensors_of(tmp_path)[name]}))
         assert same(weights_of(engine), before)
+
+
+def test_numbers_that_overflow_when_they_are_quantised_change_nothing(tmp_path: Path) -> None:
+    make_model(1, tmp_path)
+    new, name = tensors_of(tmp_path), "model.layers.1.mlp.gate_proj.weight"
+    new[name][:, 0] = torch.finfo(torch.float32).max
+    with SyncEngine(tmp_path, config(weights="int4")) as engine:
+        before = weights_of(engine)
+        with pytest.raises(RequestError, match=f"^tensors: .*{name} has NaN, infinity or numbers too large"):
+            engine.update_weights(new)
+        assert same(weights_of(engine), before) and engine.is_open
 
 
 def test_a_tied_head_has_to_be_the_embedding(tmp_path: Path) -> None:

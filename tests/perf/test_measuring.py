@@ -43,12 +43,13 @@ def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(even_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command measures shorter generations."""
     monkeypatch.setattr(decode, "DecodeOptions", partial(DecodeOptions, lengths=SHORT))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("even_clock")
 async def test_decode_run_has_plausible_figures(tiny: Model) -> None:
     options = DecodeOptions(repeats=2, lengths=(2, 34), max_model_len=128)
     reported: list[Any] = []

@@ -61,6 +61,7 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
+@pytest.mark.usefixtures("even_clock")
 @pytest.mark.parametrize("weights", slow_after(1, [None, "fp8-blocks"]))
 def test_the_layer_drafts(weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "DecodeOptions", partial(DecodeOptions, lengths=(8, 40)))
@@ -218,6 +219,7 @@ GEMMA = PUBLISHED["gemma-4-shapes"] | {
 }
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_an_assistant_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "DecodeOptions", partial(DecodeOptions, lengths=(8, 40)))
     monkeypatch.setitem(PUBLISHED, "tiny-hybrid", GEMMA)

@@ -55,7 +55,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(even_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIFT_COMMIT", "abc")
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
     monkeypatch.setattr(report, "find_spec", lambda name: None)  # no pictures

@@ -27,6 +27,7 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perf.harness.recording.read_bandwidth_tb_s", lambda device: 0.01)
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_speculative_writes_drafted_and_plain_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "DecodeOptions", partial(DecodeOptions, lengths=(8, 72)))
     out = tmp_path / "speculative.json"

@@ -15,7 +15,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tolerances import bound
 
-__all__ = ["NUM_MODELS", "first_layers", "logprob_bound", "make_model", "random_model", "save_tokenizer"]
+__all__ = [
+    "NUM_MODELS",
+    "first_layers",
+    "logprob_bound",
+    "make_model",
+    "make_overflowing",
+    "random_model",
+    "save_tokenizer",
+]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -259,6 +267,15 @@ def first_layers(folder: Path, small: Path, num_layers: int) -> Path:
     kinds = {"layer_types": config["layer_types"][:num_layers]} if "layer_types" in config else {}
     (small / "config.json").write_text(json.dumps(config | kinds | {"num_hidden_layers": num_layers}))
     return small
+
+
+def make_overflowing(folder: Path) -> None:
+    """Change a saved model's weights so that hidden states overflow in float32."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"].mul_(1e30)
+    tensors["model.layers.0.mlp.down_proj.weight"].mul_(1e30)
+    save_file(tensors, file, {"format": "pt"})
 
 
 def random_model(model_class: Any, config: Any, *, seed: int) -> Any:

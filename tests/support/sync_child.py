@@ -21,6 +21,7 @@ engine = SyncEngine("scripted", open_model=ScriptedModel("fine"))  # global, so 
 def main() -> None:
     engine.start()
     stream = engine.generate("x", max_tokens=500, ignore_eos=True)
+    next(stream)  # no module is being imported by a thread that the child lacks
     pid = os.fork()
     if pid == 0:
         check_child()

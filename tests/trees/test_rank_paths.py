@@ -146,6 +146,7 @@ FILES = {
     "deep.json": ("[" * 16_000, "file", "a readable JSON file"),
     "large.json": (" " * 2**14 + "7", "file", "at most 16384 bytes"),
     "unknown.toml": ("top_k = 2\nwidth = 3", "width", "unknown field"),
+    "misspelt.json": ('{"pathz": [[0]]}', "pathz", r"\(did you mean paths\?\), expected one of depth"),
     "both.json": ('{"paths": [[0]], "depth": 2}', "depth", "unknown field"),
     "wrong.toml": ("top_k = 0", "top_k", "an integer from 1 to 16"),
     "wrong.json": ('[["0"]]', "paths", "from 0 to 15"),

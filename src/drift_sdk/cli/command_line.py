@@ -98,7 +98,8 @@ def flush_stdout() -> bool:
 
 def describe_error(error: Exception, options: argparse.Namespace) -> str:
     """The error's message, naming the option instead of the field where the field has one."""
-    if not isinstance(error, FieldError) or not hasattr(options, error.field):
+    # The model is an argument without a name.
+    if not isinstance(error, FieldError) or error.field == "model" or not hasattr(options, error.field):
         return str(error)
 
     return f"{option_name(error.field)} {short_repr(error.value)}: expected {error.allowed}"

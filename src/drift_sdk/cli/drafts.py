@@ -131,17 +131,17 @@ def layers_by_convention(
     head.
     """
     # Imported here, so that the command line starts without torch.
-    from drift_sdk.families import read_spec
     from drift_sdk.loading.source import resolve
     from drift_sdk.models.assistant import is_assistant
     from drift_sdk.models.dflash import read_head_config
     from drift_sdk.models.draft_head import is_whole_model
+    from drift_sdk.startup.model_startup import read_model
 
     assert config.speculation is not None and isinstance(config.speculation.draft, str | Path)
     find = partial(
         resolve, cache_dir=config.cache_dir, local_files_only=config.local_files_only, has_weights=False
     )
-    target = read_spec(find(model, revision=config.revision).config)
+    target = read_model(find(model, revision=config.revision), config)
     source = find(config.speculation.draft, role="draft")
     for is_other, name in (
         (is_assistant(source.config), "an assistant"),

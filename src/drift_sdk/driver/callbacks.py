@@ -5,7 +5,6 @@ Calls of `on_event` run on a thread of their own, so that they delay neither tok
 
 from __future__ import annotations
 
-import inspect
 import logging
 import queue
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
+from drift_sdk._fields import is_coroutine_function
 from drift_sdk.driver.loops import LoopClosed, LoopPoster
 from drift_sdk.errors import ConfigError
 from drift_sdk.events import (
@@ -109,12 +109,6 @@ def check_on_progress(on_progress: object) -> None:
 
     allowed = "a function that takes a Progress, not a coroutine function, or None"
     raise ConfigError.of("on_progress", on_progress, allowed)
-
-
-def is_coroutine_function(function: object) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - of an object whose class has an async __call__
-    )
 
 
 MAX_WAITING = 10_000

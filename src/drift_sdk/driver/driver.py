@@ -140,6 +140,11 @@ class Driver(Startable):
     def is_closing(self) -> bool:
         return bool(self._deadlines)
 
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller runs on the engine's thread, as functions of requests do."""
+        return threading.current_thread() is self._thread
+
     def send(self, command: Command) -> None:
         """Queue a command for the engine's thread. If that has ended, the command's latch, if it has one, is
         set with EngineClosed, or with ExecutorError if the engine has failed."""

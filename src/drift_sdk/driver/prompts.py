@@ -181,10 +181,10 @@ class AnsweredPrompt(Struct, frozen=True):
             if isinstance(self.answer, str):
                 answer_ids = encode(self.answer, model, add_special_tokens=False)
             answer_ids = checked_ids(answer_ids, model, given=self.answer)
+            check_length(len(ids) + len(answer_ids), model, what="prompt and answer")
         except RequestError as error:
             raise in_place(error, self.place) from error
 
-        check_length(len(ids) + len(answer_ids), model)
         return PreparedPrompt([*ids, *answer_ids], first_scored=len(ids))
 
     def num_tokens(self, model: ModelText) -> int:
@@ -224,6 +224,7 @@ class FramedPrompt(Struct, frozen=True):
             if num_fixed < most or len(first) + len(last) <= most:
                 return [*first[: most - len(last)], *last]
 
+        check_length(num_fixed + 1, model, "at least ")  # with one token of the text
         allowed = f"more than {num_fixed}, the tokens of the prompt without the document"
         raise RequestError.of("truncate_prompt_tokens", most, allowed)
 
@@ -329,13 +330,13 @@ def in_place(error: RequestError, place: str) -> RequestError:
     return type(error)(message, field=place, value=error.value, allowed=error.allowed)
 
 
-def check_length(num_tokens: int, model: ModelText, bound: str = "") -> None:
+def check_length(num_tokens: int, model: ModelText, bound: str = "", *, what: str = "prompt") -> None:
     """PromptTooLong for a prompt that leaves no room for a token. `bound`: words before the number in the
-    message."""
+    message; `what`: is so long."""
     if num_tokens >= model.max_model_len:
         allowed = f"at most {model.max_model_len - 1} tokens (max_model_len - 1)"
         raise PromptTooLong(
-            f"prompt of {bound}{num_tokens} tokens: expected {allowed}",
+            f"{what} of {bound}{num_tokens} tokens: expected {allowed}",
             field="prompt",
             value=num_tokens,
             allowed=allowed,

@@ -198,7 +198,7 @@ class Request:
         self._answer: list[Split] = []  # what it has found
         self._token_starts = array("L")  # with a splitter: where in the text each token begins
         self._num_chars = 0
-        self._seen_ids: list[int] = []  # what `stop_when` has been shown
+        self._seen_ids: list[int] = []  # what `stop_when` has been shown, and may have changed
         self._seen_text = ""
         self._completion_ids: list[int] = []
         self._weights_versions: tuple[int, int] | None = None
@@ -423,8 +423,7 @@ class Request:
             if stop_when is not None and stop is None:
                 self._seen_ids.append(token_id)
                 self._seen_text += text
-                is_long = len(self._seen_ids) >= self.params.min_tokens
-                if is_long and self._should_stop(stop_when):
+                if index + 1 >= num_unmatched and self._should_stop(stop_when):
                     return "".join(texts), index + 1, "stop_when"
 
             if stop is not None:

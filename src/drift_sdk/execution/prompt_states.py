@@ -29,6 +29,7 @@ class StateGatherer:
     def __init__(self, kind: StateKind) -> None:
         self._kind = kind
         self._sum: Tensor | None = None
+        self._zero: Tensor | None = None  # NaN if a number is not finite, which integers cannot tell
         self._num_rows = 0
         self._parts: list[Tensor] = []  # on the host
 
@@ -49,18 +50,18 @@ class StateGatherer:
                 self._keep(normed)
                 continue
 
-            part = (normed.to(torch.float64) * FIXED_POINT).round_().to(torch.int64).sum(dim=0, keepdim=True)
+            wide = normed.to(torch.float64)
+            part = (wide * FIXED_POINT).round_().to(torch.int64).sum(dim=0, keepdim=True)
+            zero = wide.sum() * 0.0
             self._sum = part if self._sum is None else self._sum + part
+            self._zero = zero if self._zero is None else self._zero + zero
             self._num_rows += len(rows)
-        if is_last and self._sum is not None:
-            self._keep(self._sum)
+        if is_last and self._sum is not None and self._zero is not None:
+            self._keep(self._sum.to(torch.float64) / (FIXED_POINT * self._num_rows) + self._zero)
 
     def result(self) -> PromptStates:
         """The states; call it once, when the step of the last chunk has ended."""
-        rows = torch.cat(self._parts)
-        if self._kind == "mean":
-            rows = rows.to(torch.float64) / (FIXED_POINT * self._num_rows)
-        rows = rows.to(torch.float32).contiguous()
+        rows = torch.cat(self._parts).to(torch.float32).contiguous()
         return PromptStates(num_rows=len(rows), size=rows.shape[1], data=rows.numpy().tobytes())
 
     def _keep(self, rows: Tensor) -> None:

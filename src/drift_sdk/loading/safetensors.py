@@ -103,11 +103,7 @@ class SafetensorsFolder:
         self._folder = folder
         self._entries = {file: _entries(folder / file) for file in self._handles}
         self._check_places(files)
-        self._stored_names = _text_names(files, folder)
-        if is_decoder and FIRST_TENSOR in files:
-            self._stored_names = {
-                name if name.startswith(HEAD_PREFIX) else f"{MODEL_PREFIX}{name}": name for name in files
-            }
+        self._stored_names = text_names(files, str(folder), is_decoder=is_decoder)
         self._files = {name: files[stored] for name, stored in self._stored_names.items()}
 
     def _check_places(self, files: dict[str, str]) -> None:
@@ -173,9 +169,15 @@ class SafetensorsFolder:
             raise ModelLoadError(f"{self.file(name)}: tensor {name} cannot be read: {error}") from error
 
 
-def _text_names(stored_names: Collection[str], folder: Path) -> dict[str, str]:
-    """The names in the files of the tensors of the text model, by their names without other parts. Raises
-    ModelLoadError for two tensors that have the same name then."""
+def text_names(stored_names: Collection[str], place: str, *, is_decoder: bool) -> dict[str, str]:
+    """The names in files of the tensors of the text model, by their names in a model of text with a head.
+    Raises ModelLoadError naming `place` for two tensors that have the same name then. is_decoder: as of
+    `SafetensorsFolder`."""
+    if is_decoder and FIRST_TENSOR in stored_names:
+        return {
+            name if name.startswith(HEAD_PREFIX) else f"{MODEL_PREFIX}{name}": name for name in stored_names
+        }
+
     if not any(name.startswith(TEXT_PREFIXES) for name in stored_names):
         return {name: name for name in stored_names}
 
@@ -192,7 +194,7 @@ def _text_names(stored_names: Collection[str], folder: Path) -> dict[str, str]:
             continue
 
         if text_name in found:
-            raise ModelLoadError(f"{folder}: tensors {found[text_name]} and {name}, expected one of them")
+            raise ModelLoadError(f"{place}: tensors {found[text_name]} and {name}, expected one of them")
 
         found[text_name] = name
 

@@ -20,7 +20,8 @@ import torch
 from msgspec import Struct, structs
 from torch import Tensor
 
-from drift_sdk.errors import RequestError, error_repr, is_out_of_memory
+from drift_sdk.errors import ModelLoadError, RequestError, error_repr, is_out_of_memory
+from drift_sdk.loading.safetensors import text_names
 from drift_sdk.loading.tensors import STORED_DTYPES
 from drift_sdk.models.allocation import Allocation, MatrixReader, fill_places
 from drift_sdk.models.decoder import Decoder
@@ -82,7 +83,8 @@ class Write(Struct, frozen=True):
 
 @torch.inference_mode()
 def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arrange | None = None) -> None:
-    """Replace weights of a decoder by tensors with the names of its files.
+    """Replace weights of a decoder by tensors with the names of its files, also of a model that reads images
+    as well, whose other parts are left out.
 
     arrange: of the executor, if it arranges quantised matrices.
 
@@ -92,12 +94,22 @@ def update_weights(decoder: Decoder, tensors: Mapping[str, Tensor], arrange: Arr
     of its tensors is missing; and for weights that files store quantised.
     """
     check_form(decoder)
+    given_names: dict[str, str] = {}
     try:
         tensors = plain(tensors)
+        given_names = text_names(tensors, FIELD, is_decoder=True)
+        tensors = {name: tensors[given] for name, given in given_names.items()}
         writes = planned(decoder, tensors)
         check_finite(tensors, decoder.dtype)
-    except RequestError:
-        raise
+    except ModelLoadError as error:  # of two names for one tensor
+        raise RequestError(str(error), field=FIELD) from error
+    except RequestError as error:
+        given = given_names.get(error.value) if isinstance(error.value, str) else None
+        if given in (None, error.value):
+            raise
+
+        message = str(error).replace(repr(error.value), repr(given), 1)
+        raise RequestError(message, field=FIELD, value=given, allowed=error.allowed) from error
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise no_room(error) from error
     except Exception as error:  # a tensor without its storage, or of a class that runs code of the caller
@@ -219,7 +231,7 @@ def unknown(name: str, spec: ModelSpec) -> RequestError:
     names = tensor_shapes(spec)
     alike = [own for own in names if f".{name}".endswith(f".{own}") or own.endswith(f".{name}")]
     return wrong(
-        name, "no tensor of this model", f"names as {alike[0] if alike else spec.names.final_norm!r}"
+        name, "no tensor of this model", f"names such as {alike[0] if alike else spec.names.final_norm!r}"
     )
 
 
@@ -302,7 +314,8 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange: Arrange | None) -> Any:
-    """The weights of a part, loaded as at the start."""
+    """The weights of a part, loaded as at the start. RequestError for numbers that are not finite when they
+    are quantised."""
     reader = MatrixReader(
         source, decoder.form, device=decoder.device, dtype=decoder.dtype, on_read=lambda: None
     )
@@ -311,6 +324,12 @@ def loaded(decoder: Decoder, part: Part, source: GivenTensors, arrange: Arrange 
     for _ in fill_places(allocation.places, source):
         pass
     allocation.finish()
+    try:
+        reader.finite.finish()
+    except ModelLoadError as error:
+        allowed = "numbers that are finite when they are quantised"
+        raise RequestError(f"{FIELD}: {error}", field=FIELD, allowed=allowed) from error
+
     return weights if arrange is None else arrange(weights, decoder.dtype, part.channel)
 
 
@@ -329,10 +348,25 @@ def staged(
             continue
 
         weights = loaded(decoder, write.part, source, arrange)
-        for own, new in zip(leaves(write.part.weights), leaves(weights), strict=True):
-            targets, sources = tensors_in(own), tensors_in(new)
-            pairs += [(target, each.cpu()) for target, each in zip(targets, sources, strict=True)]
+        targets, sources = all_tensors(write.part.weights), all_tensors(weights)
+        if len(targets) != len(sources):
+            raise other_layout(write, is_each=len(targets) > len(sources))
+
+        pairs += [(target, each.cpu()) for target, each in zip(targets, sources, strict=True)]
     return pairs
+
+
+def other_layout(write: Write, *, is_each: bool) -> RequestError:
+    """The error for experts in one tensor where those in use are quantised one by one, and the other way
+    round. is_each: the ones in use have a tensor for each matrix of an expert."""
+    name = next(name for name in write.names if ".experts." in name)
+    forms = ("one tensor for all experts", "a tensor for each matrix of an expert")
+    return wrong(name, forms[not is_each], f"{forms[is_each]}, as in the model's files")
+
+
+def all_tensors(weights: Any) -> list[Tensor]:
+    """All tensors of a tree of weights, in order."""
+    return [tensor for leaf in leaves(weights) for tensor in tensors_in(leaf)]
 
 
 def tensors_in(leaf: Tensor | QuantisedWeight) -> tuple[Tensor, ...]:

@@ -129,17 +129,19 @@ def stored_layout(
 
     layer: prefix of the layer's tensors.
     """
-    prefix = f"{names.prefix(layer)}.{names.experts}"
-    stacked, layout = f"{prefix}.{names.gate_up}", names.layout
-    if stacked in tensors.names():
-        # Where inner and outer dimension are equal, the family decides.
-        shapes: dict[tuple[int, ...], ExpertLayout] = {
-            (experts.num_experts, 2 * experts.intermediate_size, hidden): "stacked",
-            (experts.num_experts, hidden, 2 * experts.intermediate_size): "transposed",
+    prefix, stored = f"{names.prefix(layer)}.{names.experts}", tensors.names()
+    size, layout = experts.intermediate_size, names.layout
+    shapes = {f"{prefix}.{names.gate_up}": (2 * size, hidden), f"{prefix}.{names.down}": (hidden, size)}
+    stacked = next((name for name in shapes if name in stored), None)
+    if stacked is not None:
+        rows, columns = shapes[stacked]
+        layouts: dict[tuple[int, ...], ExpertLayout] = {
+            (experts.num_experts, rows, columns): "stacked",
+            (experts.num_experts, columns, rows): "transposed",
         }
-        shape = tensors.shape(stacked)
-        layout = shapes.get(shape, layout) if len(shapes) == 2 or layout == "each" else layout
-    elif f"{prefix}.0.{names.gate}.weight" in tensors.names():
+        if rows != columns or layout == "each":  # otherwise the family decides
+            layout = layouts.get(tensors.shape(stacked), layout)
+    elif any(map(re.compile(rf"{re.escape(prefix)}\.\d+\.").match, stored)):
         layout = "each"
     return replace_fields(names, layout=layout)
 

@@ -35,6 +35,7 @@ from drift_sdk.openai.conversation import (
     described_tool,
     effort_args,
     params_of,
+    shown,
 )
 from drift_sdk.openai.service import DONE, Event, Generation, Service, new_id, respond
 from drift_sdk.openai.wire import Body, Strict, Wire, described, shaped
@@ -252,8 +253,10 @@ class TextChoice:
         text_of = self._log.text_of
         return {
             "tokens": [text_of(entry.token_id) for _, entry in taken],
-            "token_logprobs": [entry.logprob for _, entry in taken],
-            "top_logprobs": [{text_of(token): value for token, value in entry.top} for _, entry in taken],
+            "token_logprobs": [shown(entry.logprob) for _, entry in taken],
+            "top_logprobs": [
+                {text_of(token): shown(value) for token, value in entry.top} for _, entry in taken
+            ],
             "text_offset": [offset for offset, _ in taken],
         }
 

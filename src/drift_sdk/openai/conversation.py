@@ -80,7 +80,15 @@ class TokenLog:
 
     def _token_json(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self.bytes_of(token_id)
-        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+        return {"token": data.decode(errors="replace"), "logprob": shown(logprob), "bytes": list(data)}
+
+
+LEAST_LOGPROB = -9999.0
+
+
+def shown(logprob: float) -> float:
+    """A log-probability as JSON has it: at least LEAST_LOGPROB, as of OpenAI, also for NaN."""
+    return max(LEAST_LOGPROB, logprob)
 
 
 Ended = Literal["stop", "length", "tool_calls"]

@@ -331,7 +331,8 @@ async def judged(
             tasks.start_soon(decide, pair)
     for pair in different.values():
         if pair in errors:
-            request.state.error_names = {"prompt": pair.document_field}
+            fields = ("prompt", "choices[0]", "choices[1]")  # an answer that does not fit behind a document
+            request.state.error_names = dict.fromkeys(fields, pair.document_field)
             raise errors[pair]
 
     num_tokens = sum(each.num_tokens for each in decisions.values())

@@ -39,20 +39,21 @@ from drift_sdk import (
     Samples,
     SamplingParams,
 )
+from drift_sdk._fields import ConfigFields, is_unicode
 from drift_sdk.openai.wire import BodyT, Cancelled, Unauthorised, UnknownModel, decode
 
 PLACE = re.compile(r"\{(instruction|query|document)\}")
 
 
-class Reranker(Struct, frozen=True, kw_only=True):
+class Reranker(Struct, frozen=True, kw_only=True, metaclass=ConfigFields):
     """How a model that generates text judges a document.
 
-    template:    the prompt, tokenised without special tokens: a text with the places {query}, {instruction},
-                 and {document} once.
+    template:    the prompt, tokenised without special tokens: a text with {query}, with {document} once, and
+                 with {instruction} if the model is to read one.
     instruction: what the query asks for, where a request does not say it.
-    choices:     the answers of which the first one means that the document is relevant.
+    choices:     two different answers, of which the first one means that the document is relevant.
 
-    ConfigError for a template without these places.
+    ConfigError for a value of another form.
     """
 
     template: str
@@ -60,6 +61,18 @@ class Reranker(Struct, frozen=True, kw_only=True):
     choices: tuple[str, str] = ("yes", "no")
 
     def __post_init__(self) -> None:
+        for field in ("template", "instruction"):
+            text = getattr(self, field)
+            if not isinstance(text, str) or not is_unicode(text):
+                raise ConfigError.of(field, text, "a text without lone surrogates")
+
+        choices = tuple(self.choices) if isinstance(self.choices, list) else self.choices
+        is_pair = isinstance(choices, tuple) and len(choices) == 2 and choices[0] != choices[1]
+        if not is_pair or not all(isinstance(each, str) and each and is_unicode(each) for each in choices):
+            allowed = "two different texts, not empty, without lone surrogates"
+            raise ConfigError.of("choices", choices, allowed)
+
+        msgspec.structs.force_setattr(self, "choices", choices)
         places = PLACE.findall(self.template)
         if "query" not in places or places.count("document") != 1:
             raise ConfigError.of("template", self.template, "a text with {query}, and {document} once")

@@ -13,19 +13,23 @@ null means the default, since clients send null for unset fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
+import msgspec.inspect
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from drift_sdk import DriftError, EngineClosed, PromptTooLong, QueueFull, RequestError
+from drift_sdk._fields import nearest_name
 
 MAX_NAME_CHARS = 100
 MISSING = re.compile("Object missing required field `(.*)`")
+PATH_PART = re.compile(r"\.(\w+)|\[[^]]*\]")
+"""A part of the path of a value: a field, or a place in a list, which has no name."""
 
 
 class Wire(Struct):
@@ -82,7 +86,9 @@ def read(values: Mapping[str, Any], kind: type[BodyT]) -> BodyT:
             fields[name] = value
         elif name not in kind.refused:
             shown = repr(name[:MAX_NAME_CHARS])
-            message = f"{shown}: unknown field, expected a field of the protocol"
+            known = (*kind.sampling_names, *kind.__struct_fields__)
+            hint = nearest_name(name[:MAX_NAME_CHARS], known)
+            message = f"{shown}: unknown field{hint}, expected a field of the protocol"
             raise RequestError(message, field=name[:MAX_NAME_CHARS], value=value)
         elif not any(value == accepted and type(value) is type(accepted) for accepted in kind.refused[name]):
             allowed = " or ".join([*map(repr, kind.refused[name]), "null"])
@@ -103,7 +109,34 @@ def convert(value: object, kind: type[T], place: str = "") -> T:
         missing = MISSING.fullmatch(what)
         inside = f".{missing[1]}" if missing is not None else ""
         field = f"{place}{path.removesuffix('`')}{inside}".removeprefix(".") or "body"
+        if what.startswith("Invalid enum value") and (literals := literals_at(kind, path)):
+            allowed = f"one of {', '.join(map(repr, literals))}"
+            raise RequestError(
+                f"{field}: {what}, expected {allowed}", field=field, allowed=allowed
+            ) from error
+
         raise RequestError(f"{field}: {what}", field=field) from error
+
+
+def literals_at(kind: object, path: str) -> list[Any]:
+    """The values that Literals allow at a path inside a type, such as `.messages[0].role`."""
+    found = alternatives([msgspec.inspect.type_info(kind)])
+    for name in PATH_PART.findall(path):
+        inside: list[msgspec.inspect.Type] = []
+        for each in found:
+            match each:
+                case msgspec.inspect.StructType() if name:
+                    inside += [field.type for field in each.fields if field.encode_name == name]
+                case msgspec.inspect.ListType() if not name:
+                    inside.append(each.item_type)
+        found = alternatives(inside)
+    return [value for each in found if isinstance(each, msgspec.inspect.LiteralType) for value in each.values]
+
+
+def alternatives(types: Sequence[msgspec.inspect.Type]) -> list[msgspec.inspect.Type]:
+    """The types, with the parts of unions in their place."""
+    unions = [each.types if isinstance(each, msgspec.inspect.UnionType) else (each,) for each in types]
+    return [each for parts in unions for each in parts]
 
 
 def check_size(values: object, most: int) -> None:

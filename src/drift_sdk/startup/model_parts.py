@@ -39,7 +39,7 @@ from drift_sdk.models.shard import Shard, cut_head, load_shard, shard_obstacles
 from drift_sdk.models.weights import odd_columns, weight_bytes
 from drift_sdk.quantised.scheme import Scheme
 from drift_sdk.spec.model import Attention, Experts, ModelSpec
-from drift_sdk.speculation import MTP, Chain, NGram, Speculation
+from drift_sdk.speculation import DRAFT_FILES, MTP, Chain, NGram, Speculation
 from drift_sdk.startup.sizing import DeviceMemory, opening_lock
 
 log: logging.Logger = logging.getLogger("drift_sdk")
@@ -133,7 +133,7 @@ def check_mtp(config: EngineConfig, spec: ModelSpec) -> None:
         return
 
     if spec.mtp is None:
-        raise ConfigError.of("draft", MTP, "a folder, a hub id or NGram(): this model has no MTP layer")
+        raise ConfigError.of("draft", MTP, f"{DRAFT_FILES}, or NGram(): this model has no MTP layer")
 
     if speculation.draft_weights is not None and isinstance(spec.mtp.channel, Experts):
         allowed = "None with a mixture of experts in the MTP layer"
@@ -296,7 +296,7 @@ def _load_mtp(
     check_mtp(config, target.spec)
     if not _has_mtp(config, target, source):
         where = "the model" if source is None else str(source.path)
-        allowed = f"a folder, a hub id or NGram(): {where} has no tensor {target.spec.names.mtp.joint}"
+        allowed = f"{DRAFT_FILES}, or NGram(): {where} has no tensor {target.spec.names.mtp.joint}"
         raise ConfigError.of("draft", MTP, allowed)
 
     form = speculation.draft_weights or ("stored" if config.weights == "stored" else "expanded")

@@ -84,8 +84,8 @@ def is_allowed(row: Masks, token_id: int) -> bool:
 
 
 def without_choice(token_id: int) -> RequestError:
-    allowed = "machines that leave a token, also with the grammar"
-    message = f"logits_processors: token {token_id}, which they forbid: expected {allowed}"
+    allowed = "machines that leave a token everywhere, also with the grammar and the thinking budget"
+    message = f"logits_processors: they forbid the next token, {token_id}: expected {allowed}"
     return RequestError(message, field="logits_processors", value=token_id, allowed=allowed)
 
 
@@ -140,6 +140,8 @@ class AllLimits:
 
     def __init__(self, parts: Sequence[Limits]) -> None:
         self._parts = parts
+        self._has_machines: bool = any(isinstance(part, MachineLimits) for part in parts)
+        self._num_possible: int | None = None  # tokens before the first without a choice, by the last masks
 
     @property
     def is_slow(self) -> bool:
@@ -150,9 +152,16 @@ class AllLimits:
         masks = self._parts[0].masks(draft_token_ids)
         for part in self._parts[1:]:
             masks = masks & part.masks(draft_token_ids)
+        if self._has_machines:
+            has_choice = masks.any(axis=1)
+            self._num_possible = None if has_choice.all() else int(has_choice.argmin())
         return masks
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """See `Limits`."""
+        """See `Limits`. RequestError that names the machines where they leave no token beside the others."""
+        num_possible, self._num_possible = self._num_possible, None
+        if num_possible is not None and num_possible < len(token_ids):
+            raise without_choice(token_ids[num_possible])
+
         for part in self._parts:
             part.advance(token_ids)

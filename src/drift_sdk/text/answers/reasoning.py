@@ -290,8 +290,9 @@ class ThinkingBudget:
         for token_id in token_ids:
             state = self._after(self._state, token_id)
             if state is None:
-                allowed = "a model whose reasoning ends when its tokens are used up"
-                raise RequestError.of("thinking_budget", token_id, allowed)
+                allowed = "the marker that ends reasoning, which nothing else of the request forbids"
+                message = f"thinking_budget: token {token_id} when it is used up: expected {allowed}"
+                raise RequestError(message, field="thinking_budget", value=token_id, allowed=allowed)
 
             self._state = state
 
