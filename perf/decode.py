@@ -7,6 +7,7 @@ python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
 python -m perf.decode --weights fp8 --scenario single-512 batch64-512 --peer vllm vllm-marlin
 python -m perf.decode --model qwen3.6-27b --weights fp8-blocks --peer vllm
+python -m perf.decode --scenario batch64-512 --processor machine bias function
 python -m perf.decode --kv-dtype fp8 --scenario single-32k batch4-16k
 python -m perf.decode --model llama-3.1-8b --tensor-parallel 1 2 --peer vllm
 """
@@ -20,10 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from drift_sdk import Engine, SamplingParams
+from drift_sdk import Engine, SamplingParams, TokenBias, TokenMachine, TokenState
+from drift_sdk.processors import LogitsProcessor
 from perf.harness.decoding import GREEDY, DecodeOptions, engine_config, generation_seconds, slow_paths
 from perf.harness.experts import measured_experts
 from perf.harness.host import ENGINE_THREAD, LoopLag, thread_seconds
@@ -46,6 +48,14 @@ PEERS: dict[str, Callable[[Model, Sequence[Scenario], int, float], Iterator[Deco
 """Name -> measure(model, scenarios, repeats, read bandwidth in TB/s), which yields a run per scenario."""
 QUANTISED_PEERS = {None: ("transformers", "vllm"), "fp8": ("vllm", "vllm-marlin"), FP8_BLOCKS: ("vllm",)}
 """Peers that can be measured, by the form of the weights."""
+PROCESSORS: dict[str, LogitsProcessor] = {
+    "machine": TokenMachine(
+        (TokenState(forbidden=(1,), otherwise=1), TokenState(forbidden=(2,), otherwise=0))
+    ),
+    "bias": TokenBias(dict.fromkeys(range(100), -1.0)),
+    "function": lambda token_ids, logits: None,
+}
+"""One of each kind."""
 
 
 async def measure(
@@ -68,8 +78,11 @@ async def measure(
 async def measure_one(
     engine: Engine, model: Model, scenario: Scenario, options: DecodeOptions, bandwidth_tb_s: float
 ) -> DecodeRun:
-    """Measure one scenario: rate, lag of the event loop, CPU time."""
+    """Measure one scenario: rate, and without a processor lag of the event loop and CPU time."""
     run = await measure_rate(engine, model, scenario, options, bandwidth_tb_s)
+    if options.processor is not None:
+        return run
+
     prompts = scenario.prompts(model.spec.vocab_size)
     await measure_host(engine, prompts, replace(options.params, max_tokens=options.lengths[1]), run)
     run.slow_paths = slow_paths(engine.stats())
@@ -82,13 +95,14 @@ async def measure_rate(
     """Measure the rate of one scenario, and count slow paths."""
     prompts = scenario.prompts(model.spec.vocab_size)
     (short, long), params = options.lengths, options.params
+    seconds = partial(generation_seconds, engine, prompts, params=params, processor=options.processor)
     for num_tokens in (short, long, long):
-        await generation_seconds(engine, prompts, num_tokens, params)
+        await seconds(num_tokens)
 
     rounds_s = []
     for _ in range(options.repeats):
-        short_s = await generation_seconds(engine, prompts, short, params)
-        long_s = await generation_seconds(engine, prompts, long, params)
+        short_s = await seconds(short)
+        long_s = await seconds(long)
         rounds_s.append((long_s - short_s) / (long - short))
 
     num_experts = await measured_experts(engine, model, scenario, options)
@@ -106,8 +120,15 @@ async def measure_rate(
         temperature=params.temperature or UNSET,
         top_p=params.top_p if params.temperature else UNSET,
         num_gpus=options.tensor_parallel if options.compares_gpus else UNSET,
+        config=processor_config(options.processor),
         slow_paths=slow_paths(engine.stats()),
     )
+
+
+def processor_config(processor: LogitsProcessor | None) -> str | UnsetType:
+    """The `config` of runs in which every eighth request has a logits processor."""
+    found = [f"processor={name}" for name, each in PROCESSORS.items() if each is processor]
+    return found[0] if found else UNSET
 
 
 async def measure_host(
@@ -161,6 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--temperature", type=float, default=0.0, help="above 0: sampled, written to another file"
     )
     arguments_parser.add_argument("--top-p", type=float, default=1.0)
+    arguments_parser.add_argument(
+        "--processor",
+        nargs="+",
+        choices=PROCESSORS,
+        default=(),
+        help="measure with logits processors too: every eighth request has one",
+    )
     add_weights(arguments_parser)
     add_tensor_parallel(arguments_parser)
     given = arguments_parser.parse_args(arguments)
@@ -195,9 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(given.model, Path(folder), given.weights, given.kv_dtype)
         for num_gpus in given.tensor_parallel or (1,):
-            settings = replace(options, tensor_parallel=num_gpus)
-            asyncio.run(measure(model, given.scenario, settings, recording.bandwidth_tb_s, recording.add))
-            free_memory()
+            for name in (None, *given.processor):
+                processor = None if name is None else PROCESSORS[name]
+                settings = replace(options, tensor_parallel=num_gpus, processor=processor)
+                asyncio.run(measure(model, given.scenario, settings, recording.bandwidth_tb_s, recording.add))
+                free_memory()
         for peer in given.peer:
             for run in peers[peer](model, given.scenario, given.repeats, recording.bandwidth_tb_s):
                 recording.add(run)

@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from drift_sdk import Engine, EngineConfig, EngineStats, SamplingParams
+from drift_sdk.processors import LogitsProcessor
 from perf.harness.recording import dtype_name
 from perf.harness.scenario import LENGTHS, Scenario, Text
 from perf.harness.shapes import Model
@@ -19,6 +20,7 @@ __all__ = ["BLOCK_SIZE", "GREEDY", "DecodeOptions", "engine_config", "generation
 
 BLOCK_SIZE = 64  # the largest that an executor chooses by itself
 GREEDY = SamplingParams(ignore_eos=True)
+EIGHTH = 8
 SLOW_PATHS = (
     "num_untuned_shapes", "num_host_waits", "num_split_rounds", "num_host_copies", "num_allocations",
 )  # fmt: skip
@@ -32,6 +34,7 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     repeats:  number of timed repeats.
     lengths:  tokens of the shorter and of the longer generation.
     params:   of every request, except its length.
+    processor: of every eighth request; None: of none.
     compares_gpus: whether the number of GPUs tells runs apart.
     text:     what prompts are taken from; None for random prompts.
     """
@@ -46,6 +49,7 @@ class DecodeOptions(Struct, frozen=True, kw_only=True):
     repeats: int = 5
     lengths: tuple[int, int] = LENGTHS
     params: SamplingParams = GREEDY
+    processor: LogitsProcessor | None = None
     compares_gpus: bool = False
     text: Text | None = None
 
@@ -96,15 +100,25 @@ def slow_paths(stats: EngineStats) -> dict[str, int]:
 
 
 async def generation_seconds(
-    engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, params: SamplingParams = GREEDY
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    params: SamplingParams = GREEDY,
+    processor: LogitsProcessor | None = None,
 ) -> float:
     """Seconds from resuming the engine, with all requests in its queue, to the last completion.
+
+    processor: of the first and then of every eighth request.
 
     Raises RuntimeError if a completion does not have `num_tokens` tokens.
     """
     params = replace(params, max_tokens=num_tokens)
+    processed = params if processor is None else replace(params, logits_processors=(processor,))
     await engine.pause()
-    streams = [engine.generate(prompt, params) for prompt in prompts]
+    streams = [
+        engine.generate(prompt, params if index % EIGHTH else processed)
+        for index, prompt in enumerate(prompts)
+    ]
     ends = [asyncio.ensure_future(stream.completion()) for stream in streams]
     # There is no event for a request being queued. A rejected request ends without being queued.
     while engine.stats().num_queued < len(ends) and not any(end.done() for end in ends):  # noqa: ASYNC110

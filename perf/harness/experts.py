@@ -21,7 +21,8 @@ from perf.harness.shapes import EXPERTS, Model
 __all__ = ["distinct_experts", "measured_experts", "write_routing_weights"]
 
 POLL_S = 0.003
-ROUTERS = (".mlp.router.", ".mlp.gate.", "norm.weight")
+ROUTERS = (".router.", ".mlp.gate.", "norm.weight", "norm_1.weight", "norm_2.weight", ".layer_scalar")
+"""Parts of the names of routers, norms and factors of layers."""
 
 
 def distinct_experts(executor: Any, model: Model, num_rows: int) -> float | None:
@@ -71,7 +72,8 @@ async def measured_experts(
 
 
 def write_routing_weights(model: Model, file: Path) -> None:
-    """Write the random weights on which routing depends most, in bfloat16: embedding, norms, routers.
+    """Write the random weights on which routing depends most, in bfloat16: embedding, norms, routers, and
+    factors of whole layers.
 
     A peer that is given them has the engine's routers. They are drawn on the device on which the engine draws
     them, because generators of devices differ.

@@ -79,7 +79,7 @@ class DecodeRun(Run, kw_only=True):
     loop_cpu_us_per_chunk:                  CPU time of the thread that reads the chunks.
     slow_paths:                             counters of the engine's slow paths that are not 0.
     config:                                 fields of EngineConfig that a run is about, if they differ from
-                                            the defaults.
+                                            the defaults; or the logits processor of every eighth request.
     engine_version, settings:               of a peer.
     """
 

@@ -18,8 +18,8 @@ OTHER_NAMES = {"model.embed_tokens.weight": "model.embedding.weight"}
 def copying(file: str) -> Callable[[Any], list[str]]:
     """A function that gives a model weights that spread its routing, and returns the names that it lacks.
 
-    It copies the tensors of a file, the engine's embedding, norms and routers, and removes the biases of
-    attention.
+    It copies the tensors of a file, the engine's embedding, norms, routers and factors of layers, and removes
+    the biases of attention.
 
     vLLM's dummy weights lie within 1e-3 of 0 and are the same in every layer. Attention and experts add so
     little with them that a hidden state depends on its token alone, which spreads the experts of rows with
@@ -45,7 +45,8 @@ def copying(file: str) -> Callable[[Any], list[str]]:
         import torch
 
         # The decoder may be a part of a model that reads images too.
-        parameters = {name.removeprefix("language_model."): place for name, place in model.named_parameters()}
+        named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        parameters = {name.removeprefix("language_model."): place for name, place in named.items()}
         missing = []
         for name, tensor in torch.load(file, map_location="cpu", mmap=True).items():
             place = parameters.get(name, parameters.get(others.get(name, "")))
@@ -83,7 +84,7 @@ def counting(num_active: int) -> Callable[[Any], int]:
             passes.append((len(logits), len(experts.unique())))
 
         routers = [
-            module for name, module in model.named_modules() if name.endswith((".mlp.router", ".mlp.gate"))
+            module for name, module in model.named_modules() if name.endswith((".router", ".mlp.gate"))
         ]
         for router in routers:
             router.register_forward_hook(note)

@@ -33,6 +33,7 @@ class ServingRun(Run, kw_only=True):
     cpu_s:              CPU time of all the engine's processes, client included, over the whole run.
     loop_lag_ms_p99:    delay of wake-ups of the client's event loop.
     kv_cache_tokens:    capacity of the engine's KV cache.
+    num_checkpoint_hits, num_recomputed_tokens:  as in EngineStats, of models with recurrent states.
     """
 
     case: str
@@ -64,6 +65,8 @@ class ServingRun(Run, kw_only=True):
     kv_cache_tokens: int
     num_cached_tokens: int
     num_preemptions: int | UnsetType = UNSET
+    num_checkpoint_hits: int | UnsetType = UNSET
+    num_recomputed_tokens: int | UnsetType = UNSET
     num_steps: int | UnsetType = UNSET
     measured_acceptance_length: float | UnsetType = UNSET
     first_error: str | UnsetType = UNSET

@@ -74,7 +74,7 @@ async def test_fixed_costs_of_a_generation_cancel_out(tiny: Model, monkeypatch: 
     """A generation takes 1 s plus 10 ms per token; the warm-up generations take a second longer."""
     calls: list[int] = []
 
-    async def seconds(engine: object, prompts: object, num_tokens: int, params: object) -> float:
+    async def seconds(engine: object, prompts: object, num_tokens: int, **options: object) -> float:
         calls.append(num_tokens)
         return 1.0 + 0.01 * num_tokens + (len(calls) < 4)
 
@@ -197,6 +197,28 @@ def test_sampled_runs_are_sampled_and_recorded_as_sampled(
     assert asked == {(0.8, 0.9)}
     with pytest.raises(SystemExit):
         decode.main([*arguments, "--temperature", "0.8", "--peer", "vllm"])
+
+
+@pytest.mark.usefixtures("short")
+def test_every_eighth_request_has_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    generate = Engine.generate
+
+    def noting(engine: Engine, prompt: Any, params: SamplingParams) -> TokenStream:
+        asked.append(params.logits_processors)
+        return generate(engine, prompt, params)
+
+    monkeypatch.setattr(Engine, "generate", noting)
+    out = tmp_path / "decode.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--scenario", "batch9-16", "--repeats", "1"]
+    decode.main([*arguments, "--processor", "bias", "--out", str(out)])
+    runs = json.loads(out.read_text())["runs"]
+    assert [run.get("config") for run in runs] == [None, "processor=bias"]
+    num_plain = asked.index((decode.PROCESSORS["bias"],))
+    assert not any(asked[:num_plain])
+    assert [bool(given) for given in asked[num_plain:]] == [True, *[False] * 7, True] * (
+        len(asked[num_plain:]) // 9
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from msgspec import UNSET
 from perf.decode import PEERS
 from perf.harness.experts import write_routing_weights
 from perf.harness.mtp_draft import MtpDraft
+from perf.harness.published import PUBLISHED
 from perf.harness.scenario import Scenario
 from perf.harness.shapes import MODELS, Model, prepare, prepare_draft
 from perf.peers import vllm
@@ -229,6 +230,16 @@ def test_weights_are_copied_into_the_model_of_vllm(tmp_path: Path) -> None:
     assert torch.equal(model.model["gate"].weight.data, gate)
 
 
+def test_factors_of_layers_are_copied_into_the_model_of_vllm(tmp_path: Path) -> None:
+    """vLLM has them as buffers, which dummy weights make small too."""
+    torch.save({"model.layers.0.layer_scalar": torch.tensor([0.5])}, tmp_path / "weights.pt")
+    layer = torch.nn.Module()
+    layer.register_buffer("layer_scalar", torch.zeros(1))
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})})
+    assert copying(str(tmp_path / "weights.pt"))(model) == []
+    assert layer.layer_scalar.item() == 0.5
+
+
 def test_biases_of_attention_are_removed_from_the_model_of_vllm(tmp_path: Path) -> None:
     given = {"mlp.router.bias": torch.randn(3)}
     torch.save(given, tmp_path / "weights.pt")
@@ -358,6 +369,21 @@ def test_vllm_gets_the_routers_of_a_model_with_experts(
             f"{prefix}.post_attention_layernorm.weight",
         } <= names.keys()
     assert not any(part in name for name in names for part in ("experts", "self_attn", "lm_head"))
+
+
+def test_vllm_gets_the_routers_beside_dense_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_hidden_layers": 6, "num_experts": 4, "top_k_experts": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_global_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32,
+    }  # fmt: skip
+    monkeypatch.setitem(PUBLISHED, "tiny-gemma", PUBLISHED["gemma-4-26b-a4b"] | sizes)
+    write_routing_weights(prepare("tiny-gemma", tmp_path / "model"), tmp_path / "routing.pt")
+    names = {name.removeprefix("model.layers.0.") for name in torch.load(tmp_path / "routing.pt")}
+    routers = {"router.proj.weight", "router.scale", "router.per_expert_scale"}
+    norms = {f"{place}_feedforward_layernorm_{number}.weight" for place, number in (("pre", 2), ("post", 1))}
+    assert routers | norms | {"layer_scalar"} <= names
+    assert not any(part in name for name in names for part in (".experts.", "_proj"))
 
 
 def test_vllm_answers_with_the_weights_of_a_folder(
