@@ -77,14 +77,10 @@ class DriftService:
         """Counts since the engine's start."""
         stats = self._engine.stats()
         names = (
-            "num_preemptions",
-            "num_cached_tokens",
-            "num_steps",
-            "num_draft_rounds",
-            "num_accepted_tokens",
-        )
-        of_states = ("num_checkpoint_hits", "num_recomputed_tokens") if stats.num_checkpoints else ()
-        return {name: getattr(stats, name) for name in (*names, "num_accepted_tokens", *of_states)}
+            "num_preemptions", "num_cached_tokens", "num_steps", "num_draft_rounds", "num_accepted_tokens",
+            "num_checkpoint_hits", "num_recomputed_tokens",
+        )  # fmt: skip
+        return {name: getattr(stats, name) for name in names}
 
     async def aclose(self) -> None:
         await self._engine.aclose()

@@ -86,6 +86,9 @@ class ServingRun(Run, kw_only=True):
         del found["counts"]
         if found["first_error"] is None:
             del found["first_error"]
+        for name in ("num_checkpoint_hits", "num_recomputed_tokens"):
+            if not counts.get(name):  # as of all models without recurrent states
+                counts.pop(name, None)
         num_rounds, num_accepted = counts.pop("num_draft_rounds", 0), counts.pop("num_accepted_tokens", 0)
         if num_rounds:
             found["measured_acceptance_length"] = 1 + num_accepted / num_rounds

@@ -98,11 +98,11 @@ class DraftPolicy:
         Its duration is used only if it had no prefill part. A slot's acceptance is used only if it emitted
         tokens and did not finish, because the end of a sequence may cut a round short.
         """
-        most = max(row.num_draft_tokens for row in plan.decode)
+        most = max([row.num_draft_tokens for row in plan.decode])
         rows = [
             (row.num_draft_tokens, output)
             for row, output in zip(plan.decode, result.decode, strict=True)
-            if output.token_ids and output.finish is None
+            if most and output.token_ids and output.finish is None
         ]
         duration_s = None if plan.prefill else result.duration_s
         if not self._has_trees:
@@ -323,8 +323,8 @@ class NodeAcceptance:
 
 SMOOTHING = 0.1
 """Weight of the newest round in the excess time that all rounds of a bucket share."""
-OWN_SMOOTHING = 0.03
-"""Weight of the newest round in the time of its own number of draft tokens."""
+OWN_SMOOTHING = 0.2
+"""Weight of a round in the time of its own number of draft tokens, if the one before had another number."""
 MAX_SURPRISE = 0.5
 """Largest excess over the expected time that is taken into account, as a share of it: a slow round may have
 been delayed by something else."""
@@ -335,8 +335,9 @@ class RoundCosts:
 
     measured: times measured before serving, so with short contexts. Rounds while serving take longer, mostly
     in attention, by about the same time for any number of draft tokens. This excess is learned for the bucket
-    as a whole; what remains of the difference is learned more slowly for each number. If `measured` is empty,
-    the times of each number are learned separately, and buckets are powers of two.
+    as a whole. What remains of the difference is learned for each number, from rounds that follow one of
+    another number: between two of the same number, only contexts have changed. If `measured` is empty, the
+    times of each number are learned separately, and buckets are powers of two.
     """
 
     def __init__(self, measured: Mapping[tuple[int, int], float]) -> None:
@@ -344,6 +345,7 @@ class RoundCosts:
         self._is_measured = bool(measured)
         self._buckets = sorted({bucket for bucket, _ in measured})
         self._excess: dict[int, float] = {}  # seconds beyond the measured time, by bucket
+        self._latest: dict[int, int] = {}  # number of draft tokens of the latest round, by bucket
 
     def bucket(self, num_slots: int) -> int:
         """The smallest measured bucket that holds so many slots, else the next power of two."""
@@ -364,6 +366,7 @@ class RoundCosts:
     def record(self, bucket: int, num_draft_tokens: int, duration_s: float) -> None:
         """Update the expectation with a round that took `duration_s` seconds."""
         key = bucket, num_draft_tokens
+        latest, self._latest[bucket] = self._latest.get(bucket), num_draft_tokens
         if key not in self._costs:
             self._costs[key] = duration_s
             return
@@ -380,7 +383,7 @@ class RoundCosts:
             self._excess[bucket] = max(duration_s - expected, 0.0)
         else:
             self._excess[bucket] = max(self._excess[bucket] + weight * surprise, 0.0)
-            if not is_fast:
+            if latest != num_draft_tokens and not is_fast:
                 self._costs[key] += OWN_SMOOTHING * surprise
 
 

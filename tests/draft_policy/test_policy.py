@@ -101,18 +101,19 @@ def play(
     rates: Callable[[int], Rates],
     *,
     attention: Callable[[int, int], float] = lambda number, slots: 20e-6 * slots,
+    share_of_draft: float = 0.03,
     num_learning: int = 200,
     noise: Callable[[random.Random], float] = lambda rng: rng.gauss(1.0, 0.02),
 ) -> Outcome:
     """Simulate rounds. Their time is `round_seconds`, as measured before, plus `attention(round, slots)`
-    seconds that no measurement contains, and 3% of that for each draft token."""
+    seconds that no measurement contains, and `share_of_draft` of that for each draft token."""
     rng, in_flight = random.Random(7), deque()
     outcome = Outcome(chosen=Counter())
     for number in range(num_rounds):
         slots, now = num_slots(number), rates(number)
         bucket = BUCKETS[bisect_left(BUCKETS, slots)]
         extra = attention(number, slots)
-        true = {k: round_seconds(bucket, k) + extra * (1 + 0.03 * k) for k in (0, *choices)}
+        true = {k: round_seconds(bucket, k) + extra * (1 + share_of_draft * k) for k in (0, *choices)}
         k = policy.num_draft_tokens(slots)
         # Of the falling shares of slots that accept 1, 2, ... drafts, each slot is within some.
         shares = [-share for share in accumulate(now[:k], mul)]
@@ -222,8 +223,17 @@ def test_contexts_that_grow_and_end_suddenly(length: float) -> None:
             lambda _: rates,
             attention=lambda number, _, plain_s=plain_s: 3 * plain_s * (number % 500) / 500,
         )
-        assert found.against_plain >= 0.98, (slots, found)
-        assert found.against_best >= 0.97, (slots, found)
+        assert found.against_plain >= 0.99, (slots, found)
+        assert found.against_best >= 0.985, (slots, found)
+
+
+def test_drafts_that_cost_more_than_measured() -> None:
+    """At 64 sequences, what was measured before makes one draft 6% faster than none; in context it is 3%
+    slower."""
+    found = play(adaptive((1, 3)), (1, 3), 400, lambda _: 64, lambda _: (0.47, 0.0, 0.0), share_of_draft=0.7)
+    assert found.against_plain >= 0.985, found
+    assert found.against_best >= 0.99, found
+    assert found.chosen[0] > 0.8 * found.chosen.total(), found
 
 
 @pytest.mark.parametrize("is_measured", [True, False])
@@ -323,6 +333,21 @@ def test_first_round_sets_the_excess_of_all_numbers() -> None:
     assert (costs.seconds(8, 3), costs.seconds(8, 0)) == pytest.approx((0.015, 0.014))
     costs.record(8, 0, 0.005)
     assert costs.seconds(8, 0) == pytest.approx(0.005)
+
+
+def test_own_time_is_learned_behind_rounds_of_another_number() -> None:
+    costs = RoundCosts({(8, 0): 0.004, (8, 3): 0.005})
+    for _ in range(200):
+        costs.record(8, 0, 0.006)
+    assert (costs.seconds(8, 0), costs.seconds(8, 3)) == pytest.approx((0.006, 0.007))
+    for _ in range(100):  # contexts that grow lengthen rounds of all numbers
+        costs.record(8, 0, 0.007)
+    assert (costs.seconds(8, 0), costs.seconds(8, 3)) == pytest.approx((0.007, 0.008), rel=1e-4)
+    for _ in range(20):  # rounds of three take half as long again as was measured
+        costs.record(8, 3, 0.012)
+        for _ in range(10):
+            costs.record(8, 0, 0.007)
+    assert (costs.seconds(8, 0), costs.seconds(8, 3)) == pytest.approx((0.007, 0.012), rel=0.02)
 
 
 def test_trees_are_limited_to_the_rows_of_a_round() -> None:
