@@ -33,7 +33,7 @@ def distinct_experts(executor: Any, model: Model, num_rows: int) -> float | None
     assert experts is not None
     # Read from private attributes: only measurements need to know.
     workspace = getattr(executor, "_executor", executor)._resources.workspace
-    counts = take_counts(workspace, model.spec.num_layers, experts.num_experts).cpu()
+    counts = take_counts(workspace, model.spec.num_layers, experts)[:, : experts.num_experts].cpu()
     used = [
         int((layer > 0).sum())
         for spec, layer in zip(model.spec.layers, counts, strict=True)

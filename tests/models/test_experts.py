@@ -6,18 +6,20 @@ from typing import Literal
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_fields
 from tolerances import assert_near
 
 from drift_sdk.loading.stored_formats import dequantise_mxfp4
 from drift_sdk.models.channels import (
     ExpertWeights,
+    MlpWeights,
     QuantisedMatrices,
     apply_experts,
     choose_by_score,
     choose_experts,
     gated,
 )
-from drift_sdk.spec.model import ClampedGate, Experts, Router
+from drift_sdk.spec.model import ClampedGate, Experts, Mlp, Router
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 64, 32, 6
 CLAMPED = ClampedGate(alpha=1.702, limit=7.0)
@@ -123,6 +125,61 @@ def test_output_is_near_the_formula(changes: dict[str, object], is_quantised: bo
     x = 4 * torch.randn(23, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected = reference(x, weights, spec)
     assert_near(apply_experts(x, weights, spec), expected, inner=HIDDEN, depth=3)
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_expert_has_the_output_of_an_mlp(dtype: torch.dtype, has_gate: bool) -> None:
+    """The same bits without a gate. With one, a product is not rounded that is where they are apart."""
+    like = Mlp(intermediate_size=INTERMEDIATE)
+    spec = experts_spec(has_bias=False, clamped_gate=None, shared=like, has_shared_gate=has_gate)
+    assert spec.num_joinable == 1
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "router": (NUM_EXPERTS, HIDDEN),
+        "shared_gate": (1, HIDDEN),
+        "gate_up": (NUM_EXPERTS + 1, 2 * INTERMEDIATE, HIDDEN),
+        "down": (NUM_EXPERTS + 1, HIDDEN, INTERMEDIATE),
+    }
+    drawn = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
+    router, gate, gate_up, down = (tensor.to(dtype) for tensor in drawn.values())
+    joined = ExpertWeights(
+        router=router,
+        router_bias=None,
+        gate_up=gate_up,
+        gate_up_bias=None,
+        down=down,
+        down_bias=None,
+        shared_gate=gate if has_gate else None,
+        num_joined=1,
+    )
+    shared = MlpWeights(gate_up[-1], None, down[-1], None)
+    parts = {"gate_up": gate_up[:NUM_EXPERTS], "down": down[:NUM_EXPERTS]}
+    apart = replace(joined, **parts, shared=shared, num_joined=0)
+    x = torch.randn(9, HIDDEN, generator=generator).to(dtype)
+    found, expected = apply_experts(x, joined, spec), apply_experts(x, apart, spec)
+    if has_gate:
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+    else:
+        assert torch.equal(found, expected)
+    without = apply_experts(x, replace(apart, shared=None), spec)
+    assert (found - without).abs().max() > 0.1 * expected.abs().max()
+
+
+def test_only_an_mlp_like_an_expert_can_be_joined() -> None:
+    shared = Mlp(intermediate_size=INTERMEDIATE)
+    plain = experts_spec(has_bias=False, clamped_gate=None, shared=shared)
+    assert plain.num_joinable == 1
+    wide, other = Mlp(intermediate_size=2 * INTERMEDIATE), replace_fields(shared, activation="gelu_tanh")
+    for changes in (
+        {"shared": None},
+        {"shared": wide},
+        {"shared": other},
+        {"shared": replace_fields(shared, has_bias=True)},
+        {"has_bias": True},
+        {"clamped_gate": CLAMPED},
+    ):
+        assert replace_fields(plain, **changes).num_joinable == 0
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])

@@ -22,7 +22,9 @@ def test_experts_are_counted_in_layers_of_whole_rounds(is_recorded: bool, tmp_pa
     model = prepare("tiny-experts", tmp_path)  # 4 layers, 2 of 8 experts a row
     workspace = Workspace(torch.device("cpu"))
     executor = SimpleNamespace(_resources=SimpleNamespace(workspace=workspace))
-    counts = take_counts(workspace, 4, 8)
+    assert model.spec.experts is not None
+    counts = take_counts(workspace, 4, model.spec.experts)
+    assert counts.shape == (4, 8)
     counts.zero_()
     shown = SimpleNamespace(_executor=executor) if is_recorded else executor
     assert distinct_experts(shown, model, 3) is None

@@ -89,12 +89,14 @@ the rows of all experts as one quantised weight, which kernels take."""
 class ExpertWeights:
     """The experts of one layer and their router.
 
+    num_joined:    1 if the shared expert is one of the experts, the last one, which all rows have; else 0.
     router:        [num_experts, hidden].
-    gate_up:       [num_experts, 2 * intermediate, hidden].
-    down:          [num_experts, hidden, intermediate].
+    gate_up:       [num_experts + num_joined, 2 * intermediate, hidden].
+    down:          [num_experts + num_joined, hidden, intermediate].
     Biases:        [num_experts], and [num_experts, rows of their matrix].
     correction:    [num_experts] float32, of a sigmoid router.
-    shared_gate:   [1, hidden].
+    shared:        the shared expert, if it is not joined.
+    shared_gate:   [1, hidden], of the shared expert.
     input_factors, expert_factors: [hidden] and [num_experts], of a router with a norm.
     """
 
@@ -109,6 +111,7 @@ class ExpertWeights:
     shared_gate: torch.Tensor | None = None
     input_factors: torch.Tensor | None = None
     expert_factors: torch.Tensor | None = None
+    num_joined: int = 0
 
 
 def allocate_experts(
@@ -124,10 +127,8 @@ def allocate_experts(
     correction = None
     if spec.router.kind == "sigmoid":
         correction = allocation.tensor(f"{prefix}.{names.correction}", num_experts, dtype=torch.float32)
-    gate_up, down = _allocate_matrices(spec, names, experts, hidden, allocation)
-    shared, gate = None, None
-    if spec.shared is not None:
-        shared = allocate_mlp(spec.shared, names.shared, prefix, hidden, allocation)
+    gate_up, down, shared = _allocate_with_shared(spec, names, prefix, hidden, allocation)
+    gate = None
     if spec.has_shared_gate:
         gate = allocation.tensor(f"{prefix}.{names.shared_gate}.weight", 1, hidden)
     has_factors = spec.router.input_norm is not None
@@ -147,13 +148,47 @@ def allocate_experts(
         shared_gate=gate,
         input_factors=factors(names.input_factors, hidden),
         expert_factors=factors(names.expert_factors, num_experts),
+        num_joined=int(spec.shared is not None and shared is None),
     )
 
 
-def _allocate_matrices(
+def _allocate_with_shared(
     spec: Experts, names: ExpertNames, prefix: str, hidden: int, allocation: Allocation
+) -> tuple[ExpertMatrices, ExpertMatrices, MlpWeights | None]:
+    """The gate and up, and the down projections, and the shared expert if it is not the last one of them.
+    prefix: of tensors of the experts and of the shared one."""
+    experts = f"{prefix}.{names.experts}"
+    if spec.shared is None:
+        return *_allocate_matrices(spec, names, experts, hidden, allocation), None
+
+    shared = allocate_mlp(spec.shared, names.shared, prefix, hidden, allocation)
+    is_joinable = bool(spec.num_joinable) and names.shared.fused is None
+    is_dense = isinstance(shared.gate_up, torch.Tensor) and isinstance(shared.down, torch.Tensor)
+    num_more = int(is_joinable and is_dense)
+    gate_up, down = _allocate_matrices(spec, names, experts, hidden, allocation, num_more)
+    if is_joinable and isinstance(gate_up, tuple) and isinstance(down, tuple):
+        return (*gate_up, shared.gate_up), (*down, shared.down), None
+
+    if not num_more or not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        return gate_up, down, shared
+
+    # In the place of its own memory.
+    own, size = names.shared, spec.intermediate_size
+    parts = {own.gate: gate_up[-1, :size], own.up: gate_up[-1, size:], own.down: down[-1]}
+    allocation.places |= {f"{prefix}.{own.module}.{name}.weight": place for name, place in parts.items()}
+    return gate_up, down, None
+
+
+def _allocate_matrices(
+    spec: Experts,
+    names: ExpertNames,
+    prefix: str,
+    hidden: int,
+    allocation: Allocation,
+    num_more: int = 0,
 ) -> tuple[ExpertMatrices, ExpertMatrices]:
-    """The gate and up, and the down projections. prefix: of the experts' tensors."""
+    """The gate and up, and the down projections. prefix: of the experts' tensors. num_more: matrices behind
+    those of the experts, if they are dense."""
     num_experts, size = spec.num_experts, spec.intermediate_size
     if names.layout == "mxfp4":
 
@@ -166,22 +201,23 @@ def _allocate_matrices(
         return quantised(names.gate_up, 2 * size, hidden), quantised(names.down, hidden, size)
 
     if names.layout == "each":
-        return _allocate_each(spec, names, prefix, hidden, allocation)
+        return _allocate_each(spec, names, prefix, hidden, allocation, num_more)
 
     gate_up, down = (
-        allocation.empty(num_experts, 2 * size, hidden),
-        allocation.empty(num_experts, hidden, size),
+        allocation.empty(num_experts + num_more, 2 * size, hidden),
+        allocation.empty(num_experts + num_more, hidden, size),
     )
-    for name, matrices in ((names.gate_up, gate_up), (names.down, down)):
+    for name, matrices in ((names.gate_up, gate_up[:num_experts]), (names.down, down[:num_experts])):
         is_transposed = names.layout == "transposed"
         allocation.places[f"{prefix}.{name}"] = matrices.transpose(1, 2) if is_transposed else matrices
     return gate_up, down
 
 
 def _allocate_each(
-    spec: Experts, names: ExpertNames, prefix: str, hidden: int, allocation: Allocation
+    spec: Experts, names: ExpertNames, prefix: str, hidden: int, allocation: Allocation, num_more: int
 ) -> tuple[ExpertMatrices, ExpertMatrices]:
-    """The matrices of experts with a tensor each in files, one by one if some are quantised."""
+    """The matrices of experts with a tensor each in files, one by one if some are quantised, which are
+    without `num_more`."""
     num_experts, size = spec.num_experts, spec.intermediate_size
     stored = [
         [f"{prefix}.{expert}.{name}.weight" for name in (names.gate, names.up, names.down)]
@@ -197,8 +233,8 @@ def _allocate_each(
         return tuple(stack_rows(each[:2]) for each in matrices), tuple(each[2] for each in matrices)
 
     gate_up, down = (
-        allocation.empty(num_experts, 2 * size, hidden),
-        allocation.empty(num_experts, hidden, size),
+        allocation.empty(num_experts + num_more, 2 * size, hidden),
+        allocation.empty(num_experts + num_more, hidden, size),
     )
     for expert, each in enumerate(stored):
         parts = gate_up[expert, :size], gate_up[expert, size:], down[expert]
@@ -214,6 +250,12 @@ def apply_experts(
     routed: [N, hidden], the router's input; None: x.
     """
     experts, shares = route(x if routed is None else routed, weights, spec)
+    if weights.num_joined:
+        gate = torch.ones_like(shares[:, :1])
+        if weights.shared_gate is not None:
+            gate = torch.sigmoid(linear(x, weights.shared_gate)).to(torch.float32)
+        experts = torch.cat((torch.full_like(experts[:, :1], spec.num_experts), experts), dim=1)
+        shares = torch.cat((gate, shares), dim=1)
     outputs = torch.empty((*experts.shape, x.shape[1]), dtype=x.dtype, device=x.device)
     for expert in experts.unique().tolist():
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
@@ -228,7 +270,7 @@ def apply_experts(
         if weights.shared_gate is not None:
             shared = shared * torch.sigmoid(linear(x, weights.shared_gate))
         total = shared.to(torch.float32) + total
-    for rank in range(1, spec.num_active):
+    for rank in range(1, experts.shape[1]):
         total = total + weighted[:, rank]
 
     return total.to(x.dtype)

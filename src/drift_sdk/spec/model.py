@@ -494,6 +494,12 @@ class Experts(Struct, frozen=True, kw_only=True):
     shared: Mlp | None = None
     has_shared_gate: bool = False
 
+    @property
+    def num_joinable(self) -> int:
+        """1 if the shared MLP has the shape and the activation of an expert, and can be one more; else 0."""
+        like = Mlp(intermediate_size=self.intermediate_size, activation=self.activation)
+        return int(self.shared == like and not self.has_bias and self.clamped_gate is None)
+
 
 class ParallelExperts(Struct, frozen=True, kw_only=True):
     """norm(mlp(x)) + norm(experts(norm(stream))), where x is the normalised stream and the router reads the

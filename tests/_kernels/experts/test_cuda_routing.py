@@ -1,5 +1,5 @@
 """Routing in CUDA C++: that of the reference, with ties and NaN; the same bits for any rows. Needs a GPU, but
-for the choice by sigmoids, whose threads are emulated without one."""
+for the choice by sigmoids and a cluster of one CTA, whose threads are emulated without one."""
 
 from __future__ import annotations
 
@@ -91,6 +91,31 @@ def test_rows_of_sigmoids_equal_the_reference(
     lists = list_rows_reference(experts, num_experts)
     assert rows.counts.tolist() == [len(one) for one in lists]
     assert len(set(experts[live].flatten().tolist())) >= num_active + (num_rows > 1)
+
+
+@needs_gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 17, 300])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_joined_expert_changes_no_other(kind: RouterKind, num_rows: int) -> None:
+    """All rows have it first, with the weight 1."""
+    router, (num_experts, num_active, inner) = Router(kind=kind), (64, 4, 2048)
+    correction = drawn(num_experts).float() / 4 if kind == "sigmoid" else None
+    x, weight = drawn(num_rows, inner) / 8, drawn(num_experts, inner)
+    slot = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    slot[3::4] = -1
+    alone = poisoned_rows(num_rows, num_experts, num_active)
+    cuda_route(x, weight, None, slot, alone, router, correction)
+    rows = poisoned_rows(num_rows, num_experts + 1, num_active + 1)
+    cuda_route(x, weight, None, slot, rows, router, correction, 1)
+    live = slot >= 0
+    assert torch.equal(rows.experts[:, 1:], alone.experts)
+    assert torch.equal(rows.shares[live, 1:], alone.shares[live])
+    assert torch.equal(rows.experts[:, 0], torch.where(live, num_experts, -1))
+    assert rows.shares[live, 0].tolist() == [1.0] * int(live.sum())
+    lists = list_rows_reference(rows.experts, num_experts + 1)
+    counts, pairs = rows.counts.tolist(), rows.pairs.tolist()
+    assert counts == [len(one) for one in lists]
+    assert [pairs[expert][:count] for expert, count in enumerate(counts)] == lists
 
 
 @needs_gpu
@@ -188,3 +213,96 @@ def test_choice_by_sigmoids_equals_the_reference(num_experts: int, num_active: i
     torch.testing.assert_close(values, shares, rtol=1e-6, atol=0, equal_nan=True)
     without = torch.topk(logits.sigmoid(), num_active).indices
     assert (without != experts).any(1).sum() > 20
+
+
+CLUSTER = """
+#undef __shared__
+#define __shared__ static
+typedef unsigned short u16;
+typedef long long i64;
+constexpr int WARPS = 8, THREADS = 256;
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float from_bfloat16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+inline float rounded(float value) { return from_bfloat16(to_bfloat16(value)); }
+inline void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const u32 a[4] = {a0, a1, a2, a3};
+  mma(sum, a, b0, b1);
+}
+inline float __shfl_xor_sync(u32, float value, int distance) {
+  return __shfl_sync(0, value, (emulated::current->index & 31) ^ distance);
+}
+inline u32 __ballot_sync(u32, bool is_true) {
+  emulated::show(static_cast<std::uint64_t>(is_true));
+  emulated::thread_index.x = emulated::current->index;
+  u32 bits = 0;
+  for (int lane = 0; lane < 32; lane++) bits |= static_cast<u32>(emulated::shown(lane)[0]) << lane;
+  return bits;
+}
+inline int __popc(u32 bits) { return __builtin_popcount(bits); }
+inline u32 cluster_rank() { return 0; }
+inline void arrive_in_cluster() {}
+inline void wait_for_cluster() { __syncthreads(); }
+inline void store_to_rank(float* place, u32, float value) { *place = value; }
+"""
+ROUTE = """
+extern "C" __global__ void route(const u16* x, const u16* weight, const float* correction,
+                                 const int* row_slot, int* experts, float* shares, int* pairs,
+                                 int* counts, int num_rows) {
+  route_rows<INNER, 16, ACTIVE, JOINED, TILES, SIGMOID, true, LISTED>(
+      {x, weight, nullptr, correction, row_slot, experts, shares, pairs, counts, 1.f, num_rows});
+}
+"""
+
+
+@pytest.mark.skipif(not has_host_compiler(), reason="needs a compiler for the host")
+@pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(
+    ("num_rows", "num_joined"), slow_rows_after(2, [(13, 1), (21, 1), (1, 1), (13, 0), (21, 0)])
+)
+def test_emulated_cluster_equals_the_reference(
+    num_rows: int, num_joined: int, kind: RouterKind, tmp_path: Path
+) -> None:
+    """With an expert that all rows have in front of the chosen ones, and without; 21 rows have no lists."""
+    source = resources.files("drift_sdk._kernels").joinpath("experts/route_rows.cu").read_text("utf-8")
+    program = source[source.index("constexpr int CTA_EXPERTS") : source.index('extern "C"')]
+    (tmp_path / "route.cu").write_text(CHOICE + CLUSTER + program + ROUTE)
+    num_experts, num_active, inner, generator = 16, 3, 72, torch.Generator().manual_seed(num_rows)
+    x, weight = (
+        torch.randint(-2, 3, (rows, inner), generator=generator).to(BF16) / 4
+        for rows in (num_rows, num_experts)
+    )
+    correction = torch.randint(-2, 3, (num_experts,), generator=generator) / 4
+    slot = torch.arange(num_rows, dtype=torch.int32)
+    slot[3::4] = -1
+    shape = num_rows, num_active + num_joined
+    experts, shares = torch.full(shape, -9).int(), torch.full(shape, torch.nan)
+    pairs = torch.full((num_experts + num_joined, num_rows), -9).int()
+    counts = torch.full((num_experts + num_joined,), -9).int()
+    has_lists, is_sigmoid = num_rows <= 16, kind == "sigmoid"
+    macros = {"INNER": inner, "ACTIVE": num_active, "JOINED": num_joined, "TILES": 1 if num_rows <= 8 else 2}
+    macros |= {"SIGMOID": int(is_sigmoid), "LISTED": int(has_lists)}
+    grid = -(-num_rows // (8 * macros["TILES"])), 1
+    tensors = (x, weight, correction, slot, experts, shares, pairs, counts, num_rows)
+    launch_emulated(tmp_path, (str(tmp_path / "route.cu"),), "route", macros, grid, 256, tensors)
+    expected, expected_shares = choose_experts_reference(
+        (x.float() @ weight.float().T)[None],
+        None,
+        slot,
+        num_active,
+        Router(kind=kind, is_normalised=True),
+        dtype=torch.float32 if is_sigmoid else BF16,
+        correction_bias=correction if is_sigmoid else None,
+    )
+    live = slot >= 0
+    assert torch.equal(experts[:, num_joined:], expected)
+    torch.testing.assert_close(shares[live, num_joined:], expected_shares[live], rtol=1e-5, atol=0)
+    if num_joined:
+        assert experts[:, 0].tolist() == [num_experts if one else -1 for one in live.tolist()]
+        assert shares[live, 0].tolist() == [1.0] * int(live.sum())
+    if not has_lists:
+        assert counts.tolist() == [-9] * (num_experts + num_joined)
+        return
+
+    lists = list_rows_reference(experts, num_experts + num_joined)
+    assert counts.tolist() == [len(one) for one in lists]
+    assert [pairs[expert, :count].tolist() for expert, count in enumerate(counts.tolist())] == lists

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,46 @@ def test_chosen_experts_equal_the_reference(
     assert torch.equal(rows.experts, experts)
     is_row = slot >= 0
     torch.testing.assert_close(rows.shares[is_row], shares[is_row], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [0, 40, 2050])
+@pytest.mark.parametrize("router", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_joined_expert_is_the_first_of_each_row(router: Router, size: int, device: str) -> None:
+    """The others have the bits that they have without it. Its weight is 1, or that of a gate of this size."""
+    generator = torch.Generator().manual_seed(5)
+    num_rows, num_experts, num_active = 11, 12, 3
+    logits = torch.randn(2, num_rows, num_experts, generator=generator).to(device)
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if router is SOFTMAX else torch.float32}
+    if router is SIGMOID:
+        options["correction_bias"] = torch.randn(num_experts, generator=generator).to(device)
+    x, weight = (torch.randn(shape, generator=generator).to(device) for shape in ((num_rows, size), (size,)))
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter truncates to bfloat16
+    x, weight = x.to(dtype), (weight * max(size, 1) ** -0.5).to(dtype)
+    slot = some_slots(num_rows, device)
+    alone = empty_rows(num_rows, num_experts, num_active, device)
+    choose_experts(logits, None, slot, alone, router, **options)
+    rows = empty_rows(num_rows, num_experts + 1, num_active + 1, device)
+    gate = (x, weight) if size else None
+    choose_experts(logits, None, slot, rows, router, **options, num_joined=1, gate=gate)
+    is_row = slot >= 0
+    assert torch.equal(rows.experts[:, 1:], alone.experts)
+    assert torch.equal(rows.shares[is_row, 1:], alone.shares[is_row])
+    assert rows.experts[:, 0].tolist() == [num_experts if is_live else -1 for is_live in is_row.tolist()]
+    shares = rows.shares[is_row, 0]
+    if size:
+        logit = (x.double() @ weight.double())[is_row]
+        expected = logit.sigmoid()
+        # Both are rounded, by at most half an epsilon of them.
+        error = torch.finfo(dtype).eps / 2 * (expected * (1 - expected) * logit.abs() + expected) + 1e-6
+        assert ((shares - expected).abs() <= error).all()
+        assert torch.equal(shares.to(dtype).float(), shares) and len(shares.unique()) == len(shares)
+    else:
+        assert shares.tolist() == [1.0] * len(shares)
+    list_rows(rows)
+    lists = list_rows_reference(rows.experts, num_experts + 1)
+    counts, pairs = rows.counts.tolist(), rows.pairs.tolist()
+    assert counts == [len(one) for one in lists] and counts[-1] == int(is_row.sum()) > 0
+    assert [pairs[expert][:count] for expert, count in enumerate(counts)] == lists
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -353,6 +394,26 @@ def test_errors_name_the_argument(device: str) -> None:
             SOFTMAX,
             dtype=torch.float32,
         )
+    for num_joined, message in ((2, "num_joined=2: expected 0 to 1"), (1, r"expected \[1, 2, 3\]")):
+        logits = torch.zeros(1, 2, 2, device=device)
+        with pytest.raises(ValueError, match=message):
+            choose_experts(logits, None, slot, rows, SOFTMAX, dtype=torch.float32, num_joined=num_joined)
+    gate = torch.zeros(2, 5, device=device), torch.zeros(5, device=device)
+    for num_joined, message in ((0, "num_joined=0: expected 1"), (1, r"x: \[2, 5\] .*: expected \[2, 4\]")):
+        weight = gate[1][: 5 - num_joined].contiguous()
+        logits = torch.zeros(1, 2, 4 - num_joined, device=device)
+        few = empty_rows(2, 4, 2, device)
+        with pytest.raises(ValueError, match=message):
+            choose_experts(
+                logits,
+                None,
+                slot,
+                few,
+                SOFTMAX,
+                dtype=torch.float32,
+                num_joined=num_joined,
+                gate=(gate[0], weight),
+            )
 
 
 def test_errors_name_the_router(device: str) -> None:

@@ -283,16 +283,16 @@ def test_products_of_quantised_experts_wait_as_they_declare(
 
 @needs_nvrtc
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize(("num_rows", "num_joined"), [(1, 0), (16, 0), (16, 1)])
 def test_routing_waits_as_it_declares(
-    num_rows: int, kind: RouterKind, launches: list[Launch], device: str
+    num_rows: int, num_joined: int, kind: RouterKind, launches: list[Launch], device: str
 ) -> None:
-    rows = routed(num_rows, 32, 4, device)
+    rows = routed(num_rows, 32 + num_joined, 4 + num_joined, device)
     x, weight = (drawn(count, 64, dtype=BF16, device=device) for count in (num_rows, 32))
     slot = torch.zeros(num_rows, dtype=torch.int32, device=device)
     bias = drawn(32, dtype=BF16, device=device) if kind == "softmax" else None
     correction = drawn(32, dtype=torch.float32, device=device) if kind == "sigmoid" else None
-    cuda_route(x, weight, bias, slot, rows, Router(kind=kind), correction)
+    cuda_route(x, weight, bias, slot, rows, Router(kind=kind), correction, num_joined)
     assert_declared(launches)
 
 

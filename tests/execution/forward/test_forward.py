@@ -18,7 +18,7 @@ from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
 from drift_sdk._kernels.attention.prefill import prefill_attention_config, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.memory import Workspace
-from drift_sdk.execution.forward import products
+from drift_sdk.execution.forward import channels, products
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
     ChunkAttention,
@@ -178,6 +178,24 @@ CONFIGS["sigmoid experts"] = structs.replace(
         structs.replace(layer, channel=channel) for layer, channel in zip(QWEN.layers, CHANNELS, strict=True)
     ),
 )
+# Shared experts that are one more expert; the second has a gate.
+JOINED = (
+    structs.replace(SIGMOID_EXPERTS, shared=Mlp(intermediate_size=12)),
+    Experts(
+        num_experts=5,
+        num_active=3,
+        intermediate_size=20,
+        shared=Mlp(intermediate_size=20),
+        has_shared_gate=True,
+    ),
+    CHANNELS[1],
+)
+CONFIGS["joined experts"] = structs.replace(
+    QWEN,
+    layers=tuple(
+        structs.replace(layer, channel=channel) for layer, channel in zip(QWEN.layers, JOINED, strict=True)
+    ),
+)
 # Heads of two sizes in groups of two sizes, of which the larger have keys that are values.
 GEMMA4 = {
     "num_hidden_layers": 4,
@@ -200,7 +218,7 @@ SHARED |= {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 40}
 CONFIGS["gemma4 inputs"] = tiny("gemma4_text", **(GEMMA4 | SHARED))
 # Windows, scales, multipliers and biases; windows, sinks and experts.
 EXACT = ("all", "gpt_oss")
-BOTH = ("gated", "sigmoid experts", "gemma4", "gemma4 experts", "gemma4 inputs")
+BOTH = ("gated", "sigmoid experts", "joined experts", "gemma4", "gemma4 experts", "gemma4 inputs")
 CASES = [(name, name in EXACT) for name in CONFIGS] + [(name, True) for name in BOTH]
 
 
@@ -383,6 +401,35 @@ def test_passes_with_quantised_experts_equal_those_of_the_eager_decoder(form: We
         assert isinstance(layer.channel.gate_up, KernelExperts)
         assert isinstance(layer.channel.down, KernelExperts)
         assert layer.channel.gate_up.shape == (5 * 128, 64)
+    with torch.inference_mode():
+        for spans in PROMPT_STEPS:
+            passes.compare(spans, None)
+
+        passes.compare(VERIFIED, 3)
+
+
+@pytest.mark.parametrize("form", ["expanded", "fp8", "int4"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_next"])
+def test_joined_experts_are_one_weight_with_the_others(
+    model_type: str, form: WeightForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a product of their own, and with the output of the eager decoder."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    sizes |= {"n_routed_experts": 5, "first_k_dense_replace": 0} if model_type == "glm4_moe" else {}
+    sizes |= {"num_experts": 5, "layer_types": ["full_attention"] * 2} if model_type == "qwen3_next" else {}
+    sizes |= {"shared_expert_intermediate_size": 64} if model_type == "qwen3_next" else {}
+    passes = Passes(tiny(model_type, **sizes), form, is_exact=False)
+    monkeypatch.setattr(channels.ExpertForward, "_run_shared", None)
+    for layer in passes.decoder.weights.layers:
+        weights = layer.channel
+        assert isinstance(weights, ExpertWeights)
+        assert weights.num_joined == 1 and weights.shared is None
+        assert (weights.shared_gate is not None) == (model_type == "qwen3_next")
+        if form == "expanded":
+            assert weights.gate_up.shape == (6, 128, 64) and weights.down.shape == (6, 64, 64)
+        else:
+            assert isinstance(weights.gate_up, KernelExperts) and isinstance(weights.down, KernelExperts)
+            assert weights.gate_up.packed.num_experts == weights.down.packed.num_experts == 6
     with torch.inference_mode():
         for spans in PROMPT_STEPS:
             passes.compare(spans, None)

@@ -185,6 +185,7 @@ def test_rows_of_experts_are_routed_in_one_launch(monkeypatch: pytest.MonkeyPatc
     """With the arguments that the kernel takes, which is computed in three launches here. Only where there is
     latent attention: other models keep the bits that they have."""
     routers: list[Router] = []
+    joined: list[int] = []
 
     def route(
         x: torch.Tensor,
@@ -194,10 +195,13 @@ def test_rows_of_experts_are_routed_in_one_launch(monkeypatch: pytest.MonkeyPatc
         rows: ExpertRows,
         router: Router,
         correction: torch.Tensor | None,
+        num_joined: int,
     ) -> None:
         routers.append(router)
+        joined.append(num_joined)
         logits = (x @ weight.T)[None]
-        choose_experts(logits, bias, row_slot, rows, router, dtype=torch.float32, correction_bias=correction)
+        options = {"dtype": torch.float32, "correction_bias": correction, "num_joined": num_joined}
+        choose_experts(logits, bias, row_slot, rows, router, **options)
         list_rows(rows)
 
     decoder = decoder_of(CONFIG)
@@ -207,7 +211,7 @@ def test_rows_of_experts_are_routed_in_one_launch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(channels, "choose_experts", None)
     tokens, _ = run(graph_executor(decoder), 4)
     assert tokens == expected
-    assert len(routers) > 8 and {router.kind for router in routers} == {"sigmoid"}
+    assert len(routers) > 8 and {router.kind for router in routers} == {"sigmoid"} and set(joined) == {1}
     ungrouped = decoder_of({**CONFIG, "model_type": "glm4_moe", "num_key_value_heads": 3, "head_dim": 8})
     with pytest.raises(ExecutorError, match="'NoneType' object is not callable"):
         run(graph_executor(ungrouped), 1)

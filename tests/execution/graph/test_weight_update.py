@@ -14,13 +14,19 @@ from tiny_llama import tiny_llama
 from drift_sdk import RequestError
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk.execution.device.device import GpuDevice
-from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
+from drift_sdk.execution.forward.kernel_weights import (
+    KernelExperts,
+    KernelWeight,
+    arrange_decoder,
+    arrange_part,
+)
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.allocation import WeightForm
+from drift_sdk.models.channels import ExpertWeights
 from drift_sdk.models.decoder import Decoder, random_tensors
-from drift_sdk.models.weight_update import leaves
+from drift_sdk.models.weight_update import leaves, tensors_in, update_weights
 from drift_sdk.steps import ExecutorLimits
 
 pytestmark = pytest.mark.kernel
@@ -71,3 +77,53 @@ def test_steps_are_those_of_an_executor_of_the_new_weights(form: WeightForm, tmp
         with pytest.raises(RequestError, match='another form than weights="stored"'):
             executor.update_weights(tensors)
     executor.close()
+
+
+JOINED = read_spec(
+    {
+        "model_type": "glm4_moe",
+        "vocab_size": 96,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        **SIZES,
+    }
+)
+
+
+@pytest.mark.parametrize("form", ["expanded", "fp8"])
+def test_shared_experts_are_written_where_they_are_joined(form: WeightForm) -> None:
+    """All tensors; and without quantisation those of the shared expert alone."""
+
+    def drawn(seed: int) -> Decoder:
+        decoder = Decoder.random(JOINED, device=DEVICE, dtype=torch.float32, form=form, seed=seed)
+        arrange_decoder(decoder)
+        channel = decoder.weights.layers[0].channel
+        assert isinstance(channel, ExpertWeights) and channel.num_joined == 1
+        assert isinstance(channel.gate_up, KernelExperts) == (form == "fp8")
+        return decoder
+
+    def tensors_of(decoder: Decoder) -> list[torch.Tensor]:
+        return [tensor.cpu().clone() for leaf in leaves(decoder.weights) for tensor in tensors_in(leaf)]
+
+    def are_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[bool]:
+        return [torch.equal(*pair) for pair in zip(one, other, strict=True)]
+
+    decoder, wanted = drawn(2), tensors_of(drawn(5))
+    before = tensors_of(decoder)
+    source = random_tensors(JOINED, device=DEVICE, dtype=torch.float32, seed=5)
+    tensors = {name: source.get(name) for name in source.names()}
+    if form == "expanded":
+        update_weights(decoder, {name: new for name, new in tensors.items() if ".shared_experts." in name})
+        assert are_same(tensors_of(decoder), before).count(False) == 2
+        channel = decoder.weights.layers[0].channel
+        assert isinstance(channel, ExpertWeights) and isinstance(channel.down, torch.Tensor)
+        assert torch.equal(channel.down[4], tensors["model.layers.0.mlp.shared_experts.down_proj.weight"])
+        assert any(torch.equal(channel.down[:4].cpu(), tensor[:4]) for tensor in before if tensor.dim() == 3)
+    update_weights(decoder, tensors, arrange_part)
+    assert all(are_same(tensors_of(decoder), wanted))
+    assert not all(are_same(before, wanted))

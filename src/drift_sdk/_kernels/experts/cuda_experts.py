@@ -69,7 +69,7 @@ from drift_sdk._kernels.experts.expert_gemm import (
     check_matrix,
 )
 from drift_sdk._kernels.experts.routing import ExpertRows, check_rows, list_rows
-from drift_sdk._kernels.launch.arguments import check_tensor, check_tensors
+from drift_sdk._kernels.launch.arguments import check_range, check_tensor, check_tensors
 from drift_sdk._kernels.launch.launch_order import KernelAccess, note_kernel
 from drift_sdk.spec.model import Router
 
@@ -360,15 +360,17 @@ def cuda_route(
     rows: ExpertRows,
     router: Router,
     correction: Tensor | None = None,
+    num_joined: int = 0,
 ) -> None:
     """Fill `rows`, where `has_cuda_route`: `multiply`, `choose_experts` and `list_rows` in this order.
 
     x [R, K] and weight [E, K], bfloat16. bias: [E] bfloat16, for a router of the kind "softmax". correction:
-    [E] float32, for one of the kind "sigmoid". The other arguments are those of `choose_experts`. Raises
-    ValueError for another shape, type or layout.
+    [E] float32, for one of the kind "sigmoid". A joined expert has no gate. The other arguments are those of
+    `choose_experts`. Raises ValueError for another shape, type or layout.
     """
-    num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
-    inner = weight.shape[1]
+    check_range("num_joined", num_joined, 0, 1)
+    num_rows, num_experts = rows.num_rows, rows.num_experts - num_joined
+    num_active, inner = rows.num_active - num_joined, weight.shape[1]
     check_tensor("x", x, (num_rows, inner), torch.bfloat16)
     check_tensor("weight", weight, (num_experts, inner), torch.bfloat16)
     is_sigmoid = router.kind == "sigmoid"
@@ -384,7 +386,7 @@ def cuda_route(
     row_tiles = 1 if num_rows <= LISTED_ROWS // 2 else 2
     has_lists = num_rows <= LISTED_ROWS
     flags = ", ".join(str(flag).lower() for flag in (is_sigmoid, router.is_normalised, has_lists))
-    template = f"{inner}, {num_experts}, {num_active}, {row_tiles}, {flags}"
+    template = f"{inner}, {num_experts}, {num_active}, {num_joined}, {row_tiles}, {flags}"
     macros = (("ROUTE", f"route_rows<{template}>"),)
     kernel = CudaKernel((*FILES, "experts/route_rows.cu"), "route", macros)
     launch_kernel(

@@ -79,8 +79,8 @@ __device__ __forceinline__ void choose_by_sigmoids(const float* logits, const fl
 }
 
 // What routing takes. x: [R, K] and weight: [E, K], bfloat16. bias: [E] bfloat16, or null. row_slot: [R], -1 for
-// padding. Written: experts and shares [R, NUM_ACTIVE]; with HAS_LISTS also pairs [E, R] and counts [E]. For
-// IS_SIGMOID: correction [E], or null, and a factor of shares.
+// padding. For IS_SIGMOID: correction [E], or null, and a factor of shares. Written: experts and shares [R, NUM_JOINED +
+// NUM_ACTIVE]; with HAS_LISTS also pairs [E + NUM_JOINED, R] and counts [E + NUM_JOINED].
 struct Arguments {
   const u16 *x, *weight, *bias;
   const float* correction;
@@ -92,14 +92,17 @@ struct Arguments {
   int num_rows;
 };
 
-template <int K, int NUM_EXPERTS, int NUM_ACTIVE, int NT, bool IS_SIGMOID, bool IS_NORMALISED, bool HAS_LISTS>
+// NUM_JOINED: 1 if all rows have expert NUM_EXPERTS, in front of those that are chosen; else 0.
+template <int K, int NUM_EXPERTS, int NUM_ACTIVE, int NUM_JOINED, int NT, bool IS_SIGMOID, bool IS_NORMALISED,
+          bool HAS_LISTS>
 __device__ __forceinline__ void route_rows(const Arguments& a) {
   constexpr int TILE_M = NT * 8, NUM_CTAS = NUM_EXPERTS / CTA_EXPERTS, STRIDE = TILE_M + 1;
   constexpr int NUM_CHUNKS = (K + 31) / 32, ROUNDS = (NUM_CHUNKS + WARPS - 1) / WARPS;
   constexpr int EACH = (NUM_EXPERTS + 31) / 32;  // experts of a lane
+  constexpr int OF_ROW = NUM_JOINED + NUM_ACTIVE;  // experts of a row
   __shared__ float parts[WARPS * CTA_EXPERTS * STRIDE];
   __shared__ float logits[TILE_M * NUM_EXPERTS];  // of all CTAs
-  __shared__ int chosen[TILE_M * NUM_ACTIVE];
+  __shared__ int chosen[TILE_M * OF_ROW];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int rank = cluster_rank(), first_expert = rank * CTA_EXPERTS;
   const int first_row = blockIdx.x / NUM_CTAS * TILE_M, num_rows = min(a.num_rows - first_row, TILE_M);
@@ -202,13 +205,19 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
         for (int distance = 16; distance > 0; distance /= 2) norm = __fadd_rn(norm, __shfl_xor_sync(~0u, norm, distance));
       }
     }
+    const i64 first_pair = static_cast<i64>(first_row + row) * OF_ROW;
+    if (NUM_JOINED > 0 && lane == NUM_ACTIVE % 32) {
+      const int expert = is_live ? NUM_EXPERTS : -1;
+      chosen[row * OF_ROW] = expert;
+      if (!HAS_LISTS || rank == 0) a.experts[first_pair] = expert, a.shares[first_pair] = 1.f;
+    }
 #pragma unroll
     for (int r = 0; r < NUM_ACTIVE; r++) {
       if (lane != r % 32) continue;
       const int expert = is_live ? ranked_expert[r] : -1;
-      chosen[row * NUM_ACTIVE + r] = expert;
+      chosen[row * OF_ROW + NUM_JOINED + r] = expert;
       if (HAS_LISTS && rank > 0) continue;
-      const i64 pair = static_cast<i64>(first_row + row) * NUM_ACTIVE + r;
+      const i64 pair = first_pair + NUM_JOINED + r;
       a.experts[pair] = expert;
       const float share = __fdiv_rn(IS_SIGMOID ? ranked[r] : __expf(ranked[r] - highest), norm);
       a.shares[pair] = IS_SIGMOID ? __fmul_rn(share, a.scale) : share;
@@ -216,11 +225,12 @@ __device__ __forceinline__ void route_rows(const Arguments& a) {
   }
   if (HAS_LISTS) {
     __syncthreads();
-    for (int expert = first_expert + warp; expert < first_expert + CTA_EXPERTS; expert += WARPS) {
+    const int end_expert = first_expert + CTA_EXPERTS + (rank + 1 == NUM_CTAS ? NUM_JOINED : 0);
+    for (int expert = first_expert + warp; expert < end_expert; expert += WARPS) {
       int count = 0;
-      for (int first = 0; first < num_rows * NUM_ACTIVE; first += 32) {
+      for (int first = 0; first < num_rows * OF_ROW; first += 32) {
         const int pair = first + lane;
-        const bool is_mine = pair < num_rows * NUM_ACTIVE && chosen[pair] == expert;
+        const bool is_mine = pair < num_rows * OF_ROW && chosen[pair] == expert;
         const u32 mine = __ballot_sync(~0u, is_mine);
         if (is_mine) a.pairs[static_cast<i64>(expert) * a.num_rows + count + __popc(mine & ((1u << lane) - 1))] = pair;
         count += __popc(mine);

@@ -1,6 +1,6 @@
 """Routing of rows to experts, and for each expert the list of its rows.
 
-    choose_experts: the K experts of a row with the largest scores, largest first, and their weights
+    choose_experts: the experts of a row with the largest scores, largest first, and their weights
     list_rows:      the pairs (row, rank) of each expert, in ascending order of rows
 
 Scores and weights, of logits l, by the kind of router:
@@ -14,6 +14,10 @@ Where experts have factors, weights are multiplied by them at the end.
 
 Groups of experts: only experts of the groups with the largest sums of two scores are chosen.
 
+A joined expert is one that all rows have, the last of E and the first of a row's K; K - 1 are chosen among
+the others. Its weight is 1; or the sigmoid of a product of its gate and a row x, which are both rounded to
+the storage type, as in gates.py. The product is summed in an order that depends on the length of x alone.
+
 A pair is the number row * K + rank: the rank-th expert of a row. Of equal scores, that of the lower expert
 or group comes first; NaN counts as the lowest number, so that a row always has K different experts, and the
 weights that are made of it are NaN. A padding row has no experts (-1).
@@ -21,7 +25,7 @@ weights that are made of it are NaN. A padding row has no experts (-1).
 Grid: `_choose_experts` (rows): a program owns a row. `_list_rows` (experts): a program owns an expert's list,
 and reads the experts of all pairs. Neither uses atomics: lists have a fixed order.
 
-Bytes: the logits once, and 4 * R * K for each expert, which come from the L2 cache.
+Bytes: the logits once, a row of x for a gate, and 4 * R * K for each expert, which come from the L2 cache.
 
 Dependent launch: both kernels wait before their first read of what changes. `_choose_experts` follows a
 product, so it permits its dependents to start at once.
@@ -49,6 +53,9 @@ from drift_sdk.spec.model import Router
 
 MAX_BLOCK_PAIRS, WARP_PAIRS = 1_024, 256
 """The most pairs that a program of `_list_rows` reads at a time, and those of a warp: 8 for each thread."""
+
+GATE_BLOCK = 1_024
+"""Elements of a gate that a warp multiplies at a time: 32 for each thread. Part of the result's bits."""
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -133,17 +140,41 @@ def _close_groups(
     return tl.where(is_open, key, -float("inf"))
 
 
+@device_function
+def _gate(
+    x_ptr,  # [SIZE], storage type
+    weight_ptr,  # [SIZE], likewise
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Return the sigmoid of the product in fp32."""
+    dtype = x_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK_SIZE,), tl.float32)
+    for first in tl.static_range(0, SIZE, BLOCK_SIZE):
+        inner = first + tl.arange(0, BLOCK_SIZE)
+        x = tl.load(x_ptr + inner, mask=inner < SIZE, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + inner, mask=inner < SIZE, other=0.0).to(tl.float32)
+        total = tl.fma(x, weight, total)
+    logit = tl.sum(total, axis=0).to(dtype).to(tl.float32)
+    return (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
+
+
 @kernel
 def _choose_experts(
     logits_ptr,  # [NUM_SLICES, R, NUM_EXPERTS] fp32: partial sums
     bias_ptr,  # [NUM_EXPERTS], DTYPE; or None
     correction_ptr,  # [NUM_EXPERTS] fp32: added to sigmoids for the choice; or None
     factors_ptr,  # [NUM_EXPERTS]: weights are multiplied by them; or None
+    x_ptr,  # [R, GATE_SIZE], storage type; or None
+    gate_ptr,  # [GATE_SIZE], storage type: of the joined expert; or None
     row_slot_ptr,  # [R] int32
-    experts_ptr,  # [R, NUM_ACTIVE] int32, written
-    shares_ptr,  # [R, NUM_ACTIVE] fp32, written
+    experts_ptr,  # [R, NUM_JOINED + NUM_ACTIVE] int32, written
+    shares_ptr,  # [R, NUM_JOINED + NUM_ACTIVE] fp32, written
     slice_stride,
     NUM_SLICES: tl.constexpr,
+    NUM_JOINED: tl.constexpr,  # 0 or 1; not counted by the following
+    GATE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # elements of x at a time
     NUM_EXPERTS: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
@@ -166,7 +197,8 @@ def _choose_experts(
     rank_range = tl.arange(0, PADDED_ACTIVE)
     chosen = tl.full((PADDED_ACTIVE,), -1, tl.int32)
     ranked = tl.full((PADDED_ACTIVE,), -float("inf"), tl.float32)
-    if tl.load(row_slot_ptr + row) >= 0:
+    is_live = tl.load(row_slot_ptr + row) >= 0
+    if is_live:
         logits_ptrs = logits_ptr + (row * NUM_EXPERTS + expert)
         logits = tl.load(logits_ptrs, mask=is_expert, other=0.0)
         for slice_index in tl.static_range(1, NUM_SLICES):
@@ -216,7 +248,14 @@ def _choose_experts(
             factors = tl.load(factors_ptr + chosen, mask=rank_range < NUM_ACTIVE, other=1.0)
             ranked = ranked * factors.to(tl.float32)
 
-    pair = row * NUM_ACTIVE + rank_range
+    first_pair = row * (NUM_JOINED + NUM_ACTIVE)
+    if NUM_JOINED > 0:
+        share = 1.0
+        if gate_ptr is not None:
+            share = _gate(x_ptr + row * GATE_SIZE, gate_ptr, GATE_SIZE, BLOCK_SIZE)
+        tl.store(experts_ptr + first_pair, tl.where(is_live, NUM_EXPERTS, -1))
+        tl.store(shares_ptr + first_pair, share)
+    pair = first_pair + NUM_JOINED + rank_range
     is_rank = rank_range < NUM_ACTIVE
     tl.store(experts_ptr + pair, chosen, mask=is_rank)
     tl.store(shares_ptr + pair, ranked, mask=is_rank)
@@ -259,17 +298,22 @@ def choose_experts(
     dtype: torch.dtype,
     correction_bias: Tensor | None = None,
     factors: Tensor | None = None,
+    num_joined: int = 0,
+    gate: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Fill `rows.experts` and `rows.shares`.
 
     logits: fp32 partial sums [num_slices, R, E], added in order, then bias [E] of type `dtype`, then rounded
     to `dtype`, which is float32 for a router whose logits are not rounded. row_slot: [R] int32, -1 for a
     padding row. correction_bias: [E] float32, for a router of sigmoids: added for the choice, and no part of
-    the weights. factors: [E] of any floating-point type: weights are multiplied by them. Raises ValueError
-    for another shape, type or layout, and for groups without experts enough.
+    the weights. factors: [E] of any floating-point type: weights are multiplied by them. num_joined: 1 if the
+    last expert of `rows` is joined, and none of these E. gate: x [R, H] and weight [H] of its gate, in one
+    storage type. Raises ValueError for another shape, type or layout, and for groups without experts enough.
     """
     num_slices = logits.shape[0]
-    num_rows, num_experts, num_active = rows.num_rows, rows.num_experts, rows.num_active
+    check_range("num_joined", num_joined, 0, 1)
+    num_rows, num_experts = rows.num_rows, rows.num_experts - num_joined
+    num_active = rows.num_active - num_joined
     check_range("num_slices", num_slices, 1)
     check_range("num_active", num_active, 1, num_experts)
     check_tensor("logits", logits, (num_slices, num_rows, num_experts), torch.float32)
@@ -278,19 +322,30 @@ def choose_experts(
     if factors is not None:
         check_tensor("factors", factors, (num_experts,), factors.dtype)
     _check_router(router, num_experts, num_active, correction_bias)
+    x, weight = (None, None) if gate is None else gate
+    gate_size = 0 if weight is None else len(weight)
+    if x is not None and weight is not None:
+        check_range("num_joined", num_joined, 1)
+        check_tensor("gate weight", weight, (gate_size,), x.dtype)
+        check_tensor("x", x, (num_rows, gate_size), x.dtype)
     check_tensor("row_slot", row_slot, (num_rows,), torch.int32)
-    check_tensor("experts", rows.experts, (num_rows, num_active), torch.int32)
-    check_tensor("shares", rows.shares, (num_rows, num_active), torch.float32)
+    check_tensor("experts", rows.experts, (num_rows, rows.num_active), torch.int32)
+    check_tensor("shares", rows.shares, (num_rows, rows.num_active), torch.float32)
     _choose_experts[(num_rows,)](
         logits_ptr=logits,
         bias_ptr=bias,
         correction_ptr=correction_bias,
         factors_ptr=factors,
+        x_ptr=x,
+        gate_ptr=weight,
         row_slot_ptr=row_slot,
         experts_ptr=rows.experts,
         shares_ptr=rows.shares,
         slice_stride=logits.stride(0),
         NUM_SLICES=num_slices,
+        NUM_JOINED=num_joined,
+        GATE_SIZE=gate_size,
+        BLOCK_SIZE=min(next_power_of_2(max(gate_size, 1)), GATE_BLOCK),
         NUM_EXPERTS=num_experts,
         PADDED_EXPERTS=next_power_of_2(num_experts),
         NUM_ACTIVE=num_active,

@@ -90,8 +90,8 @@ class ExpertForward:
         routed: Tensor | None = None,
         joins_sigmoids: bool = False,
     ) -> None:
-        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads. counts
-        [num_layers, E] int32: see `take_counts`.
+        """row_slot [R] int32, -1 for a padding row. normed [R, hidden]: the rows that `run` reads. counts:
+        see `take_counts`.
         max_scale: the largest scale of MXFP4 weights, for kernels of few rows; None: kernels of many.
         routed [R, hidden]: the router's input; None: `normed`. joins_sigmoids: kernels of few rows route by
         sigmoids in one launch too."""
@@ -100,18 +100,12 @@ class ExpertForward:
         self._routed = normed if routed is None else routed
         self._workspace, self._max_scale, self._joins_sigmoids = workspace, max_scale, joins_sigmoids
         self._products = ExactProducts(tuned, None, workspace, num_rows)
-        self._rows = ExpertRows.take(workspace.take, num_rows, spec.num_experts, spec.num_active)
         self._counts = counts
-        self._gated_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=True)
-        self._down_gemm = expert_gemm_config(self._rows, normed.dtype, is_gated=False)
+        self._take(spec.num_joinable, 0)  # the most
         gate = spec.clamped_gate
         self._activation: ClampedActivation | Activation = spec.activation
         if gate is not None:
             self._activation = ClampedActivation(gate.alpha, gate.limit)
-        num_pairs = num_rows * spec.num_active
-        self._activated = workspace.take(
-            "expert_activated", (num_pairs, spec.intermediate_size), normed.dtype
-        )
 
     @classmethod
     def take(
@@ -133,7 +127,7 @@ class ExpertForward:
             row_slot,
             normed,
             workspace,
-            counts=take_counts(workspace, model.decoder.spec.num_layers, spec.num_experts),
+            counts=take_counts(workspace, model.decoder.spec.num_layers, spec),
             max_scale=model.decoder.max_expert_scale if is_of_few else None,
             routed=routed,
             joins_sigmoids=model.decoder.spec.has_latents,
@@ -146,18 +140,27 @@ class ExpertForward:
         then the shares of a row's experts in its output, in order. Those of padding rows are undefined.
         """
         shared, spec = weights.shared, self._spec
+        rows, activated = self._take(weights.num_joined, index)
         num_shared = 0 if shared is None else self._products.num_partials(shared.down)
-        shape = num_shared + spec.num_active, *self._normed.shape
+        shape = num_shared + rows.num_active, *self._normed.shape
         partials = self._workspace.take("expert_partials", shape, torch.float32)
         if shared is not None and spec.shared is not None:
             # In front: the number of its partial sums depends on that of the rows, and a sum of them in front
             # has the same bits as one that was added before.
             self._run_shared(shared, spec.shared, weights.shared_gate, partials[:num_shared])
-        rows = structs.replace(self._rows, counts=self._counts[index])
         self._route(weights, rows)
-        self._multiply_gated(weights, rows)
-        self._multiply_down(weights, rows, partials[num_shared:])
+        self._multiply_gated(weights, rows, activated)
+        self._multiply_down(weights, rows, activated, partials[num_shared:])
         return partials
+
+    def _take(self, num_joined: int, index: int) -> tuple[ExpertRows, Tensor]:
+        """The rows of experts in layer `index`, and a buffer [pairs, intermediate] for their activation."""
+        spec, workspace, (num_rows, _) = self._spec, self._workspace, self._normed.shape
+        sizes = spec.num_experts + num_joined, spec.num_active + num_joined
+        rows = ExpertRows.take(workspace.take, num_rows, *sizes)
+        shape = num_rows * rows.num_active, spec.intermediate_size
+        activated = workspace.take("expert_activated", shape, self._normed.dtype)
+        return structs.replace(rows, counts=self._counts[index, : rows.num_experts]), activated
 
     def _run_shared(self, weights: MlpWeights, spec: Mlp, gate: Tensor | None, partials: Tensor) -> None:
         activated = take_activated(self._workspace, self._normed, spec)
@@ -167,8 +170,8 @@ class ExpertForward:
             gate_rows(normed, gate.view(-1), activated)
         products.multiply_into(activated, weights.down, partials)
 
-    def _multiply_gated(self, weights: ExpertWeights, rows: ExpertRows) -> None:
-        normed, activated, activation = self._normed, self._activated, self._activation
+    def _multiply_gated(self, weights: ExpertWeights, rows: ExpertRows, activated: Tensor) -> None:
+        normed, activation = self._normed, self._activation
         if isinstance(weights.gate_up, KernelExperts):
             assert activation == "silu", "others are arranged as numbers"
             packed_gated_expert_multiply(normed, weights.gate_up.packed, rows, activated)
@@ -178,10 +181,12 @@ class ExpertForward:
         if isinstance(activation, ClampedActivation) and self._has_cuda_product(gate_up):
             cuda_gated_expert_multiply(normed, gate_up, rows, activated, activation)
         else:
-            gated_expert_multiply(normed, gate_up, rows, activated, self._gated_gemm, activation)
+            config = expert_gemm_config(rows, normed.dtype, is_gated=True)
+            gated_expert_multiply(normed, gate_up, rows, activated, config, activation)
 
-    def _multiply_down(self, weights: ExpertWeights, rows: ExpertRows, partials: Tensor) -> None:
-        activated = self._activated
+    def _multiply_down(
+        self, weights: ExpertWeights, rows: ExpertRows, activated: Tensor, partials: Tensor
+    ) -> None:
         if isinstance(weights.down, KernelExperts):
             packed_expert_multiply(activated, weights.down.packed, rows, partials)
             return
@@ -190,7 +195,8 @@ class ExpertForward:
         if self._has_cuda_product(down):
             cuda_expert_multiply(activated, down, rows, partials)
         else:
-            expert_multiply(activated, down, rows, partials, self._down_gemm)
+            config = expert_gemm_config(rows, activated.dtype, is_gated=False)
+            expert_multiply(activated, down, rows, partials, config)
 
     def _has_cuda_product(self, matrix: ExpertMatrix) -> bool:
         return self._max_scale is not None and has_cuda_product(matrix, self._normed.dtype, self._max_scale)
@@ -198,11 +204,14 @@ class ExpertForward:
     def _route(self, weights: ExpertWeights, rows: ExpertRows) -> None:
         """Fill `rows`: the experts of each row, their shares, and the rows of each expert."""
         routed, weight, router = self._routed, weights.router, self._spec.router
-        is_joined = router.kind == "softmax" or (self._joins_sigmoids and weights.router_bias is None)
-        is_for_few = self._max_scale is not None and weights.expert_factors is None and is_joined
-        if is_for_few and has_cuda_route(weight, rows.num_active, router):
+        is_in_one = router.kind == "softmax" or (self._joins_sigmoids and weights.router_bias is None)
+        is_for_few = self._max_scale is not None and weights.expert_factors is None and is_in_one
+        num_joined, gate = weights.num_joined, None
+        if num_joined and weights.shared_gate is not None:
+            gate = self._normed, weights.shared_gate.view(-1)
+        if is_for_few and gate is None and has_cuda_route(weight, self._spec.num_active, router):
             bias, correction = weights.router_bias, weights.correction
-            cuda_route(routed, weight, bias, self._row_slot, rows, router, correction)
+            cuda_route(routed, weight, bias, self._row_slot, rows, router, correction, num_joined)
             return
 
         config = self._tuned.gemm(*weight.shape).config(routed.shape[0])
@@ -218,6 +227,8 @@ class ExpertForward:
             dtype=routed.dtype if router.kind == "softmax" else torch.float32,
             correction_bias=weights.correction,
             factors=weights.expert_factors,
+            num_joined=num_joined,
+            gate=gate,
         )
         list_rows(rows)
 
@@ -290,10 +301,13 @@ def has_few_rows(num_rows: int, spec: Experts) -> bool:
     return num_rows * spec.num_active <= MANY_ROWS_PER_EXPERT * spec.num_experts
 
 
-def take_counts(workspace: Workspace, num_layers: int, num_experts: int) -> Tensor:
-    """The number of rows of each expert in each layer of the latest pass, [num_layers, E] int32. Those of
-    layers without experts are undefined."""
-    return workspace.take("expert_counts", (num_layers, num_experts), torch.int32)
+def take_counts(workspace: Workspace, num_layers: int, spec: Experts, name: str = "expert_counts") -> Tensor:
+    """The number of rows of each expert in each layer of the latest pass, [num_layers, E or more] int32.
+    Those of layers without experts, and behind the experts of a layer, are undefined. name: of the buffer."""
+    num_columns = spec.num_experts
+    if spec.num_joinable:  # layers begin at multiples of 16 bytes where they did without a joined expert
+        num_columns = -(-(num_columns + 1) // 4) * 4
+    return workspace.take(name, (num_layers, num_columns), torch.int32)
 
 
 def _matrix(matrices: ExpertMatrices, bias: Tensor | None) -> ExpertMatrix:

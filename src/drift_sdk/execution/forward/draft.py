@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from drift_sdk._kernels.attention.layer_attention import LayerAttention
@@ -17,7 +16,7 @@ from drift_sdk._kernels.layers.rope_store import rotate_and_store
 from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.device.stages import NO_STAGE_MARKS, StageMarks
 from drift_sdk.execution.forward.caches import DraftKVCache
-from drift_sdk.execution.forward.channels import ExpertForward, has_few_rows
+from drift_sdk.execution.forward.channels import ExpertForward, has_few_rows, take_counts
 from drift_sdk.execution.forward.kernel_weights import KernelWeight
 from drift_sdk.execution.forward.latent_attention import LatentHeads, LatentLayer
 from drift_sdk.execution.forward.products import Product, multiply_gated, multiply_quantised
@@ -221,8 +220,7 @@ class DraftForward:
             return self.multiply(activated, weights.down), weights.down_bias
 
         assert isinstance(spec, Experts) and isinstance(weights, ExpertWeights)
-        shape = self._draft.num_layers, spec.num_experts
-        counts = self._workspace.take("draft_expert_counts", shape, torch.int32)
+        counts = take_counts(self._workspace, self._draft.num_layers, spec, "draft_expert_counts")
         experts = ExpertForward(
             spec,
             self._tuned,

@@ -198,7 +198,10 @@ def _arrange_mlp(mlp: MlpWeights, dtype: torch.dtype) -> MlpWeights:
 
 
 def _arrange_experts(experts: ExpertWeights, dtype: torch.dtype, spec: Experts) -> ExpertWeights:
-    """The kernels of gates in a quantised format have silu alone."""
+    """The kernels of gates in a quantised format have silu alone. A joined expert of another format than the
+    others becomes an MLP of its own again."""
+    if experts.num_joined and not _are_alike(experts, dtype):
+        experts = _separated(experts)
     gate_up = experts.gate_up
     if spec.activation != "silu" and isinstance(gate_up, tuple):
         gate_up = torch.stack([dequantised(matrix, dtype) for matrix in gate_up])
@@ -207,6 +210,36 @@ def _arrange_experts(experts: ExpertWeights, dtype: torch.dtype, spec: Experts) 
         shared=None if experts.shared is None else _arrange_mlp(experts.shared, dtype),
         gate_up=arrange_experts(gate_up, dtype, is_gated=True),
         down=arrange_experts(experts.down, dtype),
+    )
+
+
+def _are_alike(experts: ExpertWeights, dtype: torch.dtype) -> bool:
+    """Whether the kernels have the last expert, which is joined, in the format of the first one."""
+    for matrices, is_gated in ((experts.gate_up, True), (experts.down, False)):
+        if not isinstance(matrices, tuple):
+            continue
+
+        arranged = [
+            arrange_matrix(matrix, dtype, is_gated=is_gated, is_whole=True)
+            for matrix in (matrices[0], matrices[-1])
+        ]
+        packed = [matrix.packed for matrix in arranged if isinstance(matrix, KernelWeight)]
+        if packed and (len(packed) == 1 or stack_experts(packed) is None):
+            return False
+
+    return True
+
+
+def _separated(experts: ExpertWeights) -> ExpertWeights:
+    """The weights with the joined expert, whose matrices are one by one, as an MLP of its own."""
+    gate_up, down = experts.gate_up, experts.down
+    assert isinstance(gate_up, tuple) and isinstance(down, tuple)
+    return replace(
+        experts,
+        gate_up=gate_up[:-1],
+        down=down[:-1],
+        shared=MlpWeights(gate_up=gate_up[-1], gate_up_bias=None, down=down[-1], down_bias=None),
+        num_joined=0,
     )
 
 
