@@ -173,6 +173,8 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
     checkpoints:   ascending (position, place) pairs: the slot's recurrent states after the tokens before
                    `position` are copied to `place`. `start < position <= start + len(token_ids)`, and it is a
                    multiple of `SchedulerConfig.checkpoint_tokens`.
+    num_expanded:  the first so many tokens attend to keys and values that are expanded from latents (see
+                   `SchedulerConfig.max_expanded_tokens`).
     """
 
     slot: int
@@ -180,6 +182,7 @@ class PrefillChunk(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     next_token_id: int | None
     checkpoints: tuple[tuple[int, int], ...] = ()
+    num_expanded: int = 0
 
     @property
     def is_last(self) -> bool:

@@ -43,6 +43,7 @@ from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.kv_cache import KVScales
+from drift_sdk.scheduling import planning
 from drift_sdk.spec.model import Router
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
@@ -71,6 +72,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+EXPANDED = CONFIG | {"v_head_dim": 20}
 NO_RANK = CONFIG | {"q_lora_rank": None, "attention_bias": True, "num_attention_heads": 5}
 LIMITS = ExecutorLimits(vocab_size=96, max_num_seqs=3, max_model_len=96, num_blocks=24, block_size=16)
 BUDGET, NUM_DRAFTS = 32, 2
@@ -156,6 +158,33 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
     assert sum(replay.num_launches for replay in mixed) > 0
     for (plan, result), (expected_plan, expected_result) in zip(found, expected, strict=True):
         assert plan == expected_plan
+        outputs, others = result.prefill + result.decode, expected_result.prefill + expected_result.decode
+        for output, other in zip(outputs, others, strict=True):
+            for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
+                assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
+
+
+@pytest.fixture
+def _expands_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts are expanded too."""
+    monkeypatch.setattr(planning, "MIN_EXPANDED_PROMPT", 2)
+
+
+@pytest.mark.usefixtures("_expands_all")
+def test_expanded_prompts_equal_those_of_the_eager_executor() -> None:
+    decoder = decoder_of(EXPANDED)
+    expected_tokens, expected = run(EagerExecutor(decoder, LIMITS), 4)
+    executor = graph_executor(decoder)
+    mixed = executor._graphs.mixed.values()
+    tokens, found = run(executor, 4)
+    assert tokens == expected_tokens
+    assert len({token for each in tokens for token in each}) > 8
+    assert sum(replay.num_launches for replay in mixed) > 0
+    chunks = [(chunk, bool(plan.decode)) for plan, _ in found for chunk in plan.prefill]
+    assert {is_mixed for chunk, is_mixed in chunks if chunk.num_expanded} == {False, True}
+    assert any(0 < chunk.num_expanded < len(chunk.token_ids) for chunk, _ in chunks)
+    assert any(chunk.start and chunk.num_expanded for chunk, _ in chunks)
+    for (_, result), (_, expected_result) in zip(found, expected, strict=True):
         outputs, others = result.prefill + result.decode, expected_result.prefill + expected_result.decode
         for output, other in zip(outputs, others, strict=True):
             for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):

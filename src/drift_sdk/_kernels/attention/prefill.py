@@ -76,11 +76,16 @@ TILE_FIELDS = 4
 """Numbers of a tile: slot (-1: unused tile), first row, number of rows, position of the first row."""
 
 
-def prefill_tiles(chunks: Sequence[tuple[int, int, int]], tile_rows: int, out: npt.NDArray[np.int32]) -> int:
+def prefill_tiles(
+    chunks: Sequence[tuple[int, int, int]],
+    tile_rows: int,
+    out: npt.NDArray[np.int32],
+    firsts: Sequence[int] | None = None,
+) -> int:
     """Cut chunks into tiles of `tile_rows` rows, the last tile of a chunk being shorter.
 
-    chunks: (slot, start, num_rows) each, where start is the position of the first row; the rows of all chunks
-    follow one another in the step.
+    chunks: (slot, start, num_rows) each, where start is the position of the first row.
+    firsts: the first row of each chunk in the step; None: the rows of all chunks follow one another.
     out: int32 [max_tiles, 4], gets the tiles, those that see the most keys first, so that no long one starts
     last; then slot -1 to the end. num_rows // tile_rows + len(chunks) tiles are always enough, num_rows being
     the rows of all chunks.
@@ -98,7 +103,8 @@ def prefill_tiles(chunks: Sequence[tuple[int, int, int]], tile_rows: int, out: n
     row_in_chunk = (np.arange(num_tiles) - first_tile) * tile_rows
     num_rows = np.minimum(sizes[chunk] - row_in_chunk, tile_rows)
     position = starts[chunk] + row_in_chunk
-    first_row = (sizes.cumsum() - sizes)[chunk] + row_in_chunk
+    first_of_chunk = sizes.cumsum() - sizes if firsts is None else np.array(firsts, dtype=np.int32)
+    first_row = first_of_chunk[chunk] + row_in_chunk
     most_keys_first = np.argsort(-(position + num_rows), kind="stable")
     out[:num_tiles] = np.stack((slots[chunk], first_row, num_rows, position), axis=1)[most_keys_first]
     out[num_tiles:, 0] = -1

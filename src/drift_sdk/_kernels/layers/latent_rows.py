@@ -172,6 +172,7 @@ def _split_queries(
     row_position_ptr,  # [R] int32
     plain_ptr,  # [R, NUM_HEADS, PLAIN_DIM], storage type
     query_ptr,  # [R, NUM_HEADS, QUERY_DIM], storage type: the last 2 * HALF elements of heads are written
+    whole_ptr,  # [R, NUM_HEADS, PLAIN_DIM + 2 * HALF], storage type, or None
     slice_stride,
     row_stride,
     NUM_HEADS: tl.constexpr,
@@ -211,6 +212,11 @@ def _split_queries(
     new_high = rotate_pairs(high, cosines, low, sines, DTYPE)
     tl.store(query_ptrs, tl.where(slot < 0, 0.0, new_low), mask=is_half)
     tl.store(query_ptrs + HALF, tl.where(slot < 0, 0.0, new_high), mask=is_half)
+    if whole_ptr is not None:
+        whole_ptrs = whole_ptr + (row * NUM_HEADS + head) * (PLAIN_DIM + 2 * HALF)
+        tl.store(whole_ptrs + dim, tl.where(slot < 0, 0.0, plain).to(DTYPE), mask=is_dim)
+        tl.store(whole_ptrs + PLAIN_DIM + half, tl.where(slot < 0, 0.0, new_low), mask=is_half)
+        tl.store(whole_ptrs + PLAIN_DIM + HALF + half, tl.where(slot < 0, 0.0, new_high), mask=is_half)
 
 
 def store_latents(
@@ -305,12 +311,14 @@ def split_queries(
     sin: Tensor,
     plain: Tensor,
     query: Tensor,
+    whole: Tensor | None = None,
 ) -> None:
     """Take the heads of queries apart: plain parts to `plain`, rotated ones to the ends of heads of `query`.
 
     product: [R, W] or partial sums, as of `store_latents`, without bias; the first columns are the heads,
     each a plain part [plain_dim] and a rotated part.
     plain: [R, num_heads, plain_dim]. query: [R, num_heads, query_dim], of which the other elements stay.
+    whole: [R, num_heads, plain_dim + rotary_dim], gets both parts, or None.
     Rows with a negative slot are padding: they get zeros. The other arguments as of `store_latents`.
     Raises ValueError for another shape, type or layout.
     """
@@ -325,6 +333,7 @@ def split_queries(
 
     check_tensor("plain", plain, (num_rows, num_heads, plain_dim), dtype)
     check_tensor("query", query, (num_rows, num_heads, query_dim), dtype)
+    check_tensors((num_rows, num_heads, plain_dim + 2 * half), dtype, whole=whole)
     check_tensors(cos.shape, dtype, cos=cos, sin=sin)
     check_tensors((num_rows,), torch.int32, row_slot=row_slot, row_position=row_position)
     padded_plain, padded_half = next_power_of_2(plain_dim), next_power_of_2(half)
@@ -337,6 +346,7 @@ def split_queries(
         row_position_ptr=row_position,
         plain_ptr=plain,
         query_ptr=query,
+        whole_ptr=whole,
         slice_stride=slices.slice_stride,
         row_stride=product.stride(-2),
         NUM_HEADS=num_heads,

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
+from torch import Tensor
 
-from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
+from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
 from drift_sdk._kernels.attention.prefill import prefill_attention_config
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.recurrent.gated_delta import PromptRuns
@@ -33,6 +35,7 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.execution.forward.attention import (
     AttentionGroups,
     ChunkAttention,
+    ExpandedKeys,
     FastChunkAttention,
     MixedAttention,
     RefreshAttention,
@@ -204,12 +207,14 @@ class GraphSteps:
         recurrent = None if runs is None else RecurrentRows(runs, num_rows)
         decoder = self._model.decoder
         head_dim = decoder.spec.max_head_dim
+        exact = exact_prefill_config(head_dim, decoder.dtype)
+        expanded = self._expanded(layout.expanded, tiles, replace(exact, tile_rows=buckets.tile_rows))
         if buckets.is_exact:
-            attention = ChunkAttention(tiles, exact_prefill_config(head_dim, decoder.dtype))
+            attention = ChunkAttention(tiles, exact, expanded)
             forward = self._exact_forward(rows, attention, hidden, recurrent)
         else:
             block_table = resources.table.block_table
-            fast = FastChunkAttention(tiles, prefill_attention_config(head_dim, decoder.dtype))
+            fast = FastChunkAttention(tiles, prefill_attention_config(head_dim, decoder.dtype), expanded)
             forward = fast_pass(self._model, rows, block_table, resources.workspace, fast, hidden, recurrent)
 
         def step() -> None:
@@ -239,8 +244,9 @@ class GraphSteps:
         )
         rows_per_slot = bucket.num_drafts + 1
         tiles = words[layout.tiles].view(-1, 4)
+        config = buckets.mixed_attention(bucket)
         attention = MixedAttention(
-            ChunkAttention(tiles, buckets.mixed_attention(bucket)),
+            ChunkAttention(tiles, config, self._expanded(layout.expanded, tiles, config)),
             SequenceAttention(self.attention, tensors.round_rows.planned(rows_per_slot)),
             bucket.num_rows,
         )
@@ -439,6 +445,11 @@ class GraphSteps:
             hidden,
             recurrent,
         )
+
+    def _expanded(self, words: slice, tiles: Tensor, config: ExactPrefillConfig) -> ExpandedKeys | None:
+        """What a step's chunks attend to that is expanded from latents. words: of the payload."""
+        payload, workspace = self._resources.payload, self._resources.workspace
+        return ExpandedKeys.take(self._model, workspace, payload.words[words], len(tiles), config)
 
     def _sample_commit(
         self, rows: Rows, rows_per_slot: int, tree: TreeAcceptance | None = None

@@ -253,8 +253,8 @@ class GraphExecutor:
     `launch` writes to pinned memory and starts replays; lengths, tokens and finished flags live on the
     device. It waits for nothing but drafts after which a constraint must be asked, and a free ring entry.
 
-    limits: what the executor has room for; known only once the KV cache has been sized. mixed_tokens: as in
-    SchedulerConfig.
+    limits: what the executor has room for; known only once the KV cache has been sized. mixed_tokens,
+    max_expanded_tokens: as in SchedulerConfig.
     """
 
     def __init__(
@@ -297,6 +297,7 @@ class GraphExecutor:
         self._graphs: CapturedGraphs | None = first.graphs
         self._step_timeout_s = options.step_timeout_s
         self.mixed_tokens = buckets.mixed_tokens
+        self.max_expanded_tokens = buckets.max_expanded_tokens
         self._product_log: ProductLog | None = None
         if options.shape_log is not None:
             self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)

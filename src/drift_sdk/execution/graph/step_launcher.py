@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from drift_sdk._kernels.attention.expanded import fill_parts
 from drift_sdk._kernels.attention.prefill import prefill_tiles
 from drift_sdk._kernels.commit import (
     FINISHED_LENGTH,
@@ -71,7 +72,7 @@ def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: 
     token, slot, position = payload[layout.rows].reshape(3, num_rows)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(chunks, buckets.tile_rows, payload[layout.tiles])
+    _fill_tiles(chunks, buckets.tile_rows, payload[layout.tiles], payload[layout.expanded])
     if buckets.has_states:
         _fill_runs(chunks, buckets.max_chunks, payload[layout.runs])
     return num_rows
@@ -99,7 +100,8 @@ def fill_mixed(
     token, slot, position = payload[layout.rows].reshape(3, bucket.size)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(chunks, buckets.mixed_attention(bucket).tile_rows, payload[layout.tiles])
+    tile_rows = buckets.mixed_attention(bucket).tile_rows
+    _fill_tiles(chunks, tile_rows, payload[layout.tiles], payload[layout.expanded])
     if buckets.has_states:
         _fill_runs(chunks, buckets.mixed_chunks(bucket), payload[layout.runs])
     if layout.hits.stop > layout.following.start:
@@ -130,9 +132,34 @@ def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, positi
         position[rows] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
 
 
-def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words) -> None:
-    sizes = [(chunk.slot, chunk.start, len(chunk.token_ids)) for chunk in chunks if chunk.token_ids]
-    prefill_tiles(sizes, tile_rows, words.reshape(-1, 4))
+def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words, expanded: Words) -> None:
+    """expanded: tiles of rows that attend to expanded keys, as many as `words` has, then the parts of these
+    keys; empty: there are none. Their slots are the first blocks of their keys."""
+    pieces = [*zip(chunks, first_rows(chunks), strict=False)]
+    rest = [
+        (chunk, first + chunk.num_expanded, len(chunk.token_ids) - chunk.num_expanded)
+        for chunk, first in pieces
+    ]
+    rest = [piece for piece in rest if piece[2]]
+    prefill_tiles(
+        [(chunk.slot, chunk.start + chunk.num_expanded, number) for chunk, _, number in rest],
+        tile_rows,
+        words.reshape(-1, 4),
+        [first for _, first, _ in rest],
+    )
+    if not len(expanded):
+        return
+
+    pieces = [(chunk, first) for chunk, first in pieces if chunk.num_expanded]
+    blocks = fill_parts(
+        [(chunk.slot, chunk.start + chunk.num_expanded) for chunk, _ in pieces], expanded[len(words) :]
+    )
+    prefill_tiles(
+        [(block, chunk.start, chunk.num_expanded) for block, (chunk, _) in zip(blocks, pieces, strict=True)],
+        tile_rows,
+        expanded[: len(words)].reshape(-1, 4),
+        [first for _, first in pieces],
+    )
 
 
 def _fill_runs(chunks: Sequence[PrefillChunk], max_chunks: int, words: Words) -> None:
