@@ -35,7 +35,7 @@ from drift_sdk.execution.drafter_factory import (
     NGramDrafterFactory,
 )
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
-from drift_sdk.execution.forward import channels, latent_attention
+from drift_sdk.execution.forward import attention, channels, latent_attention
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
 from drift_sdk.execution.graph.gpu_graphs import GraphOptions
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
@@ -189,6 +189,51 @@ def test_expanded_prompts_equal_those_of_the_eager_executor() -> None:
         for output, other in zip(outputs, others, strict=True):
             for entry, wanted in zip(output.logprobs or (), other.logprobs or (), strict=True):
                 assert entry.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_BOUND)
+
+
+@pytest.mark.usefixtures("_expands_all", "steady_dots")
+def test_expanded_prompts_have_the_same_bits_alone_and_in_a_crowd() -> None:
+    """The last prompt is another one with its answer, of which no row is shared."""
+    decoder = decoder_of(EXPANDED)
+
+    def logprobs(requests: list[tuple[list[int], SlotSampling]]) -> list[list[Any]]:
+        found: dict[int, list[Any]] = {}
+        options = GraphOptions(prefill_token_budget=BUDGET)
+        executor = GraphExecutor(InterpretedDevice(), decoder, LIMITS, TunedTable(), options)
+        slots: dict[int, int] = {}
+
+        def note(plan: StepPlan, result: StepResult) -> None:
+            slots.update({each.slot: each.arrival for each in plan.assignments})
+            rows = zip([*plan.prefill, *plan.decode], [*result.prefill, *result.decode], strict=True)
+            for row, output in rows:
+                found.setdefault(slots[row.slot], []).extend(output.logprobs or ())
+
+        run_scheduled(executor, requests, prefill_token_budget=BUDGET, on_step=note)
+        executor.close()
+        return [found[index] for index in range(len(requests))]
+
+    requests = requests_of(6)[:4]
+    alone = [logprobs([request])[0] for request in requests]
+    answer = [entry.token_id for entry in alone[0]]
+    turn = [*requests[0][0], *answer, 7, 8]
+    requests.append((turn, sampling_of(len(turn), 6, num_logprobs=1)))
+    alone += logprobs(requests[-1:])
+    assert logprobs(requests) == alone
+    assert len({entry.token_id for each in alone for entry in each}) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_expands_all")
+def test_keys_of_another_head_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, expand = decoder_of(EXPANDED), attention.expand_latents
+    expected, _ = run(EagerExecutor(decoder, LIMITS), 4)
+
+    def expand_wrongly(*args: Any) -> None:
+        expand(*args[:3], args[3].roll(1, 0), *args[4:])
+
+    monkeypatch.setattr(attention, "expand_latents", expand_wrongly)
+    found, _ = run(graph_executor(decoder), 4)
+    assert found != expected
 
 
 @pytest.mark.slow

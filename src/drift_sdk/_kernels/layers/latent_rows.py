@@ -374,6 +374,7 @@ def _multiply_heads(
     x_ptr,  # [M, NUM_HEADS, K], storage type
     weight_ptr,  # [NUM_HEADS, N, K], storage type, of the strides below
     out_ptr,  # [M, NUM_HEADS, N], storage type; OUT_STRIDE elements from head to head
+    left_out_ptr,  # [M] int32, not 0 for rows that are left out, or None
     M,  # rows
     NUM_HEADS: tl.constexpr,
     N: tl.constexpr,
@@ -398,6 +399,11 @@ def _multiply_heads(
     weight_ptrs = weight_ptr + head.to(tl.int64) * HEAD_STRIDE + column[:, None] * COLUMN_STRIDE
     x_ptrs = x_ptr + ((row * NUM_HEADS + head) * K)[:, None]
     wait_for_producers(PDL)
+    if left_out_ptr is not None:
+        is_row = is_row & (tl.load(left_out_ptr + row, mask=is_row, other=1) == 0)
+        if tl.max(is_row.to(tl.int32)) == 0:
+            return
+
     total = tl.zeros((TILE_N, TILE_M), tl.float32)
     for k in tl.range(0, K, TILE_K, num_stages=NUM_STAGES):
         index = (k + inner)[None, :]
@@ -412,12 +418,13 @@ def _multiply_heads(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
 
 
-def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor, left_out: Tensor | None = None) -> None:
     """The product of each head's rows with its matrix, in `out`.
 
     x: [M, num_heads, K], contiguous. weight: [num_heads, N, K], whose last two dimensions may have any
     strides. out: [M, num_heads, N], the beginnings of heads of a contiguous [M, num_heads, N or more]. All of
-    one type. Raises ValueError for another shape, type or layout.
+    one type. left_out: [M] int32, not 0 for rows that are neither read nor written; None: there are none.
+    Raises ValueError for another shape, type or layout.
     """
     (num_rows, num_heads, inner), num_columns = x.shape, weight.shape[1]
     check_tensor("x", x, x.shape, weight.dtype)
@@ -432,11 +439,13 @@ def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
         expected = [num_rows, num_heads, num_columns]
         raise ValueError(f"out: {found}: expected {expected} {x.dtype}, the beginnings of heads")
 
+    check_tensors((num_rows,), torch.int32, left_out=left_out)
     tile_m = min(max(next_power_of_2(num_rows), 16), MOST_ROWS)
     _multiply_heads[(num_heads * cdiv(num_columns, TILE_N), cdiv(num_rows, tile_m))](
         x_ptr=x,
         weight_ptr=weight,
         out_ptr=out,
+        left_out_ptr=left_out,
         M=num_rows,
         NUM_HEADS=num_heads,
         N=num_columns,

@@ -306,12 +306,13 @@ class ExpandedKeys(Struct, frozen=True, kw_only=True):
     chunks that attend to them.
 
     tiles: int32 [num_tiles, 4] of these rows (see `prefill_tiles`); the slot of a tile is the first block of
-    its keys. parts: int32, see `fill_parts`. kv: of blocks for all parts. blocks: int32 [num_blocks, 1],
-    ascending: a block table of which each row begins with the block of its number, and goes on with the rows
-    behind it.
+    its keys. rows: int32 [R], 1 for these rows, else 0. parts: int32, see `fill_parts`. kv: of blocks for all
+    parts. blocks: int32 [num_blocks, 1], ascending: a block table of which each row begins with the block of
+    its number, and goes on with the rows behind it.
     """
 
     tiles: Tensor
+    rows: Tensor
     parts: Tensor
     config: ExactPrefillConfig
     kv: LayerKV
@@ -324,22 +325,25 @@ class ExpandedKeys(Struct, frozen=True, kw_only=True):
         workspace: Workspace,
         words: Tensor,
         num_tiles: int,
+        num_rows: int,
         config: ExactPrefillConfig,
     ) -> ExpandedKeys | None:
-        """Those of a step, in memory that all steps share. words: int32, `num_tiles` tiles, then the parts;
-        empty: None."""
+        """Those of a step, in memory that all steps share. words: int32, `num_tiles` tiles, `num_rows` rows
+        and the parts; empty: None."""
         if not len(words):
             return None
 
         spec, decoder = model.decoder.spec.attention, model.decoder
         assert isinstance(spec, LatentAttention)
-        parts = words[4 * num_tiles :]
+        first_row, first_part = 4 * num_tiles, 4 * num_tiles + num_rows
+        parts = words[first_part:]
         num_blocks = (len(parts) - 1) // PART_FIELDS * EXPANDED_TILE // BLOCK_KEYS
         shape = (num_blocks, spec.num_heads, BLOCK_KEYS, spec.output_dim)
         keys = workspace.take("expanded_keys", shape, decoder.dtype)
         values = workspace.take("expanded_values", shape, decoder.dtype)
         return cls(
-            tiles=words[: 4 * num_tiles].view(-1, 4),
+            tiles=words[:first_row].view(-1, 4),
+            rows=words[first_row:first_part],
             parts=parts,
             config=config,
             kv=LayerKV(keys, values),

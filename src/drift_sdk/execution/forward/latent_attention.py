@@ -94,12 +94,13 @@ class LatentHeads:
         if query_latent is not None and weights.query_up is not None:
             product, _ = self._multiply(query_latent, weights.query_up, None)
         plain = self._take("plain_query", spec.num_heads, spec.plain_dim)
-        whole = None
+        whole, left_out = None, None
         if self._expanded is not None:
+            left_out = self._expanded.rows
             whole = self._take("whole_query", spec.num_heads, spec.query_dim)
         split_queries(product, rows.slot, rows.position, layer.cos, layer.sin, plain, query, whole)
         of_keys, of_values = weights.up.split((spec.plain_dim, spec.output_dim), dim=1)
-        multiply_heads(plain, of_keys.transpose(1, 2), query[..., : spec.latent_dim])
+        multiply_heads(plain, of_keys.transpose(1, 2), query[..., : spec.latent_dim], left_out)
         attention = LayerAttention(
             query=query,
             out=attended,
@@ -111,9 +112,8 @@ class LatentHeads:
         )
         self._attend(attention)
         values = self._take("latent_values", spec.num_heads, spec.output_dim)
-        multiply_heads(attended, of_values, values)
+        multiply_heads(attended, of_values, values, left_out)
         if self._expanded is not None and whole is not None:
-            # Of these rows, what `values` has is no output yet.
             self._expanded.attend(replace(attention, query=whole, out=values), weights.up)
         return values.flatten(1)
 

@@ -75,9 +75,9 @@ class MixedLayout(NamedTuple):
     rows: token, slot and position of each row, those of chunks first. The host fills rows of the round only
     where they are the last tokens of prompts, which are counted before the round's rows are made from slots.
     following: of each row of chunks, the token after it. hits: the rows of chunks that follow prefix hits.
-    tiles: of the chunks' attention. expanded: tiles of the rows that attend to expanded keys, then the parts
-    of these (see `fill_parts`). runs: of recurrent layers, then the places of checkpoints. slots: of the
-    round, then the most drafts of each.
+    tiles: of the chunks' attention. expanded: as many tiles of the rows that attend to expanded keys; for
+    each row whether it does; and the parts of these keys (see `fill_parts`). runs: of recurrent layers, then
+    the places of checkpoints. slots: of the round, then the most drafts of each.
     """
 
     rows: slice
@@ -291,11 +291,10 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         without recurrent layers."""
         return 4 * num_chunks + num_rows // BORDER + num_chunks + 1 if self.has_states else 0
 
-    def expanded_words(self, num_tiles: int) -> int:
-        """Words for so many tiles of rows that attend to expanded keys, and for the parts of these; 0 if no
-        keys are expanded."""
+    def expanded_words(self, num_tiles: int, num_rows: int) -> int:
+        """Words of the part `expanded` of a layout with so many tiles and rows; 0 if no keys are expanded."""
         most = self.max_expanded_tokens
-        return 4 * num_tiles + part_words(most) if most else 0
+        return 4 * num_tiles + num_rows + part_words(most) if most else 0
 
     def prefill_layout(self, num_rows: int) -> PrefillLayout:
         """The payload of a prefill step."""
@@ -303,7 +302,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
         sizes = (
             3 * num_rows,
             4 * num_tiles,
-            self.expanded_words(num_tiles),
+            self.expanded_words(num_tiles, num_rows),
             self.run_words(num_rows, self.max_chunks),
         )
         ends = [*accumulate(sizes)]
@@ -319,7 +318,7 @@ class GraphBuckets(Struct, frozen=True, kw_only=True):
             bucket.num_rows if has_drafter else 0,
             num_chunks if has_drafter else 0,
             4 * num_tiles,
-            self.expanded_words(num_tiles),
+            self.expanded_words(num_tiles, bucket.size),
             self.run_words(bucket.num_rows, num_chunks),
             2 * bucket.num_slots,
         )

@@ -208,7 +208,8 @@ class GraphSteps:
         decoder = self._model.decoder
         head_dim = decoder.spec.max_head_dim
         exact = exact_prefill_config(head_dim, decoder.dtype)
-        expanded = self._expanded(layout.expanded, tiles, replace(exact, tile_rows=buckets.tile_rows))
+        config = replace(exact, tile_rows=buckets.tile_rows)
+        expanded = self._expanded(layout.expanded, tiles, num_rows, config)
         if buckets.is_exact:
             attention = ChunkAttention(tiles, exact, expanded)
             forward = self._exact_forward(rows, attention, hidden, recurrent)
@@ -246,7 +247,7 @@ class GraphSteps:
         tiles = words[layout.tiles].view(-1, 4)
         config = buckets.mixed_attention(bucket)
         attention = MixedAttention(
-            ChunkAttention(tiles, config, self._expanded(layout.expanded, tiles, config)),
+            ChunkAttention(tiles, config, self._expanded(layout.expanded, tiles, bucket.size, config)),
             SequenceAttention(self.attention, tensors.round_rows.planned(rows_per_slot)),
             bucket.num_rows,
         )
@@ -446,10 +447,12 @@ class GraphSteps:
             recurrent,
         )
 
-    def _expanded(self, words: slice, tiles: Tensor, config: ExactPrefillConfig) -> ExpandedKeys | None:
+    def _expanded(
+        self, words: slice, tiles: Tensor, num_rows: int, config: ExactPrefillConfig
+    ) -> ExpandedKeys | None:
         """What a step's chunks attend to that is expanded from latents. words: of the payload."""
-        payload, workspace = self._resources.payload, self._resources.workspace
-        return ExpandedKeys.take(self._model, workspace, payload.words[words], len(tiles), config)
+        payload, workspace = self._resources.payload.words[words], self._resources.workspace
+        return ExpandedKeys.take(self._model, workspace, payload, len(tiles), num_rows, config)
 
     def _sample_commit(
         self, rows: Rows, rows_per_slot: int, tree: TreeAcceptance | None = None

@@ -72,7 +72,9 @@ def fill_chunks(buckets: GraphBuckets, chunks: Sequence[PrefillChunk], payload: 
     token, slot, position = payload[layout.rows].reshape(3, num_rows)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    _fill_tiles(chunks, buckets.tile_rows, payload[layout.tiles], payload[layout.expanded])
+    tiles = payload[layout.tiles]
+    _fill_tiles(chunks, buckets.tile_rows, tiles)
+    _fill_expanded(chunks, buckets.tile_rows, len(tiles) // 4, num_rows, payload[layout.expanded])
     if buckets.has_states:
         _fill_runs(chunks, buckets.max_chunks, payload[layout.runs])
     return num_rows
@@ -100,8 +102,9 @@ def fill_mixed(
     token, slot, position = payload[layout.rows].reshape(3, bucket.size)
     slot[:] = -1
     _fill_rows(chunks, token, slot, position)
-    tile_rows = buckets.mixed_attention(bucket).tile_rows
-    _fill_tiles(chunks, tile_rows, payload[layout.tiles], payload[layout.expanded])
+    tile_rows, tiles = buckets.mixed_attention(bucket).tile_rows, payload[layout.tiles]
+    _fill_tiles(chunks, tile_rows, tiles)
+    _fill_expanded(chunks, tile_rows, len(tiles) // 4, bucket.size, payload[layout.expanded])
     if buckets.has_states:
         _fill_runs(chunks, buckets.mixed_chunks(bucket), payload[layout.runs])
     if layout.hits.stop > layout.following.start:
@@ -132,34 +135,36 @@ def _fill_rows(chunks: Sequence[PrefillChunk], token: Words, slot: Words, positi
         position[rows] = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
 
 
-def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words, expanded: Words) -> None:
-    """expanded: tiles of rows that attend to expanded keys, as many as `words` has, then the parts of these
-    keys; empty: there are none. Their slots are the first blocks of their keys."""
-    pieces = [*zip(chunks, first_rows(chunks), strict=False)]
-    rest = [
-        (chunk, first + chunk.num_expanded, len(chunk.token_ids) - chunk.num_expanded)
-        for chunk, first in pieces
+def _fill_tiles(chunks: Sequence[PrefillChunk], tile_rows: int, words: Words) -> None:
+    """Write the tiles of the rows that do not attend to expanded keys."""
+    sizes = [
+        (chunk.slot, chunk.start + chunk.num_expanded, len(chunk.token_ids) - chunk.num_expanded)
+        for chunk in chunks
     ]
-    rest = [piece for piece in rest if piece[2]]
+    firsts = [first + chunk.num_expanded for chunk, first in zip(chunks, first_rows(chunks), strict=False)]
+    kept = [index for index, (_, _, num_rows) in enumerate(sizes) if num_rows]
     prefill_tiles(
-        [(chunk.slot, chunk.start + chunk.num_expanded, number) for chunk, _, number in rest],
-        tile_rows,
-        words.reshape(-1, 4),
-        [first for _, first, _ in rest],
+        [sizes[index] for index in kept], tile_rows, words.reshape(-1, 4), [firsts[index] for index in kept]
     )
-    if not len(expanded):
+
+
+def _fill_expanded(
+    chunks: Sequence[PrefillChunk], tile_rows: int, num_tiles: int, num_rows: int, words: Words
+) -> None:
+    """Write the part `expanded` of a layout with so many tiles and rows."""
+    if not len(words):
         return
 
-    pieces = [(chunk, first) for chunk, first in pieces if chunk.num_expanded]
-    blocks = fill_parts(
-        [(chunk.slot, chunk.start + chunk.num_expanded) for chunk, _ in pieces], expanded[len(words) :]
-    )
-    prefill_tiles(
-        [(block, chunk.start, chunk.num_expanded) for block, (chunk, _) in zip(blocks, pieces, strict=True)],
-        tile_rows,
-        expanded[: len(words)].reshape(-1, 4),
-        [first for _, first in pieces],
-    )
+    firsts = first_rows(chunks)
+    kept = [(chunk, first) for chunk, first in zip(chunks, firsts, strict=False) if chunk.num_expanded]
+    tiles, is_expanded = words[: 4 * num_tiles], words[4 * num_tiles : 4 * num_tiles + num_rows]
+    ends = [(chunk.slot, chunk.start + chunk.num_expanded) for chunk, _ in kept]
+    blocks = fill_parts(ends, words[4 * num_tiles + num_rows :])
+    sizes = [(block, chunk.start, chunk.num_expanded) for block, (chunk, _) in zip(blocks, kept, strict=True)]
+    prefill_tiles(sizes, tile_rows, tiles.reshape(-1, 4), [first for _, first in kept])
+    is_expanded[:] = 0
+    for chunk, first in kept:
+        is_expanded[first : first + chunk.num_expanded] = 1
 
 
 def _fill_runs(chunks: Sequence[PrefillChunk], max_chunks: int, words: Words) -> None:
