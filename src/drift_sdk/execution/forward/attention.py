@@ -341,13 +341,15 @@ class ExpandedKeys(Struct, frozen=True, kw_only=True):
         shape = (num_blocks, spec.num_heads, BLOCK_KEYS, spec.output_dim)
         keys = workspace.take("expanded_keys", shape, decoder.dtype)
         values = workspace.take("expanded_values", shape, decoder.dtype)
+        blocks = workspace.take("expanded_blocks", (num_blocks, 1), torch.int32)
+        blocks.copy_(torch.arange(num_blocks)[:, None])
         return cls(
             tiles=words[:first_row].view(-1, 4),
             rows=words[first_row:first_part],
             parts=parts,
             config=config,
             kv=LayerKV(keys, values),
-            blocks=torch.arange(num_blocks, dtype=torch.int32, device=decoder.device)[:, None],
+            blocks=blocks,
         )
 
     def attend(self, layer: LayerAttention, weight: Tensor) -> None:
