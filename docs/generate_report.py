@@ -144,7 +144,7 @@ def draw_speed(found: dict[str, dict[int, float]], path: Path) -> None:
         axes.scatter([], [], c=colour, label=f"{batch} sequence{'s' * (batch > 1)}")
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(range(len(names)), labels=names)
-    axes.set(xlim=(0.9, None), xlabel="tokens/s over vLLM 0.26 in the same run, one H200, without drafts")
+    axes.set(xlim=(0.9, None), xlabel="tokens/s over vLLM in the same run, on an H200, without drafts")
     axes.legend(loc="lower right", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})

@@ -74,9 +74,13 @@ def fit(runs: Iterable[Mapping[str, Any]]) -> StepTimes:
     """The times of one replica by least squares of relative errors, none below 0.
 
     runs: of `perf.serving`. Those of closed loops without drafts are used, whose clients never leave the
-          engine idle. Raises ValueError if they are of fewer than three cases: there are three times.
+          engine idle. Raises ValueError if they are of fewer than three cases, because there are three times,
+          or of several models.
     """
     used = [run for run in runs if is_busy(run) and not run.get("num_draft_tokens")]
+    if len(models := sorted({run["model"] for run in used})) > 1:
+        raise ValueError(f"runs of {', '.join(models)}: expected one model")
+
     if len({run["case"] for run in used}) < 3:
         raise ValueError(f"{len(used)} runs: expected closed loops without drafts, of three cases at least")
 

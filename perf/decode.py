@@ -7,7 +7,7 @@ python -m perf.decode --model smollm2-135m --peer transformers --out decode.json
 python -m perf.decode --temperature 0.8 --top-p 0.95
 python -m perf.decode --weights fp8 --scenario single-512 batch64-512 --peer vllm vllm-marlin
 python -m perf.decode --model qwen3.6-27b --weights fp8-blocks --peer vllm
-python -m perf.decode --scenario batch64-512 --processor machine bias function
+python -m perf.decode --scenario batch64-512 --processor machine bias
 python -m perf.decode --kv-dtype fp8 --scenario single-32k batch4-16k
 python -m perf.decode --model llama-3.1-8b --tensor-parallel 1 2 --peer vllm
 """
@@ -55,7 +55,7 @@ PROCESSORS: dict[str, LogitsProcessor] = {
     "bias": TokenBias(dict.fromkeys(range(100), -1.0)),
     "function": lambda token_ids, logits: None,
 }
-"""One of each kind."""
+"""One of each kind. Functions are for `--executor eager`."""
 
 
 async def measure(

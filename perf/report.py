@@ -55,14 +55,15 @@ class Ratio(Struct, frozen=True):
 
 
 def ratios(found: Mapping[str, Results]) -> list[Ratio]:
-    """Ratios to all peers, by topic and scenario. Void runs of peers do not count."""
+    """Ratios of runs with default settings to all peers, by topic and scenario. Void runs do not count."""
     made = []
     for topic in RATIO_TOPICS:
         results = found.get(topic)
         for run in results.runs if results is not None else ():
             # Plain decoding is that of the topic "decode".
             is_repeated = topic == "speculative" and not run["num_draft_tokens"]
-            if results is None or run["engine"] != "drift" or run.get("is_adaptive") or is_repeated:
+            is_other = run.get("is_adaptive") or run.get("config")
+            if results is None or run["engine"] != "drift" or is_other or is_repeated:
                 continue
             for peer in PEERS:
                 speed, is_anchor = peer_speed(run, peer, results)
@@ -192,7 +193,7 @@ def charts(path: Path, number: int, width: float = 4.0, height: float = 3.0) -> 
     for spare in grid[number:]:
         spare.set_axis_off()
     yield tuple(grid[:number])
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def gates_table(found: Mapping[str, Results]) -> Table:

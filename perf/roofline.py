@@ -52,10 +52,12 @@ class Bar(Struct, frozen=True):
 
 
 def bars(results: Results) -> list[Bar]:
-    """The bars of all runs, and of anchors for peers that are not among the runs."""
+    """The bars of all runs with default settings, and of anchors for peers that are not among the runs."""
     found: dict[tuple[Any, ...], Bar] = {}
     measured = {_identity(run) for run in results.runs}
     for run in results.runs:
+        if run.get("config"):
+            continue
         bandwidth = run.get("read_bandwidth_tb_s", results.read_bandwidth_tb_s)
         limit_ms = run["bytes_per_round"] / bandwidth / 1e9
         model, scenario = label_of(run), _scenario(run)
@@ -91,7 +93,7 @@ def draw(results: Results, path: Path) -> None:
     bandwidth = f"{results.read_bandwidth_tb_s:.2f} TB/s"
     figure.suptitle(f"Decoding on {results.gpu}, reads at {bandwidth}; labels: tokens/s")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=72)
 
 
 def _draw_model(axes: Axes, shown: Sequence[Bar]) -> None:

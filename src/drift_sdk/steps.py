@@ -109,9 +109,9 @@ class SlotSampling(Struct, frozen=True, kw_only=True):
 class TokenConstraint(Protocol):
     """The tokens that a sequence may have next, computed by the host (a grammar).
 
-    The scheduler plans a constrained sequence's next row only when all its tokens are committed and the host
-    has computed the mask, so an executor that calls `masks` while launching or running a step gets the masks
-    for the sequence's current tokens.
+    The scheduler plans a constrained sequence's next row when all its tokens are committed and the host has
+    computed the mask, so an executor that calls `masks` while launching or running a step gets the masks for
+    the sequence's current tokens. A row that is planned one token earlier has the mask itself.
 
     is_slow: whether a mask takes long to compute. Nothing is drafted then: the engine's thread computes the
              masks after drafted tokens, while all other sequences wait.
@@ -125,6 +125,12 @@ class TokenConstraint(Protocol):
 
         Shape [len(draft_token_ids) + 1, ceil(vocab_size / 32)]. Bit i % 32 of word i // 32 is set if token i
         is allowed.
+        """
+
+    def mask_ahead(self) -> NDArray[np.int32] | None:
+        """Allowed tokens after the next token [ceil(vocab_size / 32)], if they are the same after every token
+        that may be next; None: they depend on it, or are not known at once. Not None only if the host moves
+        on by the next token before it commits the one after it.
         """
 
 
@@ -195,11 +201,14 @@ class DecodeRow(Struct, frozen=True, kw_only=True):
     `max_emitted_tokens` tokens are emitted; none if the slot has finished.
 
     max_depth: most draft tokens on a path if they may form a tree; None: they are a chain.
+    mask:      the constraint's mask [ceil(vocab_size / 32)] of a row that is launched before the token before
+               it is known; None: `TokenConstraint.masks` has it when the step is launched.
     """
 
     slot: int
     num_draft_tokens: int
     max_depth: int | None = None
+    mask: NDArray[np.int32] | None = None
 
     @property
     def max_emitted_tokens(self) -> int:

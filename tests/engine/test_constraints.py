@@ -30,6 +30,8 @@ from drift_sdk import (
     Regex,
     RequestError,
     SamplingParams,
+    TokenMachine,
+    TokenState,
 )
 from drift_sdk.testing import EOS_TOKEN_ID, scripted_engine
 from drift_sdk.text import grammar as grammar_module
@@ -444,5 +446,44 @@ def test_compiling_a_large_grammar_blocks_neither_loop_nor_steps(
             assert all(completion.text[0] == "{" for completion in completions)
             assert len(num_turns_meanwhile) == len(params)
             assert min(num_turns_meanwhile) > 10
+
+    anyio.run(main)
+
+
+ALTERNATING = TokenMachine((TokenState(forbidden=(1,), otherwise=1), TokenState(forbidden=(2,), otherwise=0)))
+BRANCHING = TokenMachine((TokenState(next={ord("x"): 1}), TokenState(forbidden=(2,))))
+
+
+@pytest.mark.parametrize(
+    ("machines", "is_ahead"),
+    [((ALTERNATING,), True), ((ALTERNATING, TokenMachine((TokenState(),))), True), ((BRANCHING,), False)],
+)
+def test_requests_whose_masks_are_known_take_part_in_every_step(
+    machines: tuple[TokenMachine, ...], is_ahead: bool
+) -> None:
+    """Behind a step in flight, the next one has their rows: they do not wait for the token before."""
+
+    async def main() -> None:
+        async with scripted_engine("a" * 100, step_s=0.002) as engine:
+            free = [engine.generate("x") for _ in range(3)]
+            limited = [engine.generate("x", logits_processors=machines) for _ in range(3)]
+            for stream in [*free, *limited]:
+                assert (await stream).text == "a" * 100
+            (executor,) = engine.executors
+            assert (executor.num_steps < 120) == is_ahead
+
+    anyio.run(main)
+
+
+def test_a_machine_that_forbids_a_token_launched_ahead_ends_its_request_alone() -> None:
+    async def main() -> None:
+        async with scripted_engine("aaaaab") as engine:
+            other = engine.generate("x", logits_processors=(ALTERNATING,))
+            states = [TokenState(otherwise=min(number + 1, 3)) for number in range(3)]
+            machine = TokenMachine((*states, TokenState(forbidden=(ord("a"),))))
+            with pytest.raises(RequestError, match=f"they forbid the next token, {ord('a')}"):
+                await engine.generate("x", logits_processors=(machine,))
+            assert (await other).text == "aaaaab"
+            await until(lambda: engine.stats().num_running == 0)
 
     anyio.run(main)

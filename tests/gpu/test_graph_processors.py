@@ -46,7 +46,15 @@ def processors_of(index: int) -> tuple[TokenMachine | TokenBias, ...]:
         steps = {token: rng.randrange(4) for token in rng.sample(range(500), 300)}
         states.append(TokenState(**{"allowed" if number % 2 else "forbidden": ids}, next=steps))
     bias = TokenBias({token: rng.uniform(-4, 4) for token in range(3, 500)})
-    return ((TokenMachine(tuple(states)),), (bias,), (TokenMachine(tuple(states)), bias))[index % 3]
+    machine = TokenMachine(tuple(states))
+    # The states of this one do not depend on the tokens: its requests are launched ahead.
+    steady = TokenMachine(
+        tuple(
+            TokenState(forbidden=tuple(rng.sample(range(3, 500), 250)), otherwise=(number + 1) % 3)
+            for number in range(3)
+        )
+    )
+    return ((machine,), (bias,), (machine, bias), (steady,), (steady, bias))[index % 5]
 
 
 async def run(engine: Engine, *, as_functions: bool) -> list[Completion]:

@@ -64,6 +64,18 @@ def drawn_machine(seed: int, num_states: int = 4) -> TokenMachine:
     return TokenMachine(tuple(states))
 
 
+def steady_machine(seed: int, num_states: int = 3) -> TokenMachine:
+    """A machine whose states follow each other, whatever the tokens are: its requests are launched ahead."""
+    rng = random.Random(seed)
+    states = [
+        TokenState(
+            forbidden=tuple(rng.sample(range(3, VOCAB_SIZE), 250)), otherwise=(number + 1) % num_states
+        )
+        for number in range(num_states)
+    ]
+    return TokenMachine(tuple(states))
+
+
 def drawn_bias(seed: int) -> TokenBias:
     rng = random.Random(seed)
     return TokenBias({token: rng.uniform(-4, 4) for token in range(3, VOCAB_SIZE)})
@@ -77,10 +89,11 @@ def requests_of() -> list[tuple[list[int], SamplingParams, tuple[TokenMachine | 
         (drawn_bias(2),),
         (drawn_machine(3), drawn_bias(4)),
         (drawn_machine(5, 2), drawn_machine(6, 3)),
+        (steady_machine(7), steady_machine(8, 2)),
         (),
     ]
     found = []
-    for index in range(10):
+    for index in range(12):
         prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 12))] * 4
         params = SamplingParams(
             max_tokens=40,
@@ -89,7 +102,7 @@ def requests_of() -> list[tuple[list[int], SamplingParams, tuple[TokenMachine | 
             temperature=0.7 * (index % 3 == 1),
             grammar=Regex("[a-z ]{200}") if index % 4 == 3 else None,
         )
-        found.append((prompt, params, processors[index % 5]))
+        found.append((prompt, params, processors[index % 6]))
     return found
 
 

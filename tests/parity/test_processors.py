@@ -52,6 +52,9 @@ class Bits:
         assert len(draft_token_ids) == 0
         return self._words.view(np.int32)
 
+    def mask_ahead(self) -> Any:
+        return self._words.view(np.int32)[0]
+
 
 def sampling_of(**rules: Any) -> SlotSampling:
     given = {"stop_token_ids": (), "num_prompt_tokens": 1, "max_length": 1000, **rules}

@@ -22,6 +22,7 @@ RESULTS = Path(__file__).parents[2] / "perf" / "results" / "nvidia-h200" / "serv
 def run_of(case: str, num_steps: int, num_tokens: int, num_prompt_tokens: int, **more: Any) -> dict[str, Any]:
     fields = {
         "engine": "drift",
+        "model": "m",
         "case": case,
         "clients": 8,
         "num_steps": num_steps,
@@ -60,6 +61,11 @@ def test_fit_leaves_out_times_that_would_be_negative() -> None:
 def test_fit_needs_three_cases() -> None:
     with pytest.raises(ValueError, match="three cases"):
         fit([RUNS[0], RUNS[0], RUNS[1]])
+
+
+def test_fit_is_of_one_model() -> None:
+    with pytest.raises(ValueError, match="runs of m, other: expected one model"):
+        fit([*RUNS, RUNS[0] | {"model": "other"}])
 
 
 def test_one_client_takes_the_sum_of_its_steps() -> None:

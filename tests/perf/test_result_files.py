@@ -232,6 +232,8 @@ def test_roofline_bars_are_computed_from_runs() -> None:
         "transformers": (pytest.approx(0.003 * 203), 203.0),
     }
     assert all(bar.is_anchor for bar in anchors)
+    found.add(decode_run(round_s=8e-3, config="processor=machine"))
+    assert bars(found) == [drift, *anchors]
     quantised = decode_run()
     quantised.dtype = "fp8"
     found.add(quantised)

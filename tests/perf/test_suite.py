@@ -174,12 +174,16 @@ def test_state_is_read_back(tmp_path: Path) -> None:
 
 
 def test_ratios_are_to_measured_peers_or_anchors() -> None:
-    found = ratios(read_folder(RECORDED))
+    results = read_folder(RECORDED)
+    found = ratios(results)
     measured = [ratio for ratio in found if not ratio.is_anchor and "prefill" not in ratio.case]
     assert [(ratio.case, ratio.peer) for ratio in measured] == [("llama-3.1-8b\nsingle-512", "vllm")]
     assert measured[0].value == pytest.approx(239.88 / 201.98)
     drafted = [ratio for ratio in found if "single-32k\n3, llama-3.1-8b-eagle3, AL 3.2" in ratio.case]
     assert [(ratio.peer, ratio.is_anchor) for ratio in drafted] == [("vllm", True)]
+    (run, *_) = [run for run in results["decode"].runs if run["engine"] == "drift"]
+    results["decode"].runs.append(run | {"config": "processor=bias", "tokens_per_s": 1.0})
+    assert ratios(results) == found
 
 
 def test_lines_over_drafts_begin_with_plain_decoding() -> None:

@@ -570,6 +570,33 @@ def test_nothing_is_drafted_while_masks_take_long(max_tree_depth: int) -> None:
     assert row.num_draft_tokens == 0
 
 
+def test_row_whose_mask_is_known_is_planned_one_token_ahead() -> None:
+    rig = Rig()
+    free, known, unknown = rig.add(5), rig.add(5), rig.add(5)
+    mask = object()
+    known.constraint = SimpleNamespace(is_slow=False, mask_ahead=lambda: mask)  # type: ignore[assignment]
+    unknown.constraint = SimpleNamespace(is_slow=False, mask_ahead=lambda: None)  # type: ignore[assignment]
+    rig.launch()
+    ahead = rig.launch()  # behind the step that ends the prompts
+    assert {row.slot: row.mask for row in ahead.decode} == {free.slot: None, known.slot: mask}
+    assert rows(rig.launch()) == [free.slot]  # two tokens are not known
+    for _ in range(3):
+        rig.commit()
+    assert {row.slot: row.mask for row in rig.launch().decode} == {
+        each.slot: None for each in (free, known, unknown)
+    }
+    known.awaits_mask = True
+    assert rows(rig.launch()) == [free.slot]
+
+
+def test_a_batch_that_drafts_plans_no_constrained_row_ahead() -> None:
+    rig = Rig(num_draft_tokens=3)
+    sequence = rig.add(5)
+    sequence.constraint = SimpleNamespace(is_slow=False, mask_ahead=object)  # type: ignore[assignment]
+    rig.launch()
+    assert rig.schedule() is None
+
+
 @pytest.mark.parametrize("is_fatal", [True, False])
 def test_sequence_with_a_violation_drafts_no_more(is_fatal: bool) -> None:
     rig = Rig(num_draft_tokens=3, block_size=1)

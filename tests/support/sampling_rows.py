@@ -39,6 +39,9 @@ class FixedMask:
     def masks(self, draft_token_ids: Sequence[int]) -> NDArray[np.int32]:
         return np.stack([self.words] * (len(draft_token_ids) + 1))
 
+    def mask_ahead(self) -> NDArray[np.int32]:
+        return self.words
+
 
 @dataclass(frozen=True)
 class Group:

@@ -584,10 +584,23 @@ class Delivery:
             self._finish(request, chunk)
             return
 
-        if delta.sequence.constraint is not None:
-            delta.sequence.awaits_mask = True
-            self._text_worker.advance(request, delta.output.token_ids)
         self._updates.add(Update(stream_updates=request.stream_updates, chunk=chunk))
+        if delta.sequence.constraint is not None:
+            self._advance(request, delta)
+
+    def _advance(self, request: Request, delta: Delta) -> None:
+        """Advance a request's constraint by its newest tokens: at once, which it must be if a row after them
+        is in flight, or on a text thread."""
+        token_ids = delta.output.token_ids
+        if not delta.sequence.num_in_flight and not request.can_advance_at_once(token_ids):
+            delta.sequence.awaits_mask = True
+            self._text_worker.advance(request, token_ids)
+            return
+
+        try:
+            request.advance(token_ids)
+        except RequestError as error:
+            self._fail(request, error)
 
     def mask_computed(self, request: Request, error: DriftError | None) -> None:
         """Let a constrained request be scheduled again now that its next mask is computed, or end it with the

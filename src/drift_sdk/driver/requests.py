@@ -117,7 +117,8 @@ log: logging.Logger = logging.getLogger("drift_sdk")
 
 
 class Request:
-    """One request. `prepare` and `advance` run on text threads, all else on the engine's thread.
+    """One request. `prepare` runs on a text thread, `advance` there or on the engine's thread, all else on
+    the engine's thread.
 
     request_id:     its name in logs and in the completion.
     group_id:       the name of all samples of its prompt together; None if it is the only one.
@@ -284,9 +285,15 @@ class Request:
         )
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Advance the constraint by newly generated tokens. Runs on a text thread, one call at a time."""
+        """Advance the constraint by newly generated tokens. RequestError if they are not allowed. One call at
+        a time."""
         assert self._limits is not None
         self._limits.advance(token_ids)
+
+    def can_advance_at_once(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether `advance` takes so little time that the engine's thread may call it."""
+        assert self._limits is not None
+        return self._limits.can_advance_at_once(token_ids)
 
     @property
     def has_drafts(self) -> bool:

@@ -225,7 +225,7 @@ class Scheduler:
                     lacks_blocks = True
                 continue
 
-            if sequence.constraint is not None and sequence.awaits_host:
+            if sequence.awaits_mask:
                 continue
 
             if self._rounds.leaves_out(sequence, step.verification):
@@ -236,6 +236,12 @@ class Scheduler:
                 continue
 
             row, most = self._plain_rows[sequence.slot], 1
+            if sequence.constraint is not None and sequence.num_in_flight:
+                mask = sequence.mask_ahead(most_drafts)
+                if mask is None:
+                    continue
+
+                row = DecodeRow(slot=sequence.slot, num_draft_tokens=0, mask=mask)
             if most_drafts and self._rounds.may_draft(sequence, step.verification):
                 row = self._decode_row(sequence, most_drafts)
                 most = row.max_emitted_tokens

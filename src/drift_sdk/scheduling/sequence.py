@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,6 +14,10 @@ from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
 from drift_sdk.spec.model import EXPANDED_TILE
 from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class KeptCheckpoint:
@@ -212,11 +216,11 @@ class Sequence:
 
         return replace(sampling, num_prompt_logprobs=None, prompt_states=None)
 
-    @property
-    def awaits_host(self) -> bool:
-        """Whether no row can be planned because of a constraint: its mask for the next token depends on all
-        tokens before it, so no step may be in flight and the mask must have been computed."""
-        return self.constraint is not None and (self.awaits_mask or self.num_in_flight > 0)
+    def mask_ahead(self, most_drafts: int) -> NDArray[np.int32] | None:
+        """The constraint's mask for a row of at most `most_drafts` draft tokens that is planned while steps
+        are in flight, if one token alone is not known and the mask does not depend on it; else None."""
+        is_next = not most_drafts and self.min_in_flight_tokens == self.max_in_flight_tokens == 1
+        return self.constraint.mask_ahead() if is_next and self.constraint is not None else None
 
     def num_kv_slots(self, length: int) -> int:
         """The number of KV slots in use when the sequence has `length` tokens, or `max_length` if that is

@@ -501,6 +501,13 @@ class GrammarConstraint:
         self._matcher.rollback(num_consumed)
         return rows
 
+    def mask_ahead(self) -> None:
+        """See `TokenConstraint`: a grammar's mask depends on every token before it."""
+
+    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+        """See `Limits`: a mask may take milliseconds."""
+        return False
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Move on by newly generated tokens.
 

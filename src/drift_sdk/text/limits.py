@@ -28,6 +28,12 @@ class Limits(Protocol):
 
     def masks(self, draft_token_ids: Sequence[int]) -> Masks: ...
 
+    def mask_ahead(self) -> Masks | None: ...
+
+    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+        """Whether `advance` takes so little time that the engine's thread may call it. If `mask_ahead` has a
+        mask, it does by the next token."""
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Move on by newly generated tokens. RequestError if they are not allowed."""
 
@@ -89,26 +95,80 @@ def without_choice(token_id: int) -> RequestError:
     return RequestError(message, field="logits_processors", value=token_id, allowed=allowed)
 
 
+MANY_IDS = 1_000
+"""A state that names more token ids takes longer than the engine's thread may: a millisecond or more."""
+MAX_PREPARED_IDS = 2**20
+"""Most token ids of such states of a machine that are prepared with the request."""
+MAX_ROW_BYTES = 32 * 2**20
+"""Most bytes of masks that are kept for a machine, an eighth of them made with the request."""
+
+
+def kinds_of(states: Sequence[TokenState]) -> list[int]:
+    """For each state, the number of the first one that allows the same tokens."""
+    by_object: dict[int, int] = {}
+    by_value: dict[tuple[tuple[int, ...] | None, tuple[int, ...]], int] = {}
+    kinds: list[int] = []
+    for number, state in enumerate(states):
+        kind = by_object.get(id(state))
+        if kind is None:
+            kind = by_object[id(state)] = by_value.setdefault((state.allowed, state.forbidden), number)
+        kinds.append(kind)
+    return kinds
+
+
+def num_ids(state: TokenState) -> int:
+    """Token ids that a state names."""
+    return len(state.allowed or ()) + len(state.forbidden) + len(state.next)
+
+
 class MachineLimits:
     """The tokens that a `TokenMachine` allows. Implements `TokenConstraint`; the masks of its states are made
-    when they are first needed."""
+    when they are first needed.
+
+    A machine is quick if the engine's thread may follow it: states that name many ids are few enough to be
+    prepared here, on a text thread.
+    """
 
     is_slow = False
 
     def __init__(self, machine: TokenMachine, vocab_size: int) -> None:
-        self._machine = machine
+        self._states = machine.states
+        self._num_words = -(-vocab_size // 32)
         self._vocab_size = vocab_size
         self._number = 0  # of the state
-        self._rows: dict[int, Masks] = {}  # by state
+        self._kinds = kinds_of(machine.states)
+        self._kept: dict[int, Masks] = {}  # of states that name many ids, by kind
+        self._rows: dict[int, Masks] = {}  # of the others
+        self._next_kinds: dict[int, int | None] = {}  # by state, see `_next_kind`
+        large = [number for number, state in enumerate(self._states) if num_ids(state) > MANY_IDS]
+        large_ids = sum(num_ids(self._states[number]) for number in large)
+        self._max_rows = max(8, MAX_ROW_BYTES // (4 * self._num_words))
+        num_kept = len({self._kinds[number] for number in large})
+        self._is_quick = large_ids <= MAX_PREPARED_IDS and num_kept <= self._max_rows // 8
+        for number in large if self._is_quick else ():
+            kind = self._kinds[number]
+            if kind not in self._kept:
+                self._kept[kind] = self._made(self._states[kind])
+            self._next_kind(number)
+        self._row(0)
 
     def masks(self, draft_token_ids: Sequence[int]) -> Masks:
         """See `TokenConstraint`."""
         number = self._number
         rows = [self._row(number)]
         for token_id in draft_token_ids:
-            number = self._machine.states[number].after(token_id, number)
+            number = self._states[number].after(token_id, number)
             rows.append(self._row(number))
         return np.stack(rows)
+
+    def mask_ahead(self) -> Masks | None:
+        """See `TokenConstraint`."""
+        kind = self._next_kind(self._number) if self._is_quick else None
+        return None if kind is None else self._row(kind)
+
+    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+        """See `Limits`."""
+        return self._is_quick
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """See `Limits`."""
@@ -116,22 +176,42 @@ class MachineLimits:
             if not is_allowed(self._row(self._number), token_id):
                 raise without_choice(token_id)
 
-            self._number = self._machine.states[self._number].after(token_id, self._number)
+            self._number = self._states[self._number].after(token_id, self._number)
+        self._row(self._number)
+
+    def _next_kind(self, number: int) -> int | None:
+        """The kind of all states that may follow a state; None: there are several."""
+        if number not in self._next_kinds:
+            state = self._states[number]
+            following = set(state.next.values())
+            if state.allowed is not None and following:
+                following = {state.after(token_id, number) for token_id in state.allowed}
+            else:
+                following.add(number if state.otherwise is None else state.otherwise)
+            kinds = {self._kinds[each] for each in following}
+            self._next_kinds[number] = kinds.pop() if len(kinds) == 1 else None
+        return self._next_kinds[number]
 
     def _row(self, number: int) -> Masks:
-        row = self._rows.get(number)
+        """The mask of a state, which must not be written."""
+        kind = self._kinds[number]
+        row = self._kept.get(kind)
         if row is None:
-            row = self._rows[number] = self._made(self._machine.states[number])
+            row = self._rows.get(kind)
+        if row is None:
+            if len(self._kept) + len(self._rows) >= self._max_rows:
+                del self._rows[next(iter(self._rows))]  # the oldest one
+            row = self._rows[kind] = self._made(self._states[kind])
         return row
 
     def _made(self, state: TokenState) -> Masks:
-        num_words = -(-self._vocab_size // 32)
-        is_allowed = np.zeros(32 * num_words, dtype=np.bool_)
+        is_allowed = np.zeros(32 * self._num_words, dtype=np.bool_)
         is_allowed[: self._vocab_size] = state.allowed is None
         if state.allowed is not None:
             is_allowed[list(state.allowed)] = True
         is_allowed[list(state.forbidden)] = False
         words: Masks = np.packbits(is_allowed, bitorder="little").view("<i4").astype(np.int32)
+        words.setflags(write=False)
         return words
 
 
@@ -156,6 +236,21 @@ class AllLimits:
             has_choice = masks.any(axis=1)
             self._num_possible = None if has_choice.all() else int(has_choice.argmin())
         return masks
+
+    def mask_ahead(self) -> Masks | None:
+        """See `TokenConstraint`. Without a choice, the mask is left to `masks`."""
+        found: Masks | None = None
+        for part in self._parts:
+            mask = part.mask_ahead()
+            if mask is None:
+                return None
+
+            found = mask if found is None else found & mask
+        return found if found is not None and found.any() else None
+
+    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+        """See `Limits`."""
+        return all(part.can_advance_at_once(token_ids) for part in self._parts)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """See `Limits`. RequestError that names the machines where they leave no token beside the others."""

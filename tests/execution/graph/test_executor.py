@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from interpreted_device import InterpretedDevice
 from model_zoo import make_model
+from numpy.typing import NDArray
 from scheduled_run import run_scheduled, sampling_of
 from slow_cases import slow_rows_after
 from tolerances import bound
@@ -235,3 +238,39 @@ def check_that_all_occurred(steps: list[Step]) -> None:
     assert {output.finish for output in outputs} == {None, "stop", "length"}
     assert any(plan.prefill and plan.decode for plan in plans)
     assert any(output.logprobs for output in outputs) and any(output.prompt_logprobs for output in outputs)
+
+
+class Counted:
+    """A constraint that is never advanced: token 7 is next, and 8 wherever a row is launched ahead."""
+
+    is_slow = False
+
+    def masks(self, draft_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        return only(7)[np.newaxis]
+
+    def mask_ahead(self) -> NDArray[np.int32]:
+        return only(8)
+
+
+def only(token_id: int) -> NDArray[np.int32]:
+    words = np.zeros(10, np.int32)
+    words[token_id // 32] = 1 << token_id % 32
+    return words
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_launched_ahead_has_its_own_mask(depth: int) -> None:
+    """Also beside a prompt, in a mixed step."""
+    decoder = load("qwen2", Path())
+    executor = graph_executor(decoder, limits_of(decoder), 8)
+    requests = [request([5, 6, 9]), request([9] * 12), request([4, 3])]
+    found = run_scheduled(
+        executor,
+        requests,
+        prefill_token_budget=8,
+        depth=depth,
+        constraints={0: Counted(), 2: Counted()},
+    )
+    executor.close()
+    expected = [7, *[7 if depth == 1 else 8] * (NUM_TOKENS - 1)]
+    assert found[0] == found[2] == expected and {7, 8}.isdisjoint(found[1])

@@ -82,6 +82,9 @@ class Script:
             self.num_allowed.append(len(said) - len(self.said))
         return rows.view(np.int32)
 
+    def mask_ahead(self) -> None:
+        return None
+
     def advance(self, token_ids: Tokens[int]) -> None:
         for token in token_ids:
             assert token in allowed_after(self.said), (self.said, token)

@@ -190,3 +190,34 @@ def test_a_marker_without_tokens_is_refused() -> None:
     assert thinking is not None
     with pytest.raises(RequestError, match="thinking_budget=9.*'</think>'"):
         ThinkingBudget(thinking, 9, deaf, marker_ids=frozenset(), vocab_size=257)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_mask_ahead_is_the_mask_after_every_token_that_may_be_next(name: str) -> None:
+    """It is missing before the token that may use the budget up, and nowhere else."""
+    answers = Answers(name)
+    opening, closing = FORMATS[name][2:]
+    rng = random.Random(3)
+    num_known = num_open = num_forced = 0
+    for num_tokens in (0, 1, 5):
+        budget = answers.budget(num_tokens)
+        written: list[int] = []
+        for token_id in answers.encode(f"{opening}abcdefgh{closing}xyz"):
+            forced = forced_by(budget)
+            chosen = token_id if forced is None else forced
+            ahead = budget.mask_ahead()
+            others = rng.sample(range(answers.tokenizer.vocab_size), 20) if forced is None else []
+            after: set[bytes] = set()
+            for each in (chosen, *others):
+                other = answers.budget(num_tokens)
+                other.advance([*written, each])
+                after.add(other.masks(()).tobytes())
+            if ahead is None:
+                num_open += 1
+            else:
+                num_known += 1
+                assert after == {ahead.tobytes()}
+            num_forced += forced is not None
+            written.append(chosen)
+            budget.advance([chosen])
+    assert num_known > 20 and num_forced > 0 and num_open >= 2

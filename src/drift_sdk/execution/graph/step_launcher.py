@@ -221,12 +221,16 @@ def fill_slots(buckets: GraphBuckets, slots: Sequence[int], values: Sequence[int
     return size
 
 
-def fill_masks(constraints: Constraints, slots: Sequence[int], masks: Words) -> None:
-    """Write the tokens allowed next for each of `slots` that has a constraint to its row of masks [B, W]."""
+def fill_masks(
+    constraints: Constraints, slots: Sequence[int], masks: Words, rows: Sequence[DecodeRow] = ()
+) -> None:
+    """Write the tokens allowed next for each of `slots` that has a constraint to its row of masks [B, W].
+    rows: the decode rows of the first slots."""
     for place, slot in enumerate(slots if constraints else ()):
         constraint = constraints.get(slot)
         if constraint is not None:
-            masks[place] = constraint.masks(())[0]
+            ahead = rows[place].mask if place < len(rows) else None
+            masks[place] = constraint.masks(())[0] if ahead is None else ahead
 
 
 def fill_draft_masks(constraints: Constraints, slots: Sequence[int], tokens: Words, masks: Words) -> None:
@@ -625,7 +629,7 @@ class StepLauncher:
         slots = [row.slot for row in plan.decode] + [chunk.slot for chunk in chunk_ends(plan.prefill)]
         entry = ring.acquire(updates)
         fill_mixed(self._buckets, plan, hits, bucket, ring.payload(entry))
-        fill_masks(self._constraints, slots, ring.mask(entry))
+        fill_masks(self._constraints, slots, ring.mask(entry), plan.decode)
         ring.start(entry, self._graphs.mixed[bucket])
         found.decode, found.rows_per_slot, found.is_mixed = ring.results(entry), bucket.num_drafts + 1, True
         self._report_given(slots, bucket.num_drafts + 1, bucket.num_slots, found)
@@ -731,7 +735,7 @@ class StepLauncher:
                 entry = ring.acquire(NO_UPDATES)
                 ring.start(entry, graphs.verify[bucket])
             else:
-                fill_masks(constraints, slots, ring.mask(entry))
+                fill_masks(constraints, slots, ring.mask(entry), rows)
                 ring.start(entry, graphs.decode[bucket])
         return bucket, ring.results(entry)
 
@@ -742,7 +746,7 @@ class StepLauncher:
         most = [row.num_draft_tokens for row in plan.decode]
         entry = ring.acquire(updates)
         num_slots = fill_slots(self._buckets, slots, most, ring.payload(entry))
-        fill_masks(self._constraints, slots, ring.mask(entry))
+        fill_masks(self._constraints, slots, ring.mask(entry), plan.decode)
         num_drafts, graph = drafts[-1], graphs.refresh.get(num_slots)
         if plan.verification == "partial":
             num_drafts = bucket_of(drafts[1:], max(most))

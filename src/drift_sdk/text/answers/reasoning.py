@@ -277,13 +277,25 @@ class ThinkingBudget:
             if state is None:
                 break
 
-            if state.forced:
-                first = state.forced[0]
-                rows.view(np.uint32)[index, first // 32] = 1 << first % 32
-            else:
-                rows[index] = self._all[0]
+            rows[index] = self._row(state.forced)
             state = self._after(state, token_id) if token_id >= 0 else None
         return rows
+
+    def mask_ahead(self) -> Masks | None:
+        """See `TokenConstraint`. The next token alone decides only where it may be the last one of the
+        budget."""
+        state: State | None = self._state
+        assert state is not None
+        if state.forced:
+            state = self._after(state, state.forced[0])
+            return self._row(state.forced) if state is not None else None
+
+        least = {"ahead": 1, "inside": 2, "behind": state.num_left}[state.place]
+        return self._row(()) if state.num_left >= least else None
+
+    def can_advance_at_once(self, token_ids: Sequence[int]) -> bool:
+        """See `Limits`."""
+        return True
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Move on by newly generated tokens. RequestError for one that the mask did not allow."""
@@ -295,6 +307,14 @@ class ThinkingBudget:
                 raise RequestError(message, field="thinking_budget", value=token_id, allowed=allowed)
 
             self._state = state
+
+    def _row(self, forced: tuple[int, ...]) -> Masks:
+        """The mask of the first of these tokens, or of all tokens if there is none."""
+        row: Masks = self._all[0]
+        if forced:
+            row = np.zeros_like(row)
+            row.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
+        return row
 
     def _after(self, state: State, token_id: int) -> State | None:
         """The state after a token; None if it is not allowed."""
