@@ -37,14 +37,14 @@ from drift_sdk.execution.drafter_factory import (
 from drift_sdk.execution.eager.eager_executor import EagerExecutor
 from drift_sdk.execution.forward import attention, channels, latent_attention
 from drift_sdk.execution.forward.kernel_weights import KernelWeight, arrange_decoder
-from drift_sdk.execution.graph.gpu_graphs import GraphOptions
+from drift_sdk.execution.graph.gpu_graphs import GraphOptions, StartupHooks
 from drift_sdk.execution.graph.graph_executor import GraphExecutor
 from drift_sdk.families import read_spec
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.scheduling import planning
-from drift_sdk.spec.model import Router
+from drift_sdk.spec.model import EXPANDED_TILE, Router
 from drift_sdk.speculation import NGram
 from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
 
@@ -220,6 +220,17 @@ def test_expanded_prompts_have_the_same_bits_alone_and_in_a_crowd() -> None:
     alone += logprobs(requests[-1:])
     assert logprobs(requests) == alone
     assert len({entry.token_id for each in alone for entry in each}) > 8
+
+
+def test_an_executor_with_the_limits_of_another_expands_as_many_keys() -> None:
+    """As an engine that wakes up: the first one got fewer blocks than it made its buffers for."""
+    decoder, options = decoder_of(EXPANDED), GraphOptions(prefill_token_budget=16)
+    limits = msgspec.structs.replace(LIMITS, max_num_seqs=1, max_model_len=3 * EXPANDED_TILE, num_blocks=24)
+    hooks = StartupHooks(fit_blocks=lambda num_graphs: (EXPANDED_TILE // limits.block_size, 0))
+    first = GraphExecutor(InterpretedDevice(), decoder, limits, TunedTable(), options, hooks=hooks)
+    assert first.limits.max_model_len == first.max_expanded_tokens == EXPANDED_TILE
+    second = GraphExecutor(InterpretedDevice(), decoder, first.limits, TunedTable(), options)
+    assert second.max_expanded_tokens == first.max_expanded_tokens
 
 
 @pytest.mark.slow

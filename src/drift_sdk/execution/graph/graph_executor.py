@@ -36,7 +36,7 @@ from drift_sdk.execution.device.stages import NO_STAGE_MARKS, WatchedReplay
 from drift_sdk.execution.drafter_factory import NO_DRAFTER, DrafterFactory
 from drift_sdk.execution.forward.draft import MAX_MULTIPLY_ROWS
 from drift_sdk.execution.forward.kernel_weights import arrange_part
-from drift_sdk.execution.graph.buckets import GraphBuckets
+from drift_sdk.execution.graph.buckets import GraphBuckets, max_expanded_tokens
 from drift_sdk.execution.graph.gpu_graphs import (
     NO_HOOKS,
     CapturedGraphs,
@@ -297,7 +297,8 @@ class GraphExecutor:
         self._graphs: CapturedGraphs | None = first.graphs
         self._step_timeout_s = options.step_timeout_s
         self.mixed_tokens = buckets.mixed_tokens
-        self.max_expanded_tokens = buckets.max_expanded_tokens
+        # By the limits that are left, which an engine that wakes up begins with; graphs have room for more.
+        self.max_expanded_tokens = max_expanded_tokens(model.decoder, self.limits)
         self._product_log: ProductLog | None = None
         if options.shape_log is not None:
             self._product_log = ProductLog(options.shape_log, model.decoder, model.drafter_factory.draft)
