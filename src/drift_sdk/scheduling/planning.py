@@ -98,21 +98,24 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
 
 MIN_EXPANDED_PROMPT = 1024
-"""Tokens of the shortest prompt that is expanded: the last token of a longer one takes an attention of its
+"""Tokens of the shortest prompt that is expanded: the last tokens of a longer one take an attention of their
 own, and answers behind it are computed again as parts of prompts."""
 
 
 def num_expanded_tokens(num_prompt_tokens: int, max_expanded_tokens: int) -> int | None:
-    """How many of the first tokens of a sequence attend to expanded keys: those of its prompt but the last
-    one, which a mixed step computes as a row of its round. So the form of a row follows from the tokens
-    before it and the length of the prompt, and is the same when a preempted sequence is computed again.
+    """How many of the first tokens of a sequence attend to expanded keys: those of its prompt but the last one,
+    which a mixed step computes as a row of its round, up to a multiple of EXPANDED_TILE. Samples of a prompt,
+    whose blocks are cached, so expand none of the keys before the few rows that are left. The form of a row
+    follows from the tokens before it and the length of the prompt, and is the same when a preempted sequence
+    is computed again.
 
     None: the model has one form of attention.
     """
     if not max_expanded_tokens:
         return None
 
-    return min(num_prompt_tokens - 1, max_expanded_tokens) if num_prompt_tokens >= MIN_EXPANDED_PROMPT else 0
+    most = min(num_prompt_tokens - 1, max_expanded_tokens) if num_prompt_tokens >= MIN_EXPANDED_PROMPT else 0
+    return most // EXPANDED_TILE * EXPANDED_TILE
 
 
 def least_window_blocks(window: int, block_size: int, max_emitted_tokens: int) -> int:

@@ -166,8 +166,9 @@ def test_steps_equal_those_of_the_eager_executor(config: dict[str, Any]) -> None
 
 @pytest.fixture
 def _expands_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short prompts are expanded too."""
+    """Short prompts are expanded too, but for their last tokens."""
     monkeypatch.setattr(planning, "MIN_EXPANDED_PROMPT", 2)
+    monkeypatch.setattr(planning, "EXPANDED_TILE", 4)
 
 
 @pytest.mark.usefixtures("_expands_all")
