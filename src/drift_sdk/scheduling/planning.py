@@ -103,11 +103,11 @@ own, and answers behind it are computed again as parts of prompts."""
 
 
 def num_expanded_tokens(num_prompt_tokens: int, max_expanded_tokens: int) -> int | None:
-    """How many of the first tokens of a sequence attend to expanded keys: those of its prompt but the last one,
-    which a mixed step computes as a row of its round, up to a multiple of EXPANDED_TILE. Samples of a prompt,
-    whose blocks are cached, so expand none of the keys before the few rows that are left. The form of a row
-    follows from the tokens before it and the length of the prompt, and is the same when a preempted sequence
-    is computed again.
+    """How many of the first tokens of a sequence attend to expanded keys: those of its prompt but the last
+    one, which a mixed step computes as a row of its round, up to a multiple of EXPANDED_TILE. Samples of a
+    prompt, whose blocks are cached, so expand none of the keys before the few rows that are left. The form
+    of a row follows from the tokens before it and the length of the prompt, and is the same when a preempted
+    sequence is computed again.
 
     None: the model has one form of attention.
     """

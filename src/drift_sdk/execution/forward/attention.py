@@ -395,10 +395,8 @@ class FastChunkAttention:
     """Attention of chunks of prompts, cut into `tiles` [num_tiles, 4], with other bits than decoding. Wide
     heads have no kernel of other bits."""
 
-    def __init__(
-        self, tiles: Tensor, config: PrefillAttentionConfig, expanded: ExpandedKeys | None = None
-    ) -> None:
-        self._tiles, self._config, self.expanded = tiles, config, expanded
+    def __init__(self, tiles: Tensor, config: PrefillAttentionConfig) -> None:
+        self._tiles, self._config = tiles, config
 
     def plan(self) -> None:
         """Nothing: the tiles come from the host."""

@@ -16,7 +16,6 @@ from drift_sdk.execution.device.memory import Workspace
 from drift_sdk.execution.forward.attention import (
     ChunkAttention,
     ExpandedKeys,
-    FastChunkAttention,
     MixedAttention,
     RowAttention,
 )
@@ -138,7 +137,7 @@ class LatentForward:
             return workspace.take(name, (num_rows, *shape), model.decoder.dtype)
 
         expanded = None
-        if isinstance(attention, ChunkAttention | FastChunkAttention | MixedAttention):
+        if isinstance(attention, ChunkAttention | MixedAttention):
             expanded = attention.expanded
         self._heads = LatentHeads(rows, block_table, take, products.multiply, attention.attend, expanded)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from msgspec.structs import replace
 from torch import Tensor
 
 from drift_sdk._kernels.attention.exact_prefill import ExactPrefillConfig, exact_prefill_config
@@ -207,15 +206,14 @@ class GraphSteps:
         recurrent = None if runs is None else RecurrentRows(runs, num_rows)
         decoder = self._model.decoder
         head_dim = decoder.spec.max_head_dim
-        exact = exact_prefill_config(head_dim, decoder.dtype)
-        config = replace(exact, tile_rows=buckets.tile_rows)
-        expanded = self._expanded(layout.expanded, tiles, num_rows, config)
         if buckets.is_exact:
-            attention = ChunkAttention(tiles, exact, expanded)
+            config = exact_prefill_config(head_dim, decoder.dtype)
+            expanded = self._expanded(layout.expanded, tiles, num_rows, config)
+            attention = ChunkAttention(tiles, config, expanded)
             forward = self._exact_forward(rows, attention, hidden, recurrent)
         else:
             block_table = resources.table.block_table
-            fast = FastChunkAttention(tiles, prefill_attention_config(head_dim, decoder.dtype), expanded)
+            fast = FastChunkAttention(tiles, prefill_attention_config(head_dim, decoder.dtype))
             forward = fast_pass(self._model, rows, block_table, resources.workspace, fast, hidden, recurrent)
 
         def step() -> None:
