@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drift_sdk._kernels.attention.decode import AttentionScratch
 from drift_sdk._kernels.attention.exact_prefill import exact_prefill_config
-from drift_sdk._kernels.attention.expanded import BLOCK_KEYS, fill_parts, part_words
+from drift_sdk._kernels.attention.expanded import BLOCK_KEYS, PART_KEYS, fill_parts, part_words
 from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, PlannedRows, plan_attention
@@ -21,7 +21,7 @@ from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.gemm.tuning import TunedTable
 from drift_sdk._kernels.layers.latent_rows import multiply_heads
 from drift_sdk.execution.forward.attention import ExpandedKeys
-from drift_sdk.spec.model import EXPANDED_TILE, LatentAttention
+from drift_sdk.spec.model import LatentAttention
 from perf.cases.attention import BATCHES, BLOCK_SIZE, CHUNKS, CONTEXTS, ROWS_PER_SEQUENCE
 from perf.cases.case import Case, Prepared, num_copies
 from perf.cases.gemm import ITEMSIZE
@@ -155,8 +155,8 @@ def prepare_expanded(spec: LatentAttention, num_before: int, num_rows: int, devi
     num_keys = num_before + num_rows
     layers = layers_of(spec, num_keys, 1, num_rows, device)
     config = exact_prefill_config(spec.output_dim, torch.bfloat16)
-    num_parts = -(-num_keys // EXPANDED_TILE)
-    parts = np.empty(part_words(num_parts * EXPANDED_TILE), np.int32)
+    num_parts = -(-num_keys // PART_KEYS)
+    parts = np.empty(part_words(num_parts * PART_KEYS), np.int32)
     (block,) = fill_parts([(0, num_keys)], parts)
     found = np.empty((-(-num_rows // config.tile_rows), TILE_FIELDS), np.int32)
     prefill_tiles([(block, num_before, num_rows)], config.tile_rows, found)
@@ -165,7 +165,7 @@ def prepare_expanded(spec: LatentAttention, num_before: int, num_rows: int, devi
         return torch.randn(shape, device=device).to(torch.bfloat16)
 
     weight = random(spec.num_heads, spec.plain_dim + spec.output_dim, spec.latent_dim)
-    num_blocks = num_parts * EXPANDED_TILE // BLOCK_KEYS
+    num_blocks = num_parts * PART_KEYS // BLOCK_KEYS
     keys, values = (random(num_blocks, spec.num_heads, BLOCK_KEYS, spec.output_dim) for _ in range(2))
     expanded = ExpandedKeys(
         tiles=torch.from_numpy(found).to(device),

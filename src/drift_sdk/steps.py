@@ -28,6 +28,7 @@ __all__ = [
     "BlockUpdate",
     "DecodeRow",
     "Executor",
+    "EXPANDED_TILE",
     "ExecutorLimits",
     "HostWork",
     "MAX_CHUNKS",
@@ -49,6 +50,9 @@ __all__ = [
 MAX_CHUNKS = 32
 """Most prefill chunks of a step. Executors make room for so many, and what is made and not used takes time: a
 row of the draft for every chunk, and in Triton a program of attention for every head of it."""
+
+EXPANDED_TILE = 128
+"""Keys for which latents are expanded at a time: those of a step take multiples of it for each sequence."""
 
 
 Verification = Literal["whole", "partial", "refresh"]

@@ -10,8 +10,7 @@ from scheduler_rig import Rig, rows, spans
 
 from drift_sdk.scheduling.planning import MAX_STEPS_WITHOUT_TOKENS, MIN_EXPANDED_PROMPT
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.spec.model import EXPANDED_TILE
-from drift_sdk.steps import MAX_CHUNKS, PrefillChunk, Violation
+from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, PrefillChunk, Violation
 
 
 def test_chunks_and_rows_are_launched_ahead() -> None:

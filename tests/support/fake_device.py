@@ -21,8 +21,15 @@ from zlib import crc32
 from drift_sdk.results import TokenLogprobs
 from drift_sdk.scheduling.planning import SchedulerConfig, num_expanded_tokens
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.spec.model import EXPANDED_TILE
-from drift_sdk.steps import PrefillChunk, SlotOutput, SlotSampling, StepPlan, StepResult, Verification
+from drift_sdk.steps import (
+    EXPANDED_TILE,
+    PrefillChunk,
+    SlotOutput,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+    Verification,
+)
 
 ALPHABET = 5
 JUNK = (-1, -1, -1)

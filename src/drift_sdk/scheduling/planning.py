@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from drift_sdk.draft_policy import DraftPolicy, ViewCosts
 from drift_sdk.scheduling.sequence import Sequence
-from drift_sdk.spec.model import EXPANDED_TILE
 from drift_sdk.speculation import ViewLayout
 from drift_sdk.steps import (
+    EXPANDED_TILE,
     MAX_CHUNKS,
     BlockUpdate,
     DecodeRow,

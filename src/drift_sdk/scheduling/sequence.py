@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from drift_sdk.processors import LogitsFunction
 from drift_sdk.results import FinishReason
 from drift_sdk.scheduling.prefix import PrefixNode
-from drift_sdk.spec.model import EXPANDED_TILE
-from drift_sdk.steps import SlotOutput, SlotSampling, TokenConstraint, Verification
+from drift_sdk.steps import EXPANDED_TILE, SlotOutput, SlotSampling, TokenConstraint, Verification
 
 if TYPE_CHECKING:
     import numpy as np

@@ -687,9 +687,6 @@ def mlp_of(channel: Channel) -> Mlp | None:
 BORDER = 32
 """Positions between borders, at which states are stored."""
 
-EXPANDED_TILE = 128
-"""Keys for which latents are expanded at a time: those of a step take multiples of it for each sequence."""
-
 
 def num_ring_rows(max_rows: int) -> int:
     """Rows since a border that kernels keep, if at most `max_rows` are verified at once: the stored border

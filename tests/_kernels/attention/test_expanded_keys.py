@@ -9,11 +9,17 @@ import torch
 from tolerances import assert_near
 
 from drift_sdk._kernels.attention.exact_prefill import exact_prefill_attention, exact_prefill_config
-from drift_sdk._kernels.attention.expanded import BLOCK_KEYS, expand_latents, fill_parts, part_words
+from drift_sdk._kernels.attention.expanded import (
+    BLOCK_KEYS,
+    PART_KEYS,
+    expand_latents,
+    fill_parts,
+    part_words,
+)
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.prefill import TILE_FIELDS, prefill_tiles
 from drift_sdk._kernels.attention.softmax import Partitions
-from drift_sdk.spec.model import EXPANDED_TILE
+from drift_sdk.steps import EXPANDED_TILE
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("steady_dots")]
 
@@ -21,9 +27,9 @@ IS_GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16) if IS_GPU else (torch.float32,)
 SHAPES = [(3, 12, 8, 24), (1, 20, 4, 70), (2, 32, 32, 64)]
 """Heads, plain and rotated elements of a key, elements of a latent. Values have as many as keys."""
-SEQUENCES = [[(2, 1)], [(0, EXPANDED_TILE)], [(1, EXPANDED_TILE + 1), (0, 17), (2, 2 * EXPANDED_TILE - 1)]]
+SEQUENCES = [[(2, 1)], [(0, PART_KEYS)], [(1, PART_KEYS + 1), (0, 17), (2, 2 * PART_KEYS - 1)]]
 """Slot and number of keys."""
-MAX_KEYS = 3 * EXPANDED_TILE
+MAX_KEYS = 3 * PART_KEYS
 
 
 class Case:
@@ -58,9 +64,9 @@ class Case:
         num_keys = [0, 0, 0]
         for slot, number in sequences:
             num_keys[slot] = number
-        words = np.full(part_words(6 * EXPANDED_TILE), 7, np.int32)
+        words = np.full(part_words(6 * PART_KEYS), 7, np.int32)
         blocks = fill_parts(sequences, words)
-        shape = 6 * EXPANDED_TILE // BLOCK_KEYS, self.num_heads, BLOCK_KEYS, self.head_dim
+        shape = 6 * PART_KEYS // BLOCK_KEYS, self.num_heads, BLOCK_KEYS, self.head_dim
         keys, values = (torch.full(shape, torch.nan, dtype=self.dtype, device=self.device) for _ in range(2))
         parts = torch.from_numpy(words).to(self.device)
         table = self.table.to(self.device)
@@ -95,9 +101,9 @@ def test_keys_and_values_are_near_float64(
     found, blocks = case.expand(sequences)
     num_written = 0
     for (slot, num_keys), block in zip(sequences, blocks, strict=True):
-        num_parts = -(-num_keys // EXPANDED_TILE)
+        num_parts = -(-num_keys // PART_KEYS)
         for cache, expected in zip((found.keys, found.values), case.expected(slot), strict=True):
-            rows = rows_of(cache, block, num_parts * EXPANDED_TILE)
+            rows = rows_of(cache, block, num_parts * PART_KEYS)
             assert_near(
                 rows[:num_keys],
                 expected[:num_keys],
@@ -105,7 +111,7 @@ def test_keys_and_values_are_near_float64(
                 num_roundings=dtype != torch.float32,
             )
             assert not rows[num_keys:].any(), "what lies behind the last key"
-        num_written += num_parts * EXPANDED_TILE // BLOCK_KEYS
+        num_written += num_parts * PART_KEYS // BLOCK_KEYS
     assert found.keys[num_written:].isnan().all() and found.values[num_written:].isnan().all()
 
 
@@ -118,6 +124,10 @@ def test_bits_do_not_depend_on_other_sequences_or_the_number_of_keys(device: str
         assert torch.equal(rows_of(one, block, 200), rows_of(other, blocks[1], 200))
 
 
+def test_the_scheduler_counts_whole_parts() -> None:
+    assert PART_KEYS == EXPANDED_TILE
+
+
 def test_no_sequences_write_nothing(device: str) -> None:
     found, _ = Case(SHAPES[0], DTYPES[-1], device).expand([])
     assert found.keys.isnan().all() and found.values.isnan().all()
@@ -125,7 +135,7 @@ def test_no_sequences_write_nothing(device: str) -> None:
 
 def test_parts_without_room_are_refused() -> None:
     with pytest.raises(ValueError, match="out: 4 words: expected 7 or more"):
-        fill_parts([(0, EXPANDED_TILE + 1)], np.empty(part_words(EXPANDED_TILE), np.int32))
+        fill_parts([(0, PART_KEYS + 1)], np.empty(part_words(PART_KEYS), np.int32))
 
 
 def test_attention_to_expanded_keys_is_near_absorbed_attention(device: str) -> None:

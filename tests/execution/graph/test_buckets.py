@@ -10,8 +10,7 @@ import torch
 from drift_sdk.execution.graph.buckets import GraphBuckets, max_expanded_tokens
 from drift_sdk.execution.graph.step_launcher import StepLauncher, fill_mixed, fill_slots
 from drift_sdk.families import read_spec
-from drift_sdk.spec.model import EXPANDED_TILE
-from drift_sdk.steps import MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
+from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, DecodeRow, ExecutorLimits, PrefillChunk, StepPlan
 from perf.harness.published import PUBLISHED
 
 

@@ -44,9 +44,9 @@ from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.draft_head import DraftDecoder
 from drift_sdk.models.kv_cache import KVScales
 from drift_sdk.scheduling import planning
-from drift_sdk.spec.model import EXPANDED_TILE, Router
+from drift_sdk.spec.model import Router
 from drift_sdk.speculation import NGram
-from drift_sdk.steps import ExecutorLimits, SlotSampling, StepPlan, StepResult
+from drift_sdk.steps import EXPANDED_TILE, ExecutorLimits, SlotSampling, StepPlan, StepResult
 
 pytestmark = [
     pytest.mark.kernel,

@@ -6,14 +6,14 @@ Prompts attend to these with `exact_prefill_attention`: for GLM-4.7-Flash 512 mu
 and key in place of 1,088. They are computed again for each chunk of a prompt and each layer, in memory that
 all layers share. Rows of other sequences, and the number of rows of a step, have no influence on their bits.
 
-The keys of a step lie in parts of EXPANDED_TILE positions of one sequence each, in blocks of BLOCK_KEYS. The
+The keys of a step lie in parts of PART_KEYS positions of one sequence each, in blocks of BLOCK_KEYS. The
 parts of a sequence follow one another, so its keys are found from the first of its blocks on. What lies
 behind its last key is zero.
 
 Order of summation: ascending elements of the latent, in one slice; tensor cores sum in float32, and the
 result is rounded once.
 
-Grid: programs that go through tiles: EXPANDED_TILE keys, and TILE_COLUMNS rows of a head's matrix. The number
+Grid: programs that go through tiles: PART_KEYS keys, and TILE_COLUMNS rows of a head's matrix. The number
 of parts is known on the device alone, so the grid does not depend on it.
 
 Bytes: for each part and head, its latents and the head's matrix, from the L2 cache after the first, and the
@@ -44,8 +44,9 @@ from drift_sdk._kernels.launch.kernel import (
     uses_pdl,
     wait_for_producers,
 )
-from drift_sdk.spec.model import EXPANDED_TILE
 
+PART_KEYS = 128
+"""Keys of a part: EXPANDED_TILE of steps.py, in which the scheduler counts them."""
 PART_FIELDS = 3
 """Numbers of a part: slot, first position, number of keys."""
 BLOCK_KEYS = 64
@@ -57,7 +58,7 @@ NUM_STAGES, NUM_WARPS, PROGRAMS_PER_MULTIPROCESSOR = 3, 8, 2
 
 def part_words(num_keys: int) -> int:
     """Words of the parts of a step with so many expanded keys at most."""
-    return 1 + PART_FIELDS * (num_keys // EXPANDED_TILE)
+    return 1 + PART_FIELDS * (num_keys // PART_KEYS)
 
 
 def fill_parts(sequences: Sequence[tuple[int, int]], out: npt.NDArray[np.int32]) -> list[int]:
@@ -66,18 +67,18 @@ def fill_parts(sequences: Sequence[tuple[int, int]], out: npt.NDArray[np.int32])
     sequences: (slot, number of keys) each. out: int32 [part_words]. Returns the first block of each sequence.
     Raises ValueError if they do not fit.
     """
-    counts = [-(-num_keys // EXPANDED_TILE) for _, num_keys in sequences]
-    if part_words(sum(counts) * EXPANDED_TILE) > len(out):
-        raise ValueError(f"out: {len(out)} words: expected {part_words(sum(counts) * EXPANDED_TILE)} or more")
+    counts = [-(-num_keys // PART_KEYS) for _, num_keys in sequences]
+    if part_words(sum(counts) * PART_KEYS) > len(out):
+        raise ValueError(f"out: {len(out)} words: expected {part_words(sum(counts) * PART_KEYS)} or more")
 
     out[0] = sum(counts)
     parts, first, blocks = out[1:].reshape(-1, PART_FIELDS), 0, []
     for (slot, num_keys), count in zip(sequences, counts, strict=True):
-        starts = np.arange(count) * EXPANDED_TILE
+        starts = np.arange(count) * PART_KEYS
         part = parts[first : first + count]
         part[:, 0], part[:, 1] = slot, starts
-        part[:, 2] = np.minimum(num_keys - starts, EXPANDED_TILE)
-        blocks.append(first * (EXPANDED_TILE // BLOCK_KEYS))
+        part[:, 2] = np.minimum(num_keys - starts, PART_KEYS)
+        blocks.append(first * (PART_KEYS // BLOCK_KEYS))
         first += count
     return blocks
 
@@ -176,7 +177,7 @@ def expand_latents(
     check_tensor("values", values, (num_blocks, num_heads, BLOCK_KEYS, output_dim), dtype)
     check_rows("block_table", block_table, block_table.shape, torch.int32)
     check_tensor("parts", parts, (part_words(num_blocks * BLOCK_KEYS),), torch.int32)
-    num_tiles = num_blocks * BLOCK_KEYS // EXPANDED_TILE * num_heads * cdiv(num_columns, TILE_COLUMNS)
+    num_tiles = num_blocks * BLOCK_KEYS // PART_KEYS * num_heads * cdiv(num_columns, TILE_COLUMNS)
     num_programs = min(num_tiles, gpu_limits().num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR)
     _expand_latents[(num_programs,)](
         latents_ptr=kv.keys,
@@ -195,7 +196,7 @@ def expand_latents(
         KV_BLOCK_SIZE=kv.block_size,
         BLOCK_KEYS=BLOCK_KEYS,
         FIELDS=PART_FIELDS,
-        TILE_KEYS=EXPANDED_TILE,
+        TILE_KEYS=PART_KEYS,
         TILE_COLUMNS=TILE_COLUMNS,
         TILE_INNER=TILE_INNER,
         NUM_PROGRAMS=num_programs,

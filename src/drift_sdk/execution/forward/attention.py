@@ -28,7 +28,7 @@ from drift_sdk._kernels.attention.exact_prefill import (
     exact_prefill_attention,
     wide_prefill_attention,
 )
-from drift_sdk._kernels.attention.expanded import BLOCK_KEYS, PART_FIELDS, expand_latents
+from drift_sdk._kernels.attention.expanded import BLOCK_KEYS, PART_FIELDS, PART_KEYS, expand_latents
 from drift_sdk._kernels.attention.latent import latent_attention, latent_prompt_attention
 from drift_sdk._kernels.attention.layer_attention import LayerAttention, LayerKV
 from drift_sdk._kernels.attention.plan import AttentionPlan, BlockTable, PlannedRows, plan_attention
@@ -46,7 +46,7 @@ from drift_sdk.execution.forward.products import Products
 from drift_sdk.execution.forward.rows import LayerBuffers, Rows
 from drift_sdk.models.decoder import Decoder
 from drift_sdk.models.mixers.attention import AttentionWeights
-from drift_sdk.spec.model import EXPANDED_TILE, AnyAttention, Attention, LatentAttention
+from drift_sdk.spec.model import AnyAttention, Attention, LatentAttention
 from drift_sdk.speculation import ViewLayout
 
 SCRATCH_SHARE = 64
@@ -337,7 +337,7 @@ class ExpandedKeys(Struct, frozen=True, kw_only=True):
         assert isinstance(spec, LatentAttention)
         first_row, first_part = 4 * num_tiles, 4 * num_tiles + num_rows
         parts = words[first_part:]
-        num_blocks = (len(parts) - 1) // PART_FIELDS * EXPANDED_TILE // BLOCK_KEYS
+        num_blocks = (len(parts) - 1) // PART_FIELDS * PART_KEYS // BLOCK_KEYS
         shape = (num_blocks, spec.num_heads, BLOCK_KEYS, spec.output_dim)
         keys = workspace.take("expanded_keys", shape, decoder.dtype)
         values = workspace.take("expanded_values", shape, decoder.dtype)

@@ -17,9 +17,9 @@ from drift_sdk._kernels.commit import record_words
 from drift_sdk._kernels.trees.tree_rows import tree_record_words
 from drift_sdk.execution.rounds.drafters import RoundSizes
 from drift_sdk.models.decoder import Decoder
-from drift_sdk.spec.model import BORDER, EXPANDED_TILE, LatentAttention
+from drift_sdk.spec.model import BORDER, LatentAttention
 from drift_sdk.speculation import TreePlan, ViewLayout, tree_rounds
-from drift_sdk.steps import MAX_CHUNKS, ExecutorLimits
+from drift_sdk.steps import EXPANDED_TILE, MAX_CHUNKS, ExecutorLimits
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Slots of decode steps."""
